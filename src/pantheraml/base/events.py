@@ -1,0 +1,157 @@
+"""The event stream of a run: `events.jsonl`, append-only, one JSON object a line.
+
+Every line has `v` (schema version), `time` (seconds since 1970), `rank`, `kind`, and the fields of its kind as listed in
+`KINDS`. Workers and the launching parent append to the same file; each line goes out in one locked `write`, so lines
+never mix. A line that a crash cut short is closed by the next writer and skipped by readers; nothing else is ever
+rewritten. Progress bar, `run.json`, `report.html` and the sinks read this stream and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+SCHEMA_VERSION = 1
+FILE_NAME = "events.jsonl"
+
+Event = dict[str, Any]
+
+# kind -> the fields that every event of that kind carries (more may be added without a new version)
+KINDS: Mapping[str, frozenset[str]] = {
+    "run.started": frozenset({"command", "pantheraml", "output"}),
+    "run.finished": frozenset({"status", "seconds"}),
+    "plan.made": frozenset({"plan"}),
+    "data.progress": frozenset({"split", "stage", "done", "total", "unit"}),
+    "data.ready": frozenset(
+        {"split", "format", "rows", "skipped_rows", "truncated_rows", "tokens", "target_tokens", "sequences"}
+        | {"seq_len", "packing", "efficiency", "fingerprint", "cached", "seconds"}
+    ),
+    "model.ready": frozenset({"architecture", "parameters", "trainable_parameters", "precision", "seconds"}),
+    "train.started": frozenset({"first_step", "total_steps", "world_size", "device", "global_batch_size"}),
+    "train.step": frozenset(
+        {"step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "target_tokens", "seconds"}
+        | {"tokens_per_second", "memory_bytes"}
+    ),
+    "train.finished": frozenset({"steps", "stopped_by"}),
+    "eval.progress": frozenset({"step", "done", "total"}),
+    "eval.done": frozenset({"step", "loss", "perplexity", "target_tokens", "seconds"}),
+    "checkpoint.saved": frozenset({"step", "path", "bytes", "seconds", "best"}),
+    "checkpoint.removed": frozenset({"step", "path"}),
+    "model.saved": frozenset({"path", "form"}),
+    "verdict": frozenset({"step", "action", "cause"}),
+    "generate.progress": frozenset({"done", "total"}),
+    "generate.done": frozenset({"prompts", "tokens", "seconds"}),
+    "notice": frozenset({"message"}),
+    "warning": frozenset({"message"}),
+    "error": frozenset({"error", "what", "where", "todo", "exit_code"}),
+}
+
+
+class Emit(Protocol):
+    """What a producer of events is handed: it names a kind and its fields, and knows nothing about files."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+class EventWriter:
+    """Appends events to a run's stream. One per process; safe beside other processes' writers."""
+
+    def __init__(self, run_dir: Path, *, rank: int = 0) -> None:
+        self._rank = rank
+        self._fd = os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def __call__(self, kind: str, /, **fields: Any) -> None:
+        missing = KINDS[kind] - fields.keys()
+        assert not missing, f"event {kind} lacks {sorted(missing)}"
+        line = {"v": SCHEMA_VERSION, "time": time.time(), "rank": self._rank, "kind": kind, **fields}
+        data = json.dumps(_finite(line), separators=(",", ":"), default=str).encode() + b"\n"
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            end = os.lseek(self._fd, 0, os.SEEK_END)
+            if end and os.pread(self._fd, 1, end - 1) != b"\n":
+                data = b"\n" + data
+            while data:
+                data = data[os.write(self._fd, data) :]
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is not finite is written as the string 'nan', 'inf' or '-inf'."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+class EventReader:
+    """Reads a stream that may still be written: each `poll` yields the complete new lines since the last one."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE_NAME
+        self._offset = 0
+        self.damaged_lines = 0
+
+    def skip_to_end(self) -> None:
+        """Leave out what is there already, as a resumed run's progress bar does."""
+        if self._path.exists():
+            for _ in self.poll():
+                pass
+
+    def poll(self) -> Iterator[Event]:
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    return  # still being written, or cut short; a later writer closes it
+                self._offset += len(raw)
+                event = _parse(raw)
+                if event is not None:
+                    yield event
+                elif raw.strip():
+                    self.damaged_lines += 1
+
+
+def _parse(raw: bytes) -> Event | None:
+    try:
+        event = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or "kind" not in event or not isinstance(event.get("v"), int):
+        return None
+    return event
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """All complete events of a run so far."""
+    return list(EventReader(run_dir).poll())
+
+
+def number(value: Any) -> float | None:
+    """A number from an event field: undoes the writing of NaN and infinity as strings; None where there is none."""
+    if value is None:
+        return None
+    return float(value)

@@ -1,0 +1,19 @@
+"""Logging: one logger tree, `pantheraml`, silent until a process asks for it (`start`)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def get(name: str) -> logging.Logger:
+    return logging.getLogger(name)
+
+
+def start(*, debug: bool = False) -> None:
+    """Send the package's own log to stderr; called once by a program, never by the library."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("pantheraml")
+    logger.handlers = [handler]
+    logger.setLevel(logging.DEBUG if debug else logging.INFO)

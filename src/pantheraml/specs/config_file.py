@@ -1,0 +1,187 @@
+"""Reading a TrainConfig from YAML and `section.field=value` overrides, with errors that name key, value and line."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.specs.train import TrainConfig
+
+Key = tuple[str, ...]
+
+
+def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -> TrainConfig:
+    """The YAML file (if any) with `overrides` laid over it, validated."""
+    values, lines = ({}, {}) if path is None else read_yaml(path)
+    sources: dict[Key, str] = {key: f"{path}, line {line}" for key, line in lines.items()}
+    for key, value in (overrides or {}).items():
+        _put(values, key, value)
+        sources[key] = "command line"
+    return validate(values, sources, whole=str(path) if path else "command line")
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
+    """The file's values, and the line on which each key stands."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as err:
+        raise ConfigError(f"There is no config file {path}.", todo="Check the path.") from err
+    except (UnicodeDecodeError, OSError) as err:
+        raise ConfigError(f"The config file {path} cannot be read: {err}.", todo="Save it as UTF-8 text.") from err
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as err:
+        line = err.problem_mark.line + 1 if err.problem_mark else None
+        raise ConfigError(
+            f"The config file is not valid YAML: {err.problem}.",
+            where=f"{path}, line {line}",
+            todo="Correct that line.",
+        ) from err
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"The config file {path} holds no settings.", todo="See `pantheraml schema`.")
+    lines: dict[Key, int] = {}
+    _collect_lines(node, (), lines, path)
+    return values, lines
+
+
+def _collect_lines(node: yaml.MappingNode, prefix: Key, lines: dict[Key, int], path: Path) -> None:
+    for key_node, value_node in node.value:
+        key = (*prefix, str(key_node.value))
+        line = key_node.start_mark.line + 1
+        if key in lines:
+            raise ConfigError(
+                f"The key `{'.'.join(key)}` stands twice (also on line {lines[key]}).", where=f"{path}, line {line}",
+                todo="Remove one of them.",
+            )  # fmt: skip
+        lines[key] = line
+        if isinstance(value_node, yaml.MappingNode):
+            _collect_lines(value_node, key, lines, path)
+
+
+def parse_overrides(settings: Iterable[str]) -> dict[Key, Any]:
+    """`train.max_steps=10` -> {("train", "max_steps"): 10}; values are read as YAML scalars or lists."""
+    found: dict[Key, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(
+                f"--set takes section.field=value, not {setting!r}.", todo="For example: --set train.max_steps=100"
+            )
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        found[tuple(name.strip().split("."))] = value
+    return found
+
+
+def _put(values: dict[str, Any], key: Key, value: Any) -> None:
+    for part in key[:-1]:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            values[part] = inner = {}
+        values = inner
+    values[key[-1]] = value
+
+
+def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *, whole: str = "config") -> TrainConfig:
+    """A TrainConfig from plain values; `sources` says for each key where it was written."""
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as err:
+        problems = [_explain(detail, sources or {}, whole) for detail in _unique(err.errors())]
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(
+            f"The configuration has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems),
+            todo="`pantheraml schema` lists every key, its type and what it means.",
+        ) from err
+
+
+def _unique(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """A union field reports once per alternative; keep the first report of each field."""
+    seen: dict[Key, ErrorDetails] = {}
+    for detail in details:
+        seen.setdefault(_field_key(detail), detail)
+    return list(seen.values())
+
+
+def _field_key(detail: ErrorDetails) -> Key:
+    """The part of pydantic's location that is a key the user wrote (without union branches and list indices)."""
+    key: list[str] = []
+    known: Any = TrainConfig
+    for part in detail["loc"]:
+        fields = field_names(known)
+        if fields is None:
+            break
+        key.append(str(part))
+        known = fields.get(str(part))
+    return tuple(key)
+
+
+def field_names(owner: Any) -> dict[str, Any] | None:
+    """Field name -> type, for a section of the config; None for anything that has no fields."""
+    if isinstance(owner, type) and issubclass(owner, BaseModel):
+        return {name: info.annotation for name, info in owner.model_fields.items()}
+    if hasattr(owner, "__pydantic_fields__"):
+        hints = typing.get_type_hints(owner)
+        return {name: hints[name] for name in owner.__pydantic_fields__}
+    return None
+
+
+def _explain(detail: ErrorDetails, sources: Mapping[Key, str], whole: str) -> str:
+    key = _field_key(detail)
+    name = ".".join(key)
+    where = sources.get(key) or sources.get(key[:-1]) or whole
+    if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        near = nearest_key(key)
+        hint = f" Did you mean `{near}`?" if near else ""
+        return f"`{name}` is not a known key ({where}).{hint}"
+    if detail["type"] in ("missing", "missing_argument"):
+        return f"`{name}` is required ({whole})."
+    message = detail["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"{message} ({whole})."
+    return f"`{name}` = {detail['input']!r}: {message[0].lower()}{message[1:]} ({where})."
+
+
+def nearest_key(key: Key) -> str | None:
+    """The known key that is closest to a mistyped one: in its own section first, then anywhere."""
+    everywhere = {".".join(k): k for k in all_keys()}
+    section = [k[-1] for k in everywhere.values() if k[:-1] == key[:-1]]
+    close = difflib.get_close_matches(key[-1], section, n=1, cutoff=0.6)
+    if close:
+        return ".".join((*key[:-1], close[0]))
+    by_name = {k[-1]: name for name, k in everywhere.items()}
+    if key[-1] in by_name:
+        return by_name[key[-1]]
+    close = difflib.get_close_matches(".".join(key), list(everywhere), n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def all_keys() -> list[Key]:
+    """Every settable key, sections included."""
+    found: list[Key] = []
+    todo: list[tuple[Key, Any]] = [((), TrainConfig)]
+    while todo:
+        prefix, owner = todo.pop()
+        for name, kind in (field_names(owner) or {}).items():
+            found.append((*prefix, name))
+            todo.append(((*prefix, name), kind))
+    return found
+
+
+def dump_yaml(config: TrainConfig) -> str:
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def json_schema() -> dict[str, Any]:
+    return TypeAdapter(TrainConfig).json_schema()

@@ -1,0 +1,178 @@
+"""TrainConfig: everything that a training run can be told, in one validated value.
+
+The same names serve YAML (`train: {max_steps: 100}`), Python (`TrainConfig(train=TrainSettings(max_steps=100))`), the
+command line (`--set train.max_steps=100`) and REST. Every field is read somewhere and has a test; a field that nothing
+reads does not belong here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pantheraml.specs.multi_gpu import MultiGPUConfig
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True)
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder with a Hugging Face causal language model, or a hub name."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; None = the model's own."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of forward and backward; auto = bf16 where the device is fast at it, else fp32."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """random: ignore weights and start from `config.json` alone (training from scratch)."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you have read that code."""
+    allow_pickle: bool = False
+    """Accept `.bin` weights, which can run code when loaded. Prefer safetensors."""
+
+
+class DataConfig(Section):
+    path: str
+    """Training data: .jsonl, .json, .csv, .parquet, .txt, a folder of these, or a folder saved by `datasets`."""
+    eval_path: str | None = None
+    """Evaluation data in the same formats; None = split off `eval_fraction`."""
+    eval_fraction: Fraction = 0.0
+    """Share of the training rows held out for evaluation, chosen by content hash; 0 = none."""
+    format: Literal["auto", "text", "prompt", "messages", "instruction"] = "auto"
+    """Which columns to read: text | prompt+completion | messages | instruction(+input)+output; auto = look at them."""
+    seq_len: Annotated[int, Field(ge=8)] = 2048
+    """Longest sequence in tokens; packs are filled up to it."""
+    packing: bool = True
+    """Put several documents into one sequence (no attention across them, positions restart)."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What to do with a row that cannot be used: stop with its file, line and field, or skip and count it."""
+    on_long_row: Literal["truncate", "stop"] = "truncate"
+    """What to do with a row longer than seq_len: cut its end and count it, or stop."""
+    workers: NotNegative = 0
+    """Tokenising processes; 0 = one per core."""
+    cache_dir: str | None = None
+    """Where tokenised data is kept; None = the user's cache folder (PANTHERAML_CACHE)."""
+
+
+class MethodConfig(Section):
+    kind: Literal["lora", "dora", "qlora", "full"] = "lora"
+    """lora and dora train small adapters; qlora does so over a 4-bit (nf4) base; full trains every weight."""
+    rank: Positive = 16
+    """Rank of the adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Adapter scale: the update is multiplied by alpha/rank (alpha/sqrt(rank) with rslora)."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input. With dropout, N processes no longer equal one bit for bit."""
+    target_modules: str | list[str] = "all-linear"
+    """Layers that get an adapter: names (`q_proj`), or all-linear (all but the output head)."""
+    rslora: bool = False
+    """Rank-stabilised scaling, alpha/sqrt(rank)."""
+
+
+class TrainSettings(Section):
+    max_steps: Positive | None = None
+    """Optimizer steps; None = as many as `epochs` needs."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the training data, used when max_steps is None."""
+    global_batch_size: Positive = 16
+    """Sequences per optimizer step, over all processes and micro-batches. Adding GPUs does not change it."""
+    micro_batch_size: Positive | Literal["auto"] = "auto"
+    """Sequences per forward pass on one device; auto = planned."""
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    """Peak learning rate."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where the schedule ends, as a share of the peak."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: NotNegative = 0
+    """Steps over which the learning rate rises from zero."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw: fused AdamW; adamw8bit: the same with 8-bit states."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay; not applied to biases and norms."""
+    beta1: Fraction = 0.9
+    """AdamW's first decay rate."""
+    beta2: Fraction = 0.999
+    """AdamW's second decay rate."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this norm; 0 = no clipping."""
+    seed: NotNegative = 0
+    """Seed of sample order, adapter initialisation and dropout."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full: recompute every layer's activations in the backward pass; less memory, about a third slower."""
+    eval_every_steps: Positive | None = None
+    """Steps between evaluations; None = only at the end (if there is evaluation data)."""
+    early_stopping_patience: Positive | None = None
+    """Stop after this many evaluations without a better loss; None = never."""
+    log_every_steps: Positive = 1
+    """Steps between `train.step` events."""
+
+
+class StabilityConfig(Section):
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A NaN or infinite gradient: stop with the last good weights saved, or skip that step on all ranks."""
+    max_skipped_steps: NotNegative = 3
+    """With skip: after this many skipped steps in a row the run stops."""
+
+
+class CheckpointConfig(Section):
+    every_steps: Positive | None = None
+    """Steps between checkpoints; None = one at the end, and one when stopped."""
+    keep: Positive = 2
+    """How many of the newest checkpoints stay on disk; the best one stays besides."""
+    final: Literal["last", "best"] = "last"
+    """Which weights become `adapter/` or `model/`: the last ones, or those with the lowest evaluation loss."""
+
+
+class ReportConfig(Section):
+    html: bool = True
+    """Write report.html at the end of the run."""
+    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Other tools that get the run's metrics; each needs its extra (`pip install 'pantheraml[tensorboard]'`)."""
+    project: str = "pantheraml"
+    """Project or experiment name in those tools."""
+
+
+class TrainConfig(Section):
+    model: ModelConfig
+    data: DataConfig
+    method: MethodConfig = MethodConfig()
+    train: TrainSettings = TrainSettings()
+    parallel: MultiGPUConfig = MultiGPUConfig()
+    stability: StabilityConfig = StabilityConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto = GPUs if there are any."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> TrainConfig:
+        has_eval = self.data.eval_path is not None or self.data.eval_fraction > 0
+        if self.data.eval_path is not None and self.data.eval_fraction > 0:
+            raise ValueError("data.eval_path and data.eval_fraction are both set; keep one")
+        if not has_eval:
+            for name, asked in (
+                ("train.eval_every_steps", self.train.eval_every_steps is not None),
+                ("train.early_stopping_patience", self.train.early_stopping_patience is not None),
+                ("checkpoint.final=best", self.checkpoint.final == "best"),
+            ):
+                if asked:
+                    raise ValueError(f"{name} needs evaluation data: set data.eval_path or data.eval_fraction")
+        if self.train.early_stopping_patience is not None and self.train.eval_every_steps is None:
+            raise ValueError("train.early_stopping_patience needs train.eval_every_steps")
+        if self.method.kind in ("lora", "dora", "qlora") and self.model.init == "random":
+            raise ValueError("model.init=random trains from scratch, which needs method.kind=full")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
