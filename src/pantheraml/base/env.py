@@ -5,7 +5,9 @@ Everything else asks here, so that one listing shows every variable that can cha
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,3 +63,17 @@ def child_environment(**changes: str | None) -> dict[str, str]:
 def set_for_this_process(name: str, value: str) -> None:
     """For libraries that can only be told through the environment; called before they are imported."""
     os.environ[name] = value
+
+
+@contextlib.contextmanager
+def changed(name: str, value: str) -> Iterator[None]:
+    """`set_for_this_process` for the length of a `with` block, also for the processes started in it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

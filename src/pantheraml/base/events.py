@@ -1,6 +1,6 @@
 """The event stream of a run: `events.jsonl`, append-only, one JSON object a line.
 
-Every line has `v` (schema version), `time` (seconds since 1970), `rank`, `kind`, and the fields of its kind as listed in
+Every line has `v` (schema version), `time` (seconds since 1970), `rank`, `kind`, and the fields of its kind, listed in
 `KINDS`. Workers and the launching parent append to the same file; each line goes out in one locked `write`, so lines
 never mix. A line that a crash cut short is closed by the next writer and skipped by readers; nothing else is ever
 rewritten. Progress bar, `run.json`, `report.html` and the sinks read this stream and nothing else.

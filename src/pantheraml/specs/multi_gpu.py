@@ -35,8 +35,6 @@ class MultiGPUConfig:
     """DDP sends rank 0's buffers to all ranks before each forward pass."""
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
     """Size of a DDP communication bucket in MiB."""
-    static_graph: bool = True
-    """Allow DDP's static graph; whether it is used is decided when the model is wrapped, and the reason is reported."""
     timeout_seconds: Annotated[int, Field(ge=1)] = 300
     """How long a rank waits for its peers before the run stops with an error."""
     grace_seconds: Annotated[int, Field(ge=1)] = 120

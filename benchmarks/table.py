@@ -1,0 +1,100 @@
+"""How results become docs/benchmarks.md: each benchmark describes its columns, this writes them as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+INTRODUCTION = """# Benchmarks
+
+Made by `python benchmarks/run.py --table` from the files in `benchmarks/results/`; do not edit. Each row is one result
+with the commit that it was measured on (`+` = with uncommitted changes) and the machine's load average just before.
+Compare rows of one run on one machine.
+"""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, the result's field (`parameters.NAME` for a parameter), and how to write its value."""
+
+    title: str
+    field: str
+    write: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True)
+class Table:
+    """How one benchmark's results are shown: a title, one sentence on how they were measured, the columns."""
+
+    title: str
+    how: str
+    columns: tuple[Column, ...]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def plain(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def plain_table(docstring: str, records: Sequence[Mapping[str, Any]]) -> Table:
+    """For a benchmark that describes no columns: its parameters and results as they are."""
+    fields: dict[str, None] = {}
+    for record in records:
+        fields |= dict.fromkeys(f"parameters.{name}" for name in record["parameters"])
+        for result in _results(record):
+            fields |= dict.fromkeys(result)
+    columns = tuple(Column(field.removeprefix("parameters.").replace("_", " "), field, plain) for field in fields)
+    first_line = docstring.strip().splitlines()[0]
+    return Table(first_line.rstrip("."), "Every parameter and result as measured.", columns)
+
+
+def _results(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return record["results"] if isinstance(record["results"], list) else [record["results"]]
+
+
+def render(tables: Mapping[str, Table], records: Sequence[Mapping[str, Any]]) -> str:
+    """The whole page; newest results come first."""
+    parts = [INTRODUCTION]
+    for name, table in sorted(tables.items()):
+        own = sorted((r for r in records if r["benchmark"] == name), key=lambda record: record["date"], reverse=True)
+        parts.append(_table(name, table, own))
+    return "\n".join(parts)
+
+
+def _table(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str:
+    titles = [*(column.title for column in table.columns), "hardware", "load", "versions", "commit", "date"]
+    lines = [f"## {table.title}", "", f"{table.how} (`benchmarks/{name}.py`)", ""]
+    lines += [_line(titles), "|" + "---|" * len(titles)]
+    for record in records:
+        lines += [_line([*_cells(table, record, result), *_origin(record)]) for result in _results(record)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(table: Table, record: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    cells = []
+    for column in table.columns:
+        source, name = record["parameters"], column.field.removeprefix("parameters.")
+        value = source.get(name) if column.field.startswith("parameters.") else result.get(name)
+        cells.append("–" if value is None else column.write(value))
+    return cells
+
+
+def _origin(record: Mapping[str, Any]) -> list[str]:
+    hardware, versions = record["hardware"], record["versions"]
+    gpus: list[str] = hardware["gpus"]
+    machine = f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware['cores']} cores of {hardware['cpu'] or 'unknown CPU'}"
+    software = f"Python {versions['python']}" + (f", torch {versions['torch']}" if versions["torch"] else "")
+    commit = f"`{record['commit'][:9]}`" + ("+" if record["dirty"] else "") if record["commit"] else "–"
+    return [machine, f"{record['load_before']:.1f}", software, commit, record["date"][:10]]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,84 @@
+"""Writing a folder or a file so that it is either whole or not there.
+
+A folder is written beside its place, flushed to disk and renamed. A crash or a full disk leaves at most a `.partial-*`
+folder, which the next save of the same name removes; what stood there before stays whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from pantheraml.base.errors import StorageError
+
+PARTIAL = ".partial-"
+
+
+@contextmanager
+def committed_folder(final: Path) -> Iterator[Path]:
+    """A scratch folder to write into; when the block ends without error it becomes `final`, replacing what was there."""
+    scratch = final.with_name(PARTIAL + final.name)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        yield scratch
+        for path in [*scratch.rglob("*"), scratch]:
+            _sync(path)
+        _replace(scratch, final)
+    except (OSError, SafetensorError) as err:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise StorageError(
+            f"Saving {final.name} failed: {_reason(err)}.",
+            where=str(final),
+            todo="Free space, or check the disk, and try again; what was saved before is whole.",
+        ) from err
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def write_text(final: Path, text: str) -> None:
+    """Replace a file's content in one move."""
+    scratch = final.with_name(PARTIAL + final.name)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        _sync(scratch)
+        os.replace(scratch, final)
+    except OSError as err:
+        scratch.unlink(missing_ok=True)
+        raise StorageError(f"Writing {final.name} failed: {_reason(err)}.", where=str(final)) from err
+
+
+def _reason(err: Exception) -> str:
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(err, OSError) and err.errno in full:
+        return f"the disk is full ({os.strerror(err.errno)})"
+    return str(err)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _replace(scratch: Path, final: Path) -> None:
+    """Rename into place. A folder cannot be renamed over a filled one, so an old one is moved aside first."""
+    aside = None
+    if final.exists():
+        aside = final.with_name(f"{PARTIAL}old-{final.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(final, aside)
+    os.rename(scratch, final)
+    _sync(final.parent)
+    if aside is not None:
+        shutil.rmtree(aside)

@@ -1,0 +1,43 @@
+"""`pantheraml export`: the trained model as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import ConfigError
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "export",
+        help="write the trained model as a plain Hugging Face folder",
+        description="Merge a run's adapter into its base model and write a plain Hugging Face folder.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
+    parser.add_argument("--merge", action="store_true", help="merge the adapter into the base model's weights")
+    parser.add_argument("--output", metavar="DIR", required=True, help="folder to write (must not hold anything)")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights (default: the run's)")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.cli.execute import Screen, run_request
+    from pantheraml.specs.run_dir import RunDir
+    from pantheraml.specs.tasks import ExportRequest
+
+    run_dir, output = Path(arguments.run_dir), Path(arguments.output)
+    run = RunDir(run_dir)
+    run.require()
+    adapter = run.trained()
+    if not arguments.merge and adapter.name == "adapter":
+        raise ConfigError(
+            "Export without --merge would only copy the adapter.",
+            todo=f"Add --merge for a plain model; the adapter itself, in PEFT's format, is {adapter}.",
+        )
+    precision = arguments.precision or run.plan().precision
+    request = ExportRequest(run_dir=run_dir.absolute(), output=output.absolute(), precision=precision)
+    run_request("export", request, screen=Screen(title=f"export {run_dir}", quiet=True), answer=lambda folder: None)
+    print(f"Exported to {output} ({precision}).")
+    return 0

@@ -1,0 +1,114 @@
+"""`pantheraml generate`: let a trained model speak."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pantheraml.base.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pantheraml.cli.execute import Screen
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "generate", help="let a trained model speak", description="Complete prompts with the model of a run."
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    parser.add_argument("--prompts", metavar="FILE", help="a text file with one prompt a line")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 = always the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run")
+    parser.add_argument("--base", action="store_true", help="use the model as it was before training")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line: prompt, completion")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.cli.execute import Screen
+
+    prompts = [*arguments.prompt, *_from_file(arguments.prompts)]
+    if not prompts:
+        raise ConfigError("There is no prompt.", todo='Add --prompt "..." or --prompts FILE.')
+    if arguments.max_new_tokens < 1 or arguments.temperature < 0:
+        raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0.")
+    quiet = arguments.json or not sys.stderr.isatty()
+    answers = complete(
+        Path(arguments.run_dir),
+        prompts,
+        screen=Screen(title=f"generate {arguments.run_dir}", quiet=quiet),
+        weights="base" if arguments.base else "trained",
+        device=arguments.device,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if arguments.json:
+            print(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False))
+        elif len(prompts) > 1:
+            print(f"{prompt}{answer}")
+        else:
+            print(answer)
+    return 0
+
+
+def _from_file(name: str | None) -> list[str]:
+    if name is None:
+        return []
+    try:
+        return [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as err:
+        raise DataError(f"The prompts file {name} cannot be read: {err}.") from err
+
+
+def complete(
+    run_dir: Path,
+    prompts: list[str],
+    *,
+    screen: Screen,
+    weights: str = "trained",
+    device: str = "auto",
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[str]:
+    """Completions of `prompts` by the model of a run, made in a worker process."""
+    from pantheraml.cli.execute import run_request
+    from pantheraml.devices.probe import probe
+    from pantheraml.planner.choose import choose
+    from pantheraml.specs.run_dir import RunDir
+    from pantheraml.specs.tasks import GenerateRequest
+
+    run = RunDir(run_dir)
+    config = run.config()
+    run.trained()
+    # Where and in which precision to run is the planner's choice, as for training, but always one process.
+    placed = config.model_copy(update={"device": device, "parallel": type(config.parallel)(world_size=1)})
+    plan = choose(placed, probe())
+    request = GenerateRequest.model_validate(
+        {
+            "run_dir": run_dir.absolute(),
+            "prompts": prompts,
+            "weights": weights,
+            "device": plan.device,
+            "precision": plan.precision,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "batch_size": 64,
+        }
+    )
+
+    def read_answers(folder: Path) -> list[str]:
+        lines = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["completion"] for line in lines]
+
+    answers: list[str] = run_request("generate", request, screen=screen, answer=read_answers)
+    return answers

@@ -1,0 +1,69 @@
+"""`pantheraml COMMAND`: parses the command line, runs the command, turns errors into plain text and an exit code.
+
+Each command is a module with `add(subparsers)`, which declares its options, and `run(arguments)`, which imports what it
+needs. Nothing heavy is imported before a command is known, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pantheraml.base import env, log
+from pantheraml.base.errors import ConfigError, PantheraError
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints usage and exits; ours raises, so that every error leaves by the same door."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message[0].upper()}{message[1:]}.", todo=f"See `{self.prog} --help`.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from pantheraml.cli import demo, export, generate, gpus, plan, resume, schema, train
+
+    parser = _Parser(prog="pantheraml", description="Fine-tune language models on one, several or many GPUs.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for module in (demo, train, resume, plan, generate, export, gpus, schema):
+        command = module.add(commands)
+        command.set_defaults(run=module.run)
+        command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    debug = env.debug_requested()
+    try:
+        arguments = build_parser().parse_args(argv)
+        if arguments.version:
+            from pantheraml import __version__
+
+            print(__version__)
+            return 0
+        if arguments.command is None:
+            build_parser().print_help()
+            return ConfigError.exit_code
+        debug = debug or arguments.debug
+        if debug:
+            env.set_for_this_process("PANTHERAML_DEBUG", "1")  # workers inherit it
+            log.start(debug=True)
+        return int(arguments.run(arguments))
+    except PantheraError as err:
+        if debug:
+            raise
+        print(f"{type(err).__name__}: {err}", file=sys.stderr)
+        return err.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) left; that is no error of ours.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""`pantheraml plan`: what a run would do, and why, without starting it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    from pantheraml.cli.train import add_config_options
+
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan", help="show what a run would do, and why", description="Show every choice of a run with its reason."
+    )
+    add_config_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.cli.train import config_from
+    from pantheraml.devices.probe import probe
+    from pantheraml.planner.choose import choose
+
+    plan = choose(config_from(arguments), probe())
+    if arguments.json:
+        print(json.dumps(plan.model_dump(mode="json"), indent=1))
+        return 0
+    width = max(len(choice.name) for choice in plan.choices)
+    for choice in plan.choices:
+        print(f"{choice.name:{width}}  {choice.value!s:12}  {choice.reason}")
+    return 0

@@ -1,0 +1,107 @@
+"""`pantheraml train`: from a config file or flags to trained weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pantheraml.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pantheraml.specs.train import TrainConfig
+
+FLAGS = {
+    "model": ("model", "path"),
+    "data": ("data", "path"),
+    "eval_data": ("data", "eval_path"),
+    "method": ("method", "kind"),
+    "device": ("device",),
+    "on_bad_row": ("data", "on_bad_row"),
+}
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "train", help="fine-tune a model", description="Fine-tune a model from a config file, from flags, or both."
+    )
+    add_config_options(parser)
+    parser.add_argument("--output", metavar="DIR", help="run folder (default: runs/<name of the config or model>)")
+    parser.add_argument("--resume", action="store_true", help="continue the run that the output folder holds")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    return parser
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """What `train` and `plan` share: everything that makes a TrainConfig."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; flags below override it")
+    parser.add_argument("--model", metavar="DIR", help="model folder or hub name (model.path)")
+    parser.add_argument("--data", metavar="FILE", help="training data (data.path)")
+    parser.add_argument("--eval-data", metavar="FILE", help="evaluation data (data.eval_path)")
+    parser.add_argument("--method", choices=["lora", "dora", "qlora", "full"], help="what to train (method.kind)")
+    parser.add_argument("--nproc", metavar="auto|N", help="number of processes (parallel.world_size)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to train (device)")
+    parser.add_argument("--on-bad-row", choices=["stop", "skip"], help="what to do with unusable rows (data.on_bad_row)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="set any other key; may be repeated"
+    )
+
+
+def config_from(arguments: argparse.Namespace) -> TrainConfig:
+    from pantheraml.specs.config_file import Key, load_config, parse_overrides
+
+    overrides: dict[Key, Any] = {
+        key: getattr(arguments, flag) for flag, key in FLAGS.items() if getattr(arguments, flag) is not None
+    }
+    if arguments.nproc is not None:
+        overrides["parallel", "world_size"] = _processes(arguments.nproc)
+    overrides |= parse_overrides(arguments.set)
+    if arguments.config is None and not {("model", "path"), ("data", "path")} <= overrides.keys():
+        raise ConfigError(
+            "Nothing to train: give a config file, or --model and --data.",
+            todo="For example: pantheraml train --model DIR --data FILE --output runs/first",
+        )
+    return load_config(Path(arguments.config) if arguments.config else None, overrides)
+
+
+def _processes(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--nproc takes auto or a number from 1, not {text!r}.")
+    return int(text)
+
+
+def default_output(arguments: argparse.Namespace, config: TrainConfig) -> Path:
+    name = Path(arguments.config).stem if arguments.config else Path(config.model.path).name
+    return Path("runs") / (name or "run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.cli.execute import Screen, run_training
+
+    if arguments.resume and arguments.overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other.", todo="Keep one of them.")
+    config = config_from(arguments)
+    output = Path(arguments.output) if arguments.output else default_output(arguments, config)
+    summary = run_training(
+        config,
+        output,
+        resume=arguments.resume,
+        overwrite=arguments.overwrite,
+        screen=Screen(title=f"train {output}", quiet=arguments.json),
+    )
+    show_result(summary, output, as_json=arguments.json)
+    return 0
+
+
+def show_result(summary: dict[str, Any], output: Path, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary, indent=1))
+        return
+    print(f"Trained weights: {output / summary['output']['path']}")
+    if (output / "report.html").exists():
+        print(f"Report:          {output / 'report.html'}")
+    print(f'Try it:          pantheraml generate {output} --prompt "..."')

@@ -1,0 +1,54 @@
+"""TokenDataset: prepared data as the engine reads it, memory-mapped, so opening is cheap and ranks share one copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pantheraml.base.errors import DataError
+from pantheraml.data.documents import NO_LOSS, Ints, TokenSequence, loss_mask
+from pantheraml.data.store import DatasetMeta, is_whole, open_table, read_meta
+
+Ids = NDArray[np.integer[Any]]
+
+
+class TokenDataset:
+    """Sequences by number. Only the pages of the sequences that are asked for are read."""
+
+    def __init__(self, meta: DatasetMeta, table: Any) -> None:
+        self.fingerprint = meta.fingerprint
+        self.format = meta.format
+        self.seq_len = meta.seq_len
+        self.packed = meta.packed
+        self.pad_id = meta.pad_id
+        self.tokens = meta.tokens
+        self._columns = [table.column(name) for name in ("tokens", "document_lengths", "loss_runs")]
+        self._lengths: Ints = table.column("length").to_numpy()
+        self._target_tokens: Ints = table.column("target_tokens").to_numpy()
+
+    @classmethod
+    def open(cls, path: Path) -> TokenDataset:
+        meta = read_meta(path)
+        if meta is None or not is_whole(path):
+            raise DataError(
+                "The prepared data is missing or damaged.", where=str(path), todo="Prepare it again: rerun the command."
+            )
+        return cls(meta, open_table(path))
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def sequence_lengths(self, ids: Ids) -> Ints:
+        return self._lengths[ids]
+
+    def target_tokens(self, ids: Ids) -> Ints:
+        """Loss-bearing tokens of each sequence, from the index."""
+        return self._target_tokens[ids]
+
+    def sequence(self, index: int) -> TokenSequence:
+        tokens, document_lengths, runs = (column[index].values.to_numpy() for column in self._columns)
+        labels = np.where(loss_mask(runs, len(tokens)), tokens, np.int32(NO_LOSS))
+        return TokenSequence(tokens, labels, document_lengths)

@@ -1,0 +1,173 @@
+"""The tokenised data on disk: a folder with `data.arrow` (one row per sequence) and `meta.json`.
+
+Rows hold the tokens, the length of each document, and which tokens bear loss; two narrow columns, length and
+target_tokens, serve as an index that is read without touching the tokens. A folder is written aside, `meta.json` last,
+and renamed into place, so under its final name it is whole unless the disk damaged it, which `is_whole` notices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pantheraml.data.documents import Documents, Ints, joined_runs
+from pantheraml.data.packing import best_fit_decreasing, window_tokens
+
+LAYOUT_VERSION = 1
+"""Raised whenever the same source would give other files: layout, templates, chunking, packing."""
+
+DATA_FILE = "data.arrow"
+META_FILE = "meta.json"
+
+_INTS = pa.list_(pa.int32())
+_SCHEMA = pa.schema(
+    [
+        ("tokens", _INTS),
+        ("document_lengths", _INTS),
+        ("loss_runs", _INTS),
+        ("length", pa.int32()),
+        ("target_tokens", pa.int32()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class DatasetMeta:
+    """What `meta.json` says about the data beside it."""
+
+    fingerprint: str
+    format: str
+    seq_len: int
+    packed: bool
+    pad_id: int
+    rows: int
+    skipped_rows: int
+    truncated_rows: int
+    tokens: int = 0
+    target_tokens: int = 0
+    sequences: int = 0
+    data_bytes: int = 0
+    layout: int = LAYOUT_VERSION
+
+    def efficiency(self) -> float:
+        """Share of the sequences' room that holds tokens."""
+        return self.tokens / (self.sequences * self.seq_len)
+
+
+def read_meta(folder: Path) -> DatasetMeta | None:
+    """The folder's description, or None where it is missing, unreadable or of another layout."""
+    try:
+        values = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+        meta = DatasetMeta(**values)
+    except (OSError, ValueError, TypeError):
+        return None
+    return meta if meta.layout == LAYOUT_VERSION else None
+
+
+def open_table(folder: Path) -> Any:
+    """The memory-mapped Arrow table of a folder; nothing but the footer is read."""
+    return pa.ipc.open_file(pa.memory_map(str(folder / DATA_FILE))).read_all()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the folder's data is what its description says: size, footer, number and sums of the index."""
+    meta = read_meta(folder)
+    if meta is None:
+        return False
+    try:
+        if (folder / DATA_FILE).stat().st_size != meta.data_bytes:
+            return False
+        table = open_table(folder)
+    except (OSError, pa.ArrowInvalid):
+        return False
+    sums = [int(table.column(name).to_numpy().sum(dtype=np.int64)) for name in ("length", "target_tokens")]
+    return table.num_rows == meta.sequences and sums == [meta.tokens, meta.target_tokens]
+
+
+class DatasetWriter:
+    """Writes sequences to a new folder as documents arrive; memory is bounded by one packing window."""
+
+    def __init__(self, folder: Path, *, seq_len: int, packed: bool) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._seq_len = seq_len
+        self._packed = packed
+        self._file = pa.OSFile(str(folder / DATA_FILE), "wb")
+        self._writer = pa.ipc.new_file(self._file, _SCHEMA)
+        self._window = Documents()
+        self._window_tokens = 0
+        self.tokens = 0
+        self.target_tokens = 0
+        self.sequences = 0
+
+    def add(self, documents: Documents) -> None:
+        self._window.extend(documents)
+        self._window_tokens += int(documents.lengths().sum(dtype=np.int64))
+        if self._window_tokens >= window_tokens(self._seq_len):
+            self._flush()
+
+    def finish(self, meta: DatasetMeta) -> None:
+        """Close the data and describe it; the counts of `meta` that the writer knows are filled in."""
+        self._flush()
+        self._writer.close()
+        self._file.close()
+        meta = dataclasses.replace(
+            meta,
+            tokens=self.tokens,
+            target_tokens=self.target_tokens,
+            sequences=self.sequences,
+            data_bytes=(self._folder / DATA_FILE).stat().st_size,
+        )
+        (self._folder / META_FILE).write_text(json.dumps(dataclasses.asdict(meta), indent=1), encoding="utf-8")
+
+    def _flush(self) -> None:
+        if not self._window:
+            return
+        lengths = self._window.lengths()
+        packs = (
+            best_fit_decreasing(lengths, self._seq_len) if self._packed else [[index] for index in range(len(lengths))]
+        )
+        batch = _record_batch(self._window, lengths, packs)
+        self._writer.write_batch(batch)
+        self.tokens += int(lengths.sum(dtype=np.int64))
+        self.target_tokens += int(batch.column("target_tokens").to_numpy().sum(dtype=np.int64))
+        self.sequences += len(packs)
+        self._window = Documents()
+        self._window_tokens = 0
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()
+
+
+def _record_batch(documents: Documents, lengths: Ints, packs: Sequence[Sequence[int]]) -> Any:
+    flat = list(itertools.chain.from_iterable(packs))
+    sizes = np.fromiter(map(len, packs), dtype=np.int64, count=len(packs))
+    borders = np.concatenate([[0], np.cumsum(sizes)])  # of packs, counted in documents
+    ends = np.concatenate([[0], np.cumsum(lengths[flat])])  # of documents, counted in tokens
+    targets = np.fromiter((runs[1::2].sum() for runs in documents.loss_runs), dtype=np.int32, count=len(documents))
+    runs = [list(joined_runs((documents.loss_runs[i], int(lengths[i])) for i in pack)) for pack in packs]
+    columns = [
+        _lists(ends[borders], np.concatenate([documents.tokens[i] for i in flat])),
+        _lists(borders, lengths[flat]),
+        pa.array(runs, _INTS),
+        np.diff(ends[borders]).astype(np.int32),
+        np.add.reduceat(targets[flat], borders[:-1]).astype(np.int32),
+    ]
+    return pa.record_batch(columns, schema=_SCHEMA)
+
+
+def _lists(offsets: NDArray[np.int64], values: Ints) -> Any:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))

@@ -1,0 +1,116 @@
+"""What a run is, between two steps: progress numbers, weights, optimizer, loss scale, random generators.
+
+`capture` and `restore` are each other's inverse; together with the order contract of the data they make a resumed run
+continue as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pantheraml.base.errors import CheckpointError
+from pantheraml.checkpoint.store import Checkpoint, Tensors
+from pantheraml.engine import optim
+from pantheraml.engine.step import Stepper
+
+STATE_VERSION = 1
+
+
+@dataclass
+class Progress:
+    """The run's place, in numbers. All ranks hold the same."""
+
+    step: int = 0
+    """Optimizer steps behind us (skipped ones included: their samples are used up)."""
+    skipped_in_a_row: int = 0
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    evals_without_gain: int = 0
+
+
+def capture(stepper: Stepper, progress: Progress, identity: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and JSON state of a checkpoint. A collective: every rank calls it, rank 0 saves the result."""
+    tensors: Tensors = {
+        "weights": {name: parameter.detach() for name, parameter in stepper.parameters},
+        "optimizer": optim.optimizer_tensors(stepper.optimizer, stepper.parameters),
+        "rng": _gather_generators(stepper),
+    }
+    state = {
+        "version": STATE_VERSION,
+        "progress": asdict(progress),
+        "scaler": stepper.scaler.state_dict(),
+        "world_size": stepper.world.size,
+        "identity": dict(identity),
+    }
+    return tensors, state
+
+
+def restore(stepper: Stepper, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Progress:
+    """Put a checkpoint back; `identity` (what makes the samples and the model) has to be the one it was taken under."""
+    if checkpoint.state["version"] != STATE_VERSION:
+        raise CheckpointError(
+            f"The checkpoint has format {checkpoint.state['version']}; this version reads {STATE_VERSION}.",
+            todo="Resume with the PantheraML version that wrote it.",
+        )
+    changed = {
+        key: (checkpoint.state["identity"].get(key), value)
+        for key, value in identity.items()
+        if checkpoint.state["identity"].get(key) != value
+    }
+    if changed:
+        listing = "; ".join(f"{key}: was {old!r}, is {new!r}" for key, (old, new) in changed.items())
+        raise CheckpointError(
+            f"The run changed since its checkpoint, so it cannot be continued exactly ({listing}).",
+            todo="Undo the change, or start a new run in another folder.",
+        )
+    load_weights(stepper, checkpoint)
+    optim.load_optimizer_tensors(stepper.optimizer, stepper.parameters, checkpoint.tensors["optimizer"])
+    if checkpoint.state["scaler"]:
+        stepper.scaler.load_state_dict(checkpoint.state["scaler"])
+    if checkpoint.state["world_size"] == stepper.world.size:
+        _set_generators(checkpoint.tensors["rng"], stepper)
+    return Progress(**checkpoint.state["progress"])
+
+
+def load_weights(stepper: Stepper, checkpoint: Checkpoint) -> None:
+    saved, wanted = checkpoint.tensors["weights"], dict(stepper.parameters)
+    if saved.keys() != wanted.keys():
+        odd = sorted(saved.keys() ^ wanted.keys())
+        raise CheckpointError(
+            f"The checkpoint holds other trainable weights than this run ({len(odd)} differ, first: {odd[0]}).",
+            todo="Resume with the method and target modules that the checkpoint was trained with.",
+        )
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(saved[name])
+
+
+def _own_generators(stepper: Stepper) -> dict[str, Tensor]:
+    """The state of this process's generators. Sample order needs none (it is counter-based); dropout does."""
+    found = {"torch": torch.get_rng_state()}
+    if stepper.world.device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(stepper.world.device)
+    return found
+
+
+def _gather_generators(stepper: Stepper) -> dict[str, Tensor]:
+    mine = _own_generators(stepper)
+    everyone: list[dict[str, Tensor]] = [mine]
+    if stepper.world.size > 1:
+        everyone = [{} for _ in range(stepper.world.size)]
+        dist.all_gather_object(everyone, mine)
+    return {f"rank{rank}.{name}": tensor for rank, own in enumerate(everyone) for name, tensor in own.items()}
+
+
+def _set_generators(tensors: Mapping[str, Tensor], stepper: Stepper) -> None:
+    prefix = f"rank{stepper.world.rank}."
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    torch.set_rng_state(own["torch"])
+    if "cuda" in own and stepper.world.device.type == "cuda":
+        torch.cuda.set_rng_state(own["cuda"], stepper.world.device)

@@ -1,0 +1,108 @@
+"""One optimizer step over a global batch: forward and backward of each micro-batch, the verdict, the update.
+
+The loss of a step is the sum of token losses over the global batch divided by its target tokens. Each rank
+backpropagates its own sum times `world / target_tokens`; DDP's mean over ranks then is exactly that loss's gradient, however the batch
+was split.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from pantheraml.data.batch import Batch
+from pantheraml.engine import optim
+from pantheraml.engine.feed import StepBatches
+from pantheraml.engine.guard.verdict import StepNumbers
+from pantheraml.engine.loss import LossModel
+from pantheraml.parallel.data import gradient_scale, without_sync, wrap
+from pantheraml.parallel.process_group import World
+from pantheraml.specs.train import TrainConfig
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepReport:
+    numbers: StepNumbers
+    tokens: int
+    """Tokens of the global batch, padding excluded."""
+    memory_bytes: int
+    """The largest memory of any process: peak allocated on a GPU, resident on a CPU."""
+
+
+class Stepper:
+    """The parts that a step moves: wrapped model, trainable parameters, optimizer, loss scaler."""
+
+    def __init__(
+        self, model: nn.Module, parameters: optim.NamedParameters, config: TrainConfig, world: World, precision: str
+    ) -> None:
+        self.world, self.parameters = world, parameters
+        self.loss_model = LossModel(model)
+        self.wrapped = wrap(self.loss_model, world, config.parallel)
+        self.optimizer = optim.build_optimizer(parameters, config.train)
+        self.autocast_dtype = AUTOCAST.get(precision)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
+        self._max_grad_norm = config.train.max_grad_norm
+        self._process = psutil.Process()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, dtype=self.autocast_dtype)
+
+    def loss_sum(self, module: nn.Module, batch: Batch) -> Tensor:
+        batch = batch.to(self.world.device)
+        with self.autocast():
+            loss: Tensor = module(batch.input_ids, batch.position_ids, batch.targets)
+        return loss
+
+    def backward(self, batches: StepBatches, *, stop_requested: bool) -> StepReport:
+        """Gradients of the global batch on every rank, and what all ranks know about them."""
+        scale = gradient_scale(self.world, batches.target_tokens) * float(batches.counted)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        last = len(batches.micro_batches) - 1
+        for index, batch in enumerate(batches.micro_batches):
+            with nullcontext() if index == last else without_sync(self.wrapped):
+                loss = self.loss_sum(self.wrapped, batch)
+                self.scaler.scale(loss * scale).backward()
+            total += loss.detach() * float(batches.counted)
+        self.scaler.unscale_(self.optimizer)
+        norm = optim.total_norm(self.parameters)
+        rows = self.world.gather(
+            [float(total), float(norm), float(batches.tokens), float(stop_requested), float(self._memory_bytes())]
+        )
+        numbers = StepNumbers(
+            loss_sums=rows[:, 0].tolist(),
+            grad_norm=float(rows[:, 1].max()) if bool(rows[:, 1].isfinite().all()) else float("nan"),
+            target_tokens=batches.target_tokens,
+            stop_requested=bool(rows[:, 3].any()),
+        )
+        return StepReport(numbers=numbers, tokens=int(rows[:, 2].sum()), memory_bytes=int(rows[:, 4].max()))
+
+    def apply(self, numbers: StepNumbers, learning_rate: float) -> None:
+        """Clip and take the step."""
+        optim.clip(self.parameters, torch.tensor(numbers.grad_norm, device=self.world.device), self._max_grad_norm)
+        optim.set_learning_rate(self.optimizer, learning_rate)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.clear_gradients()
+
+    def skip(self) -> None:
+        """Drop the gradients; under fp16 the scaler also lowers its scale, having seen the overflow."""
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)  # does not step: unscale_ found infinities
+            self.scaler.update()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _memory_bytes(self) -> int:
+        if self.world.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.world.device)
+        return int(self._process.memory_info().rss)

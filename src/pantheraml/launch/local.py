@@ -1,0 +1,180 @@
+"""Worker processes on this machine: started, watched, stopped in order, never left behind.
+
+Training runs under torchrun's elastic agent, one process per device; the other tasks are a single worker process. The
+parent that calls this never imports torch. Ctrl-C or SIGTERM asks the workers to save and leave (a file in the run
+folder, which they look at between steps); a second Ctrl-C, or the end of the grace period, kills them. If the parent
+itself dies, the kernel sends SIGTERM to the child, so that an orphaned run saves and ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from pantheraml.base import env
+from pantheraml.base.errors import LaunchError
+from pantheraml.specs.plan import Plan
+
+LOG_FILE = "worker.log"
+POLL_SECONDS = 0.1
+KILL_AFTER_SECONDS = 10.0
+PR_SET_PDEATHSIG = 1
+
+
+def task_command(task: str, run_dir: Path) -> list[str]:
+    """A single worker process for one task."""
+    return [sys.executable, "-m", "pantheraml.worker", task, str(run_dir)]
+
+
+def training_command(run_dir: Path, plan: Plan) -> list[str]:
+    """One worker per device under the elastic agent."""
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={plan.world_size}",
+        "--max-restarts=0",
+    ]
+    return [sys.executable, *torchrun, "-m", "pantheraml.worker", "train", str(run_dir)]
+
+
+def worker_environment(plan: Plan | None) -> dict[str, str]:
+    changes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": None}
+    if plan is not None:
+        changes["OMP_NUM_THREADS"] = str(plan.threads_per_process)
+        changes["TOKENIZERS_PARALLELISM"] = "false"
+        if plan.device == "cuda":
+            changes["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which NVML numbers them
+            changes["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.device_ids))
+        else:
+            changes["CUDA_VISIBLE_DEVICES"] = ""
+    return env.child_environment(**changes)
+
+
+class StopRequests:
+    """Counts Ctrl-C and SIGTERM while it is installed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[StopRequests]:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.count += 1
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run_workers(
+    command: list[str],
+    run_dir: Path,
+    *,
+    environment: dict[str, str],
+    stops: StopRequests,
+    ask_to_stop: Callable[[], None] | None,
+    grace_seconds: float,
+    on_tick: Callable[[], object],
+) -> int:
+    """Run to the end and return the exit status. `ask_to_stop` is called on the first stop request; without it (a task
+    that has nothing to save) the workers are terminated at once."""
+    with open(run_dir / LOG_FILE, "ab") as log:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the terminal reaches this parent alone
+                preexec_fn=die_with_parent,
+            )
+        except OSError as err:
+            raise LaunchError(f"The worker could not be started: {err}.", where=command[0]) from err
+    try:
+        return _watch(process, stops, ask_to_stop, grace_seconds, on_tick)
+    finally:
+        end_process_tree(process.pid)
+        process.wait()
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    stops: StopRequests,
+    ask_to_stop: Callable[[], None] | None,
+    grace_seconds: float,
+    on_tick: Callable[[], object],
+) -> int:
+    deadline: float | None = None
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_SECONDS)
+        on_tick()
+        if process.returncode is not None:
+            return process.returncode
+        if stops.count and deadline is None:
+            if ask_to_stop is None:
+                return 128 + signal.SIGTERM
+            ask_to_stop()
+            deadline = time.monotonic() + grace_seconds
+        if deadline is not None and (stops.count > 1 or time.monotonic() > deadline):
+            return 128 + signal.SIGKILL
+
+
+def die_with_parent() -> None:
+    """In a child: ask the kernel for SIGTERM when the parent dies (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def end_process_tree(pid: int) -> None:
+    """Terminate a process and all its descendants (the elastic agent puts workers into sessions of their own)."""
+    try:
+        root = psutil.Process(pid)
+        everyone = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(everyone, timeout=KILL_AFTER_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=KILL_AFTER_SECONDS)
+
+
+def explain_death(run_dir: Path, status: int) -> str:
+    """Why workers ended without saying so themselves, as far as the log and the exit status tell."""
+    tail = log_tail(run_dir, lines=200)
+    killed = re.search(r"Signal (\d+) \((SIG\w+)\)", tail)
+    if killed or status < 0:
+        name = killed.group(2) if killed else signal.Signals(-status).name
+        hint = " (most often the kernel, out of memory)" if name == "SIGKILL" else ""
+        return f"A worker process was killed by {name}{hint}."
+    return f"The worker processes ended with status {status}."
+
+
+def log_tail(run_dir: Path, *, lines: int) -> str:
+    path = run_dir / LOG_FILE
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 65536))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,81 @@
+"""What the loss has to know about a model: whether its logits are plainly `hidden states @ W.T + b`.
+
+If they are, the loss can go from hidden states to token losses in chunks and never hold the full logits. Families
+differ (soft-capped, scaled, cut, adapted heads), and new ones appear, so this is not a list of names: the structure is
+read off the model, and then the model is run on a few tokens with a marked head output to see that nothing is done
+between body and head, or after the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from pantheraml.models.modes import observed
+
+_PROBE_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Head:
+    """Logits are `body(input_ids=..., position_ids=...).last_hidden_state @ weight.T (+ bias)`, exactly."""
+
+    body: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+
+
+def plain_head(model: nn.Module) -> tuple[Head | None, str]:
+    """The pieces of the logits and why they are right, or None and why the full logits are needed."""
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    layer = whole.get_output_embeddings()
+    if isinstance(layer, BaseTunerLayer):
+        return None, "the output head has an adapter"
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return None, f"the output head is not a plain linear layer but {type(layer).__name__}"
+    body = getattr(whole, whole.base_model_prefix, None)
+    if not isinstance(body, nn.Module) or body is whole or any(m is layer for m in body.modules()):
+        return None, f"{type(whole).__name__} has no body apart from its output head"
+    with observed(model):
+        reason = _difference(model, body, layer)
+    if reason is not None:
+        return None, reason
+    return Head(body, layer.weight, layer.bias), "logits are the hidden states times the output weight"
+
+
+def _difference(model: nn.Module, body: nn.Module, layer: nn.Linear) -> str | None:
+    """Runs a few tokens; what the model does besides body and head, or None if nothing."""
+    device = layer.weight.device
+    ids = torch.arange(_PROBE_TOKENS, device=device)[None] % layer.out_features
+    inputs = {"input_ids": ids, "position_ids": torch.arange(_PROBE_TOKENS, device=device)[None]}
+    hidden = getattr(body(**inputs, use_cache=False), "last_hidden_state", None)
+    if not isinstance(hidden, Tensor):
+        return "the body returns no last_hidden_state"
+    # Values up to 1e4 instead of the real output: a cap or a scale that is invisible on small logits shows on these.
+    marked = torch.linspace(-1e4, 1e4, _PROBE_TOKENS * layer.out_features, device=device).to(hidden.dtype)
+    marked = marked.view(1, _PROBE_TOKENS, layer.out_features)
+    seen: list[Tensor] = []
+
+    def mark(_layer: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        seen.append(args[0])
+        return marked
+
+    handle = layer.register_forward_hook(mark)
+    try:
+        logits = model(**inputs, use_cache=False).logits
+    finally:
+        handle.remove()
+    if len(seen) != 1 or seen[0].shape != hidden.shape:
+        return "the output head does not see each hidden state once"
+    # the same sums twice; a GPU may order them differently
+    tolerance = 1e-5 if hidden.dtype == torch.float32 else 1e-2
+    if not torch.allclose(seen[0], hidden, rtol=tolerance, atol=tolerance * float(hidden.abs().max())):
+        return "hidden states are changed between body and output head"
+    if not torch.equal(logits.float(), marked.float()):
+        return "logits are changed after the output head (capped, scaled or cut)"
+    return None

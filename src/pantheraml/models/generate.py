@@ -1,0 +1,96 @@
+"""Text from a model: prompts in, completions out, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from pantheraml.base.errors import DataError, UnsupportedModelError
+from pantheraml.models.modes import observed
+
+Progress = Callable[[int, int], None]
+"""Called with (prompts done, prompts in all)."""
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    batch_size: int,
+    on_progress: Progress,
+) -> list[str]:
+    """The completion of each prompt, up to the end-of-text token; temperature 0 takes the likeliest token each time."""
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    encoded = [_encode(tokenizer, prompt, number) for number, prompt in enumerate(prompts, start=1)]
+    _check_lengths(whole, encoded, max_new_tokens)
+    stops = _stop_tokens(whole, tokenizer)
+    padding = next((token for token in (tokenizer.pad_token_id, *stops) if token is not None), 0)
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature if temperature > 0 else None,
+        top_k=0 if temperature > 0 else None,
+        eos_token_id=stops or None,
+        pad_token_id=padding,
+        use_cache=True,
+    )
+    device = whole.get_input_embeddings().weight.device
+    completions: list[str] = []
+    with observed(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for start in range(0, len(encoded), batch_size):
+            batch = encoded[start : start + batch_size]
+            ids, mask = _left_padded(batch, padding, device)
+            out = whole.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+            completions += [_until_stop(tokenizer, row, stops) for row in out[:, ids.shape[1] :].tolist()]
+            on_progress(len(completions), len(encoded))
+    return completions
+
+
+def _encode(tokenizer: Any, prompt: str, number: int) -> list[int]:
+    ids = list(tokenizer(prompt)["input_ids"])
+    # some tokenizers close every text; a prompt is to be continued
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    if not ids:
+        raise DataError(f"Prompt {number} has no tokens: {prompt!r}.", todo="Give a prompt with some text.")
+    return ids
+
+
+def _check_lengths(whole: Any, encoded: list[list[int]], max_new_tokens: int) -> None:
+    limit = getattr(whole.config.get_text_config(), "max_position_embeddings", None)
+    for number, ids in enumerate(encoded, start=1):
+        if limit is not None and len(ids) + max_new_tokens > limit:
+            raise UnsupportedModelError(
+                f"Prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones that is more than the "
+                f"{limit} that the model allows.",
+                todo="Shorten the prompt, or ask for fewer new tokens.",
+            )
+
+
+def _stop_tokens(whole: Any, tokenizer: Any) -> list[int]:
+    """The tokenizer's end of text, and those that the model itself names (chat models have several)."""
+    own = whole.generation_config.eos_token_id if whole.generation_config is not None else None
+    named = own if isinstance(own, list) else [own]
+    return sorted({token for token in (tokenizer.eos_token_id, *named) if token is not None})
+
+
+def _left_padded(batch: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(map(len, batch))
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in batch], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
+    return ids, mask
+
+
+def _until_stop(tokenizer: Any, ids: list[int], stops: list[int]) -> str:
+    end = next((i for i, token in enumerate(ids) if token in stops), len(ids))
+    return str(tokenizer.decode(ids[:end], skip_special_tokens=True))

@@ -1,0 +1,243 @@
+"""Loading causal language models and their tokenizers, with errors in plain words.
+
+Weights come from safetensors; pickled weights and code that travels with a model are used only if the config asks by
+name. A checkpoint that lacks weights of its architecture is an error: transformers would fill them with random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedModelError
+from pantheraml.models.hub import local_folder
+from pantheraml.models.quantise.nf4 import quantise_linears
+from pantheraml.specs.train import ModelConfig
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """The local folder of the model: its path, or the download of its hub name."""
+    more = (*(("*.py",) if config.trust_remote_code else ()), *(("*.bin",) if config.allow_pickle else ()))
+    return local_folder(config.path, revision=config.revision, more_files=more)
+
+
+def check_model(config: ModelConfig) -> None:
+    """Everything about the model that can be known without loading it; ModelError if it cannot work."""
+    folder = model_folder(config)
+    read_config(config)
+    if config.init == "pretrained":
+        for file in _weight_files(folder, allow_pickle=config.allow_pickle):
+            if file.suffix == ".safetensors":
+                _check_safetensors(file)
+
+
+def read_config(config: ModelConfig) -> Any:
+    """The model's `config.json` as transformers understands it."""
+    folder = model_folder(config)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"The model folder {folder} has no config.json.", todo="Give the folder of a Hugging Face causal LM."
+        )
+    try:
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except (ValueError, OSError, KeyError) as err:
+        if "trust_remote_code" in str(err):
+            raise ModelError(
+                f"The model in {folder} needs Python code that comes with it, which is not run unasked.",
+                todo="Read that code, then set model.trust_remote_code=true.",
+            ) from err
+        raise ModelError(
+            f"The model's config.json cannot be used: {_first_line(err)}", where=str(folder / "config.json")
+        ) from err
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and not config.trust_remote_code:
+        raise UnsupportedModelError(
+            f"A model of type {found.model_type!r} is not a causal language model.", where=str(folder / "config.json")
+        )
+    return found
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The model's fast tokenizer (or the one that `model.tokenizer` names)."""
+    folder = model_folder(config) if config.tokenizer is None else local_folder(config.tokenizer)
+    todo = "Set model.tokenizer to a folder with a tokenizer.json."
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(f"There is no tokenizer in {folder}.", todo=todo)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    # tokenizers raises bare Exception for a damaged tokenizer.json, and nothing narrower can be named
+    except Exception as err:
+        raise ModelError(f"The tokenizer cannot be loaded: {_first_line(err)}", where=str(folder), todo=todo) from err
+    if not tokenizer.is_fast:
+        raise ModelError(f"The tokenizer in {folder} has no fast version (no tokenizer.json).", todo=todo)
+    if len(tokenizer) == 0:
+        raise ModelError(f"The tokenizer in {folder} has an empty vocabulary.", todo=todo)
+    return tokenizer
+
+
+def check_tokenizer_fits(model: PreTrainedModel, tokenizer: Any) -> None:
+    """A token without a row in the embedding would be read past its end, which on a GPU kills the process."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise ModelError(
+            f"The tokenizer has tokens up to number {largest}, but the model's vocabulary has {rows}.",
+            todo="Use the tokenizer that belongs to the model (model.tokenizer).",
+        )
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantise: Literal["nf4"] | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """The model on `device`, without a key/value cache, ready for training. `seed` matters for init=random alone."""
+    # NF4 starts from the weights as they are stored, so that the packed weights do not depend on this run's precision.
+    model = _build(config, dtype=None if quantise == "nf4" else dtype, seed=seed)
+    with _device_errors(device):
+        if quantise == "nf4":
+            stored = model.dtype
+            quantise_linears(model, device=device)
+            _cast_parameters(model, stored, dtype)
+        model.to(device)
+    model.config.get_text_config().use_cache = False
+    return model
+
+
+def _build(config: ModelConfig, *, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:
+    check_model(config)
+    folder = model_folder(config)
+    with _load_errors(folder):
+        if config.init == "random":
+            return _random_model(config, dtype, seed)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=_attention(read_config(config)),
+            use_safetensors=None if config.allow_pickle else True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelError(
+            f"The weights do not fit config.json: {shown} missing or of another shape.",
+            where=str(folder),
+            todo="Get the model again, or check that the weights belong to this config.json.",
+        )
+    return model
+
+
+def _attention(model_config: Any) -> str:
+    """Torch's own attention, except for the few families that need scores which it does not give out (Gemma 2)."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    return "sdpa" if architecture is None or architecture._supports_sdpa else "eager"
+
+
+def _random_model(config: ModelConfig, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:
+    # Built in float32 on the CPU, so that the numbers depend on the seed alone, and without touching the caller's RNG.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        source = read_config(config)
+        model = AutoModelForCausalLM.from_config(
+            source,
+            dtype=torch.float32,
+            attn_implementation=_attention(source),
+            trust_remote_code=config.trust_remote_code,
+        )
+    _cast_parameters(model, torch.float32, dtype or torch.float32)
+    return model
+
+
+def _cast_parameters(model: PreTrainedModel, old: torch.dtype, new: torch.dtype) -> None:
+    """Parameters alone: rotary frequencies are buffers, and in bf16 they would put tokens at wrong positions."""
+    for parameter in model.parameters():
+        if parameter.dtype == old:
+            parameter.data = parameter.data.to(new)
+
+
+def _weight_files(folder: Path, *, allow_pickle: bool) -> list[Path]:
+    """The files that hold the weights, all of them there; ModelError otherwise."""
+    stems = ["model.safetensors"] + (["pytorch_model.bin"] if allow_pickle else [])
+    for name in stems:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _indexed_files(index)
+    if not allow_pickle and any(folder.glob("*.bin")):
+        raise ModelError(
+            f"The weights in {folder} are pickled (.bin), which can run code when loaded.",
+            todo="Convert them to safetensors, or set model.allow_pickle=true if you trust where they come from.",
+        )
+    raise ModelError(
+        f"The model folder {folder} has no weights (no model.safetensors).",
+        todo="Get the whole model, or set model.init=random to train from scratch.",
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as err:
+        raise ModelError(f"The index of the weights is damaged: {index}.", todo="Get the model again.") from err
+    gone = [name for name in names if not (index.parent / name).is_file()]
+    if gone:
+        raise ModelError(
+            f"{len(gone)} of {len(names)} weight files are missing, such as {gone[0]}.",
+            where=str(index.parent),
+            todo="Get the missing files.",
+        )
+    return [index.parent / name for name in names]
+
+
+def _check_safetensors(file: Path) -> None:
+    """Reads the header, which safetensors checks against the file's length: finds a file that was cut short."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            opened.keys()
+    except (SafetensorError, OSError) as err:
+        raise ModelError(
+            f"The weight file {file} is damaged: {_first_line(err)}.", todo="Get the model again."
+        ) from err
+
+
+@contextlib.contextmanager
+def _load_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as err:
+        raise ModelError(f"The model cannot be loaded: {_first_line(err)}", where=str(folder)) from err
+
+
+@contextlib.contextmanager
+def _device_errors(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as err:
+        raise OutOfMemoryError(
+            f"The model's weights do not fit on {device}.",
+            todo="Use method.kind=qlora, or a GPU with more memory.",
+        ) from err
+
+
+def _first_line(err: BaseException) -> str:
+    return (str(err).strip() or type(err).__name__).splitlines()[0]

@@ -1,0 +1,1 @@
+"""Frozen base weights in few bits: own buffers, never parameters."""

@@ -1,0 +1,109 @@
+"""Reading back what a run has trained: to generate with it, or to export it as one plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pantheraml.base.errors import ModelError, RunDirectoryError
+from pantheraml.models.adapters import ADAPTER, save_full_model
+from pantheraml.models.folder import atomic_folder
+from pantheraml.models.loader import load_model, load_tokenizer
+from pantheraml.models.quantise.nf4 import NF4Linear, NF4LoraLinear, dequantise_linears
+from pantheraml.specs.train import MethodConfig, ModelConfig
+
+
+def load_trained(
+    model_config: ModelConfig, method: MethodConfig, trained_dir: Path, *, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """The trained model as training saw it: the base (packed if it was) with its adapter, or the full model."""
+    if method.kind == "full":
+        return load_model(_as_plain(model_config, trained_dir), dtype=dtype, device=device)
+    base = load_model(model_config, dtype=dtype, device=device, quantise=quantisation(method))
+    return _with_adapter(base, trained_dir).eval()
+
+
+def merge_adapter(
+    model_config: ModelConfig, method: MethodConfig, adapter_dir: Path, *, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """One plain model with the logits of base and adapter together.
+
+    With qlora the adapter has learnt to correct the base *as NF4 left it*; so that is what it is merged into.
+    """
+    base = load_model(model_config, dtype=dtype, device=device, quantise=quantisation(method))
+    dequantise_linears(base, dtype)
+    adapted = _with_adapter(base, adapter_dir)
+    try:
+        return cast(PreTrainedModel, adapted.merge_and_unload(safe_merge=True))
+    except ValueError as err:
+        raise ModelError(f"The adapter in {adapter_dir} cannot be merged: {err}") from err
+
+
+def export_merged(
+    model_config: ModelConfig,
+    method: MethodConfig,
+    trained_dir: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    output: Path,
+) -> None:
+    """Writes a plain Hugging Face folder, weights and tokenizer, that needs neither PEFT nor this package."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RunDirectoryError(f"{output} is not an empty folder.", todo="Choose another --output.")
+    tokenizer = load_tokenizer(_as_plain(model_config, trained_dir))
+    if method.kind == "full":
+        model = cast(PreTrainedModel, load_trained(model_config, method, trained_dir, dtype=dtype, device=device))
+    else:
+        model = merge_adapter(model_config, method, trained_dir, dtype=dtype, device=device)
+    with atomic_folder(output) as folder:
+        save_full_model(model, folder, model_config)
+        tokenizer.save_pretrained(folder)
+
+
+def quantisation(method: MethodConfig) -> Literal["nf4"] | None:
+    """How the base is packed under this method."""
+    return "nf4" if method.kind == "qlora" else None
+
+
+def _as_plain(model_config: ModelConfig, folder: Path) -> ModelConfig:
+    """The same settings for a model that stands in `folder` with its own tokenizer."""
+    changes = {"path": str(folder), "tokenizer": None, "init": "pretrained", "revision": None}
+    return model_config.model_copy(update=changes)
+
+
+def _with_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
+    config, weights = _read_adapter(folder)
+    # PEFT warns if the base stands in another place than where the adapter was trained; whether it fits is checked here
+    config.base_model_name_or_path = None
+    config._register_custom_module({NF4Linear: NF4LoraLinear})
+    with torch.random.fork_rng(devices=[]):
+        try:
+            adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))
+        except ValueError as err:
+            raise ModelError(f"The adapter in {folder} does not fit its base model: {err}") from err
+    expected = get_peft_model_state_dict(adapted, adapter_name=ADAPTER, save_embedding_layers=False)
+    if {name: w.shape for name, w in expected.items()} != {name: w.shape for name, w in weights.items()}:
+        raise ModelError(
+            f"The adapter in {folder} does not fit its base model: names or shapes of its weights differ.",
+            todo="Use the base model that the adapter was trained on.",
+        )
+    set_peft_model_state_dict(adapted, weights, adapter_name=ADAPTER)
+    return adapted
+
+
+def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file() or not (folder / "adapter_config.json").is_file():
+        raise ModelError(f"There is no adapter in {folder}.", todo="Give the folder of a finished run.")
+    try:
+        return LoraConfig.from_pretrained(str(folder)), load_file(file)
+    except (ValueError, TypeError, KeyError, OSError, SafetensorError) as err:
+        raise ModelError(f"The adapter in {folder} is damaged: {err}") from err

@@ -1,0 +1,190 @@
+"""choose(config, devices) -> Plan: every automatic choice of a run, with its reason. A pure function."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.specs.multi_gpu import MultiGPUMode
+from pantheraml.specs.plan import GPU, Choice, DeviceSpec, Plan
+from pantheraml.specs.train import TrainConfig
+
+# Tokens per forward pass that keep a device busy without filling its memory with activations; beyond this, throughput
+# on small and mid-sized models no longer rises while memory does.
+GPU_TOKENS_PER_MICRO_BATCH = 16_384
+CPU_TOKENS_PER_MICRO_BATCH = 4_096
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class _Choices:
+    """Collects decisions in the order in which they are taken."""
+
+    def __init__(self) -> None:
+        self.made: list[Choice] = []
+
+    def asked(self, name: str, value: Any) -> None:
+        self.made.append(Choice(name=name, value=value, reason="as configured", automatic=False))
+
+    def automatic(self, name: str, value: Any, reason: str) -> None:
+        self.made.append(Choice(name=name, value=value, reason=reason, automatic=True))
+
+
+def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
+    choices = _Choices()
+    device = _device(config, devices, choices)
+    gpus = _gpus(config, devices, choices) if device == "cuda" else ()
+    world_size = _world_size(config, devices, gpus, device, choices)
+    mode: Literal["none", "distributed"] = "none" if world_size == 1 else "distributed"
+    backend = _backend(config, device, choices)
+    precision = _precision(config, device, gpus, choices)
+    micro_batch = _micro_batch(config, world_size, device, choices)
+    threads = max(1, devices.cpu_count // world_size)
+    choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {world_size} process(es)")
+    checkpointing = config.train.activation_checkpointing
+    choices.asked("train.activation_checkpointing", checkpointing)
+    return Plan(
+        device=device,
+        device_ids=tuple(gpu.index for gpu in gpus[:world_size]),
+        mode=mode,
+        world_size=world_size,
+        backend=backend,
+        precision=precision,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=micro_batch,
+        activation_checkpointing=checkpointing,
+        threads_per_process=threads,
+        predicted_memory_bytes=None,
+        predicted_seconds=None,
+        choices=tuple(choices.made),
+    )
+
+
+def _device(config: TrainConfig, devices: DeviceSpec, choices: _Choices) -> Literal["cpu", "cuda"]:
+    if config.device == "cpu":
+        choices.asked("device", "cpu")
+        return "cpu"
+    if config.device == "cuda":
+        if not devices.gpus:
+            raise DeviceError(
+                f"device=cuda was asked for, but there is no usable GPU ({devices.note or 'none found'}).",
+                todo="Use --device cpu, or check the driver with `nvidia-smi`.",
+            )
+        choices.asked("device", "cuda")
+        return "cuda"
+    if devices.gpus:
+        choices.automatic("device", "cuda", f"{len(devices.gpus)} GPU(s) found: {devices.gpus[0].name}")
+        return "cuda"
+    choices.automatic("device", "cpu", devices.note or "no GPU found")
+    return "cpu"
+
+
+def _gpus(config: TrainConfig, devices: DeviceSpec, choices: _Choices) -> tuple[GPU, ...]:
+    wanted = config.parallel.device_ids
+    if wanted is None:
+        return devices.gpus
+    known = {gpu.index: gpu for gpu in devices.gpus}
+    missing = [index for index in wanted if index not in known]
+    if missing or len(set(wanted)) != len(wanted) or not wanted:
+        raise DeviceError(
+            f"parallel.device_ids={wanted} does not name usable GPUs once each; there are {sorted(known)}.",
+            todo="Correct parallel.device_ids; `pantheraml gpus` lists them.",
+        )
+    choices.asked("parallel.device_ids", wanted)
+    return tuple(known[index] for index in wanted)
+
+
+def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...], device: str, choices: _Choices) -> int:
+    asked, mode = config.parallel.world_size, config.parallel.mode
+    room = len(gpus) if device == "cuda" else devices.cpu_count
+    what = "GPU(s)" if device == "cuda" else "CPU core(s)"
+    if asked is not None:
+        if asked > room:
+            raise DeviceError(
+                f"{asked} processes were asked for, but there are {room} {what}.",
+                todo=f"Use --nproc {room} or less, or --nproc auto.",
+            )
+        if asked > 1 and mode is MultiGPUMode.NONE:
+            raise ConfigError(
+                f"parallel.mode=none runs one process, but {asked} were asked for.", todo="Drop one of them."
+            )
+        size = asked
+        choices.asked("parallel.world_size", size)
+    elif mode is MultiGPUMode.NONE:
+        size = 1
+        choices.automatic("parallel.world_size", 1, "parallel.mode is none")
+    elif device == "cuda":
+        size = min(room, config.train.global_batch_size)
+        reason = f"one process per GPU ({room})"
+        if size < room:
+            reason = f"{room} GPUs, but a global batch of {size} gives work to {size} only"
+        choices.automatic("parallel.world_size", size, reason)
+    else:
+        size = 1
+        choices.automatic("parallel.world_size", 1, f"one process uses all {room} cores without communication")
+    if size > config.train.global_batch_size:
+        raise ConfigError(
+            f"{size} processes cannot share a global batch of {config.train.global_batch_size} sequence(s).",
+            todo="Raise train.global_batch_size or lower --nproc.",
+        )
+    return size
+
+
+def _backend(config: TrainConfig, device: str, choices: _Choices) -> Literal["nccl", "gloo"]:
+    if device == "cpu":
+        choices.automatic("parallel.backend", "gloo", "processes on CPUs talk through gloo")
+        return "gloo"
+    choices.asked("parallel.backend", config.parallel.backend)
+    return config.parallel.backend
+
+
+def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: _Choices) -> Precision:
+    asked = config.model.precision
+    if asked != "auto":
+        if asked == "fp16" and device == "cpu":
+            raise DeviceError(
+                "model.precision=fp16 needs a GPU: CPUs have no fast fp16 arithmetic.",
+                todo="Use --set model.precision=fp32 or bf16.",
+            )
+        choices.asked("model.precision", asked)
+        return asked
+    if device == "cpu":
+        choices.automatic("model.precision", "fp32", "CPU arithmetic is exact in fp32 and rarely faster in bf16")
+        return "fp32"
+    capabilities = [gpu.compute_capability for gpu in gpus]
+    if any(capability is None for capability in capabilities):
+        choices.automatic("model.precision", "fp32", "the driver does not tell the compute capability")
+        return "fp32"
+    weakest = min(capability for capability in capabilities if capability is not None)
+    version = f"compute capability {weakest[0]}.{weakest[1]}"
+    if weakest >= (8, 0):
+        choices.automatic("model.precision", "bf16", f"{version} has bf16 tensor cores")
+        return "bf16"
+    choices.automatic("model.precision", "fp16", f"{version} has no bf16; fp16 runs with loss scaling")
+    return "fp16"
+
+
+def _micro_batch(config: TrainConfig, world_size: int, device: str, choices: _Choices) -> int:
+    share = math.ceil(config.train.global_batch_size / world_size)
+    asked = config.train.micro_batch_size
+    if asked != "auto":
+        if asked > share:
+            raise ConfigError(
+                f"train.micro_batch_size={asked} is more than one process gets of the global batch"
+                f" ({config.train.global_batch_size} over {world_size} = {share}).",
+                todo=f"Set train.micro_batch_size to {share} or less, or to auto.",
+            )
+        choices.asked("train.micro_batch_size", asked)
+        return asked
+    budget = GPU_TOKENS_PER_MICRO_BATCH if device == "cuda" else CPU_TOKENS_PER_MICRO_BATCH
+    largest = max(1, min(share, budget // config.data.seq_len))
+    passes = math.ceil(share / largest)
+    size = math.ceil(share / passes)
+    choices.automatic(
+        "train.micro_batch_size",
+        size,
+        f"{share} sequence(s) of {config.data.seq_len} tokens per process, at most {budget} tokens a pass:"
+        f" {passes} pass(es) of {size}",
+    )
+    return size

@@ -1,0 +1,224 @@
+"""`report.html`: one file that shows a run, made from its events alone; it works offline and without this package.
+
+plotly.js comes from the installed plotly wheel and is embedded once. The page follows the reader's light or dark theme.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import RunDirectoryError
+from pantheraml.base.events import Event, read_events
+from pantheraml.base.folders import write_text
+from pantheraml.readers import figures
+from pantheraml.readers.report_charts import charts
+from pantheraml.readers.report_page import chart_cards, escape, figure_cards, page, table
+from pantheraml.readers.summary import History, history, summarise
+
+FILE_NAME = "report.html"
+
+# A run that warns at every step should not make a page that nobody can open.
+MAX_MESSAGES = 200
+
+_PILLS = {"succeeded": "good", "failed": "bad", "crashed": "bad", "stopped": "warn"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A further part of the report: text, a table, or both. All of it is plain text."""
+
+    title: str
+    text: str = ""
+    columns: tuple[str, ...] = ()
+    rows: Sequence[Sequence[Any]] = ()
+
+
+def write_report(
+    run_dir: Path, *, extra: Sequence[Section] = (), extra_figures: Sequence[tuple[str, str]] = ()
+) -> Path:
+    """Write `run_dir/report.html`; `extra_figures` (name, value) come before the key figures, `extra` after the curves.
+
+    It can be written while the run is still going, and again at its end.
+    """
+    from plotly.offline import get_plotlyjs  # 0.2 s to import and read, so only where a report is written
+
+    events = read_events(run_dir)
+    if not events:
+        raise RunDirectoryError(
+            f"{run_dir} holds no events to report on.", where=str(run_dir), todo="Give the folder of a run."
+        )
+    summary, past = summarise(events), history(events)
+    drawn = charts(past)
+    title = run_dir.resolve().name
+    parts = [
+        _header(title, summary),
+        _alert(summary),
+        figure_cards([*extra_figures, *_key_figures(summary, past)]),
+        f"<h2>Curves</h2>{chart_cards([(chart.title, chart.note) for chart in drawn])}" if drawn else "",
+        *(_section(section) for section in extra),
+        _plan(events),
+        _data(summary),
+        _messages(events),
+        _checkpoints(events, kept=set(summary["checkpoints"])),
+        _footer(summary),
+    ]
+    data = json.dumps([chart.to_data() for chart in drawn], separators=(",", ":")).replace("<", "\\u003c")
+    path = run_dir / FILE_NAME
+    write_text(path, page(f"{title} · PantheraML", "".join(parts), data, get_plotlyjs()))
+    return path
+
+
+def _header(title: str, summary: dict[str, Any]) -> str:
+    status = summary["status"] or "unknown"
+    pill = f'<span class="pill {_PILLS.get(status, "")}">{escape(status)}</span>'
+    facts = []
+    if summary["world_size"] is not None:
+        processes = "1 process" if summary["world_size"] == 1 else f"{summary['world_size']} processes"
+        facts.append(f"{processes} on {summary['device']}")
+    if summary["precision"]:
+        facts.append(str(summary["precision"]))
+    if summary["parameters"] is not None:
+        trained = figures.count(summary["trainable_parameters"])
+        facts.append(f"{figures.count(summary['parameters'])} parameters, {trained} trained")
+    if summary["started"]:
+        facts.append(f"started {_when(summary['started'])}")
+    return f'<header><h1>{escape(title)}</h1>{pill}<p class="soft">{escape(" · ".join(facts))}</p></header>'
+
+
+def _when(iso: str) -> str:
+    return datetime.fromisoformat(iso).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _alert(summary: dict[str, Any]) -> str:
+    error = summary["error"]
+    if error is None:
+        return ""
+    lines = [error["what"], *(f"{label}: {error[key]}" for label, key in _ERROR_LINES if error[key])]
+    return f'<div class="alert" role="alert"><b>{escape(error["class"])}</b>\n{escape(chr(10).join(lines))}</div>'
+
+
+_ERROR_LINES = (("where", "where"), ("to do", "todo"))
+
+
+def _key_figures(summary: dict[str, Any], past: History) -> Iterable[tuple[str, str]]:
+    if past.steps:
+        yield "training loss, last step", figures.loss(summary["final_loss"])
+    if past.evals:
+        yield "evaluation loss, last", figures.loss(summary["final_eval_loss"])
+        yield "evaluation loss, best", figures.loss(summary["best_eval_loss"])
+        yield "perplexity", figures.small(summary["final_perplexity"])
+    if summary["steps"] is not None:
+        total = summary["total_steps"]
+        of = f" of {figures.count(total)}" if total and total != summary["steps"] else ""
+        yield "steps", f"{figures.count(summary['steps'])}{of}"
+    if summary["tokens"] is not None:
+        yield "tokens", figures.count(summary["tokens"])
+    if summary["tokens_per_second"] is not None:
+        yield "tokens per second, median", figures.count(summary["tokens_per_second"])
+    if summary["peak_memory_bytes"] is not None:
+        yield "peak memory per device", figures.size(summary["peak_memory_bytes"])
+    if summary["seconds"] is not None:
+        yield "training time", figures.duration(summary["seconds"])
+    if summary["skipped_steps"]:
+        yield "skipped steps", figures.count(summary["skipped_steps"])
+
+
+def _section(section: Section) -> str:
+    text = "".join(f"<p>{escape(line)}</p>" for line in section.text.splitlines())
+    rows = table(section.columns, section.rows) if section.columns else ""
+    return f"<h2>{escape(section.title)}</h2>{text}{rows}"
+
+
+def _plan(events: Sequence[Event]) -> str:
+    plans = [event["plan"] for event in events if event["kind"] == "plan.made"]
+    if not plans or not plans[-1]["choices"]:
+        return ""
+    rows = [
+        (choice["name"], choice["value"], "automatic" if choice["automatic"] else "set", choice["reason"])
+        for choice in plans[-1]["choices"]
+    ]
+    return f"<h2>Plan</h2>{table(('setting', 'value', 'chosen', 'reason'), rows)}"
+
+
+def _data(summary: dict[str, Any]) -> str:
+    if not summary["data"]:
+        return ""
+    columns = ("split", "format", "rows", "skipped", "truncated", "tokens", "trained on", "sequences", "filled", "time")
+    rows = [
+        (
+            split,
+            data["format"],
+            figures.count(data["rows"]),
+            figures.count(data["skipped_rows"]),
+            figures.count(data["truncated_rows"]),
+            figures.count(data["tokens"]),
+            figures.count(data["target_tokens"]),
+            f"{figures.count(data['sequences'])} × {figures.count(data['seq_len'])}",
+            figures.share(data["efficiency"]),
+            "cached" if data["cached"] else figures.duration(data["seconds"]),
+        )
+        for split, data in summary["data"].items()
+    ]
+    return f"<h2>Data</h2>{table(columns, rows, numbers=frozenset(range(2, len(columns))))}"
+
+
+def _messages(events: Sequence[Event]) -> str:
+    """Notices, warnings, verdicts and errors in the order in which they came."""
+    rows = [row for event in events if (row := _message(event)) is not None]
+    if not rows:
+        return ""
+    left_out = len(rows) - MAX_MESSAGES
+    said = f'<p class="soft">The last {MAX_MESSAGES} of {len(rows):,}.</p>' if left_out > 0 else ""
+    return f"<h2>Messages</h2>{said}{table(('time, UTC', 'kind', 'message'), rows[-MAX_MESSAGES:])}"
+
+
+def _message(event: Event) -> tuple[str, str, str] | None:
+    at = datetime.fromtimestamp(event["time"], UTC).strftime("%H:%M:%S")
+    if event["kind"] in ("notice", "warning"):
+        return at, event["kind"], event["message"]
+    if event["kind"] == "verdict":
+        return at, "verdict", f"step {event['step']}: {event['action']}: {event['cause']}"
+    if event["kind"] == "error":
+        where = f" (rank {event['rank']})" if event["rank"] else ""
+        return at, "error", f"{event['error']}{where}: {event['what']}"
+    return None
+
+
+def _checkpoints(events: Sequence[Event], *, kept: set[int]) -> str:
+    saved = {event["step"]: event for event in events if event["kind"] == "checkpoint.saved"}
+    if not saved:
+        return ""
+    rows = [
+        (
+            figures.count(step),
+            figures.size(event["bytes"]),
+            figures.duration(event["seconds"]),
+            " ".join(word for word, holds in (("kept", step in kept), ("best", event["best"])) if holds) or "removed",
+            event["path"],
+        )
+        for step, event in sorted(saved.items())
+    ]
+    columns = ("step", "size", "time to write", "state", "path")
+    return f"<h2>Checkpoints</h2>{table(columns, rows[-MAX_MESSAGES:], numbers=frozenset({0, 1, 2}))}"
+
+
+def _footer(summary: dict[str, Any]) -> str:
+    said = [f"PantheraML {summary['pantheraml'] or 'of unknown version'}"]
+    if summary["command"]:
+        said.append(f"command: {summary['command']}")
+    if summary["starts"] > 1:
+        said.append(f"started {summary['starts']} times; repeated steps are shown once")
+    if summary["finished"]:
+        said.append(f"finished {_when(summary['finished'])}")
+    if summary["output"]:
+        said.append(f"{summary['output']['form']}: {summary['output']['path']}")
+    method = (
+        "Tokens per second: median over the steps, without the first three after each start. "
+        "Training time: wall time including evaluations and checkpoints."
+    )
+    return f"<footer><p>{escape(' · '.join(said))}</p><p>{escape(method)}</p></footer>"

@@ -1,0 +1,140 @@
+"""The report's page: style, script and the few HTML pieces that it is made of. Every text passes through `escape`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# Nothing may be loaded from anywhere: the file must work offline and must not tell anybody that it was opened.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f7f9; --card: #ffffff; --ink: #1c2330; --soft: #5c6675; --line: #e2e6ec; --grid: #edf0f4;
+  --train: #2f6db5; --faint: #a9c5e6; --eval: #cf5b2e; --other: #2a8a78;
+  --good: #1f7a4d; --good-bg: #e3f4ea; --bad: #b3261e; --bad-bg: #fce8e6; --warn: #8a5a00; --warn-bg: #fdf1d8;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #12161c; --card: #1a2029; --ink: #e4e8ee; --soft: #99a4b3; --line: #2b333f; --grid: #252c37;
+    --train: #6ea8e8; --faint: #3f618a; --eval: #f0905f; --other: #5cc2ac;
+    --good: #7ed3a2; --good-bg: #17352a; --bad: #ff9d94; --bad-bg: #43201e; --warn: #eec26b; --warn-bg: #3a2f17;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); line-height: 1.5;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 36px 24px 64px; }
+header { margin-bottom: 24px; }
+h1 { font-size: 26px; font-weight: 650; letter-spacing: -0.01em; margin: 0 12px 0 0; display: inline-block;
+  overflow-wrap: anywhere; }
+h2 { font-size: 17px; font-weight: 650; margin: 36px 0 12px; }
+h3 { font-size: 14px; font-weight: 600; margin: 0 0 4px; }
+p { margin: 4px 0; max-width: 75ch; }
+.soft, footer { color: var(--soft); }
+header p, footer p { max-width: none; }
+.pill { display: inline-block; padding: 2px 12px; border-radius: 999px; font-size: 13px; font-weight: 600;
+  vertical-align: 5px; background: var(--grid); color: var(--soft); }
+.pill.good { background: var(--good-bg); color: var(--good); }
+.pill.bad { background: var(--bad-bg); color: var(--bad); }
+.pill.warn { background: var(--warn-bg); color: var(--warn); }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.figure { padding: 12px 16px; }
+.figure b { display: block; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.figure span { color: var(--soft); font-size: 13px; }
+.card { padding: 16px; }
+.alert { border-radius: 10px; padding: 14px 18px; margin: 0 0 20px; background: var(--bad-bg); color: var(--bad);
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 16px; }
+.charts .wide, .charts .card:last-child:nth-child(even) { grid-column: 1 / -1; }
+.plot { height: 250px; } .wide .plot { height: 340px; }
+.note { color: var(--soft); font-size: 12.5px; min-height: 0; }
+.scroll { overflow-x: auto; padding: 4px 16px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
+th, td { padding: 8px 16px 8px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
+tr:last-child td { border-bottom: 0; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.pre { white-space: pre-wrap; }
+code { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+footer { margin-top: 40px; font-size: 13px; }
+@media print { body { background: #fff; } .card, .figure { break-inside: avoid; } }
+"""
+
+# Colours come from the style sheet, so that one set of names serves light, dark, and a change while the page is open.
+SCRIPT = """
+const charts = JSON.parse(document.getElementById("charts").textContent);
+const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+function draw() {
+  charts.forEach((chart, index) => {
+    const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, automargin: true };
+    const traces = chart.series.map(series => ({
+      x: series.x, y: series.y, name: series.name, type: "scatter",
+      mode: series.markers ? "lines+markers" : "lines", connectgaps: false,
+      line: { color: colour(series.role), width: series.role === "faint" ? 1 : 2 }, marker: { size: 6 },
+      hovertemplate: "step %{x:,}<br>%{y:.5g}<extra>" + (chart.series.length > 1 ? series.name : "") + "</extra>",
+    }));
+    const layout = {
+      margin: { l: 48, r: 12, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("soft") },
+      showlegend: chart.series.length > 1,
+      legend: { orientation: "h", x: 1, xanchor: "right", y: 1.0, yanchor: "bottom" },
+      xaxis: { ...axis, title: { text: "step", standoff: 6 } },
+      yaxis: { ...axis, rangemode: chart.from_zero ? "tozero" : "normal", tickformat: chart.ticks },
+      hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") } },
+    };
+    Plotly.react("chart-" + index, traces, layout, { responsive: true, displayModeBar: false });
+  });
+}
+draw();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+"""
+
+
+def escape(text: Any) -> str:
+    return html.escape(str(text))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers: frozenset[int] = frozenset()) -> str:
+    """A table of plain text; `numbers` are the columns that stand to the right."""
+    kinds = ["number" if index in numbers else "pre" for index in range(len(columns))]
+    head = "".join(f'<th class="{kind}">{escape(name)}</th>' for kind, name in zip(kinds, columns, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def figure_cards(figures: Iterable[tuple[str, str]]) -> str:
+    cards = "".join(f'<div class="figure"><b>{escape(v)}</b><span>{escape(name)}</span></div>' for name, v in figures)
+    return f'<div class="figures">{cards}</div>'
+
+
+def chart_cards(titles_and_notes: Sequence[tuple[str, str]]) -> str:
+    """Places for the charts; the first one, the loss, takes the whole width."""
+    cards = []
+    for index, (title, note) in enumerate(titles_and_notes):
+        wide = " wide" if index == 0 else ""
+        said = f'<div class="note">{escape(note)}</div>' if note else ""
+        cards.append(
+            f'<div class="card{wide}"><h3>{escape(title)}</h3><div class="plot" id="chart-{index}"></div>{said}</div>'
+        )
+    return f'<div class="charts">{"".join(cards)}</div>'
+
+
+def page(title: str, body: str, chart_data: str, plotly: str) -> str:
+    """The whole file. `chart_data` is JSON in which '<' is written as an escape, so that no text can end the script."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>\n"
+        f'<script type="application/json" id="charts">{chart_data}</script>\n'
+        f"<script>{plotly}</script>\n<script>{SCRIPT}</script></body></html>\n"
+    )

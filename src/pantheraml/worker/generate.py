@@ -1,0 +1,50 @@
+"""Task `generate`: completions of the prompts in `request.json`, written to `answers.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pantheraml.base.events import EventWriter
+from pantheraml.base.folders import write_text
+from pantheraml.data.formats import render_prompt
+from pantheraml.models.generate import generate
+from pantheraml.models.loader import load_model, load_tokenizer
+from pantheraml.models.trained import load_trained
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.tasks import GenerateRequest
+from pantheraml.worker.train import DTYPES
+
+
+def generate_task(folder: Path, emit: EventWriter) -> None:
+    request = GenerateRequest.read(folder)
+    run = RunDir(request.run_dir)
+    tokenizer = load_tokenizer(run.config().model)
+    data_format = json.loads(run.data_file.read_text())["format"]
+    prompts = [render_prompt(data_format, prompt, tokenizer) for prompt in request.prompts]
+    begin = time.perf_counter()
+    answers = generate(
+        _model(request, run),
+        tokenizer,
+        prompts,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        batch_size=request.batch_size,
+        on_progress=lambda done, total: emit("generate.progress", done=done, total=total),
+    )
+    lines = [json.dumps({"prompt": p, "completion": a}) for p, a in zip(request.prompts, answers, strict=True)]
+    write_text(folder / "answers.jsonl", "\n".join(lines) + "\n")
+    tokens = sum(len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
+    emit("generate.done", prompts=len(prompts), tokens=tokens, seconds=time.perf_counter() - begin)
+
+
+def _model(request: GenerateRequest, run: RunDir) -> nn.Module:
+    config, dtype, device = run.config(), DTYPES[request.precision], torch.device(request.device)
+    if request.weights == "base":
+        return load_model(config.model, dtype=dtype, device=device)
+    return load_trained(config.model, config.method, run.trained(), dtype=dtype, device=device)

@@ -1,0 +1,111 @@
+"""Task `train`: one rank of a training run, from weights on disk to trained weights on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.base.events import Emit, EventWriter
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.loop import Job, TrainingLoop
+from pantheraml.engine.step import Stepper
+from pantheraml.models.adapters import apply_method, parameter_count, save_trained, trainable_parameters
+from pantheraml.models.loader import load_model, load_tokenizer
+from pantheraml.parallel.process_group import World, open_world
+from pantheraml.specs.plan import Plan
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train_task(folder: Path, events: EventWriter) -> None:
+    run = RunDir(folder)
+    config, plan = run.config(), run.plan()
+    stop = StopFlag(run.stop_file)
+    with stop.listening(), open_world(plan, timeout_seconds=config.parallel.timeout_seconds) as world:
+        emit: Emit = events if world.is_main else _silent
+        try:
+            train_rank(run, config, plan, world, emit, stop)
+        except torch.OutOfMemoryError as err:
+            raise out_of_memory(err, config, plan) from err
+
+
+def _silent(kind: str, /, **fields: Any) -> None:
+    """Ranks other than 0 say nothing, except errors."""
+
+
+def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit: Emit, stop: StopFlag) -> None:
+    """This rank's part of the run, inside a process group that is already open."""
+    torch.manual_seed(config.train.seed + world.rank)
+    model = build_model(config, plan, world, emit)
+    stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision)
+    if stepper.loss_model.full_logits_reason:
+        emit("notice", message=f"the loss needs full logits: {stepper.loss_model.full_logits_reason}")
+    places = json.loads(run.data_file.read_text())
+    loop = TrainingLoop(
+        Job(
+            config=config,
+            plan=plan,
+            run_dir=run.path,
+            stepper=stepper,
+            train_data=TokenDataset.open(Path(places["train"])),
+            eval_data=TokenDataset.open(Path(places["eval"])) if places["eval"] else None,
+            emit=emit,
+            stop=stop,
+        )
+    )
+    loop.resume()
+    stopped_by = loop.run()
+    if stopped_by != "request" and world.is_main:
+        form = "model" if config.method.kind == "full" else "adapter"
+        tokenizer = load_tokenizer(config.model)
+        save_trained(model, run.path / form, method=config.method, model_config=config.model, tokenizer=tokenizer)
+        emit("model.saved", path=form, form=form)
+    world.barrier()
+
+
+def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn.Module:
+    begin = time.perf_counter()
+    full = config.method.kind == "full"
+    model = load_model(
+        config.model,
+        # Trained weights stay in float32 (autocast computes in bf16/fp16): bf16 cannot hold a small update.
+        dtype=torch.float32 if full else DTYPES[plan.precision],
+        device=world.device,
+        quantise="nf4" if config.method.kind == "qlora" else None,
+        seed=config.train.seed,
+    )
+    if plan.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = apply_method(model, config.method, seed=config.train.seed)
+    emit(
+        "model.ready",
+        architecture=type(model).__name__ if full else type(model.get_base_model()).__name__,
+        parameters=parameter_count(model),
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        precision=plan.precision,
+        seconds=time.perf_counter() - begin,
+    )
+    return model
+
+
+def out_of_memory(err: torch.OutOfMemoryError, config: TrainConfig, plan: Plan) -> OutOfMemoryError:
+    ways = []
+    if plan.micro_batch_size > 1:
+        ways.append(f"train.micro_batch_size={plan.micro_batch_size // 2} (now {plan.micro_batch_size})")
+    if plan.activation_checkpointing == "none":
+        ways.append("train.activation_checkpointing=full")
+    if config.method.kind in ("lora", "dora"):
+        ways.append("method.kind=qlora")
+    if config.method.kind == "full":
+        ways.append("train.optimizer=adamw8bit")
+    ways.append(f"a shorter data.seq_len (now {config.data.seq_len})")
+    return OutOfMemoryError(f"The GPU ran out of memory: {str(err).split('. ')[0]}.", todo=f"Try {', or '.join(ways)}.")

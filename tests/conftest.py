@@ -1,0 +1,49 @@
+"""Shared by all tests: a test that leaves processes, threads, a process group or a changed environment behind fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+
+# set by pytest itself and by torch when an optimizer is first imported
+IGNORED = ("PYTEST_", "TORCHINDUCTOR_")
+
+
+def _children() -> set[int]:
+    """Child processes that are alive; zombies nobody waited for count too, multiprocessing's own helpers do not."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+        except psutil.Error:
+            continue
+        if "multiprocessing.resource_tracker" not in command and "multiprocessing.forkserver" not in command:
+            found.add(child.pid)
+    return found
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if not thread.daemon}
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    environment, children, threads = dict(os.environ), _children(), _threads()
+    yield
+    for _ in range(50):  # a child that is on its way out gets five seconds
+        if not (_children() - children or _threads() - threads):
+            break
+        time.sleep(0.1)
+    assert not _children() - children, "the test left processes behind"
+    assert not _threads() - threads, "the test left threads behind"
+    changed = {k: v for k, v in os.environ.items() if environment.get(k) != v and not k.startswith(IGNORED)}
+    assert not changed, f"the test changed the environment: {changed}"
+    torch = __import__("sys").modules.get("torch")
+    if torch is not None and torch.distributed.is_available():
+        assert not torch.distributed.is_initialized(), "the test left a process group behind"

@@ -1,0 +1,26 @@
+"""What each process of a distributed test runs: every run folder named on the command line, in one process group."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from pantheraml.base.events import EventWriter
+from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.parallel.process_group import open_world
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.worker.train import train_rank
+
+
+def main() -> None:
+    runs = [RunDir(Path(name)) for name in json.loads(Path(sys.argv[1]).read_text())]
+    with open_world(runs[0].plan(), timeout_seconds=60) as world:
+        for run in runs:
+            with EventWriter(run.path, rank=world.rank) as events:
+                emit = events if world.is_main else lambda kind, /, **fields: None
+                train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file))
+
+
+if __name__ == "__main__":
+    main()

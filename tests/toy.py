@@ -1,0 +1,60 @@
+"""Small models, tokenizers and data for tests, made on the spot and always the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def arithmetic(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompt/completion rows of uneven length."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        numbers = [rng.randint(0, 99) for _ in range(rng.randint(2, 9))]
+        rows.append({"prompt": "+".join(map(str, numbers)) + "=", "completion": str(sum(numbers))})
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_tokenizer(folder: Path, *, chat_template: str | None = None, pad: bool = True) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([row["prompt"] + row["completion"] for row in arithmetic(300)], trainer)
+    special = {"eos_token": "<eos>"} | ({"pad_token": "<pad>"} if pad else {})
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+
+
+def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A Llama of 2 layers with random weights, and its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(folder, chat_template=TEMPLATE)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **{**sizes, "vocab_size": 320, "num_key_value_heads": 2, "max_position_embeddings": 256, **changes},
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,204 @@
+"""Adapters: which layers get one, how they start, and that plain PEFT reads what is saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pantheraml.base.errors import ModelError, UnsupportedModelError
+from pantheraml.models.adapters import (
+    apply_method,
+    parameter_count,
+    save_trained,
+    target_layers,
+    trainable_parameters,
+)
+from pantheraml.models.loader import load_model, load_tokenizer
+from pantheraml.models.quantise.nf4 import dequantise_linears, quantise_linears
+from pantheraml.models.trained import quantisation
+from pantheraml.specs.train import MethodConfig, ModelConfig
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2"]
+METHODS = {
+    "lora": MethodConfig(kind="lora", rank=3),
+    "dora": MethodConfig(kind="dora", rank=3),
+    "rslora": MethodConfig(kind="lora", rank=3, rslora=True),
+    "qlora": MethodConfig(kind="qlora", rank=3),
+}
+CPU = torch.device("cpu")
+IDS = torch.arange(24).view(2, 12) * 7
+
+
+def adapted(folder: Path, method: MethodConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    base = load_model(ModelConfig(path=str(folder)), dtype=dtype, device=CPU, quantise=quantisation(method))
+    return apply_method(base, method, seed=seed)
+
+
+def perturb(model: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _, parameter in trainable_parameters(model):
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def save(model: Any, method: MethodConfig, base: Path, path: Path) -> str:
+    config = ModelConfig(path=str(base))
+    return save_trained(model, path, method=method, model_config=config, tokenizer=load_tokenizer(config))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_peft_gives_the_same_logits(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, name: str
+) -> None:
+    base, method = tiny_model(family), METHODS[name]
+    model = adapted(base, method)
+    untrained = logits(model)
+    perturb(model)
+    assert save(model, method, base, tmp_path / "adapter") == "adapter"
+
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    if name == "qlora":  # the base as NF4 left it, otherwise plain
+        quantise_linears(plain)
+        dequantise_linears(plain, torch.float32)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
+    assert float((logits(model) - untrained).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", METHODS)
+def test_saved_adapter_holds_the_adapter_alone(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, name: str
+) -> None:
+    base = tiny_model(family)
+    save(adapted(base, METHODS[name]), METHODS[name], base, tmp_path / "adapter")
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert weights
+    assert all("lora_" in key for key in weights)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base.resolve())
+    assert Path(config["base_model_name_or_path"]).is_absolute()
+    assert config["target_modules"] == sorted(config["target_modules"])
+    assert "all-linear" not in config["target_modules"]
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "adapter")) == 259
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_untrained_adapter_changes_nothing(tiny_model: Callable[..., Path], name: str) -> None:
+    base, method = tiny_model("qwen2"), METHODS[name]
+    plain = load_model(ModelConfig(path=str(base)), dtype=torch.float32, device=CPU, quantise=quantisation(method))
+    torch.testing.assert_close(logits(adapted(base, method)), logits(plain), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_float32_over_a_base_that_keeps_its_dtype(
+    tiny_model: Callable[..., Path], name: str, dtype: torch.dtype
+) -> None:
+    model = adapted(tiny_model("qwen2"), METHODS[name], dtype=dtype)
+    assert {parameter.dtype for _, parameter in trainable_parameters(model)} == {torch.float32}
+    frozen = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+    assert frozen == {dtype}
+    assert logits(model).dtype == dtype
+
+
+def test_start_depends_on_the_seed_alone(tiny_model: Callable[..., Path]) -> None:
+    def start(seed: int, dtype: torch.dtype = torch.float32, targets: Any = "all-linear") -> dict[str, torch.Tensor]:
+        method = MethodConfig(rank=3, target_modules=targets)
+        model = adapted(tiny_model("llama"), method, seed=seed, dtype=dtype)
+        return {name: parameter.detach() for name, parameter in trainable_parameters(model)}
+
+    torch.manual_seed(1)
+    first = start(5)
+    state = torch.get_rng_state()
+    torch.rand(7)
+    again = start(5, dtype=torch.bfloat16)
+    assert all(torch.equal(again[name], first[name]) for name in first)
+    few = start(5, targets=["v_proj"])
+    assert all(torch.equal(few[name], first[name]) for name in few)
+    other = start(6)
+    assert not any(torch.equal(other[name], first[name]) for name in first if "lora_A" in name)
+    torch.set_rng_state(state)
+    start(5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_start_differently(tiny_model: Callable[..., Path]) -> None:
+    model = adapted(tiny_model("llama"), MethodConfig(rank=3))
+    weights = {name: parameter.detach() for name, parameter in trainable_parameters(model)}
+    name = "base_model.model.model.layers.{}.self_attn.{}.lora_A.default.weight"
+    assert not torch.equal(weights[name.format(0, "q_proj")], weights[name.format(1, "q_proj")])
+    assert not torch.equal(weights[name.format(0, "q_proj")], weights[name.format(0, "k_proj")])
+    bound = 32**-0.5
+    assert 0.8 * bound < float(weights[name.format(0, "q_proj")].abs().max()) <= bound
+
+
+def test_full_trains_every_weight(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    base, method = tiny_model("gpt2"), MethodConfig(kind="full")
+    model = adapted(base, method)
+    assert len(trainable_parameters(model)) == len(list(model.parameters()))
+    perturb(model)
+    assert save(model, method, base, tmp_path / "model") == "model"
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(logits(loaded), logits(model))
+    assert loaded.config.use_cache is True
+    assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_means_all_but_the_head(tiny_model: Callable[..., Path], family: str) -> None:
+    model = load_model(ModelConfig(path=str(tiny_model(family))), dtype=torch.float32, device=CPU)
+    names = target_layers(model, "all-linear")
+    per_layer = {"phi3": 4, "gpt2": 4}.get(family, 7)
+    assert len(names) == 2 * per_layer
+    assert not any("lm_head" in name for name in names)
+
+
+def test_target_modules_by_name(tiny_model: Callable[..., Path]) -> None:
+    model = load_model(ModelConfig(path=str(tiny_model("llama"))), dtype=torch.float32, device=CPU)
+    assert len(target_layers(model, ["q_proj", "v_proj"])) == 4
+    assert len(target_layers(model, "q_proj")) == 2
+    assert target_layers(model, ["layers.1.mlp.up_proj"]) == ["model.layers.1.mlp.up_proj"]
+    with pytest.raises(ModelError, match="no linear layer called wq, oops") as caught:
+        target_layers(model, ["q_proj", "wq", "oops"])
+    assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in str(caught.value)
+    with pytest.raises(ModelError, match="empty"):
+        target_layers(model, [])
+
+
+def test_one_layer_only_is_adapted_when_named_in_full(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    method = MethodConfig(rank=2, target_modules=["layers.1.mlp.up_proj"])
+    model = adapted(base, method)
+    assert len(trainable_parameters(model)) == 2
+    perturb(model)
+    save(model, method, base, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded), logits(model))
+
+
+def test_a_tied_head_is_refused(tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="shares its weight"):
+        adapted(tiny_model("gpt2"), MethodConfig(target_modules=["c_attn", "lm_head"]))
+
+
+def test_parameters_are_counted_as_if_unpacked(tiny_model: Callable[..., Path]) -> None:
+    for family in ("llama", "gpt2"):
+        assert parameter_count(adapted(tiny_model(family), METHODS["qlora"])) == parameter_count(
+            adapted(tiny_model(family), METHODS["lora"])
+        )

@@ -1,0 +1,184 @@
+"""Loading: what comes back, and one clear error for each thing that can be wrong with a model folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pantheraml.base.errors import ModelError, UnsupportedModelError
+from pantheraml.models.hub import is_hub_name
+from pantheraml.models.loader import check_model, check_tokenizer_fits, load_model, load_tokenizer
+from pantheraml.specs.train import ModelConfig
+
+HERE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+@pytest.fixture
+def folder(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A Llama of one's own, to spoil."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "llama"))
+
+
+def config(folder: Path | str, **changes: Any) -> ModelConfig:
+    return ModelConfig(path=str(folder), **changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loads_in_the_dtype_asked_for_without_a_cache(folder: Path, dtype: torch.dtype) -> None:
+    model: Any = load_model(config(folder), dtype=dtype, device=torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model.config._attn_implementation == "sdpa"
+    assert model(input_ids=torch.arange(4)[None]).past_key_values is None
+
+
+def test_random_start_needs_no_weights_and_depends_on_the_seed_alone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+    def weights(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        model = load_model(config(folder, init="random"), dtype=dtype, device=torch.device("cpu"), seed=seed)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    state = torch.get_rng_state()
+    first = weights(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert torch.equal(weights(1), first)
+    assert torch.equal(weights(1, torch.bfloat16), first.bfloat16())
+    assert not torch.equal(weights(2), first)
+
+
+def test_sharded_weights_load_and_a_missing_shard_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+    for file, keys in parts.items():
+        save_file({key: tensors[key] for key in keys}, folder / file, metadata={"format": "pt"})
+    where = {key: file for file, keys in parts.items() for key in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    load_model(config(folder), **HERE)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match="1 of 2 weight files are missing, such as model-00002-of-00002"):
+        check_model(config(folder))
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ModelError, match="index of the weights is damaged"):
+        check_model(config(folder))
+
+
+@pytest.mark.parametrize("call", [check_model, lambda c: load_model(c, **HERE)])
+class TestRefused:
+    def test_no_folder(self, tmp_path: Path, call: Any) -> None:
+        with pytest.raises(ModelError, match="There is no model folder /"):
+            call(config(tmp_path / "nothing here"))
+
+    def test_a_file(self, folder: Path, call: Any) -> None:
+        with pytest.raises(ModelError, match="is a file, not a model folder"):
+            call(config(folder / "config.json"))
+
+    def test_no_config(self, folder: Path, call: Any) -> None:
+        (folder / "config.json").unlink()
+        with pytest.raises(ModelError, match=r"no config\.json"):
+            call(config(folder))
+
+    def test_damaged_config(self, folder: Path, call: Any) -> None:
+        (folder / "config.json").write_text('{"model_type": "llama"')
+        with pytest.raises(ModelError, match=r"config\.json cannot be used"):
+            call(config(folder))
+
+    def test_unknown_architecture(self, folder: Path, call: Any) -> None:
+        (folder / "config.json").write_text('{"model_type": "abacus"}')
+        with pytest.raises(ModelError, match="abacus"):
+            call(config(folder))
+
+    def test_not_a_language_model(self, folder: Path, call: Any) -> None:
+        (folder / "config.json").write_text('{"model_type": "vit"}')
+        with pytest.raises(UnsupportedModelError, match="'vit' is not a causal language model"):
+            call(config(folder))
+
+    def test_code_that_comes_with_the_model(self, folder: Path, call: Any) -> None:
+        text = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}}
+        (folder / "config.json").write_text(json.dumps(text))
+        (folder / "own.py").write_text("raise SystemExit('this code was run')")
+        with pytest.raises(ModelError, match="Python code that comes with it"):
+            call(config(folder))
+
+    def test_no_weights(self, folder: Path, call: Any) -> None:
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ModelError, match="has no weights"):
+            call(config(folder))
+
+    def test_damaged_weights(self, folder: Path, call: Any) -> None:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
+        with pytest.raises(ModelError, match="damaged"):
+            call(config(folder))
+
+    def test_pickled_weights(self, folder: Path, call: Any) -> None:
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ModelError, match="pickled") as caught:
+            call(config(folder))
+        assert "model.allow_pickle=true" in str(caught.value)
+        call(config(folder, allow_pickle=True))
+
+    def test_hub_name_without_a_hub(self, call: Any) -> None:
+        start = time.monotonic()
+        with pytest.raises(ModelError) as caught:
+            call(config("pantheraml-tests/no-such-model"))
+        assert time.monotonic() - start < 20
+        assert "pantheraml-tests/no-such-model" in caught.value.what
+        assert "\n" not in caught.value.what
+
+
+def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    short = {key: tensor for key, tensor in tensors.items() if "layers.1.mlp" not in key}
+    save_file(short, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        load_model(config(folder), **HERE)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError):
+        load_model(config(folder), **HERE)
+
+
+def test_tokenizer_of_the_model_or_of_another_folder(folder: Path, tiny_model: Callable[..., Path]) -> None:
+    assert load_tokenizer(config(folder))("ab")["input_ids"] != []
+    for file in folder.glob("token*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="There is no tokenizer in"):
+        load_tokenizer(config(folder))
+    other = load_tokenizer(config(folder, tokenizer=str(tiny_model("gpt2"))))
+    assert other.is_fast
+
+
+def test_damaged_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
+        load_tokenizer(config(folder))
+
+
+def test_tokenizer_larger_than_the_model(folder: Path, tiny_model: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(config(folder))
+    check_tokenizer_fits(load_model(config(folder), **HERE), tokenizer)
+    small = load_model(config(tiny_model("llama", vocab_size=258, pad_token_id=0)), **HERE)
+    with pytest.raises(ModelError, match="tokens up to number 258, but the model's vocabulary has 258"):
+        check_tokenizer_fits(small, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.2-1B"])
+def test_what_looks_like_a_hub_name(name: str) -> None:
+    assert is_hub_name(name)
+
+
+@pytest.mark.parametrize("name", ["/data/x", "./x", "../x", "~/x", "a/b/c", "a b", "", "owner/", "x\n"])
+def test_what_does_not_look_like_a_hub_name(name: str) -> None:
+    assert not is_hub_name(name)

@@ -1,0 +1,186 @@
+"""NF4: the levels, the error that packing leaves, and a gradient equal to that of the dense layer it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models.adapters import apply_method, trainable_parameters
+from pantheraml.models.loader import load_model
+from pantheraml.models.quantise.nf4 import NF4Linear, dequantise_linears, nf4_levels
+from pantheraml.specs.train import MethodConfig, ModelConfig
+
+CPU = torch.device("cpu")
+
+# QLoRA, appendix E
+PUBLISHED = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+
+
+def linear(rows: int = 48, columns: int = 100, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows, bias=bias)
+
+
+def test_levels_are_the_published_ones() -> None:
+    torch.testing.assert_close(nf4_levels(), torch.tensor(PUBLISHED), atol=2e-6, rtol=0)
+
+
+def test_every_value_goes_to_its_nearest_level() -> None:
+    # a grid over [-1, 1] whose first value fixes the block's scale at exactly 1
+    grid = torch.linspace(-1, 1, 64 * 50).view(50, 64)
+    grid[:, 0] = 1.0
+    packed = NF4Linear(grid, None).dequantise()
+    nearest = (grid[..., None] - nf4_levels()).abs().amin(dim=-1)
+    torch.testing.assert_close((packed - grid).abs(), nearest, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 100), (1, 3), (300, 257)])
+def test_packing_error_is_bounded(shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(shape) * 0.02
+    error = (NF4Linear(weight, None).dequantise() - weight).abs()
+    padded = F.pad(weight.abs().flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+    scale = padded.amax(dim=1).repeat_interleave(64)[: weight.numel()].view(shape)
+    widest_gap = float(nf4_levels().diff().max()) / 2
+    # the scale itself is off by at most half of one 255th of the range of scales
+    slack = float(scale.max() - scale.min()) / 510
+    assert bool((error <= scale * widest_gap + slack + 1e-7).all())
+    if weight.numel() > 4096:
+        assert float(error.square().mean().sqrt() / weight.std()) < 0.1
+
+
+def test_zeros_and_outliers_survive() -> None:
+    weight = torch.zeros(64, 64)
+    assert torch.equal(NF4Linear(weight, None).dequantise(), weight)
+    weight[3, 5] = 7.0
+    torch.testing.assert_close(NF4Linear(weight, None).dequantise(), weight, atol=0, rtol=1e-6)
+
+
+def test_packed_size_is_about_four_bits() -> None:
+    layer = NF4Linear(torch.randn(512, 512), None)
+    size = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
+    assert 8 * size / 512**2 == pytest.approx(4 + 8 / 64 + 64 / (64 * 256))
+    assert list(layer.parameters()) == []
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_and_gradient_equal_the_dense_layer(bias: bool) -> None:
+    dense = linear(bias=bias)
+    packed = NF4Linear.from_linear(dense)
+    stand_in = packed.to_linear(torch.float32)
+    assert isinstance(stand_in, nn.Linear)
+    x = torch.randn(3, 5, 100, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    seed = torch.randn(3, 5, 48)
+    (packed(x) * seed).sum().backward()
+    (stand_in(y) * seed).sum().backward()
+    torch.testing.assert_close(packed(x), stand_in(y))
+    torch.testing.assert_close(x.grad, y.grad)
+    assert not torch.allclose(packed(x), dense(x), atol=1e-4)
+
+
+def test_conv1d_is_a_transposed_linear() -> None:
+    torch.manual_seed(0)
+    conv = Conv1D(48, 100)
+    conv.bias.data.normal_()
+    packed = NF4Linear.from_linear(conv)
+    restored = packed.to_linear(torch.float32)
+    assert isinstance(restored, Conv1D)
+    assert restored.weight.shape == conv.weight.shape
+    x = torch.randn(2, 100)
+    torch.testing.assert_close(packed(x), restored(x))
+    torch.testing.assert_close(packed(x), conv(x), atol=0.1, rtol=0.2)
+
+
+def test_autograd_keeps_no_dense_tensor() -> None:
+    layer = NF4Linear.from_linear(linear(64, 128))
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.randn(4, 128, requires_grad=True))
+    assert kept
+    assert all(tensor.numel() < 64 * 128 for tensor in kept)
+    assert all(any(tensor is buffer for buffer in layer.buffers()) for tensor in kept)
+
+
+def test_autocast_decides_the_arithmetic() -> None:
+    layer = NF4Linear.from_linear(linear())
+    x = torch.randn(2, 100, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_weights_do_not_depend_on_the_precision_of_the_run(tiny_model: Callable[..., Path], family: str) -> None:
+    def buffers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        config = ModelConfig(path=str(tiny_model(family)))
+        model = load_model(config, dtype=dtype, device=CPU, quantise="nf4")
+        assert model.get_output_embeddings().weight.dtype == dtype
+        return {name: b for name, b in model.named_buffers() if "scale_" in name or "qweight" in name}
+
+    narrow, wide = buffers(torch.bfloat16), buffers(torch.float32)
+    assert narrow
+    assert all(torch.equal(narrow[name], wide[name]) for name in wide)
+
+
+def test_rotary_frequencies_keep_their_precision(tiny_model: Callable[..., Path]) -> None:
+    config = ModelConfig(path=str(tiny_model("llama")))
+    model: Any = load_model(config, dtype=torch.bfloat16, device=CPU, quantise="nf4")
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_linear_but_the_head_is_packed(tiny_model: Callable[..., Path], family: str) -> None:
+    config = ModelConfig(path=str(tiny_model(family)))
+    model: Any = load_model(config, dtype=torch.float32, device=CPU, quantise="nf4")
+    dense = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
+    assert dense == [model.lm_head]
+    count = sum(isinstance(m, NF4Linear) for m in model.modules())
+    assert dequantise_linears(model, torch.float32) == count > 0
+    assert not any(isinstance(m, NF4Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_gradient_checkpointing_changes_nothing(tiny_model: Callable[..., Path], kind: Any) -> None:
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
+        config = ModelConfig(path=str(tiny_model("llama")))
+        base: Any = load_model(config, dtype=torch.float32, device=CPU, quantise="nf4" if kind == "qlora" else None)
+        model: Any = apply_method(base, MethodConfig(kind=kind, rank=2), seed=0)
+        if checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        model(input_ids=torch.arange(12)[None]).logits.logsumexp(dim=-1).sum().backward()
+        return {name: p.grad for name, p in trainable_parameters(model) if p.grad is not None}
+
+    plain, recomputed = gradients(False), gradients(True)
+    assert any(bool(grad.abs().max() > 0) for grad in plain.values())
+    torch.testing.assert_close(recomputed, plain)
+
+
+def test_merging_into_packed_weights_is_refused(tiny_model: Callable[..., Path]) -> None:
+    config = ModelConfig(path=str(tiny_model("llama")))
+    base = load_model(config, dtype=torch.float32, device=CPU, quantise="nf4")
+    model: Any = apply_method(base, MethodConfig(kind="qlora", rank=2), seed=0)
+    with pytest.raises(UnsupportedModelError, match="4-bit"):
+        model.merge_and_unload()

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.planner.choose import choose
+from pantheraml.specs.plan import GPU, DeviceSpec
+from pantheraml.specs.train import TrainConfig
+
+
+def machine(gpus: int = 0, capability: tuple[int, int] | None = (9, 0), cores: int = 8) -> DeviceSpec:
+    found = [
+        GPU(index=i, name="Test GPU", total_bytes=80 << 30, free_bytes=79 << 30, compute_capability=capability)
+        for i in range(gpus)
+    ]
+    return DeviceSpec(
+        gpus=tuple(found), cpu_count=cores, ram_bytes=1 << 36, driver=None, note="no driver" if not gpus else None
+    )
+
+
+def config(**sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
+
+
+def test_a_machine_without_gpus_trains_on_all_cores_in_one_process() -> None:
+    plan = choose(config(), machine())
+    assert (plan.device, plan.world_size, plan.mode, plan.backend, plan.precision) == ("cpu", 1, "none", "gloo", "fp32")
+    assert plan.threads_per_process == 8
+    assert plan.reason("device") == "no driver"
+
+
+def test_gpus_get_a_process_each() -> None:
+    plan = choose(config(), machine(gpus=4))
+    assert (plan.device, plan.world_size, plan.mode, plan.backend, plan.precision) == (
+        "cuda",
+        4,
+        "distributed",
+        "nccl",
+        "bf16",
+    )
+    assert plan.device_ids == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("capability", "precision"), [((7, 5), "fp16"), ((8, 0), "bf16"), (None, "fp32")])
+def test_precision_follows_the_hardware(capability: tuple[int, int] | None, precision: str) -> None:
+    assert choose(config(), machine(gpus=1, capability=capability)).precision == precision
+
+
+def test_every_automatic_choice_has_a_reason() -> None:
+    for devices in (machine(), machine(gpus=2)):
+        for choice in choose(config(), devices).choices:
+            assert choice.reason
+            assert choice.automatic == (choice.reason != "as configured")
+
+
+def test_micro_batches_fill_the_share_evenly() -> None:
+    plan = choose(config(data={"path": "d", "seq_len": 2048}, train={"global_batch_size": 36}), machine(gpus=2))
+    assert plan.micro_batch_size == 6  # 18 each, at most 8 a pass: 3 passes of 6
+    plan = choose(config(train={"global_batch_size": 2, "micro_batch_size": 1}), machine())
+    assert plan.micro_batch_size == 1
+
+
+def test_device_ids_choose_and_order_gpus() -> None:
+    plan = choose(config(parallel={"device_ids": [3, 1]}), machine(gpus=4))
+    assert plan.device_ids == (3, 1)
+    assert plan.world_size == 2
+    for wrong in ([4], [1, 1], []):
+        with pytest.raises(DeviceError, match="device_ids"):
+            choose(config(parallel={"device_ids": wrong}), machine(gpus=4))
+
+
+def test_a_small_batch_leaves_gpus_idle_rather_than_failing() -> None:
+    plan = choose(config(train={"global_batch_size": 2}), machine(gpus=4))
+    assert plan.world_size == 2
+    assert "2 only" in plan.reason("parallel.world_size")
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "error", "message"),
+    [
+        ({"device": "cuda"}, 0, DeviceError, "no usable GPU"),
+        ({"parallel": {"world_size": 5}}, 4, DeviceError, "there are 4 GPU"),
+        ({"parallel": {"world_size": 9}}, 0, DeviceError, "there are 8 CPU core"),
+        ({"parallel": {"world_size": 2, "mode": "none"}}, 4, ConfigError, "mode=none"),
+        ({"parallel": {"world_size": 4}, "train": {"global_batch_size": 2}}, 4, ConfigError, "cannot share"),
+        ({"train": {"global_batch_size": 8, "micro_batch_size": 5}}, 2, ConfigError, "micro_batch_size=5"),
+        ({"model": {"path": "m", "precision": "fp16"}}, 0, DeviceError, "fp16 needs a GPU"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    sections: Any, gpus: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        choose(config(**sections), machine(gpus=gpus))
+
+
+def test_backend_and_mode_are_honoured() -> None:
+    assert choose(config(parallel={"backend": "gloo"}), machine(gpus=2)).backend == "gloo"
+    assert choose(config(parallel={"mode": "none"}), machine(gpus=2)).world_size == 1
+    assert choose(config(parallel={"mode": "distributed"}), machine(gpus=2)).world_size == 2

@@ -1,0 +1,146 @@
+"""The follower hands on every event once, and no reader can harm the run or another reader."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pantheraml.base.events import Event, EventWriter
+from pantheraml.readers.follow import Follower
+from pantheraml.readers.sinks.sink import Sink
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.closed = 0
+
+    def handle(self, event: Event) -> None:
+        self.messages.append(event["message"])
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Faulty(Collector):
+    def handle(self, event: Event) -> None:
+        super().handle(event)
+        raise ConnectionError("the server is gone")
+
+    def __str__(self) -> str:
+        return "the faulty one"
+
+
+class BadEnd(Collector):
+    def close(self) -> None:
+        super().close()
+        raise OSError("cannot flush")
+
+
+def test_new_events_arrive_once_while_the_file_grows(tmp_path: Path) -> None:
+    collector = Collector()
+    follower = Follower(tmp_path, [collector])
+    assert follower.poll() == [], "the stream does not exist yet"
+    with EventWriter(tmp_path) as emit:
+        emit("notice", message="one")
+        assert [event["message"] for event in follower.poll()] == ["one"]
+        emit("notice", message="two")
+        emit("notice", message="three")
+        follower.poll()
+        emit("notice", message="last")
+    follower.close()
+    assert collector.messages == ["one", "two", "three", "last"], "closing hands on what is left"
+    assert collector.closed == 1
+
+
+def test_a_resumed_run_can_start_at_the_end(tmp_path: Path) -> None:
+    collector = Collector()
+    with EventWriter(tmp_path) as emit:
+        emit("notice", message="old")
+        follower = Follower(tmp_path, [collector], from_end=True)
+        emit("notice", message="new")
+    follower.close()
+    assert collector.messages == ["new"]
+
+
+def test_a_reader_that_raises_is_switched_off_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty, healthy = Faulty(), Collector()
+    follower = Follower(tmp_path, [faulty, healthy])
+    with EventWriter(tmp_path) as emit, caplog.at_level(logging.WARNING, "pantheraml"):
+        for message in ("one", "two"):
+            emit("notice", message=message)
+        assert len(follower.poll()) == 2
+        follower.close()
+    assert (faulty.messages, faulty.closed) == (["one"], 1)
+    assert (healthy.messages, healthy.closed) == (["one", "two"], 1)
+    (record,) = caplog.records
+    expected = "the faulty one is switched off for the rest of this run: ConnectionError: the server is gone"
+    assert record.getMessage() == expected
+
+
+def test_all_readers_are_closed_when_one_cannot_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = BadEnd(), Collector()
+    with caplog.at_level(logging.WARNING, "pantheraml"):
+        Follower(tmp_path, [bad, good]).close()
+    assert good.closed == 1
+    assert "cannot flush" in caplog.text
+
+
+class SlowBackend:
+    """Hangs until released, as a server that does not answer makes its client do."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.logged: list[int] = []
+        self.status: str | None = None
+
+    def log(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
+        assert self.release.wait(30)
+        self.logged.append(step)
+
+    def finish(self, status: str) -> None:
+        self.status = status
+
+
+class GoneBackend(SlowBackend):
+    def log(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
+        raise ConnectionError("no route to host")
+
+
+def test_a_slow_sink_does_not_hold_up_the_run(story: Any, tmp_path: Path) -> None:
+    story.train(1, 50)
+    story.finish(50)
+    backend = SlowBackend()
+    follower = Follower(story.write(tmp_path), [Sink("slow", backend)])
+    begin = time.monotonic()
+    assert len(follower.poll()) == len(story.events)
+    assert time.monotonic() - begin < 5
+    assert backend.logged == []
+    backend.release.set()
+    follower.close()
+    assert backend.logged == list(range(1, 51)), "nothing was lost"
+    assert backend.status == "succeeded"
+
+
+def test_a_sink_whose_server_is_gone_is_switched_off(
+    story: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    story.train(1, 1)
+    sink = Sink("gone", GoneBackend())
+    follower = Follower(story.write(tmp_path), [sink])
+    with EventWriter(tmp_path) as emit, caplog.at_level(logging.WARNING, "pantheraml"):
+        deadline = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < deadline:
+            emit("notice", message="the run goes on")
+            follower.poll()
+        follower.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the sink 'gone' is switched off")
+    assert "no route to host" in record.getMessage()

@@ -1,0 +1,159 @@
+"""The progress display, on a recorded terminal and in a log file."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pantheraml.base.events import KINDS
+from pantheraml.readers import figures
+from pantheraml.readers.progress import ProgressBar, Stage
+
+
+def log_of(events: list[Any], *, title: str = "") -> list[str]:
+    stream = io.StringIO()
+    bar = ProgressBar(title, console=Console(file=stream, width=80))
+    for event in events:
+        bar.handle(event)
+    bar.close()
+    return stream.getvalue().splitlines()
+
+
+def test_a_log_reads_as_plain_lines(complete: Any) -> None:
+    lines = log_of(complete.events, title="pantheraml train")
+    assert lines[:6] == [
+        "pantheraml train",
+        "plan: 2 processes on cuda, bf16, global batch 16 in micro-batches of 4",
+        "train data: 12,000 rows · 1.23 M tokens · 608 x 2,048 · 98.7 % full · 3 skipped · 41 truncated · 1.9 s",
+        "eval data: 240 rows · 24,000 tokens · 12 x 2,048 · 98.7 % full · 3 skipped · 41 truncated · 1.9 s",
+        "model: LlamaForCausalLM, 1.24 B parameters, 11.3 M trained, bf16",
+        "training 10/120 steps · loss 2.2832 · lr 0.000197 · 64,000 tokens/s · 15.8 GiB · 0:55 left",
+    ]
+    assert lines[-2:] == [
+        "trained to step 120 in 1:02 · loss 0.4661 · 64,000 tokens/s · 15.8 GiB",
+        "adapter saved: runs/first/adapter",
+    ]
+    assert "step 120: checkpoint saved (42.9 MiB in 0.2 s, the best so far)" in lines
+    assert not any("\x1b" in line for line in lines), "no colour codes in a log"
+
+
+def test_a_long_run_does_not_flood_the_log(story: Any) -> None:
+    story.train(1, 36_000, pace=1.0)  # ten hours
+    lines = log_of(story.events)
+    assert 100 < len(lines) < 300
+    story.events.clear()
+    story.train(1, 60, pace=1.0)
+    assert len(log_of(story.events)) == 12
+
+
+def test_a_resumed_run_estimates_from_its_own_pace(story: Any) -> None:
+    story.train(91, 96, total=100, pace=10.0)
+    assert log_of(story.events)[-1].endswith("training 96/100 steps · loss 0.5932 · lr 7.89e-07 · "
+                                             "3,200 tokens/s · 15.8 GiB · 0:40 left")  # fmt: skip
+
+
+def test_why_training_ended_early_is_said(story: Any) -> None:
+    story.train(1, 4, total=100)
+    story.tell("train.finished", steps=4, stopped_by="early_stopping")
+    assert log_of(story.events)[-1].startswith("trained to step 4 of 100, stopped by early_stopping in 2 s · loss")
+
+
+def test_messages_are_shown_as_they_are(story: Any) -> None:
+    story.tell("warning", message="rows [bold]3[/bold] and [/] were skipped")
+    story.tell("notice", message="x" * 300)
+    story.tell("verdict", step=7, action="skip", cause="inf in lm_head")
+    expected = ["warning: rows [bold]3[/bold] and [/] were skipped", "x" * 300, "step 7: skip (inf in lm_head)"]
+    assert log_of(story.events) == expected
+
+
+def test_numbers_that_are_unknown_or_not_finite(story: Any) -> None:
+    story.tell("train.started", first_step=1, total_steps=9, world_size=1, device="cpu", global_batch_size=1)
+    story.step(1, 9, after=6.0, loss="nan", learning_rate=None, tokens_per_second=None, memory_bytes=None)
+    assert log_of(story.events) == ["training 1/9 steps · loss nan · lr – · – tokens/s · – · 0:48 left"]
+
+
+def test_bytes_are_shown_as_sizes(story: Any) -> None:
+    for done in (0, 2**30):
+        story.tell("data.progress", after=6, split="train", stage="tokenise", done=done, total=2**32, unit="bytes")
+    assert log_of(story.events) == ["train data: tokenise 1 GiB of 4 GiB · 0:18 left"]
+
+
+def test_every_kind_of_event_is_accepted(story: Any) -> None:
+    """A reader may not fail on a kind that it does not show, nor on one that a newer writer adds."""
+    for kind in KINDS.keys() - {"plan.made", "data.ready"}:
+        story.tell(kind, **dict.fromkeys(KINDS[kind], 1))
+    story.events.append({"kind": "from.the.future", "time": 0.0})
+    log_of(story.events)
+
+
+@pytest.fixture
+def terminal(reading: Callable[..., Any]) -> tuple[ProgressBar, io.StringIO]:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, height=30, color_system=None)
+    return reading(ProgressBar("pantheraml train", console=console)), stream
+
+
+def test_the_terminal_draws_in_place_and_cleans_up(complete: Any, terminal: tuple[ProgressBar, io.StringIO]) -> None:
+    bar, stream = terminal
+    before = threading.active_count()
+    for event in complete.events:
+        bar.handle(event)
+        if event["kind"] == "train.step" and event["step"] == 60:
+            bar._display._live.refresh()  # what the clock thread does five times a second
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert re.search(r"training +━+ +60/120 steps +\d", drawn)
+    assert "loss 0.8423 · eval 1.5066 · lr 0.0001 · 64,000 tokens/s · 15.8 GiB" in drawn
+    bar.close()
+    assert threading.active_count() == before, "the clock thread has ended"
+    assert stream.getvalue().rstrip("\n").endswith("\x1b[?25h") or "\x1b[?25h" in stream.getvalue()[-40:]
+
+
+def test_closing_twice_or_unused_is_harmless(terminal: tuple[ProgressBar, io.StringIO]) -> None:
+    terminal[0].close()
+    terminal[0].close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "left"),
+    [
+        (Stage("s", "rows", 0.0, 0, 5, 10, now=5.0), 5.0),
+        (Stage("s", "rows", 0.0, 8, 9, 10, now=5.0), 5.0),
+        (Stage("s", "rows", 0.0, 5, 5, 10, now=5.0), None),
+        (Stage("s", "rows", 0.0, 0, 5, None, now=5.0), None),
+        (Stage("s", "rows", 0.0, 0, 10, 10, now=5.0), None),
+    ],
+)
+def test_remaining_time(stage: Stage, left: float | None) -> None:
+    assert stage.remaining_seconds() == left
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (figures.count, 1234, "1,234"),
+        (figures.count, 12_345_678, "12.3 M"),
+        (figures.count, 7_241_748_480, "7.24 B"),
+        (figures.count, None, "–"),
+        (figures.count, "nan", "nan"),
+        (figures.size, 1023, "1023 B"),
+        (figures.size, 1536, "1.5 KiB"),
+        (figures.size, 80 * 2**30, "80 GiB"),
+        (figures.size, 3 * 2**40, "3 TiB"),
+        (figures.duration, 0.42, "0.42 s"),
+        (figures.duration, 75, "1:15"),
+        (figures.duration, 3700, "1:01:40"),
+        (figures.duration, "inf", "–"),
+        (figures.clock, 2.4, "0:02"),
+        (figures.loss, "inf", "inf"),
+        (figures.small, 0.00012, "0.00012"),
+        (figures.share, 0.9876, "98.8 %"),
+    ],
+)
+def test_figures(write: Callable[[Any], str], value: Any, text: str) -> None:
+    assert write(value) == text

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pantheraml import TrainConfig
+from pantheraml.base.errors import ConfigError
+from pantheraml.specs.config_file import all_keys, dump_yaml, json_schema, load_config, parse_overrides
+
+MINIMAL = {"model": {"path": "m"}, "data": {"path": "d"}}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def problem(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as err:
+        load_config(write(tmp_path, text), parse_overrides(overrides))
+    return str(err.value)
+
+
+HEAD = "model:\n  path: m\ndata:\n  path: d\n"
+
+
+def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, HEAD + "train:\n  learning_rate: 1e-4\n  max_steps: 7\n"))
+    assert config.train.learning_rate == 1e-4
+    assert load_config(write(tmp_path, dump_yaml(config))) == config
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, HEAD + "train: {seed: 1}\n"),
+        parse_overrides(["train.seed=2", "method.target_modules=[q_proj, v_proj]"]),
+    )
+    assert config.train.seed == 2
+    assert config.method.target_modules == ["q_proj", "v_proj"]
+
+
+def test_an_unknown_key_names_key_line_and_nearest_name(tmp_path: Path) -> None:
+    text = problem(tmp_path, HEAD + "train:\n  seed: 1\n  learning_rat: 3\n")
+    assert "`train.learning_rat` is not a known key" in text
+    assert "config.yaml, line 7" in text
+    assert "Did you mean `train.learning_rate`?" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("trian: {seed: 1}", "train"),
+        ("max_steps: 3", "train.max_steps"),
+        ("parallel: {bucket_cap: 3}", "parallel.bucket_cap_mb"),
+        ("train: {lora_rank: 3}", None),
+    ],
+)
+def test_nearest_names(tmp_path: Path, wrong: str, right: str | None) -> None:
+    text = problem(tmp_path, HEAD + wrong + "\n")
+    assert (f"Did you mean `{right}`?" in text) if right else ("Did you mean" not in text)
+
+
+def test_a_bad_value_names_key_value_and_line(tmp_path: Path) -> None:
+    text = problem(tmp_path, HEAD + "train:\n  max_steps: -1\n  micro_batch_size: many\n")
+    assert "`train.max_steps` = -1" in text
+    assert "line 6" in text
+    assert "`train.micro_batch_size` = 'many'" in text
+    assert "2 problems" in text
+
+
+def test_a_bad_override_names_the_command_line(tmp_path: Path) -> None:
+    assert "`train.seed` = 'x'" in problem(tmp_path, HEAD, "train.seed=x")
+    assert "(command line)" in problem(tmp_path, HEAD, "train.seed=x")
+
+
+def test_what_is_required_is_named(tmp_path: Path) -> None:
+    assert "`data` is required" in problem(tmp_path, "model: {path: m}\n")
+    assert "`model.path` is required" in problem(tmp_path, "model: {}\ndata: {path: d}\n")
+
+
+def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
+    assert "line 2" in problem(tmp_path, "model: {path: m}\n  data: [\n")
+    assert "stands twice" in problem(tmp_path, HEAD + "data: {path: e}\n")
+    assert "holds no settings" in problem(tmp_path, "")
+    with pytest.raises(ConfigError, match="no config file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("train: {eval_every_steps: 5}", "needs evaluation data"),
+        ("checkpoint: {final: best}", "needs evaluation data"),
+        ("data: {path: d, eval_path: e, eval_fraction: 0.1}", "both set"),
+        ("model: {path: m, init: random}", "needs method.kind=full"),
+        ("data: {path: d, eval_path: e}\ntrain: {early_stopping_patience: 2}", "needs train.eval_every_steps"),
+    ],
+)
+def test_sections_must_agree(tmp_path: Path, extra: str, message: str) -> None:
+    values = {**MINIMAL, **yaml.safe_load(extra)}
+    assert message in problem(tmp_path, yaml.safe_dump(values))
+
+
+@pytest.mark.parametrize("setting", ["nonsense", "=3"])
+def test_malformed_set(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"section\.field=value"):
+        parse_overrides([setting])
+
+
+def test_every_key_is_described_in_the_schema() -> None:
+    schema = json_schema()
+    for section in (d for name, d in schema["$defs"].items() if name.endswith(("Config", "Settings"))):
+        for name, field in section["properties"].items():
+            assert field.get("description"), name
+
+
+def test_names_that_other_tools_rely_on() -> None:
+    known = {".".join(key) for key in all_keys()}
+    promised = """model.path model.precision data.path data.eval_path data.format data.seq_len data.packing method.kind
+    method.rank method.alpha method.target_modules train.max_steps train.epochs train.global_batch_size
+    train.micro_batch_size train.learning_rate train.warmup_steps train.seed train.activation_checkpointing
+    checkpoint.every_steps checkpoint.keep parallel.mode"""
+    assert set(promised.split()) <= known
+
+
+def test_python_uses_the_same_names() -> None:
+    config = TrainConfig.model_validate({**MINIMAL, "parallel": {"mode": "distributed", "world_size": 2}})
+    assert config.parallel.mode == "distributed"
+    assert config.parallel.world_size == 2
