@@ -27,7 +27,7 @@ VOCABULARY_SIZE = 8192
 
 
 def write_documents(path: Path, megabytes: int) -> None:
-    """`{"text": ...}` lines cut from a long stretch of made-up words whose frequencies fall as those of a language do."""
+    """`{"text": ...}` lines cut from a long stretch of made-up words, some of them frequent and most of them rare."""
     random = np.random.Generator(np.random.Philox(0))
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
     words = ["".join(random.choice(letters, size=random.integers(2, 11))) for _ in range(30_000)]

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-
 # set by pytest itself and by torch when an optimizer is first imported
 IGNORED = ("PYTEST_", "TORCHINDUCTOR_")
 

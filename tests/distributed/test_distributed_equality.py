@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from tests import toy
 
 from pantheraml.base.env import child_environment
 from pantheraml.base.events import read_events
@@ -18,7 +19,6 @@ from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
-from tests import toy
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5
@@ -128,7 +128,7 @@ def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]]
         assert curve(many, kind, field) == pytest.approx(expected, rel=TOLERANCE), field
     assert curve(many, "train.step", "tokens") == curve(one, "train.step", "tokens")
     assert curve(one, "train.step", "loss")[-1] != curve(one, "train.step", "loss")[0]
-    (file,) = [p for p in one.trained().glob("*.safetensors")]
+    (file,) = list(one.trained().glob("*.safetensors"))
     first, second = load_file(file), load_file(many.trained() / file.name)
     assert first.keys() == second.keys()
     for key in first:

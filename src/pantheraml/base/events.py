@@ -35,6 +35,7 @@ KINDS: Mapping[str, frozenset[str]] = {
     ),
     "model.ready": frozenset({"architecture", "parameters", "trainable_parameters", "precision", "seconds"}),
     "train.started": frozenset({"first_step", "total_steps", "world_size", "device", "global_batch_size"}),
+    # tokens, target_tokens and seconds are those since the last event of this kind; the rest is this step's
     "train.step": frozenset(
         {"step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "target_tokens", "seconds"}
         | {"tokens_per_second", "memory_bytes"}

@@ -74,6 +74,7 @@ def run_training(
                 _emit_error(emit, err)
             raise
         finally:
+            run.stop_file.unlink(missing_ok=True)
             emit("run.finished", status=status, seconds=time.monotonic() - begin)
             follower.close()
             summary = write_run_json(output)

@@ -18,7 +18,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the base model's weights")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write (must not hold anything)")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights (default: the run's)")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights (default: the run's)"
+    )
     return parser
 
 

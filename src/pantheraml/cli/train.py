@@ -43,7 +43,9 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", choices=["lora", "dora", "qlora", "full"], help="what to train (method.kind)")
     parser.add_argument("--nproc", metavar="auto|N", help="number of processes (parallel.world_size)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to train (device)")
-    parser.add_argument("--on-bad-row", choices=["stop", "skip"], help="what to do with unusable rows (data.on_bad_row)")
+    parser.add_argument(
+        "--on-bad-row", choices=["stop", "skip"], help="what to do with unusable rows (data.on_bad_row)"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="set any other key; may be repeated"
     )

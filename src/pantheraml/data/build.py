@@ -13,7 +13,7 @@ from typing import Literal
 
 from pantheraml.base.errors import DataError
 from pantheraml.base.events import Emit
-from pantheraml.data.cache import replacing
+from pantheraml.base.folders import committed_folder
 from pantheraml.data.rows import BadRow
 from pantheraml.data.store import DatasetMeta, DatasetWriter
 from pantheraml.data.tokenise import ChunkResult, Recipe, Side
@@ -59,7 +59,7 @@ class Build:
             writers = {
                 side: stack.enter_context(
                     DatasetWriter(
-                        stack.enter_context(replacing(folder)), seq_len=self.recipe.seq_len, packed=self.packing
+                        stack.enter_context(committed_folder(folder)), seq_len=self.recipe.seq_len, packed=self.packing
                     )
                 )
                 for side, folder in self.targets.items()
@@ -134,7 +134,7 @@ class Build:
             )
 
 
-def bad_row_error(bad_rows: list[BadRow]) -> DataError:
+def bad_row_error(bad_rows: list[BadRow], *, can_skip: bool = True) -> DataError:
     """The first bad row in full, and the next few in short."""
     first, *others = bad_rows
     what = f"A row cannot be used: {first.problem}."
@@ -142,11 +142,8 @@ def bad_row_error(bad_rows: list[BadRow]) -> DataError:
         what += f"\n  also {bad.unit} {bad.number}{f', field `{bad.field}`' if bad.field else ''}: {bad.problem}"
     if len(others) >= _SHOWN_BAD_ROWS:
         what += f"\n  and {len(others) - _SHOWN_BAD_ROWS + 1} more close by"
-    return DataError(
-        what,
-        where=first.where(),
-        todo="Correct the data, or leave such rows out: data.on_bad_row=skip (--on-bad-row skip).",
-    )
+    skip = ", or leave such rows out: data.on_bad_row=skip (--on-bad-row skip)" if can_skip else ""
+    return DataError(what, where=first.where(), todo=f"Correct the data{skip}.")
 
 
 def no_rows_error() -> DataError:

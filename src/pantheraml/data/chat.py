@@ -23,24 +23,29 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
 
+def chat_template(tokenizer: Any) -> str:
+    """The template that conversations are written with; ModelError where there is none."""
+    try:
+        template: str = tokenizer.get_chat_template()
+    except ValueError as err:  # none at all, or several and none of them the default
+        raise ModelError(
+            "The data holds messages, but the tokenizer has no chat template to write them with.",
+            todo="Name a tokenizer that has one with model.tokenizer (such as the model's chat version's), add "
+            "a chat_template.jinja to its folder, or use prompt and completion columns.",
+        ) from err
+    return template
+
+
 class ChatEncoder:
     def __init__(self, tokenizer: Any) -> None:
-        if not tokenizer.chat_template:
-            raise ModelError(
-                "The data holds messages, but the tokenizer has no chat template to write them with.",
-                todo="Name a tokenizer that has one with model.tokenizer (such as the model's chat version's), add "
-                "a chat_template.jinja to its folder, or use prompt and completion columns.",
-            )
         self._tokenizer = tokenizer
-        self._marked = bool(_GENERATION_MARK.search(tokenizer.get_chat_template()))
+        self._marked = bool(_GENERATION_MARK.search(chat_template(tokenizer)))
 
     def encode(self, rows: list[Row]) -> list[tuple[Ints, Ints] | RowError]:
         encoded: list[tuple[Ints, Ints] | RowError] = []
         for row in rows:
             try:
                 encoded.append(self._marked_turns(row) if self._marked else self._found_turns(row))
-            except jinja2.TemplateError as err:
-                encoded.append(RowError(f"expected a conversation that the chat template accepts: {err}", "messages"))
             except RowError as err:
                 encoded.append(err)
         return encoded
@@ -52,15 +57,17 @@ class ChatEncoder:
         return ids
 
     def _rendered(self, messages: list[Row], *, add_generation_prompt: bool = False) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        text: str = self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         return text
 
+    def _apply(self, messages: list[Row], **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as err:  # what expressions in it can raise
+            raise RowError(f"expected a conversation that the chat template accepts: {err}", "messages") from err
+
     def _marked_turns(self, row: Row) -> tuple[Ints, Ints]:
-        encoded = self._tokenizer.apply_chat_template(
-            row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        encoded = self._apply(row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return _document(encoded["input_ids"], encoded["assistant_masks"])
 
     def _found_turns(self, row: Row) -> tuple[Ints, Ints]:
@@ -79,6 +86,8 @@ class ChatEncoder:
 
     def _turn(self, messages: list[Row], index: int, text: str) -> Span:
         """Where the assistant's turn `index` begins and ends in the rendered conversation."""
+        if index == 0:
+            raise RowError("expected a message before the assistant's first one, found none", "messages")
         before = self._rendered(messages[:index], add_generation_prompt=True)
         if text.startswith(before):
             until = text if index == len(messages) - 1 else self._rendered(messages[: index + 1])
@@ -91,8 +100,8 @@ class ChatEncoder:
             if said and found and text.startswith(said + closing, len(before)):
                 return len(before), len(before) + len(said) + len(closing)
         raise RowError(
-            "expected a conversation whose turns the chat template writes one after the other; it writes this one "
-            "differently once more turns follow, and has no {% generation %} mark to tell the assistant's part",
+            "expected a turn that can be told from the rest; the chat template writes it differently with and without "
+            "what comes before or after it, and has no {% generation %} mark for what the assistant wrote",
             f"messages[{index}]",
         )
 

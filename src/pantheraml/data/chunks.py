@@ -80,16 +80,16 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class ArrowChunk:
-    """A batch of a Parquet or Arrow file."""
+    """A batch of a Parquet or Arrow file, as an Arrow stream: a slice that is pickled would bring its whole batch."""
 
     file: str
     size: int
-    batch: Any
+    data: bytes
     first_row: int
     unit: Unit = "row"
 
     def rows(self) -> Iterator[tuple[int, Row | RowError]]:
-        yield from enumerate(self.batch.to_pylist(), start=self.first_row)
+        yield from enumerate(pa.ipc.open_stream(self.data).read_all().to_pylist(), start=self.first_row)
 
 
 def read_lines(path: Path, *, plain: bool) -> Iterator[LineChunk]:
@@ -315,8 +315,16 @@ def _arrow_chunks(path: Path, batches: Iterable[Any], rows: int) -> Iterator[Arr
     for batch in batches:
         for start in range(0, batch.num_rows, _ARROW_ROWS):
             part = batch.slice(start, _ARROW_ROWS)
-            yield ArrowChunk(str(path), round(part.num_rows * bytes_per_row), part, first)
+            yield ArrowChunk(str(path), round(part.num_rows * bytes_per_row), _streamed(part), first)
             first += part.num_rows
+
+
+def _streamed(batch: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
 
 
 def _parsed_line(line: str) -> Row | RowError:

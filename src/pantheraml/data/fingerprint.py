@@ -10,6 +10,7 @@ import hashlib
 import json
 from typing import Any
 
+from pantheraml.data.chat import chat_template
 from pantheraml.data.store import LAYOUT_VERSION
 
 
@@ -19,7 +20,7 @@ def tokenizer_digest(tokenizer: Any, *, with_template: bool) -> str:
     text: str = tokenizer.backend_tokenizer.to_str()
     content = text[text.index('"added_tokens"') :]
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
-    template = tokenizer.get_chat_template() if with_template else None
+    template = chat_template(tokenizer) if with_template else None
     return _digest(content, special, template)
 
 

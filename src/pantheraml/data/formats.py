@@ -41,7 +41,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 ACCEPTED = "`text`, `prompt` + `completion`, `messages`, or `instruction` (+ `input`) + `output`"
 
 Encoded = tuple[Ints, Ints]
-"""Tokens of a document, and its loss runs."""
+"""Tokens of a document, and its loss runs, which are empty if none of them bears loss."""
 
 
 def detect(columns: Iterable[str]) -> str | None:
@@ -132,7 +132,7 @@ class Encoder:
         if self._eos is not None and tokens[-1:] != [self._eos]:
             tokens.append(self._eos)
         skipped = max(1, given)  # nothing precedes the first token to predict it from
-        return as_ints(tokens), as_ints([skipped, len(tokens) - skipped])
+        return as_ints(tokens), as_ints([skipped, len(tokens) - skipped] if len(tokens) > skipped else [])
 
 
 def _instruction(row: Row) -> str:

@@ -11,8 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ def available_workers() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def ordered_map(function: Callable[[_Item], _Result], items: Iterable[_Item], workers: int) -> Iterator[_Result]:
+def ordered_map(function: Callable[[_Item], _Result], items: Iterable[_Item], workers: int) -> Generator[_Result]:
     """`map(function, items)` over `workers` processes; with one worker, in this process.
 
     Item i goes to process i modulo `workers`, and results are taken in the same turn, which keeps their order.
@@ -37,23 +36,17 @@ def ordered_map(function: Callable[[_Item], _Result], items: Iterable[_Item], wo
     if workers == 1:
         yield from map(function, items)
         return
-    busy: deque[Connection[Any, Any]] = deque()
     # one thread per child: there are as many children as cores, and Rust's thread pool does not survive a fork
     with env.changed("TOKENIZERS_PARALLELISM", "false"), _workers(function, workers) as connections:
-        idle = deque(connections)
+        sent = 0
         for item in items:
-            if not idle:
-                connection = busy.popleft()
-                result = _received(connection)
-                connection.send(item)
-                busy.append(connection)
-                yield result
-            else:
-                connection = idle.popleft()
-                connection.send(item)
-                busy.append(connection)
-        while busy:
-            yield _received(busy.popleft())
+            connection = connections[sent % workers]
+            finished = [_received(connection)] if sent >= workers else []
+            _send(connection, item)  # before yielding, so that the child works while the caller does
+            sent += 1
+            yield from finished
+        for index in range(max(0, sent - workers), sent):
+            yield _received(connections[index % workers])
 
 
 @contextlib.contextmanager
@@ -94,14 +87,25 @@ def _serve(
                 connection.send((None, err))
 
 
+def _send(connection: Connection[Any, Any], item: Any) -> None:
+    with _deaths_reported():
+        connection.send(item)
+
+
 def _received(connection: Connection[Any, Any]) -> Any:
-    try:
+    with _deaths_reported():
         result, err = connection.recv()
-    except (EOFError, ConnectionResetError) as lost:
-        raise WorkerError(
-            "A process that tokenises the data died, most likely because memory ran out.",
-            todo="Set data.workers to a smaller number.",
-        ) from lost
     if err is not None:
         raise err
     return result
+
+
+@contextlib.contextmanager
+def _deaths_reported() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError) as err:
+        raise WorkerError(
+            "A process that tokenises the data died, most likely because memory ran out.",
+            todo="Set data.workers to a smaller number.",
+        ) from err

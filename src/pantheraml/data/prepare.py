@@ -7,9 +7,10 @@ checked.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from pantheraml.base.errors import DataError
 from pantheraml.base.events import Emit
 from pantheraml.data import formats
 from pantheraml.data.build import Build, bad_row_error, no_rows_error
-from pantheraml.data.cache import cache_folder, locked, storage_errors
+from pantheraml.data.cache import cache_folder, locked
 from pantheraml.data.fingerprint import data_fingerprint, tokenizer_digest
 from pantheraml.data.pool import available_workers, ordered_map
 from pantheraml.data.progress import Progress
-from pantheraml.data.rows import BadRow, RowError
+from pantheraml.data.rows import BadRow, Chunk, RowError
 from pantheraml.data.sources import SourceFile, content_digest, find_files
 from pantheraml.data.store import is_whole, read_meta
 from pantheraml.data.tokenise import ChunkResult, Recipe, Side, Tokeniser
@@ -77,24 +78,25 @@ class _Preparation:
         tokeniser = Tokeniser(recipe, self._tokenizer)  # also refuses a tokenizer that cannot do what the format needs
         folder = cache_folder(self._config.cache_dir)
         targets = {side: folder / name for side, name in self._fingerprints(recipe).items()}
-        with storage_errors(folder), locked(folder, targets[self._side].name, self._emit):
+        with locked(folder, targets[self._side].name, self._emit):
             cached = all(is_whole(target) for target in targets.values())
             if not cached:
-                Build(
+                build = Build(
                     recipe=recipe,
                     packing=self._config.packing,
                     pad_id=pad_id(self._tokenizer),
                     on_bad_row=self._config.on_bad_row,
                     targets=targets,
                     emit=self._emit,
-                ).run(self._results(tokeniser))
+                )
+                with contextlib.closing(self._results(tokeniser)) as results:  # an error ends the processes at once
+                    build.run(results)
         for side, target in targets.items():
             self._announce(side, target, cached=cached, seconds=time.monotonic() - started)
         return targets
 
     def _detect_format(self) -> str:
-        chunks = (chunk for file in self._files for chunk in file.chunks())
-        rows = ((chunk, number, row) for chunk in chunks for number, row in chunk.rows())
+        rows = ((chunk, number, row) for chunk in _chunks_of(self._files) for number, row in chunk.rows())
         columns: dict[str, None] = {}
         first_bad: BadRow | None = None
         for chunk, number, row in itertools.islice(rows, _ROWS_FOR_DETECTION):
@@ -115,18 +117,19 @@ class _Preparation:
                 todo="Rename the columns.",
             )
         if first_bad is not None:
-            raise bad_row_error([first_bad])
+            raise bad_row_error([first_bad], can_skip=False)
         raise no_rows_error()
 
     def _fingerprints(self, recipe: Recipe) -> dict[Side, str]:
         progress = Progress(self._emit, split=self._side, stage="hash", total=self._bytes)
         content = content_digest(self._files, progress.advance)
         progress.finish()
+        tokenizer = tokenizer_digest(self._tokenizer, with_template=self.format == "messages")
         sides: tuple[Side, ...] = ("train", "eval") if recipe.eval_fraction else (self._side,)
         return {
             side: data_fingerprint(
                 content,
-                tokenizer_digest(self._tokenizer, with_template=self.format == "messages"),
+                tokenizer,
                 format=recipe.format,
                 seq_len=recipe.seq_len,
                 packing=self._config.packing,
@@ -138,13 +141,14 @@ class _Preparation:
             for side in sides
         }
 
-    def _results(self, tokeniser: Tokeniser) -> Iterator[ChunkResult]:
+    def _results(self, tokeniser: Tokeniser) -> Generator[ChunkResult]:
         asked = self._config.workers or available_workers()
         workers = max(1, min(asked, self._bytes // _BYTES_PER_WORKER))
         progress = Progress(self._emit, split=self._side, stage="tokenise", total=self._bytes)
-        for result in ordered_map(tokeniser, _chunks_of(self._files), workers):
-            progress.advance(result.size)
-            yield result
+        with contextlib.closing(ordered_map(tokeniser, _chunks_of(self._files), workers)) as results:
+            for result in results:
+                progress.advance(result.size)
+                yield result
         progress.finish()
 
     def _announce(self, side: Side, target: Path, *, cached: bool, seconds: float) -> None:
@@ -169,7 +173,7 @@ class _Preparation:
         )
 
 
-def _chunks_of(files: list[SourceFile]) -> Iterator[Any]:
+def _chunks_of(files: list[SourceFile]) -> Iterator[Chunk]:
     for file in files:
         yield from file.chunks()
 

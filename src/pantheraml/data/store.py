@@ -56,7 +56,6 @@ class DatasetMeta:
     tokens: int = 0
     target_tokens: int = 0
     sequences: int = 0
-    data_bytes: int = 0
     layout: int = LAYOUT_VERSION
 
     def efficiency(self) -> float:
@@ -80,13 +79,11 @@ def open_table(folder: Path) -> Any:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the folder's data is what its description says: size, footer, number and sums of the index."""
+    """Whether the folder's data is what its description says: footer, number of sequences, sums of the index."""
     meta = read_meta(folder)
     if meta is None:
         return False
     try:
-        if (folder / DATA_FILE).stat().st_size != meta.data_bytes:
-            return False
         table = open_table(folder)
     except (OSError, pa.ArrowInvalid):
         return False
@@ -95,10 +92,9 @@ def is_whole(folder: Path) -> bool:
 
 
 class DatasetWriter:
-    """Writes sequences to a new folder as documents arrive; memory is bounded by one packing window."""
+    """Writes sequences to an empty folder as documents arrive; memory is bounded by one packing window."""
 
     def __init__(self, folder: Path, *, seq_len: int, packed: bool) -> None:
-        folder.mkdir(parents=True)
         self._folder = folder
         self._seq_len = seq_len
         self._packed = packed
@@ -121,13 +117,7 @@ class DatasetWriter:
         self._flush()
         self._writer.close()
         self._file.close()
-        meta = dataclasses.replace(
-            meta,
-            tokens=self.tokens,
-            target_tokens=self.target_tokens,
-            sequences=self.sequences,
-            data_bytes=(self._folder / DATA_FILE).stat().st_size,
-        )
+        meta = dataclasses.replace(meta, tokens=self.tokens, target_tokens=self.target_tokens, sequences=self.sequences)
         (self._folder / META_FILE).write_text(json.dumps(dataclasses.asdict(meta), indent=1), encoding="utf-8")
 
     def _flush(self) -> None:

@@ -84,8 +84,8 @@ class Tokeniser:
                     problem = f"has {len(tokens)} tokens, but data.seq_len is {self._recipe.seq_len}"
                     result.long_row = BadRow(chunk.file, chunk.unit, number, None, problem)
                 side.truncated_rows += 1
-                tokens = tokens[: self._recipe.seq_len]
-            runs = cut_runs(runs, len(tokens))
+                tokens = tokens[: self._recipe.seq_len].copy()  # a view would keep the whole row in memory
+                runs = cut_runs(runs, len(tokens))
             if len(runs):
                 side.documents.add(tokens, runs)
             else:

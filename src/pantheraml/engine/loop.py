@@ -69,12 +69,27 @@ class Job:
         }
 
 
+@dataclass
+class _Work:
+    """What was done since the last `train.step` event."""
+
+    tokens: int = 0
+    target_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, target_tokens: int, seconds: float) -> None:
+        self.tokens += tokens
+        self.target_tokens += target_tokens
+        self.seconds += seconds
+
+
 class TrainingLoop:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.store = CheckpointStore(job.run_dir / "checkpoints")
         self.length = run_length(job.config, len(job.train_data))
         self.progress = Progress()
+        self._unreported = _Work()
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -152,9 +167,12 @@ class TrainingLoop:
         return report.numbers.stop_requested
 
     def _report_step(self, report: StepReport, rate: float, seconds: float) -> None:
-        step = self.progress.step
+        """Tokens and seconds are those since the last report; loss and gradient norm are this step's."""
+        step, work = self.progress.step, self._unreported
+        work.add(report.tokens, report.numbers.target_tokens, seconds)
         if step % self.job.config.train.log_every_steps and step != self.length.steps:
             return
+        self._unreported = _Work()
         self.job.emit(
             "train.step",
             step=step,
@@ -162,10 +180,10 @@ class TrainingLoop:
             loss=report.numbers.loss,
             learning_rate=rate,
             grad_norm=report.numbers.grad_norm,
-            tokens=report.tokens,
-            target_tokens=report.numbers.target_tokens,
-            seconds=seconds,
-            tokens_per_second=report.tokens / seconds,
+            tokens=work.tokens,
+            target_tokens=work.target_tokens,
+            seconds=work.seconds,
+            tokens_per_second=work.tokens / work.seconds,
             memory_bytes=report.memory_bytes,
         )
 
@@ -184,13 +202,17 @@ class TrainingLoop:
     def _stop_on(self, verdict: Verdict) -> None:
         """The weights are those before the bad step: save them, then end the run with an error."""
         self.job.stepper.clear_gradients()
-        if self.progress.step > 0 and self.progress.step not in self.store.steps():
-            self._save()
+        todo = "Lower train.learning_rate, use model.precision=bf16 or fp32, or set stability.on_nonfinite=skip."
+        if self.progress.step > 0:
+            if self.progress.step not in self.store.steps():
+                self._save()
+            todo += " The weights before that step are saved: `pantheraml resume` continues from them."
+        else:
+            todo += " It was the first step: check that the model's weights are finite."
         raise NonFiniteError(
             f"Training stopped at step {self.progress.step + 1}: {verdict.cause}.",
             where=f"the samples are listed in the last `verdict` event of {self.job.run_dir / 'events.jsonl'}",
-            todo="Lower train.learning_rate, use model.precision=bf16 or fp32, or set stability.on_nonfinite=skip."
-            " The weights before that step are saved: `pantheraml resume` continues from them.",
+            todo=todo,
         )
 
     # Between steps ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
-from pantheraml.models.folder import atomic_folder
+from pantheraml.base.folders import committed_folder
 from pantheraml.models.hub import is_hub_name
 from pantheraml.models.loader import model_folder, read_config
 from pantheraml.models.quantise.nf4 import NF4Linear, NF4LoraLinear
@@ -42,6 +42,11 @@ def apply_method(model: PreTrainedModel, method: MethodConfig, *, seed: int) -> 
         adapted = get_peft_model(model, _lora_config(model, method, targets), adapter_name=ADAPTER)
     _initialise(adapted, seed)
     return adapted
+
+
+def quantisation(method: MethodConfig) -> Literal["nf4"] | None:
+    """How the base is packed under this method."""
+    return "nf4" if method.kind == "qlora" else None
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -74,11 +79,8 @@ def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> li
     unknown = [target for target, names in found.items() if not names]
     if unknown or not wanted:
         known = sorted({name.rpartition(".")[2] for name in layers})
-        what = f"no linear layer called {', '.join(unknown)}" if unknown else "nothing to adapt: the list is empty"
-        raise ModelError(
-            f"method.target_modules: this model has {what}.",
-            todo=f"Choose from {', '.join(known)}, or use all-linear.",
-        )
+        what = f"names layers that this model does not have: {', '.join(unknown)}" if unknown else "is an empty list"
+        raise ModelError(f"method.target_modules {what}.", todo=f"Choose from {', '.join(known)}, or use all-linear.")
     chosen = {name for names in found.values() for name in names}
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     if tied and any(layers[name] is head for name in chosen):
@@ -146,7 +148,7 @@ def save_trained(
     model: nn.Module, path: Path, *, method: MethodConfig, model_config: ModelConfig, tokenizer: Any
 ) -> Literal["adapter", "model"]:
     """Writes what was trained, and the tokenizer, to the folder `path`: whole or not at all."""
-    with atomic_folder(path) as folder:
+    with committed_folder(path) as folder:
         if method.kind == "full":
             save_full_model(cast(PreTrainedModel, model), folder, model_config)
         else:

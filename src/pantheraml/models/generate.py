@@ -1,8 +1,13 @@
-"""Text from a model: prompts in, completions out, in batches."""
+"""Text from a model: prompts in, completions out, in batches.
+
+Only what is asked for here shapes the text: sampling settings that come with a model (a repetition penalty, a nucleus)
+would make a run's answers depend on a file nobody looks at. Its end-of-text tokens do count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +18,9 @@ from transformers import GenerationConfig
 from pantheraml.base.errors import DataError, UnsupportedModelError
 from pantheraml.models.modes import observed
 
+Prompt = str | Sequence[int]
+"""Text, or the tokens themselves where the caller has laid them out as in training."""
+
 Progress = Callable[[int, int], None]
 """Called with (prompts done, prompts in all)."""
 
@@ -20,7 +28,7 @@ Progress = Callable[[int, int], None]
 def generate(
     model: nn.Module,
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int,
     temperature: float,
@@ -45,7 +53,8 @@ def generate(
     )
     device = whole.get_input_embeddings().weight.device
     completions: list[str] = []
-    with observed(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with observed(model), fork, _own_settings(whole, settings):
         torch.manual_seed(seed)
         for start in range(0, len(encoded), batch_size):
             batch = encoded[start : start + batch_size]
@@ -56,11 +65,26 @@ def generate(
     return completions
 
 
-def _encode(tokenizer: Any, prompt: str, number: int) -> list[int]:
-    ids = list(tokenizer(prompt)["input_ids"])
-    # some tokenizers close every text; a prompt is to be continued
-    while ids and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
+@contextlib.contextmanager
+def _own_settings(whole: Any, settings: GenerationConfig) -> Iterator[None]:
+    """transformers fills what `settings` leaves open from the model's own; so those are put away meanwhile."""
+    theirs, whole.generation_config = whole.generation_config, settings
+    try:
+        yield
+    finally:
+        whole.generation_config = theirs
+
+
+def _encode(tokenizer: Any, prompt: Prompt, number: int) -> list[int]:
+    if isinstance(prompt, str):
+        # a chat template writes the BOS token itself
+        started = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        ids = list(tokenizer(prompt, add_special_tokens=not started)["input_ids"])
+        # some tokenizers close every text; a prompt is to be continued
+        while ids and ids[-1] == tokenizer.eos_token_id:
+            ids.pop()
+    else:
+        ids = list(prompt)
     if not ids:
         raise DataError(f"Prompt {number} has no tokens: {prompt!r}.", todo="Give a prompt with some text.")
     return ids

@@ -38,17 +38,24 @@ def model_folder(config: ModelConfig) -> Path:
 
 def check_model(config: ModelConfig) -> None:
     """Everything about the model that can be known without loading it; ModelError if it cannot work."""
-    folder = model_folder(config)
-    read_config(config)
-    if config.init == "pretrained":
-        for file in _weight_files(folder, allow_pickle=config.allow_pickle):
-            if file.suffix == ".safetensors":
-                _check_safetensors(file)
+    _check(model_folder(config), config)
 
 
 def read_config(config: ModelConfig) -> Any:
     """The model's `config.json` as transformers understands it."""
-    folder = model_folder(config)
+    return _read_config(model_folder(config), config)
+
+
+def _check(folder: Path, config: ModelConfig) -> Any:
+    found = _read_config(folder, config)
+    if config.init == "pretrained":
+        for file in _weight_files(folder, allow_pickle=config.allow_pickle):
+            if file.suffix == ".safetensors":
+                _check_safetensors(file)
+    return found
+
+
+def _read_config(folder: Path, config: ModelConfig) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"The model folder {folder} has no config.json.", todo="Give the folder of a Hugging Face causal LM."
@@ -89,17 +96,6 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def check_tokenizer_fits(model: PreTrainedModel, tokenizer: Any) -> None:
-    """A token without a row in the embedding would be read past its end, which on a GPU kills the process."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= rows:
-        raise ModelError(
-            f"The tokenizer has tokens up to number {largest}, but the model's vocabulary has {rows}.",
-            todo="Use the tokenizer that belongs to the model (model.tokenizer).",
-        )
-
-
 def load_model(
     config: ModelConfig,
     *,
@@ -122,15 +118,15 @@ def load_model(
 
 
 def _build(config: ModelConfig, *, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:
-    check_model(config)
     folder = model_folder(config)
+    source = _check(folder, config)
     with _load_errors(folder):
         if config.init == "random":
-            return _random_model(config, dtype, seed)
+            return _random_model(source, config, dtype, seed)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto" if dtype is None else dtype,
-            attn_implementation=_attention(read_config(config)),
+            attn_implementation=_attention(source),
             use_safetensors=None if config.allow_pickle else True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
@@ -152,11 +148,10 @@ def _attention(model_config: Any) -> str:
     return "sdpa" if architecture is None or architecture._supports_sdpa else "eager"
 
 
-def _random_model(config: ModelConfig, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:
+def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:
     # Built in float32 on the CPU, so that the numbers depend on the seed alone, and without touching the caller's RNG.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        source = read_config(config)
         model = AutoModelForCausalLM.from_config(
             source,
             dtype=torch.float32,

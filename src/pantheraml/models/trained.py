@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pantheraml.base.errors import ModelError, RunDirectoryError
-from pantheraml.models.adapters import ADAPTER, save_full_model
-from pantheraml.models.folder import atomic_folder
+from pantheraml.base.folders import committed_folder
+from pantheraml.models.adapters import ADAPTER, quantisation, save_full_model
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.quantise.nf4 import NF4Linear, NF4LoraLinear, dequantise_linears
 from pantheraml.specs.train import MethodConfig, ModelConfig
@@ -63,14 +63,9 @@ def export_merged(
         model = cast(PreTrainedModel, load_trained(model_config, method, trained_dir, dtype=dtype, device=device))
     else:
         model = merge_adapter(model_config, method, trained_dir, dtype=dtype, device=device)
-    with atomic_folder(output) as folder:
+    with committed_folder(output) as folder:
         save_full_model(model, folder, model_config)
         tokenizer.save_pretrained(folder)
-
-
-def quantisation(method: MethodConfig) -> Literal["nf4"] | None:
-    """How the base is packed under this method."""
-    return "nf4" if method.kind == "qlora" else None
 
 
 def _as_plain(model_config: ModelConfig, folder: Path) -> ModelConfig:

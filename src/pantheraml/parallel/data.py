@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ def wrap(model: nn.Module, world: World, config: MultiGPUConfig) -> nn.Module:
     if world.size == 1:
         return model
     # torch 2.13 deprecates the name broadcast_buffers; it is passed only by those who turn it off
-    buffers = {} if config.broadcast_buffers else {"broadcast_buffers": False}
+    buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

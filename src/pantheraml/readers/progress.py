@@ -243,7 +243,7 @@ class _LiveDisplay:
                 Text(stage.label, style="bold"),
                 Bar(total=stage.total, completed=stage.done, width=30, pulse=stage.total is None),
                 Text(stage.position()),
-                Text(figures.clock(time.time() - stage.started), style="dim"),
+                Text(figures.clock(max(0.0, time.time() - stage.started)), style="dim"),
                 Text("" if left is None else f"{figures.clock(left)} left", style="cyan"),
             )
         details = [Text(f"  {stage.figures}", style="dim") for stage in self._stages if stage.figures]

@@ -90,7 +90,7 @@ class RunDir:
             raise RunDirectoryError(
                 f"The output folder {self.path} holds other files.", todo="Choose an empty or new folder for --output."
             )
-        if filled and (overwrite or not self.holds_work()):
+        if filled and not resume and (overwrite or not self.holds_work()):
             shutil.rmtree(self.path)
         elif filled and not resume:
             raise RunDirectoryError(

@@ -73,9 +73,10 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
 
 
 def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn.Module:
+    """The model as it will be trained: loaded in the dtype of its method, with adapters, on this rank's device."""
     begin = time.perf_counter()
     full = config.method.kind == "full"
-    model = load_model(
+    model: Any = load_model(
         config.model,
         # Trained weights stay in float32 (autocast computes in bf16/fp16): bf16 cannot hold a small update.
         dtype=torch.float32 if full else DTYPES[plan.precision],

@@ -17,13 +17,13 @@ from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.adapters import (
     apply_method,
     parameter_count,
+    quantisation,
     save_trained,
     target_layers,
     trainable_parameters,
 )
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.quantise.nf4 import dequantise_linears, quantise_linears
-from pantheraml.models.trained import quantisation
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2"]
@@ -137,6 +137,27 @@ def test_start_depends_on_the_seed_alone(tiny_model: Callable[..., Path]) -> Non
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 6.0 / 4), (True, 6.0 / 2)])
+def test_settings_reach_the_layers(tiny_model: Callable[..., Path], tmp_path: Path, rslora: bool, scale: float) -> None:
+    method = MethodConfig(rank=4, alpha=6.0, rslora=rslora, dropout=0.25, target_modules=["q_proj"])
+    model = adapted(tiny_model("llama"), method)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == pytest.approx(scale)
+    assert layer.lora_A["default"].weight.shape == (4, 32)
+    assert layer.lora_dropout["default"].p == 0.25
+    save(model, method, tiny_model("llama"), tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"], saved["lora_dropout"]) == (4, 6.0, 0.25)
+    assert (saved["use_rslora"], saved["use_dora"], saved["target_modules"]) == (rslora, False, ["q_proj"])
+
+
+def test_dora_starts_from_the_norms_of_the_weight(tiny_model: Callable[..., Path]) -> None:
+    for family, name, dim in (("llama", "model.layers.1.mlp.up_proj", 1), ("gpt2", "transformer.h.1.mlp.c_fc", 0)):
+        layer = adapted(tiny_model(family), METHODS["dora"], dtype=torch.bfloat16).get_base_model().get_submodule(name)
+        expected = layer.base_layer.weight.float().norm(dim=dim)
+        torch.testing.assert_close(layer.lora_magnitude_vector["default"].weight, expected)
+
+
 def test_layers_start_differently(tiny_model: Callable[..., Path]) -> None:
     model = adapted(tiny_model("llama"), MethodConfig(rank=3))
     weights = {name: parameter.detach() for name, parameter in trainable_parameters(model)}
@@ -174,7 +195,7 @@ def test_target_modules_by_name(tiny_model: Callable[..., Path]) -> None:
     assert len(target_layers(model, ["q_proj", "v_proj"])) == 4
     assert len(target_layers(model, "q_proj")) == 2
     assert target_layers(model, ["layers.1.mlp.up_proj"]) == ["model.layers.1.mlp.up_proj"]
-    with pytest.raises(ModelError, match="no linear layer called wq, oops") as caught:
+    with pytest.raises(ModelError, match="does not have: wq, oops") as caught:
         target_layers(model, ["q_proj", "wq", "oops"])
     assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in str(caught.value)
     with pytest.raises(ModelError, match="empty"):

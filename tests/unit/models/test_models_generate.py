@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from pantheraml.base.errors import DataError, UnsupportedModelError
 from pantheraml.models.adapters import apply_method
@@ -26,7 +27,7 @@ def loaded(folder: Path, kind: Any = "full") -> tuple[Any, Any]:
     return apply_method(model, MethodConfig(kind=kind, rank=2), seed=0), load_tokenizer(config)
 
 
-def run(model: Any, tokenizer: Any, prompts: list[str], **changes: Any) -> list[str]:
+def run(model: Any, tokenizer: Any, prompts: list[Any], **changes: Any) -> list[str]:
     settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "seed": 0, "batch_size": 2}
     settings["on_progress"] = lambda done, total: None
     return generate(model, tokenizer, prompts, **{**settings, **changes})
@@ -79,6 +80,33 @@ def test_stops_at_the_end_of_text(tiny_model: Callable[..., Path]) -> None:
     first = int(model(input_ids=torch.tensor([tokenizer("a")["input_ids"]])).logits[0, -1].argmax())
     model.lm_head.weight.data[tokenizer.eos_token_id] = 3 * model.lm_head.weight.data[first]
     assert run(model, tokenizer, ["a"]) == [""]
+
+
+def test_settings_that_come_with_the_model_do_not_count(tiny_model: Callable[..., Path]) -> None:
+    model, tokenizer = loaded(tiny_model("llama"))
+    greedy_text, sampled = run(model, tokenizer, PROMPTS), run(model, tokenizer, PROMPTS, temperature=1.0)
+    theirs = model.generation_config
+    theirs.update(repetition_penalty=9.0, top_p=0.1, top_k=2, do_sample=True, no_repeat_ngram_size=1, min_new_tokens=8)
+    assert run(model, tokenizer, PROMPTS) == greedy_text
+    assert run(model, tokenizer, PROMPTS, temperature=1.0) == sampled
+    assert model.generation_config is theirs
+
+
+def test_prompts_as_tokens(tiny_model: Callable[..., Path]) -> None:
+    model, tokenizer = loaded(tiny_model("llama"))
+    assert run(model, tokenizer, [tokenizer(p)["input_ids"] for p in PROMPTS]) == run(model, tokenizer, PROMPTS)
+
+
+def test_bos_stands_once_and_eos_never_ends_a_prompt(tiny_model: Callable[..., Path]) -> None:
+    model, tokenizer = loaded(tiny_model("llama"))
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    around = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", bos), ("</s>", eos)])
+    tokenizer.backend_tokenizer.post_processor = around
+    letters = tokenizer("abc", add_special_tokens=False)["input_ids"]
+    assert tokenizer("abc")["input_ids"] == [bos, *letters, eos]
+    expected = run(model, tokenizer, [[bos, *letters]])
+    assert run(model, tokenizer, ["abc"]) == expected
+    assert run(model, tokenizer, ["<s>abc"]) == expected
 
 
 def test_mode_and_progress(tiny_model: Callable[..., Path]) -> None:

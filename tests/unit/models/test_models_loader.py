@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.hub import is_hub_name
-from pantheraml.models.loader import check_model, check_tokenizer_fits, load_model, load_tokenizer
+from pantheraml.models.loader import check_model, load_model, load_tokenizer
 from pantheraml.specs.train import ModelConfig
 
 HERE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -164,14 +164,6 @@ def test_damaged_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_tokenizer(config(folder))
-
-
-def test_tokenizer_larger_than_the_model(folder: Path, tiny_model: Callable[..., Path]) -> None:
-    tokenizer = load_tokenizer(config(folder))
-    check_tokenizer_fits(load_model(config(folder), **HERE), tokenizer)
-    small = load_model(config(tiny_model("llama", vocab_size=258, pad_token_id=0)), **HERE)
-    with pytest.raises(ModelError, match="tokens up to number 258, but the model's vocabulary has 258"):
-        check_tokenizer_fits(small, tokenizer)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.2-1B"])

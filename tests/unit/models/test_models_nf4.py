@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.loader import load_model
-from pantheraml.models.quantise.nf4 import NF4Linear, dequantise_linears, nf4_levels
+from pantheraml.models.quantise.nf4 import NF4Linear, dequantise_linears, nf4_levels, packed_buffers
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 CPU = torch.device("cpu")
@@ -59,6 +59,16 @@ def test_packing_error_is_bounded(shape: tuple[int, int]) -> None:
     assert bool((error <= scale * widest_gap + slack + 1e-7).all())
     if weight.numel() > 4096:
         assert float(error.square().mean().sqrt() / weight.std()) < 0.1
+
+
+def test_scales_are_off_by_half_a_step_at_most() -> None:
+    torch.manual_seed(2)
+    scales = torch.rand(300) + 0.5
+    weight = scales[:, None] * torch.ones(64).index_fill(0, torch.arange(0, 64, 2), -1.0)
+    error = (NF4Linear(weight, None).dequantise() - weight).abs().amax(dim=1)
+    for start in (0, 256):
+        part = scales[start : start + 256]
+        assert float(error[start : start + 256].max()) <= float(part.max() - part.min()) / 510 + 1e-6
 
 
 def test_zeros_and_outliers_survive() -> None:
@@ -159,6 +169,15 @@ def test_every_linear_but_the_head_is_packed(tiny_model: Callable[..., Path], fa
     count = sum(isinstance(m, NF4Linear) for m in model.modules())
     assert dequantise_linears(model, torch.float32) == count > 0
     assert not any(isinstance(m, NF4Linear) for m in model.modules())
+
+
+def test_packed_buffers_are_named_in_full(tiny_model: Callable[..., Path]) -> None:
+    config = ModelConfig(path=str(tiny_model("gpt2")))
+    model = load_model(config, dtype=torch.float32, device=CPU, quantise="nf4")
+    layers = sum(isinstance(m, NF4Linear) for m in model.modules())
+    names = packed_buffers(model)
+    assert len(names) == 5 * layers  # GPT-2's layers have a bias each
+    assert set(names) <= {name for name, _ in model.named_buffers()}
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pantheraml.base.errors import ModelError, RunDirectoryError
-from pantheraml.models.adapters import apply_method, save_trained, trainable_parameters
+from pantheraml.models.adapters import apply_method, quantisation, save_trained, trainable_parameters
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.quantise.nf4 import NF4Linear
-from pantheraml.models.trained import export_merged, load_trained, merge_adapter, quantisation
+from pantheraml.models.trained import export_merged, load_trained, merge_adapter
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2"]

@@ -48,6 +48,15 @@ def test_a_run_that_never_trained_may_be_replaced(tmp_path: Path) -> None:
         run.create(resume=False, overwrite=False)
 
 
+def test_resuming_deletes_nothing_even_before_the_first_step(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.create(resume=False, overwrite=False)
+    run.write_config(TrainConfig(model=ModelConfig(path="m"), data=DataConfig(path="d")))
+    (run.path / "base").mkdir()
+    run.create(resume=True, overwrite=False)
+    assert (run.path / "base").is_dir()
+
+
 def test_folders_that_are_no_runs_say_so(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="not a run folder"):
         RunDir(tmp_path).config()

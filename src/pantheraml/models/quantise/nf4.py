@@ -153,6 +153,16 @@ def dequantise_linears(model: nn.Module, dtype: torch.dtype) -> int:
     return len(found)
 
 
+def packed_buffers(model: nn.Module) -> list[str]:
+    """Full names of the packed weights. They never change, so DDP must be told not to send them at every step."""
+    return [
+        f"{name}.{buffer}"
+        for name, layer in model.named_modules()
+        if isinstance(layer, NF4Linear)
+        for buffer, _ in layer.named_buffers(recurse=False)
+    ]
+
+
 class _PackedMatmul(torch.autograd.Function):
     """x @ W.T with W rebuilt on either way; what autograd keeps is the packed W alone (not even x: there is no dW)."""
 
@@ -187,7 +197,8 @@ def _pack_scales(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     padding = -scales.numel() % SCALE_BLOCK
     blocks = torch.cat([scales, scales[-1:].expand(padding)]).view(-1, SCALE_BLOCK)
     low, high = blocks.aminmax(dim=1)
-    step = (high - low) / 255
+    # by a tensor: CUDA divides by a number with its rounded inverse, and the GPU's packing would differ from the CPU's
+    step = (high - low) / torch.full_like(high, 255)
     safe = torch.where(step > 0, step, torch.ones_like(step))
     codes = ((blocks - low[:, None]) / safe[:, None]).round().clamp(0, 255).to(torch.uint8)
     return codes.flatten()[: scales.numel()].clone(), low, step

@@ -1,0 +1,222 @@
+"""What `pantheraml demo` does: two ordinary training runs, with the model's answers to held-out prompts in between.
+
+The folder it leaves is the fine-tuning's run folder, with what led to it besides:
+
+    data/       the generated data: base.jsonl, train.jsonl, held-out.jsonl
+    start/      tokenizer and config.json of the model, before it has weights
+    base-run/   the run that trained the base
+    base/       the base model
+    adapter/, run.json, report.html, ...   as in any run folder
+
+Recipe and data were chosen together: see `data/synthetic.py` for what makes a model this small learn this fast.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pantheraml.base.errors import TrainingError
+from pantheraml.base.folders import committed_folder
+from pantheraml.cli.execute import Screen, run_training
+from pantheraml.cli.generate import complete
+from pantheraml.data import synthetic
+from pantheraml.data.synthetic import Example
+from pantheraml.devices.probe import probe
+from pantheraml.readers import figures
+from pantheraml.readers.report import Section, write_report
+from pantheraml.readers.summary import write_run_json
+from pantheraml.specs.config_file import validate
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+
+SEED = 0
+BASE_EXAMPLES, TRAIN_EXAMPLES, HELD_OUT_EXAMPLES = 20_000, 2_000, 200
+VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS, SEQ_LEN = 512, 128, 3, 4, 256
+PROCESSES = 2
+LONGEST_ANSWER = 64
+LEARNED = 0.9
+"""The share of right answers below which the demo counts as failed."""
+SHOWN_EXAMPLES = 3
+
+BASE_TRAINING = {"max_steps": 1000, "learning_rate": 3e-3, "warmup_steps": 20}
+FINE_TUNING = {"max_steps": 240, "learning_rate": 5e-3, "warmup_steps": 10}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model wrote for the held-out prompts."""
+
+    examples: list[Example]
+    texts: list[str]
+
+    @property
+    def exact_match(self) -> float:
+        pairs = zip(self.examples, self.texts, strict=True)
+        return sum(text == example.completion for example, text in pairs) / len(self.examples)
+
+
+def demonstrate(output: Path) -> dict[str, Any]:
+    """Run the demo in `output` and print how it went; returns what its run.json holds."""
+    begin = time.monotonic()
+    console = Console(highlight=False, soft_wrap=True)
+    processes = min(PROCESSES, probe().cpu_count)
+    base_config, config = training_configs(output.absolute(), processes)
+    claim_folder(output, config)
+
+    _headline(console, 1, "Making a tokenizer, a model and data from nothing")
+    held_out = make_inputs(output)
+    _headline(console, 2, f"Training the base on {len(synthetic.BASE_TASKS)} tasks with {processes} process(es)")
+    base_run = output / "base-run"
+    base = run_training(base_config, base_run, screen=Screen(title=f"train {base_run}"))
+    with committed_folder(output / "base") as folder:
+        shutil.copytree(RunDir(base_run).trained(), folder, dirs_exist_ok=True)
+    before = _answers(base_run, held_out)
+    console.print(f"A task it has not seen, {synthetic.TARGET_TASK.description}: {_score(before)}")
+
+    _headline(console, 3, "Fine-tuning the base on that task with LoRA")
+    # The folder is this demo's own and holds no training yet, so to resume it is to begin.
+    run_training(config, output, resume=True, screen=Screen(title=f"train {output}"))
+    after = _answers(output, held_out)
+
+    _headline(console, 4, "Before and after")
+    results = {
+        "exact_match_before": before.exact_match,
+        "exact_match_after": after.exact_match,
+        "held_out_examples": len(held_out),
+        "base": {name: base[name] for name in ("steps", "final_loss", "tokens", "seconds", "tokens_per_second")},
+        "demo_seconds": time.monotonic() - begin,
+    }
+    summary = write_run_json(output, results)
+    _write_report(output, before, after)
+    _show(console, output, summary, before, after)
+    if after.exact_match < LEARNED:
+        raise TrainingError(
+            f"The demo did not learn its task: {_score(after)}, where at least {LEARNED:.0%} were expected.",
+            where=str(output),
+            todo="Please report this, with the folder's events.jsonl: the demo is to succeed on every machine.",
+        )
+    return summary
+
+
+def training_configs(output: Path, processes: int) -> tuple[TrainConfig, TrainConfig]:
+    """How the base is trained, and how it is fine-tuned."""
+
+    def config(model: Path, init: str, data: str, kind: str, recipe: dict[str, Any]) -> TrainConfig:
+        return validate(
+            {
+                "model": {"path": str(model), "init": init},
+                "data": {"path": str(output / "data" / data), "seq_len": SEQ_LEN, "cache_dir": str(output / "cache")},
+                "method": {"kind": kind, "rank": 16, "alpha": 32},
+                "train": {"global_batch_size": 4, "beta2": 0.99, "seed": SEED, **recipe},
+                "parallel": {"world_size": processes},
+                "device": "cpu",
+            }
+        )
+
+    return (
+        config(output / "start", "random", "base.jsonl", "full", BASE_TRAINING),
+        config(output / "base", "pretrained", "train.jsonl", "lora", FINE_TUNING),
+    )
+
+
+def claim_folder(output: Path, config: TrainConfig) -> None:
+    """Make the folder, in place of an earlier demo if there is one; any other content is refused."""
+    run = RunDir(output)
+    earlier = run.config_file.is_file() and run.config().model.path == config.model.path
+    run.create(resume=False, overwrite=earlier)
+    run.write_config(config)
+
+
+def make_inputs(output: Path) -> list[Example]:
+    """Write data, tokenizer and model config; returns the examples that no training sees."""
+    for name in ("data", "start"):
+        (output / name).mkdir()
+    base = synthetic.base_examples(BASE_EXAMPLES, seed=SEED)
+    target = synthetic.split_examples(
+        synthetic.TARGET_TASK, train=TRAIN_EXAMPLES, held_out=HELD_OUT_EXAMPLES, seed=SEED
+    )
+    synthetic.write_examples(output / "data" / "base.jsonl", base)
+    synthetic.write_examples(output / "data" / "train.jsonl", target.train)
+    synthetic.write_examples(output / "data" / "held-out.jsonl", target.held_out)
+    size = synthetic.write_tokenizer(output / "start", base, vocab_size=VOCABULARY)
+    synthetic.write_model_config(
+        output / "start", vocab_size=size, hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS, longest=SEQ_LEN
+    )
+    return target.held_out
+
+
+def _answers(run_dir: Path, examples: list[Example]) -> Answers:
+    screen = Screen(title=f"generate {run_dir}")
+    prompts = [example.prompt for example in examples]
+    return Answers(examples, complete(run_dir, prompts, screen=screen, device="cpu", max_new_tokens=LONGEST_ANSWER))
+
+
+def _score(answers: Answers) -> str:
+    right = round(answers.exact_match * len(answers.examples))
+    return f"{right} of {len(answers.examples)} held-out examples exactly right ({figures.share(answers.exact_match)})"
+
+
+def _write_report(output: Path, before: Answers, after: Answers) -> None:
+    rows = [
+        (example.prompt, example.completion.strip(), old.strip(), new.strip())
+        for example, old, new in zip(before.examples, before.texts, after.texts, strict=True)
+    ]
+    section = Section(
+        title="Held-out examples",
+        text="Prompts that no training saw, the right answer, and what the model wrote before and after fine-tuning.",
+        columns=("Prompt", "Right answer", "Before", "After"),
+        rows=rows[:20],
+    )
+    scores = [
+        ("Exact match before", figures.share(before.exact_match)),
+        ("Exact match after", figures.share(after.exact_match)),
+    ]
+    write_report(output, extra=[section], extra_figures=scores)
+
+
+def _headline(console: Console, number: int, text: str) -> None:
+    console.print(f"\n[bold]{number}/4  {text}[/bold]")
+
+
+def _show(console: Console, output: Path, summary: dict[str, Any], before: Answers, after: Answers) -> None:
+    samples = zip(before.examples[:SHOWN_EXAMPLES], before.texts, after.texts, strict=False)
+    for example, old, new in samples:
+        console.print(Text(example.prompt, style="bold"))
+        console.print(Text(f"  before  {old.strip()}", style="red"))
+        console.print(Text(f"  after   {new.strip()}", style="green" if new == example.completion else "red"))
+    console.print(
+        _table(
+            [
+                ("exact match before", _score(before)),
+                ("exact match after", _score(after)),
+                ("fine-tuning speed", f"{figures.count(summary['tokens_per_second'])} tokens/s"),
+                ("peak memory", f"{figures.size(summary['peak_memory_bytes'])} per process"),
+                ("time", f"{figures.duration(summary['demo_seconds'])} in all"),
+                ("report", str(output / "report.html")),
+                ("adapter", str(output / "adapter")),
+                ("base model", str(output / "base")),
+                ("try it", f"pantheraml generate {shlex.quote(str(output))} --prompt {shlex.quote(_own_prompt())}"),
+            ]
+        )
+    )
+
+
+def _own_prompt() -> str:
+    return "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table

@@ -1,0 +1,82 @@
+"""The command line, run as people run it: a process of its own, judged by its output, exit code and files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests import toy
+
+from pantheraml.base.env import child_environment
+
+COMMAND = [sys.executable, "-m", "pantheraml.cli.main"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Playground:
+    """A folder with a small model and data, and the command line in it."""
+
+    root: Path
+    environment: dict[str, str]
+
+    @property
+    def model(self) -> str:
+        return str(self.root / "model")
+
+    @property
+    def data(self) -> str:
+        return str(self.root / "data.jsonl")
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, *arguments],
+            cwd=self.root,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str, timeout: float = 180) -> Ended:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=timeout)
+        return Ended(process.returncode, out, err)
+
+    def train(self, output: str, *arguments: str, data: str | None = None) -> Ended:
+        """A short run on one CPU process."""
+        fixed = ["--model", self.model, "--data", data or self.data, "--output", output, "--device", "cpu"]
+        return self("train", *fixed, "--set", "data.seq_len=64", "--set", "train.global_batch_size=4", *arguments)
+
+
+@pytest.fixture(scope="session")
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    root = tmp_path_factory.mktemp("playground")
+    toy.write_llama(root / "model")
+    toy.write_jsonl(root / "data.jsonl", toy.arithmetic(200))
+    cache = str(root / "cache")
+    return Playground(root, child_environment(PANTHERAML_CACHE=cache, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))
+
+
+@pytest.fixture
+def failing(playground: Playground) -> Callable[..., str]:
+    """Runs a training that must fail with this exit code; gives back what it said, which is never a traceback."""
+
+    def fail(code: int, *arguments: str, output: str = "runs/failing", data: str | None = None) -> str:
+        ended = playground.train(output, "--set", "train.max_steps=1", *arguments, data=data)
+        assert ended.code == code, ended
+        assert "Traceback" not in ended.err
+        return ended.err
+
+    return fail

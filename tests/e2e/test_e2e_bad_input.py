@@ -1,0 +1,170 @@
+"""Bad input: one clear error, the exit code of its class, nothing lost, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests import toy
+from tests.e2e.conftest import Playground
+
+from pantheraml.base.events import read_events
+
+Failing = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "empty"),
+        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a", "compl', "line 2"),
+        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xff\xfe", "completion": "b"}\n', "UTF-8"),
+        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": 7}\n', "completion"),
+        (b'{"question": "a", "reply": "b"}\n', "question"),
+    ],
+    ids=["empty", "not JSON", "encoding", "wrong type", "no usable column"],
+)
+def test_data_that_cannot_be_used(failing: Failing, tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    said = failing(3, data=str(path))
+    assert expected in said
+    assert "bad.jsonl" in said
+
+
+def test_data_that_is_not_there(failing: Failing) -> None:
+    assert "nowhere.jsonl" in failing(3, data="nowhere.jsonl")
+
+
+def test_bad_rows_can_be_skipped_and_are_counted(playground: Playground, tmp_path: Path) -> None:
+    path = toy.write_jsonl(
+        tmp_path / "some.jsonl", [*toy.arithmetic(50), {"prompt": "x"}, {"prompt": "y", "completion": 3}]
+    )
+    ended = playground.train("runs/skipping", "--on-bad-row", "skip", "--set", "train.max_steps=1", data=str(path))
+    assert ended.code == 0, ended
+    (ready,) = [e for e in read_events(playground.root / "runs/skipping") if e["kind"] == "data.ready"]
+    assert (ready["rows"], ready["skipped_rows"]) == (50, 2)
+
+
+def test_rows_that_are_too_long(playground: Playground, failing: Failing, tmp_path: Path) -> None:
+    long = {"prompt": "1+" * 100, "completion": "9" * 200}
+    path = toy.write_jsonl(
+        tmp_path / "long.jsonl", [*[*toy.arithmetic(20), {"text": "x"}][:20], {**long, "prompt": "1="}]
+    )
+    assert "64" in failing(3, "--set", "data.on_long_row=stop", data=str(path))
+    ended = playground.train("runs/cut", "--set", "train.max_steps=1", data=str(path))
+    assert ended.code == 0, ended
+    (ready,) = [e for e in read_events(playground.root / "runs/cut") if e["kind"] == "data.ready"]
+    assert ready["truncated_rows"] == 1
+
+
+def test_a_tokenizer_without_chat_template(playground: Playground, failing: Failing, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(playground.model, model)
+    toy.write_tokenizer(model)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    rows = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}] * 8
+    path = toy.write_jsonl(tmp_path / "chat.jsonl", rows)
+    assert "chat template" in failing(4, "--model", str(model), data=str(path))
+
+
+def test_a_tokenizer_without_pad_token_trains_all_the_same(playground: Playground, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(playground.model, model)
+    toy.write_tokenizer(model, pad=False)
+    ended = playground.train(
+        "runs/nopad", "--model", str(model), "--set", "train.max_steps=1", "--set", "data.packing=false"
+    )
+    assert ended.code == 0, ended
+
+
+def test_a_model_folder_without_weights(playground: Playground, failing: Failing, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(playground.model, model)
+    (model / "model.safetensors").unlink()
+    assert "weights" in failing(4, "--model", str(model))
+
+
+def test_a_hub_name_where_no_hub_can_be_reached(failing: Failing) -> None:
+    said = failing(4, "--model", "some-owner/some-model")
+    assert "some-owner/some-model" in said
+
+
+def test_more_processes_than_there_are(failing: Failing) -> None:
+    assert "512 processes" in failing(5, "--nproc", "512", "--set", "train.global_batch_size=600")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu(playground: Playground) -> None:
+    ended = playground("train", "--model", playground.model, "--data", playground.data, "--device", "cuda")
+    assert ended.code == 5
+    assert "no usable GPU" in ended.err
+
+
+def test_a_typing_error_on_the_command_line(playground: Playground) -> None:
+    ended = playground("train", "--model", playground.model, "--data", playground.data, "--set", "train.max_step=3")
+    assert ended.code == 2
+    assert "Did you mean `train.max_steps`?" in ended.err
+    assert playground("train", "--modle", "x").code == 2
+    assert playground("nonsense").code == 2
+    assert playground("generate", "runs/absent", "--prompt", "x").code == 9
+
+
+def test_nan_stops_the_run_which_never_reports_success(playground: Playground, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(playground.model, model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    ended = playground.train("runs/nan", "--model", str(model), "--set", "train.max_steps=3")
+    assert ended.code == 18, ended
+    assert "Traceback" not in ended.err
+    result = json.loads((playground.root / "runs/nan/run.json").read_text())
+    assert result["status"] == "failed"
+    assert result["error"]["class"] == "NonFiniteError"
+    assert not (playground.root / "runs/nan/adapter").exists()
+    (verdict,) = [e for e in read_events(playground.root / "runs/nan") if e["kind"] == "verdict"]
+    assert verdict["action"] == "stop"
+    assert verdict["ranks"] == [0]
+    assert len(verdict["samples"]) == 4
+    skipping = playground.train(
+        "runs/nan2", "--model", str(model), "--set", "train.max_steps=9",
+        "--set", "stability.on_nonfinite=skip", "--set", "stability.max_skipped_steps=2",
+    )  # fmt: skip
+    assert skipping.code == 18
+    actions = [e["action"] for e in read_events(playground.root / "runs/nan2") if e["kind"] == "verdict"]
+    assert actions == ["skip", "skip", "stop"]
+
+
+def test_a_worker_that_dies_without_a_word_is_explained(playground: Playground, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(playground.model, model)
+    process = playground.start(
+        "train", "--model", str(model), "--data", playground.data, "--output", "runs/killed", "--device", "cpu",
+        "--set", "train.max_steps=100000", "--set", "data.seq_len=64",
+    )  # fmt: skip
+    import time
+
+    import psutil
+
+    events = playground.root / "runs/killed/events.jsonl"
+    deadline = time.monotonic() + 90
+    while not (events.exists() and '"train.step"' in events.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    (worker,) = [
+        p for p in everyone if "pantheraml.worker" in p.cmdline() and "torch.distributed.run" not in p.cmdline()
+    ]
+    worker.kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 70, err
+    assert "SIGKILL" in err
+    assert "Traceback" not in err
+    assert json.loads((playground.root / "runs/killed/run.json").read_text())["status"] == "crashed"

@@ -1,0 +1,144 @@
+"""Training, generating, exporting and resuming through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from tests.e2e.conftest import Playground
+
+from pantheraml.base.events import read_events
+
+
+def run_json(playground: Playground, run: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((playground.root / run / "run.json").read_text())
+    return found
+
+
+def losses(playground: Playground, run: str) -> dict[int, float]:
+    events = read_events(playground.root / run)
+    return {event["step"]: event["loss"] for event in events if event["kind"] == "train.step"}
+
+
+def test_a_config_file_trains_and_the_result_speaks_and_exports(playground: Playground) -> None:
+    config = playground.root / "first.yaml"
+    config.write_text(
+        f"model:\n  path: {playground.model}\n"
+        f"data:\n  path: {playground.data}\n  seq_len: 64\n  eval_fraction: 0.1\n"
+        "train:\n  max_steps: 6\n  global_batch_size: 4\n  eval_every_steps: 3\n  learning_rate: 5e-3\n"
+        "checkpoint:\n  every_steps: 2\n  keep: 2\n"
+    )
+    ended = playground("train", "first.yaml", "--nproc", "2", "--device", "cpu")
+    assert ended.code == 0, ended
+    folder = playground.root / "runs" / "first"
+    present = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "plan.json", "events.jsonl", "run.json", "checkpoints", "adapter", "report.html"} <= present
+    assert "stop-requested" not in present
+    result = run_json(playground, "runs/first")
+    assert result["status"] == "succeeded"
+    assert result["steps"] == 6
+    assert result["world_size"] == 2
+    assert float(str(result["final_eval_loss"])) < float(str(result["first_loss"]))
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000006"]
+
+    spoken = playground("generate", "runs/first", "--prompt", "1+2=", "--max-new-tokens", "4", "--json")
+    assert spoken.code == 0, spoken
+    assert json.loads(spoken.out)["prompt"] == "1+2="
+
+    exported = playground("export", "runs/first", "--merge", "--output", "merged")
+    assert exported.code == 0, exported
+    assert (playground.root / "merged" / "config.json").exists()
+    again = playground("export", "runs/first", "--merge", "--output", "merged")
+    assert again.code != 0
+    assert "Traceback" not in again.err
+
+    refused = playground("train", "first.yaml", "--device", "cpu")
+    assert refused.code == 9
+    assert "--resume" in refused.err
+    assert "--overwrite" in refused.err
+
+
+@pytest.mark.timeout(400)
+def test_interrupt_saves_and_resume_continues_as_if_nothing_had_happened(playground: Playground) -> None:
+    settings = ["--set", "train.max_steps=40", "--set", "method.dropout=0.1", "--set", "train.seed=3", "--nproc", "2"]
+    assert playground.train("runs/straight", *settings).code == 0
+    fixed = ["--model", playground.model, "--data", playground.data, "--output", "runs/broken", "--device", "cpu"]
+    process = playground.start(
+        "train", *fixed, "--set", "data.seq_len=64", "--set", "train.global_batch_size=4", *settings
+    )
+    events = playground.root / "runs/broken/events.jsonl"
+    deadline = time.monotonic() + 90
+    while not (events.exists() and '"train.step"' in events.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "pantheraml resume" in err
+    assert not [worker for worker in workers if worker.is_running()]
+    stopped = run_json(playground, "runs/broken")
+    assert stopped["status"] == "stopped"
+    assert 0 < int(str(stopped["steps"])) < 40
+    resumed = playground("resume", "runs/broken")
+    assert resumed.code == 0, resumed
+    assert losses(playground, "runs/broken") == losses(playground, "runs/straight")
+    straight, broken = (
+        playground.root / "runs" / name / "adapter/adapter_model.safetensors" for name in ("straight", "broken")
+    )
+    assert straight.read_bytes() == broken.read_bytes()
+
+
+def test_workers_of_a_parent_that_was_killed_save_and_end(playground: Playground) -> None:
+    fixed = ["--model", playground.model, "--data", playground.data, "--output", "runs/orphan", "--device", "cpu"]
+    process = playground.start(
+        "train", *fixed, "--nproc", "2", "--set", "train.max_steps=100000", "--set", "data.seq_len=64"
+    )
+    events = playground.root / "runs/orphan/events.jsonl"
+    deadline = time.monotonic() + 90
+    while not (events.exists() and '"train.step"' in events.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    _gone, alive = psutil.wait_procs(workers, timeout=40)
+    assert not alive
+    assert list((playground.root / "runs/orphan/checkpoints").iterdir()), "the orphans saved before they left"
+
+
+def test_full_training_writes_a_plain_model(playground: Playground) -> None:
+    ended = playground.train("runs/full", "--method", "full", "--set", "train.max_steps=2", "--json")
+    assert ended.code == 0, ended
+    assert json.loads(ended.out)["output"] == {"form": "model", "path": "model"}
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(playground.root / "runs/full/model")
+
+
+def test_early_stopping_and_best_weights(playground: Playground) -> None:
+    settings = [
+        "train.max_steps=60",
+        "data.eval_fraction=0.2",
+        "train.eval_every_steps=2",
+        "train.early_stopping_patience=2",
+        "train.learning_rate=0.3",
+        "checkpoint.final=best",
+        "train.schedule=constant",
+        "train.max_grad_norm=0",
+    ]
+    ended = playground.train("runs/early", "--json", *(word for setting in settings for word in ("--set", setting)))
+    assert ended.code == 0, ended
+    summary = json.loads(ended.out)
+    assert summary["steps"] < 60, "such a learning rate never gets better for long"
+    events = read_events(playground.root / "runs/early")
+    assert next(e for e in events if e["kind"] == "train.finished")["stopped_by"] == "early_stopping"
+    best = min((e for e in events if e["kind"] == "eval.done"), key=lambda e: e["loss"])
+    assert f"step-{best['step']:08d}" in {p.name for p in (playground.root / "runs/early/checkpoints").iterdir()}
+    assert any(e["kind"] == "notice" and f"step {best['step']}" in e["message"] for e in events)

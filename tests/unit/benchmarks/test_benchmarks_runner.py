@@ -1,0 +1,88 @@
+"""The benchmark runner: what a result file holds, and that docs/benchmarks.md is what the files say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+RUN = ROOT / "benchmarks" / "run.py"
+
+
+def python(code: str, *arguments: str) -> str:
+    """Run code in which `run` is the runner's module; a process of its own, since the runner extends sys.path."""
+    prelude = f"import sys; sys.path.insert(0, {str(RUN.parent)!r}); import run\n"
+    command = [sys.executable, "-c", prelude + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_the_page_is_what_the_result_files_generate() -> None:
+    generated = python("sys.stdout.write(run.page())")
+    written = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert written == generated, "run `python benchmarks/run.py --table`"
+
+
+def test_a_result_file_says_where_and_with_what(tmp_path: Path) -> None:
+    code = "from pathlib import Path; run.RESULTS = Path(sys.argv[1])\nprint(run.measure('cli_start', {'repeats': 1}))"
+    record = json.loads(Path(python(code, str(tmp_path)).strip()).read_text(encoding="utf-8"))
+    assert list(record) == ["benchmark", "date", "commit", "dirty", "load_before", "hardware", "versions", "parameters",
+                            "results"]  # fmt: skip
+    assert record["benchmark"] == "cli_start"
+    assert record["parameters"] == {"repeats": 1}
+    assert record["hardware"]["cores"] >= 1
+    assert record["hardware"]["ram_bytes"] > 2**28
+    assert record["versions"]["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert record["versions"]["pantheraml"] == "0.1.0"
+    results = record["results"]
+    assert 0 < results["python_seconds"] < results["import_seconds"]
+
+
+def test_an_unknown_benchmark_lists_the_known_ones() -> None:
+    done = subprocess.run([sys.executable, str(RUN), "cli_stard"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "known: cli_start" in done.stderr
+
+
+RECORD: dict[str, Any] = {
+    "benchmark": "made_up",
+    "date": "2030-01-02T03:04:05+00:00",
+    "commit": "0123456789abcdef",
+    "dirty": True,
+    "load_before": 0.25,
+    "hardware": {"cpu": "A CPU", "cores": 4, "ram_bytes": 1, "gpus": ["A GPU", "A GPU"], "driver": None},
+    "versions": {"python": "3.12.1", "torch": None},
+    "parameters": {"rows": 10},
+    "results": [{"seconds": 0.123456}, {"seconds": 2.0, "note": "a|b"}],
+}
+
+TABLES = """
+import json
+import table
+record = json.loads(sys.argv[1])
+plain = table.plain_table("How fast it is.\\n\\nMore.", [record])
+own = table.Table("Fast", "How.", (table.Column("time", "seconds", table.milliseconds),))
+newer = {**record, "date": "2031-01-01T00:00:00+00:00", "results": {"seconds": 1.0}}
+print(table.render({"made_up": plain}, [record]))
+print(table.render({"made_up": own}, [record, newer]))
+"""
+
+
+def test_tables() -> None:
+    rows = [line for line in python(TABLES, json.dumps(RECORD)).splitlines() if line.startswith(("|", "##"))]
+    origin = "2 x A GPU | 0.2 | Python 3.12.1 | `012345678`+ |"
+    assert rows == [
+        "## How fast it is",
+        "| rows | seconds | note | hardware | load | versions | commit | date |",
+        "|---|---|---|---|---|---|---|---|",
+        f"| 10 | 0.1235 | – | {origin} 2030-01-02 |",
+        f"| 10 | 2 | a\\|b | {origin} 2030-01-02 |",
+        "## Fast",
+        "| time | hardware | load | versions | commit | date |",
+        "|---|---|---|---|---|---|",
+        f"| 1000 ms | {origin} 2031-01-01 |",
+        f"| 123 ms | {origin} 2030-01-02 |",
+        f"| 2000 ms | {origin} 2030-01-02 |",
+    ]

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from pantheraml.base.errors import DataError
+from pantheraml.data import chunks
+from pantheraml.data.rows import RowError
+
+
+def rows_of(found: Any) -> list[tuple[int, Any]]:
+    return [(number, str(row) if isinstance(row, RowError) else row) for chunk in found for number, row in chunk.rows()]
+
+
+def write(tmp_path: Path, data: bytes | str) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 64, 1 << 20])
+def test_lines_are_whole_and_numbered_wherever_the_file_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", size)
+    path = write(tmp_path, '{"text": "é"}\r\n\n{"text": "\u2028"}\n  \n{"text": "last"}')
+    expected = [(1, {"text": "é"}), (3, {"text": "\u2028"}), (5, {"text": "last"})]
+    assert rows_of(chunks.read_lines(path, plain=False)) == expected
+
+
+def test_a_text_file_is_one_document_per_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "\ufefffirst line\r\n\n   \nsecond\n")
+    assert rows_of(chunks.read_lines(path, plain=True)) == [(1, {"text": "first line"}), (4, {"text": "second"})]
+
+
+def test_a_file_of_only_a_mark_has_no_rows(tmp_path: Path) -> None:
+    assert rows_of(chunks.read_lines(write(tmp_path, "\ufeff"), plain=True)) == []
+
+
+def test_a_line_that_is_not_an_object_says_what_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"text": \n[1]\n"x"\n3\n' + "y" * 500)
+    problems = rows_of(chunks.read_lines(path, plain=False))
+    assert [number for number, _ in problems] == [1, 2, 3, 4, 5]
+    assert "not JSON" in problems[0][1]
+    assert [problem.partition("found ")[2] for _, problem in problems[1:4]] == [
+        "the list [1]",
+        "the string 'x'",
+        "the number 3",
+    ]
+    assert len(problems[4][1]) < 200
+
+
+def test_a_byte_that_is_not_utf8_is_named_with_line_and_offset(tmp_path: Path) -> None:
+    path = write(tmp_path, b'\xef\xbb\xbf{"text": "a"}\n{"text": "caf\xe9"}\n{"text": "b"}\n')
+    rows = rows_of(chunks.read_lines(path, plain=False))
+    assert rows[0] == (1, {"text": "a"})
+    assert rows[2] == (3, {"text": "b"})
+    offset = path.read_bytes().index(b"\xe9")
+    assert rows[1] == (2, f"expected UTF-8 text, found byte 0xe9 at byte offset {offset}")
+
+
+@pytest.mark.parametrize("read", [chunks.read_json, chunks.read_csv, lambda path: chunks.read_lines(path, plain=True)])
+def test_utf16_is_named(tmp_path: Path, read: Any) -> None:
+    path = write(tmp_path, "text\nhello".encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-16"):
+        list(read(path))
+
+
+@pytest.mark.parametrize("size", [1, 5, 40, 1 << 20])
+def test_a_json_array_is_read_element_by_element(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", size)
+    rows = [{"text": "é]},[{"}, {"text": 'quoted "x"', "n": [1, {"a": -1.5e3}]}, {"text": "\U0001f600"}]
+    path = write(tmp_path, "\ufeff" + json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    found = rows_of(chunks.read_json(path))
+    assert [row for _, row in found] == rows
+    text = path.read_text(encoding="utf-8")
+    starts = [text.index(mark) for mark in ('{\n  "text": "é', '{\n  "text": "quoted', '{\n  "text": "\U0001f600')]
+    assert [number for number, _ in found] == [text.count("\n", 0, start) + 1 for start in starts]
+
+
+def test_numbers_at_the_edge_of_the_window_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 2)
+    assert rows_of(chunks.read_json(write(tmp_path, "[12345, {}]"))) == [
+        (1, "expected a JSON object, found the number 12345"),
+        (1, {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "line"),
+    [
+        ('[{"text": "a"},\n{"text": ', "not JSON", 2),
+        ('[{"text": "a"}\n', "ends inside", 2),
+        ('[{"text": "a"}\n{"text": "b"}]', "expected `,`", 2),
+        ('[{"text": "a"}]\n\n[]', "follows the end", 1),
+        ('[\n{text: "a"}' + " " * 99 + "]", "not JSON", 2),
+    ],
+)
+def test_a_broken_array_names_its_line(tmp_path: Path, text: str, problem: str, line: int) -> None:
+    with pytest.raises(DataError, match=problem) as caught:
+        list(chunks.read_json(write(tmp_path, text)))
+    assert caught.value.where is not None
+    assert caught.value.where.endswith(f"line {line}")
+
+
+def test_a_syntax_error_is_found_without_reading_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
+    path = write(tmp_path, "[{bad}" + " " * 100_000 + "]")
+    text = chunks._SlidingText(path)
+    text.skip("[")
+    with pytest.raises(DataError):
+        text.element()
+    assert len(text._text) < 200
+
+
+def test_wrong_encoding_in_an_array_names_line_and_offset(tmp_path: Path) -> None:
+    path = write(tmp_path, b'[\n{"text": "caf\xe9"}]')
+    with pytest.raises(DataError, match="0xe9 at byte offset 15") as caught:
+        list(chunks.read_json(path))
+    assert caught.value.where == f"{path}, line 2"
+
+
+def test_json_lines_under_the_name_json_are_read(tmp_path: Path) -> None:
+    assert rows_of(chunks.read_json(write(tmp_path, '{"text": "a"}\n{"text": "b"}\n'))) == [
+        (1, {"text": "a"}),
+        (2, {"text": "b"}),
+    ]
+
+
+def test_csv_with_quotes_line_ends_and_long_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 20)
+    limit = csv.field_size_limit()
+    long = "x" * 200_000
+    path = write(tmp_path, f'\ufeffprompt,completion\r\n"a, ""b""\nc",d\r\ne,{long}\r\n\r\nonly one\r\n"é",f\r\n')
+    assert rows_of(chunks.read_csv(path)) == [
+        (2, {"prompt": 'a, "b"\nc', "completion": "d"}),
+        (4, {"prompt": "e", "completion": long}),
+        (6, "expected 2 fields (prompt, completion), found 1"),
+        (7, {"prompt": "é", "completion": "f"}),
+    ]
+    assert csv.field_size_limit() == limit
+
+
+def test_csv_errors_name_the_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not valid CSV") as caught:
+        list(chunks.read_csv(write(tmp_path, 'a,b\n1,2\n"x"y,2\n')))
+    assert str(caught.value.where).endswith("line 3")
+    with pytest.raises(DataError, match="0xff at byte offset 6") as caught:
+        list(chunks.read_csv(write(tmp_path, b"a,b\n1,\xff\n")))
+    assert str(caught.value.where).endswith("line 2")
+
+
+def test_parquet_and_arrow_rows_are_numbered_over_their_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_ARROW_ROWS", 3)
+    table = pa.table({"text": [f"row {i}" for i in range(1, 11)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    expected = [(i, {"text": f"row {i}"}) for i in range(1, 11)]
+    assert rows_of(chunks.read_parquet(tmp_path / "a.parquet")) == expected
+    assert rows_of(chunks.read_arrow(tmp_path / "a.arrow")) == expected
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_chunk_of_a_large_batch_travels_alone(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"text": ["x" * 100] * 20_000})
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    read = chunks.read_parquet if kind == "parquet" else chunks.read_arrow
+    sizes = [len(pickle.dumps(chunk)) for chunk in read(path)]
+    assert len(sizes) == 40
+    assert max(sizes) < 512 * 110 + 2000
+
+
+@pytest.mark.parametrize("read", [chunks.read_parquet, chunks.read_arrow])
+def test_a_file_that_is_not_arrow_is_refused(tmp_path: Path, read: Any) -> None:
+    with pytest.raises(DataError, match="cannot be read as"):
+        list(read(write(tmp_path, "not arrow at all")))

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pantheraml.data.packing import best_fit_decreasing, window_tokens
+
+
+def reference(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit-decreasing as a textbook writes it, quadratic; ties go to the sequence that got its room last."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    filled: list[int] = []  # when each sequence was last filled
+    for turn, document in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        fits = [pack for pack in range(len(packs)) if room[pack] >= lengths[document]]
+        if fits:
+            best = min(fits, key=lambda pack: (room[pack], -filled[pack]))
+            packs[best].append(document)
+            room[best] -= lengths[document]
+            filled[best] = turn
+        else:
+            packs.append([document])
+            room.append(capacity - lengths[document])
+            filled.append(turn)
+    return packs
+
+
+@pytest.mark.parametrize("capacity", [8, 50, 333])
+def test_it_is_best_fit_decreasing(capacity: int) -> None:
+    random = np.random.default_rng(capacity)
+    lengths = random.integers(1, capacity + 1, size=400).astype(np.int32)
+    assert best_fit_decreasing(lengths, capacity) == reference(lengths.tolist(), capacity)
+
+
+def test_every_document_stands_in_one_sequence_and_none_overflows() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, size=1000).astype(np.int32)
+    packs = best_fit_decreasing(lengths, 99)
+    assert sorted(document for pack in packs for document in pack) == list(range(1000))
+    assert max(int(lengths[pack].sum()) for pack in packs) <= 99
+
+
+def test_no_documents_need_no_sequences() -> None:
+    assert best_fit_decreasing(np.array([], dtype=np.int32), 16) == []
+
+
+@pytest.mark.parametrize("seq_len", [512, 2048, 8192])
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+def test_one_window_of_log_normal_lengths_is_packed_to_97_percent(seq_len: int, sigma: float) -> None:
+    random = np.random.default_rng(1)
+    lengths = np.exp(random.normal(np.log(seq_len / 8), sigma, size=200_000)).astype(np.int32).clip(1, seq_len)
+    window = lengths[: int(np.searchsorted(np.cumsum(lengths), window_tokens(seq_len)))]
+    packs = best_fit_decreasing(window, seq_len)
+    assert window.sum() / (len(packs) * seq_len) >= 0.97

@@ -1,0 +1,91 @@
+"""Supervision with real processes; what they run is a few lines of Python instead of a training."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from pantheraml.launch.local import StopRequests, end_process_tree, explain_death, log_tail, run_workers, task_command
+
+NEST = """
+import subprocess, sys, time
+children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True) for _ in range(2)]
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def run(
+    folder: Path, code: str, *, stop_after: float | None = None, ask: bool = True, grace: float = 5
+) -> tuple[int, float]:
+    stops = StopRequests()
+    begin = time.monotonic()
+
+    def tick() -> None:
+        if stop_after is not None and time.monotonic() - begin > stop_after:
+            stops.count = max(stops.count, 1)
+
+    status = run_workers(
+        [sys.executable, "-c", code],
+        folder,
+        environment={"PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"},
+        stops=stops,
+        ask_to_stop=(folder / "stop").touch if ask else None,
+        grace_seconds=grace,
+        on_tick=tick,
+    )
+    return status, time.monotonic() - begin
+
+
+def test_output_goes_to_the_log_and_the_status_comes_back(tmp_path: Path) -> None:
+    status, _ = run(tmp_path, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
+    assert status == 3
+    assert set(log_tail(tmp_path, lines=5).split()) == {"out", "err"}
+
+
+def test_a_worker_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
+    code = "import os, time\nwhile not os.path.exists('stop'): time.sleep(0.05)\nopen('saved', 'w').close()"
+    status, _ = run(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n{code}", stop_after=0.3)
+    assert status == 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_worker_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+    )
+    status, seconds = run(tmp_path, code, stop_after=0.5, grace=0.5)
+    assert status == 137
+    assert seconds < 20
+
+
+def test_a_task_with_nothing_to_save_ends_at_once(tmp_path: Path) -> None:
+    status, seconds = run(tmp_path, "import time; time.sleep(100)", stop_after=0.2, ask=False)
+    assert status == 143
+    assert seconds < 5
+
+
+def test_grandchildren_in_sessions_of_their_own_end_too(tmp_path: Path) -> None:
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    run(tmp_path, NEST, stop_after=1.0, ask=False)
+    assert "ready" in log_tail(tmp_path, lines=1)
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(100)" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_ending_a_process_that_is_gone_is_no_error() -> None:
+    end_process_tree(2**22 + 1)
+
+
+def test_deaths_are_explained(tmp_path: Path) -> None:
+    assert "status 5" in explain_death(tmp_path, 5)
+    assert "SIGKILL (most often the kernel, out of memory)" in explain_death(tmp_path, -9)
+    (tmp_path / "worker.log").write_text("exitcode: -11\n  traceback : Signal 11 (SIGSEGV) received by PID 4\n")
+    assert "SIGSEGV" in explain_death(tmp_path, 1)
+
+
+def test_commands_use_this_interpreter(tmp_path: Path) -> None:
+    assert task_command("prepare", tmp_path) == [sys.executable, "-m", "pantheraml.worker", "prepare", str(tmp_path)]

@@ -1,0 +1,174 @@
+"""report.html: self-contained, escaped, and true to the events, from one step to a hundred thousand."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pantheraml.base.errors import RunDirectoryError
+from pantheraml.readers import report_charts
+from pantheraml.readers.report import Section, write_report
+from pantheraml.readers.report_charts import charts, smooth, thin
+from pantheraml.readers.summary import history
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would see: tags, visible text, and the embedded chart data."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.chart_data = ""
+        self._inside: list[tuple[str, str | None]] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.charts = json.loads(self.chart_data)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self._inside.append((tag, dict(attrs).get("id")))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._inside.pop()[0] == tag, f"unbalanced {tag}"
+
+    def handle_data(self, data: str) -> None:
+        where = self._inside[-1] if self._inside else ("", None)
+        if where == ("script", "charts"):
+            self.chart_data += data
+        elif where[0] not in ("script", "style"):
+            self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " | ".join(text for text in self.text if text.strip())
+
+
+def test_a_complete_run_is_shown_whole(complete: Any, tmp_path: Path) -> None:
+    complete.tell("warning", message="41 rows were truncated")
+    path = write_report(complete.write(tmp_path / "first"), extra_figures=[("exact match", "97.3 %")])
+    assert path == tmp_path / "first" / "report.html"
+    page = Page(path)
+    for words in ("first | succeeded", "97.3 % | exact match", "120 | steps", "two GPUs are visible", "98.7 %",
+                  "41 rows were truncated", "checkpoints/step-60", "removed", "kept best"):  # fmt: skip
+        assert words in page.words, words
+    assert "PantheraML 0.1.0" in page.words
+    titles = [text for text in page.text if text in CHARTS]
+    assert titles == list(CHARTS)
+    assert len(page.charts) == len(CHARTS)
+    losses = {series["name"]: series for series in page.charts[0]["series"]}
+    steps = [event for event in complete.events if event["kind"] == "train.step"]
+    assert losses["training, each step"]["x"] == list(range(1, 121))
+    assert losses["training, each step"]["y"] == pytest.approx([event["loss"] for event in steps], rel=1e-5)
+    assert losses["evaluation"]["x"] == [30, 60, 90, 120]
+
+
+CHARTS = ("Loss", "Perplexity on evaluation data", "Learning rate", "Gradient norm", "Tokens per second",
+          "Memory per device, GiB")  # fmt: skip
+
+
+def test_the_file_needs_nothing_from_elsewhere(complete: Any, tmp_path: Path) -> None:
+    path = write_report(complete.write(tmp_path / "run"))
+    page = Page(path)
+    for tag, attributes in page.tags:
+        assert not {"src", "href", "srcset", "data"} & attributes.keys(), (tag, attributes)
+    policies = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policies[0] is not None
+    assert policies[0].startswith("default-src 'none'")
+    assert path.read_text(encoding="utf-8").count("plotly.js v") == 1, "plotly is embedded once"
+
+
+def test_no_text_can_become_markup(story: Any, tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+    story.begin()
+    story.events[-1]["plan"] = {
+        **story.events[-1]["plan"],
+        "choices": [{"name": evil, "value": evil, "reason": evil, "automatic": True}],
+    }
+    story.train(1, 3)
+    for kind in ("notice", "warning"):
+        story.tell(kind, message=evil)
+    story.tell("verdict", step=2, action=evil, cause=evil)
+    story.tell("error", error=evil, what=evil, where=evil, todo=evil, exit_code=8)
+    story.tell("checkpoint.saved", step=3, path=evil, bytes=1, seconds=0.1, best=False)
+    story.tell("model.saved", path=evil, form=evil)
+    story.tell("run.finished", status=evil, seconds=1.0)
+    extra = [Section(evil, evil, (evil,), [(evil,)])]
+    run_dir = story.write(tmp_path / "a<b>&c")
+    page = Page(write_report(run_dir, extra=extra, extra_figures=[(evil, evil)]))
+    tags = [tag for tag, _ in page.tags]
+    assert "img" not in tags
+    assert tags.count("script") == 3
+    assert page.words.count("alert(1)") >= 16, "the text itself is shown"
+
+
+def test_a_failed_run_says_why_and_leaves_out_what_is_not_finite(story: Any, tmp_path: Path) -> None:
+    story.begin()
+    story.train(1, 4, total=10)
+    story.step(5, 10, loss="nan", grad_norm="inf")
+    story.tell("error", error="NonFiniteError", what="The loss is nan.", where="step 5", exit_code=18,
+               todo="Lower the learning rate.")  # fmt: skip
+    story.tell("run.finished", status="failed", seconds=1.0)
+    page = Page(write_report(story.write(tmp_path / "run")))
+    assert "NonFiniteError | \nThe loss is nan.\nwhere: step 5\nto do: Lower the learning rate." in page.words
+    assert page.charts[0]["series"][0]["y"][-1] is None
+    assert "1 step without a finite number, left out." in page.words
+    assert "5 of 10 | steps" in page.words
+
+
+@pytest.mark.parametrize("tell", [lambda story: None, lambda story: story.train(1, 1)], ids=["no step", "one step"])
+def test_a_run_that_hardly_began(story: Any, tmp_path: Path, tell: Any) -> None:
+    story.begin()
+    tell(story)
+    page = Page(write_report(story.write(tmp_path / "run")))
+    assert "running" in page.words
+    assert all(series["markers"] for chart in page.charts for series in chart["series"]), "one point must be visible"
+
+
+def test_a_folder_without_events_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no events"):
+        write_report(tmp_path)
+
+
+def test_a_hundred_thousand_steps_are_thinned_and_said_so(story: Any) -> None:
+    points = [(step, math.sin(step / 1000)) for step in range(1, 100_001)]
+    points[54_320] = (54_321, 99.0)
+    drawn = thin(points)
+    assert len(drawn) <= 2 * report_charts.BUCKETS
+    assert (54_321, 99.0) in drawn, "a spike of one step stays visible"
+    assert [step for step, _ in drawn] == sorted({step for step, _ in drawn})
+    story.train(1, 2_000)
+    loss = charts(history(story.events))[0]
+    assert loss.note == "2,000 points, drawn as the lowest and highest of 750 stretches."
+
+
+def test_thinning_keeps_gaps() -> None:
+    points = [(step, None if 40_000 < step <= 60_000 else 1.0) for step in range(1, 100_001)]
+    gaps = [step for step, value in thin(points) if value is None]
+    assert min(gaps) > 40_000
+    assert max(gaps) <= 60_000
+    assert len(gaps) == pytest.approx(150, abs=2)
+
+
+def test_smoothing_follows_a_slope_without_lag() -> None:
+    line = [(step, 100.0 - step) for step in range(1, 401)]
+    assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
+    noisy = [(step, float(step % 2)) for step in range(1, 401)]
+    assert all(0.4 < value < 0.6 for _, value in smooth(noisy)[10:-10] if value is not None)
+    assert smooth([(1, 2.0), (2, None), (3, 4.0)])[1] == (2, None)
+
+
+def test_messages_are_bounded(story: Any, tmp_path: Path) -> None:
+    story.begin()
+    for index in range(1_000):
+        story.tell("warning", message=f"warning number {index}.")
+    page = Page(write_report(story.write(tmp_path / "run")))
+    assert "The last 200 of 1,000." in page.words
+    assert "warning number 999." in page.words
+    assert len(re.findall(r"warning number \d+\.", page.words)) == 200
