@@ -1,36 +1,41 @@
 # Everything a newcomer needs: `make demo`, `make test`. All targets work from a fresh clone with Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install demo test check format bench gpu-test clean
+.PHONY: install install-dev demo test check format bench gpu-test clean
 
-install: $(INSTALLED)
+install: .venv/.installed
+install-dev: .venv/.installed-dev
 
-$(INSTALLED): requirements.lock pyproject.toml
+.venv/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PantheraML needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	touch $(INSTALLED)
+	$(PIP) -r requirements.lock
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv/.installed-dev: .venv/.installed requirements-dev.lock
+	$(PIP) -r requirements-dev.lock
+	touch $@
 
 demo: install
 	$(BIN)/pantheraml demo
 
-test: install
+test: install-dev
 	$(BIN)/python -m pytest
 
-check: install
+check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: install
+format: install-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install
+bench: install-dev
 	$(BIN)/python benchmarks/run.py --all
 	$(BIN)/python benchmarks/run.py --table
 

@@ -1,85 +1,93 @@
-"""The command line on a real GPU: every method and precision learns, and agrees with the CPU."""
+"""Training on a real GPU: every method and precision learns, and agrees with the CPU."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from pantheraml.base.env import child_environment
-from pantheraml.base.events import read_events
 from tests import toy
 from tests.e2e.conftest import Playground
+from tests.harness import make_plan, make_run, merged, train_here, values
+
+from pantheraml.base.env import child_environment
+from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.base.events import EventWriter
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import train_task
 
 
 @pytest.fixture(scope="module")
-def gpu_playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
-    root = tmp_path_factory.mktemp("gpu")
-    toy.write_llama(root / "model", hidden_size=128, intermediate_size=256)
-    toy.write_jsonl(root / "data.jsonl", toy.arithmetic(400))
-    environment = child_environment(PANTHERAML_CACHE=str(root / "cache"), HF_HUB_OFFLINE="1")
-    return Playground(root, environment)
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    toy.write_llama(folder / "model", hidden_size=128, intermediate_size=256)
+    toy.write_jsonl(folder / "data.jsonl", toy.arithmetic(400))
+    return folder
 
 
-def train(playground: Playground, name: str, device: str, *settings: str) -> list[dict[str, Any]]:
-    fixed = ["--model", playground.model, "--data", playground.data, "--output", name, "--device", device]
-    words = [word for setting in settings for word in ("--set", setting)]
-    common = ["data.seq_len=128", "train.global_batch_size=8", "train.max_steps=12", "train.learning_rate=5e-3"]
-    ended = playground("train", *fixed, *(w for c in common for w in ("--set", c)), *words)
-    assert ended.code == 0, ended.err
-    return read_events(playground.root / name)
-
-
-def losses(events: list[dict[str, Any]]) -> list[float]:
-    return [event["loss"] for event in events if event["kind"] == "train.step"]
+def prepared_run(root: Path, name: str, precision: str, device: Any = "cuda", **changes: dict[str, Any]) -> RunDir:
+    base = {
+        "model": {"path": str(root / "model")},
+        "data": {"path": str(root / "data.jsonl"), "seq_len": 128, "cache_dir": str(root / "cache")},
+        "train": {"global_batch_size": 8, "max_steps": 12, "learning_rate": 5e-3},
+    }
+    config = TrainConfig.model_validate(merged(base, changes))
+    micro = min(4, config.train.global_batch_size)
+    return make_run(root / name, config, make_plan(config, micro=micro, device=device, precision=precision))
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "qlora", "full"])
-@pytest.mark.parametrize("precision", ["auto", "fp16"])
-def test_every_method_learns(gpu_playground: Playground, method: str, precision: str) -> None:
-    name = f"{method}-{precision}"
-    events = train(gpu_playground, name, "cuda", f"method.kind={method}", f"model.precision={precision}")
-    curve = losses(events)
-    assert curve[-1] < curve[0]
-    ready = next(event for event in events if event["kind"] == "model.ready")
-    assert ready["precision"] == ("bf16" if precision == "auto" else "fp16")
-    memory = [event["memory_bytes"] for event in events if event["kind"] == "train.step"]
-    assert 0 < max(memory) < 8 << 30
-    spoken = gpu_playground("generate", name, "--prompt", "1+2=", "--max-new-tokens", "4", "--json")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_method_learns_in_every_precision(root: Path, method: str, precision: str) -> None:
+    run = prepared_run(root, f"{method}-{precision}", precision, method={"kind": method})
+    events = train_here(run)
+    losses = values(events, "train.step", "loss")
+    assert losses[-1] < losses[0]
+    assert 0 < max(values(events, "train.step", "memory_bytes")) < 8 << 30
+    assert run.trained().is_dir()
+
+
+def test_float32_on_the_gpu_agrees_with_the_cpu(root: Path) -> None:
+    gpu = train_here(prepared_run(root, "on-gpu", "fp32"))
+    cpu = train_here(prepared_run(root, "on-cpu", "fp32", device="cpu"))
+    assert values(gpu, "train.step", "loss") == pytest.approx(values(cpu, "train.step", "loss"), rel=1e-3)
+
+
+def test_bf16_stays_near_float32(root: Path) -> None:
+    wide = train_here(prepared_run(root, "wide", "fp32"))
+    narrow = train_here(prepared_run(root, "narrow", "bf16"))
+    assert values(narrow, "train.step", "loss") == pytest.approx(values(wide, "train.step", "loss"), rel=2e-2)
+
+
+def test_8bit_adam_with_activation_checkpointing_learns_and_resumes(root: Path) -> None:
+    changes = {"method": {"kind": "full"}, "train": {"optimizer": "adamw8bit", "activation_checkpointing": "full"}}
+    run = prepared_run(root, "eight", "bf16", **changes)
+    losses = values(train_here(run), "train.step", "loss")
+    assert losses[-1] < losses[0]
+    config = run.config()
+    run.write_config(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 15})}))
+    assert values(train_here(run), "train.step", "step") == list(range(1, 16))
+
+
+def test_running_out_of_memory_says_what_to_change(root: Path) -> None:
+    # 2**15 sequences of 1,024 tokens: their activations would take several hundred GiB
+    changes = {"data": {"seq_len": 1024, "packing": True}, "train": {"global_batch_size": 2**15, "max_steps": 1}}
+    run = prepared_run(root, "too-much", "fp32", **changes)
+    plan = run.plan().model_copy(update={"micro_batch_size": 2**15})
+    run.write_plan(plan)
+    with EventWriter(run.path) as emit, pytest.raises(OutOfMemoryError) as err:
+        train_task(run.path, emit)
+    assert f"train.micro_batch_size={2**14}" in str(err.value)
+    assert "train.activation_checkpointing=full" in str(err.value)
+
+
+def test_the_command_line_finds_the_gpu_by_itself(root: Path) -> None:
+    environment = child_environment(PANTHERAML_CACHE=str(root / "cache"), HF_HUB_OFFLINE="1")
+    playground = Playground(root, environment)
+    settings = ["--set", "data.seq_len=128", "--set", "train.max_steps=4"]
+    ended = playground("train", "--model", playground.model, "--data", playground.data, "--output", "cli", *settings)
+    assert ended.code == 0, ended.err
+    assert "1 process on cuda, bf16" in ended.err
+    spoken = playground("generate", "cli", "--prompt", "1+2=", "--max-new-tokens", "4", "--json")
     assert spoken.code == 0, spoken.err
-
-
-def test_float32_on_the_gpu_agrees_with_the_cpu(gpu_playground: Playground) -> None:
-    gpu = losses(train(gpu_playground, "gpu32", "cuda", "model.precision=fp32"))
-    cpu = losses(train(gpu_playground, "cpu32", "cpu", "model.precision=fp32"))
-    assert gpu == pytest.approx(cpu, rel=1e-3)
-
-
-def test_bf16_stays_near_float32(gpu_playground: Playground) -> None:
-    wide = losses(train(gpu_playground, "wide", "cuda", "model.precision=fp32"))
-    narrow = losses(train(gpu_playground, "narrow", "cuda", "model.precision=bf16"))
-    assert narrow == pytest.approx(wide, rel=2e-2)
-
-
-def test_8bit_adam_and_checkpointing_run_and_resume(gpu_playground: Playground) -> None:
-    settings = ["train.optimizer=adamw8bit", "train.activation_checkpointing=full", "method.kind=full"]
-    events = train(gpu_playground, "eight", "cuda", *settings, "checkpoint.every_steps=6")
-    assert losses(events)[-1] < losses(events)[0]
-    resumed = gpu_playground("resume", "eight", "--json")
-    assert resumed.code == 0, resumed.err
-    assert json.loads(resumed.out)["steps"] == 12
-
-
-def test_running_out_of_memory_says_what_to_change(gpu_playground: Playground, tmp_path: Path) -> None:
-    long = toy.write_jsonl(tmp_path / "long.jsonl", toy.arithmetic(60000))
-    # float32 activations of 4096 x 2048 tokens and the MLP's intermediate values do not fit into any GPU of today
-    ended = gpu_playground(
-        "train", "--model", gpu_playground.model, "--data", str(long), "--output", "oom", "--device", "cuda",
-        "--set", "data.seq_len=256", "--set", "train.global_batch_size=60000", "--set", "train.micro_batch_size=60000",
-        "--set", "train.epochs=100", "--set", "model.precision=fp32",
-    )  # fmt: skip
-    assert ended.code == 15, ended.err
-    assert "train.micro_batch_size=30000" in ended.err
-    assert "Traceback" not in ended.err

@@ -16,13 +16,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pantheraml.base.errors import TrainingError
@@ -47,6 +45,7 @@ LONGEST_ANSWER = 64
 LEARNED = 0.9
 """The share of right answers below which the demo counts as failed."""
 SHOWN_EXAMPLES = 3
+TRY_PROMPT = "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
 
 BASE_TRAINING = {"max_steps": 1000, "learning_rate": 3e-3, "warmup_steps": 20}
 FINE_TUNING = {"max_steps": 240, "learning_rate": 5e-3, "warmup_steps": 10}
@@ -75,7 +74,7 @@ def demonstrate(output: Path) -> dict[str, Any]:
 
     _headline(console, 1, "Making a tokenizer, a model and data from nothing")
     held_out = make_inputs(output)
-    _headline(console, 2, f"Training the base on {len(synthetic.BASE_TASKS)} tasks with {processes} process(es)")
+    _headline(console, 2, f"Training the base on {len(synthetic.BASE_TASKS)} tasks, {_counted(processes)}")
     base_run = output / "base-run"
     base = run_training(base_config, base_run, screen=Screen(title=f"train {base_run}"))
     with committed_folder(output / "base") as folder:
@@ -184,39 +183,31 @@ def _write_report(output: Path, before: Answers, after: Answers) -> None:
     write_report(output, extra=[section], extra_figures=scores)
 
 
+def _counted(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
 def _headline(console: Console, number: int, text: str) -> None:
     console.print(f"\n[bold]{number}/4  {text}[/bold]")
 
 
 def _show(console: Console, output: Path, summary: dict[str, Any], before: Answers, after: Answers) -> None:
-    samples = zip(before.examples[:SHOWN_EXAMPLES], before.texts, after.texts, strict=False)
-    for example, old, new in samples:
+    examples = zip(before.examples[:SHOWN_EXAMPLES], before.texts, after.texts, strict=False)
+    for example, old, new in examples:
         console.print(Text(example.prompt, style="bold"))
         console.print(Text(f"  before  {old.strip()}", style="red"))
         console.print(Text(f"  after   {new.strip()}", style="green" if new == example.completion else "red"))
-    console.print(
-        _table(
-            [
-                ("exact match before", _score(before)),
-                ("exact match after", _score(after)),
-                ("fine-tuning speed", f"{figures.count(summary['tokens_per_second'])} tokens/s"),
-                ("peak memory", f"{figures.size(summary['peak_memory_bytes'])} per process"),
-                ("time", f"{figures.duration(summary['demo_seconds'])} in all"),
-                ("report", str(output / "report.html")),
-                ("adapter", str(output / "adapter")),
-                ("base model", str(output / "base")),
-                ("try it", f"pantheraml generate {shlex.quote(str(output))} --prompt {shlex.quote(_own_prompt())}"),
-            ]
-        )
-    )
-
-
-def _own_prompt() -> str:
-    return "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(value))
-    return table
+    console.print()
+    command = f"pantheraml generate {shlex.quote(str(output))} --prompt {shlex.quote(TRY_PROMPT)}"
+    for name, value in (
+        ("exact match before", _score(before)),
+        ("exact match after", _score(after)),
+        ("fine-tuning speed", f"{figures.count(summary['tokens_per_second'])} tokens/s"),
+        ("peak memory", f"{figures.size(summary['peak_memory_bytes'])} per process"),
+        ("time", f"{figures.duration(summary['demo_seconds'])} in all"),
+        ("report", str(output / "report.html")),
+        ("adapter", str(output / "adapter")),
+        ("base model", str(output / "base")),
+        ("try it", command),
+    ):
+        console.print(Text(f"{name:<20}", style="bold").append(value, style="not bold"))

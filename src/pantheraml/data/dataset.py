@@ -25,6 +25,7 @@ class TokenDataset:
         self.packed = meta.packed
         self.pad_id = meta.pad_id
         self.tokens = meta.tokens
+        self.largest_token = meta.largest_token
         self._columns = [table.column(name) for name in ("tokens", "document_lengths", "loss_runs")]
         self._lengths: Ints = table.column("length").to_numpy()
         self._target_tokens: Ints = table.column("target_tokens").to_numpy()

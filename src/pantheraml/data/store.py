@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pantheraml.data.documents import Documents, Ints, joined_runs
 from pantheraml.data.packing import best_fit_decreasing, window_tokens
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised whenever the same source would give other files: layout, templates, chunking, packing."""
 
 DATA_FILE = "data.arrow"
@@ -56,6 +56,7 @@ class DatasetMeta:
     tokens: int = 0
     target_tokens: int = 0
     sequences: int = 0
+    largest_token: int = 0
     layout: int = LAYOUT_VERSION
 
     def efficiency(self) -> float:
@@ -105,6 +106,7 @@ class DatasetWriter:
         self.tokens = 0
         self.target_tokens = 0
         self.sequences = 0
+        self.largest_token = 0
 
     def add(self, documents: Documents) -> None:
         self._window.extend(documents)
@@ -117,7 +119,13 @@ class DatasetWriter:
         self._flush()
         self._writer.close()
         self._file.close()
-        meta = dataclasses.replace(meta, tokens=self.tokens, target_tokens=self.target_tokens, sequences=self.sequences)
+        meta = dataclasses.replace(
+            meta,
+            tokens=self.tokens,
+            target_tokens=self.target_tokens,
+            sequences=self.sequences,
+            largest_token=self.largest_token,
+        )
         (self._folder / META_FILE).write_text(json.dumps(dataclasses.asdict(meta), indent=1), encoding="utf-8")
 
     def _flush(self) -> None:
@@ -132,6 +140,7 @@ class DatasetWriter:
         self.tokens += int(lengths.sum(dtype=np.int64))
         self.target_tokens += int(batch.column("target_tokens").to_numpy().sum(dtype=np.int64))
         self.sequences += len(packs)
+        self.largest_token = max(self.largest_token, int(batch.column("tokens").flatten().to_numpy().max()))
         self._window = Documents()
         self._window_tokens = 0
 

@@ -19,6 +19,7 @@ from pantheraml.engine import optim
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.verdict import StepNumbers
 from pantheraml.engine.loss import LossModel
+from pantheraml.models.quantise.nf4 import packed_buffers
 from pantheraml.parallel.data import gradient_scale, without_sync, wrap
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.train import TrainConfig
@@ -43,7 +44,7 @@ class Stepper:
     ) -> None:
         self.world, self.parameters = world, parameters
         self.loss_model = LossModel(model)
-        self.wrapped = wrap(self.loss_model, world, config.parallel)
+        self.wrapped = wrap(self.loss_model, world, config.parallel, constant_buffers=packed_buffers(self.loss_model))
         self.optimizer = optim.build_optimizer(parameters, config.train)
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,10 +26,15 @@ def shard(ids: Ids, *, rank: int, size: int, micro_batch: int) -> list[Ids]:
     return [share[start : start + micro_batch] for start in range(0, len(share), micro_batch)]
 
 
-def wrap(model: nn.Module, world: World, config: MultiGPUConfig) -> nn.Module:
-    """`model` under DDP, or as it is in a run of one process."""
+def wrap(model: nn.Module, world: World, config: MultiGPUConfig, *, constant_buffers: Sequence[str] = ()) -> nn.Module:
+    """`model` under DDP, or as it is in a run of one process.
+
+    `constant_buffers` are names of buffers that no step changes and all ranks hold alike, such as packed weights: DDP
+    would send them before every forward pass.
+    """
     if world.size == 1:
         return model
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(constant_buffers))
     # torch 2.13 deprecates the name broadcast_buffers; it is passed only by those who turn it off
     buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
     return DistributedDataParallel(

@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from pantheraml.base import env, log
 from pantheraml.base.errors import PantheraError, WorkerError
 from pantheraml.base.events import EventWriter
 from pantheraml.launch.local import die_with_parent
 
 Task = Callable[[Path, EventWriter], None]
-
 
 TASKS = ("prepare", "train", "generate", "export")
 
@@ -28,6 +29,7 @@ def load_task(name: str) -> Task:
     if name not in TASKS:
         raise WorkerError(f"There is no worker task {name!r}.", todo=f"Tasks are {', '.join(TASKS)}.")
     task: Task = getattr(importlib.import_module(f"pantheraml.worker.{name}"), f"{name}_task")
+    disable_progress_bar()  # what the libraries draw would end up in the log; our own progress is events
     return task
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.base.errors import ModelError, OutOfMemoryError
 from pantheraml.base.events import Emit, EventWriter
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.guard.signals import StopFlag
@@ -49,15 +49,17 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
     stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision)
     if stepper.loss_model.full_logits_reason:
         emit("notice", message=f"the loss needs full logits: {stepper.loss_model.full_logits_reason}")
-    places = json.loads(run.data_file.read_text())
+    train_data, eval_data = open_data(run)
+    for dataset in (train_data, eval_data):
+        check_vocabulary(model, dataset)
     loop = TrainingLoop(
         Job(
             config=config,
             plan=plan,
             run_dir=run.path,
             stepper=stepper,
-            train_data=TokenDataset.open(Path(places["train"])),
-            eval_data=TokenDataset.open(Path(places["eval"])) if places["eval"] else None,
+            train_data=train_data,
+            eval_data=eval_data,
             emit=emit,
             stop=stop,
         )
@@ -70,6 +72,23 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
         save_trained(model, run.path / form, method=config.method, model_config=config.model, tokenizer=tokenizer)
         emit("model.saved", path=form, form=form)
     world.barrier()
+
+
+def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
+    """What the `prepare` task left: training and, if there is any, evaluation data."""
+    places = json.loads(run.data_file.read_text())
+    evaluation = TokenDataset.open(Path(places["eval"])) if places["eval"] else None
+    return TokenDataset.open(Path(places["train"])), evaluation
+
+
+def check_vocabulary(model: Any, dataset: TokenDataset | None) -> None:
+    """A token beyond the embedding would end in a device-side assertion that names nothing."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if dataset is not None and dataset.largest_token >= rows:
+        raise ModelError(
+            f"The data has the token {dataset.largest_token}, but the model knows only {rows} tokens.",
+            todo="Use the tokenizer that belongs to the model (model.tokenizer).",
+        )
 
 
 def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn.Module:

@@ -40,7 +40,7 @@ def cut_meta(folder: Path) -> None:
 
 def old_layout(folder: Path) -> None:
     meta = folder / "meta.json"
-    meta.write_text(meta.read_text().replace('"layout": 1', '"layout": 0'))
+    meta.write_text(meta.read_text().replace('"layout": 2', '"layout": 0'))
 
 
 @pytest.mark.parametrize("damage", [cut_data, lose_middle, overwrite_footer, lose_data, cut_meta, old_layout])

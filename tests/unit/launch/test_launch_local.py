@@ -12,7 +12,8 @@ from pantheraml.launch.local import StopRequests, end_process_tree, explain_deat
 
 NEST = """
 import subprocess, sys, time
-children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True) for _ in range(2)]
+sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+children = [subprocess.Popen(sleep, start_new_session=True) for _ in range(2)]
 print("ready", flush=True)
 time.sleep(100)
 """

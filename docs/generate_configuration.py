@@ -1,0 +1,70 @@
+"""Writes docs/configuration.md from the configuration's own types and descriptions: `python docs/generate_configuration.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pantheraml.specs.config_file import json_schema
+
+PAGE = Path(__file__).with_name("configuration.md")
+INTRODUCTION = """# Configuration
+
+Made by `python docs/generate_configuration.py`; do not edit. The same names serve YAML, Python
+(`TrainConfig.model_validate`), and the command line (`--set section.key=value`).
+"""
+
+
+def kind(field: dict[str, Any]) -> str:
+    """A field's type in words."""
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(kind(option) for option in field["anyOf"]))
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if field.get("type") == "array":
+        return f"list of {kind(field['items'])}"
+    return {"null": "none", "boolean": "`true`, `false`"}.get(field["type"], field["type"])
+
+
+def resolved(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" not in field:
+        return field
+    return {**schema["$defs"][field["$ref"].rpartition("/")[2]], **{k: v for k, v in field.items() if k != "$ref"}}
+
+
+def default(field: dict[str, Any], required: bool) -> str:
+    if required:
+        return "required"
+    value = field.get("default")
+    return "none" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def rows(schema: dict[str, Any], fields: dict[str, Any], required: list[str]) -> list[str]:
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        field = resolved(schema, field)
+        cells = [f"`{name}`", kind(field), default(field, name in required), field["description"]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def render() -> str:
+    schema = json_schema()
+    parts = [INTRODUCTION]
+    plain = {}
+    for section, field in schema["properties"].items():
+        full = resolved(schema, field)
+        if "properties" in full:
+            parts.append(
+                "\n".join([f"## {section}", "", *rows(schema, full["properties"], full.get("required", []))]) + "\n"
+            )
+        else:
+            plain[section] = field
+    parts.insert(1, "\n".join(rows(schema, plain, [])) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

@@ -1,0 +1,30 @@
+"""docs/quickstart.md, executed as it stands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Playground
+
+PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
+
+
+@pytest.mark.timeout(400)
+def test_every_block_runs(playground: Playground, tmp_path: Path) -> None:
+    shutil.copytree(playground.model, tmp_path / "my-model")
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) >= 6
+    scripts = str(Path(sys.executable).parent)
+    environment = {**playground.environment, "PATH": f"{scripts}:{playground.environment['PATH']}"}
+    for language, code in blocks:
+        command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"

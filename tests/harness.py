@@ -1,0 +1,78 @@
+"""Runs for tests that drive the training worker directly, without the command line around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pantheraml.base.events import EventWriter, read_events
+from pantheraml.data.prepare import prepare
+from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.parallel.process_group import open_world
+from pantheraml.specs.plan import Plan
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import train_rank
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Two configurations, section by section."""
+    return {key: {**base.get(key, {}), **changes.get(key, {})} for key in base.keys() | changes.keys()}
+
+
+def make_plan(
+    config: TrainConfig,
+    *,
+    world: int = 1,
+    micro: int | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    precision: str = "fp32",
+) -> Plan:
+    """A plan without a planner, so that a test may ask for more processes than there are cores."""
+    values = {
+        "device": device,
+        "device_ids": (0,) if device == "cuda" else (),
+        "mode": "none" if world == 1 else "distributed",
+        "world_size": world,
+        "backend": "gloo",
+        "precision": precision,
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batch_size": micro or config.train.global_batch_size,
+        "activation_checkpointing": config.train.activation_checkpointing,
+        "threads_per_process": 1,
+        "predicted_memory_bytes": None,
+        "predicted_seconds": None,
+        "choices": (),
+    }
+    return Plan.model_validate(values)
+
+
+def make_run(path: Path, config: TrainConfig, plan: Plan) -> RunDir:
+    """A run folder that is ready for the `train` task."""
+    run = RunDir(path)
+    run.create(resume=False, overwrite=False)
+    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent)
+    eval_place = None if prepared.eval is None else str(prepared.eval)
+    places = {"train": str(prepared.train), "eval": eval_place, "format": prepared.format}
+    run.data_file.write_text(json.dumps(places))
+    run.write_config(config)
+    run.write_plan(plan)
+    return run
+
+
+def train_here(run: RunDir) -> list[dict[str, Any]]:
+    """Train in this process; the events of the run."""
+    with open_world(run.plan(), timeout_seconds=60) as world, EventWriter(run.path) as emit:
+        train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file))
+    return read_events(run.path)
+
+
+def silent(kind: str, /, **fields: Any) -> None:
+    """An Emit for those who do not listen."""
+
+
+def values(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
+    return [event[field] for event in events if event["kind"] == kind]

@@ -1,0 +1,69 @@
+"""The demo's parts that need no training: its folder, its inputs, its configs, its marks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pantheraml.base.errors import RunDirectoryError
+from pantheraml.cli.demonstration import (
+    HELD_OUT_EXAMPLES,
+    SEQ_LEN,
+    TRAIN_EXAMPLES,
+    Answers,
+    claim_folder,
+    make_inputs,
+    training_configs,
+)
+from pantheraml.data.synthetic import Example
+from pantheraml.specs.run_dir import RunDir
+
+
+def claim(output: Path) -> None:
+    claim_folder(output, training_configs(output.absolute(), 2)[1])
+
+
+def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    claim(output)
+    (output / "checkpoints").mkdir()  # the mark of a run that trained
+    (output / "adapter").mkdir()
+    claim(output)
+    assert [path.name for path in output.iterdir()] == ["config.yaml"]
+
+
+def test_another_run_is_never_replaced(tmp_path: Path) -> None:
+    claim(tmp_path / "demo")
+    (tmp_path / "demo" / "checkpoints").mkdir()
+    (tmp_path / "demo").rename(tmp_path / "mine")  # its config now speaks of another folder
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        claim(tmp_path / "mine")
+
+
+def test_other_files_are_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunDirectoryError, match="holds other files"):
+        claim(tmp_path)
+
+
+def test_inputs_are_where_the_configs_look_for_them(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    claim(output)
+    held_out = make_inputs(output)
+    base, tuned = training_configs(output, 2)
+    assert Path(base.data.path).is_file()
+    assert (Path(base.model.path) / "tokenizer.json").is_file()
+    assert Path(tuned.model.path) == output / "base"
+    assert RunDir(output).config() == tuned
+    train = [Example(**json.loads(line)) for line in Path(tuned.data.path).read_text().splitlines()]
+    assert (len(train), len(held_out)) == (TRAIN_EXAMPLES, HELD_OUT_EXAMPLES)
+    assert not {example.prompt for example in train} & {example.prompt for example in held_out}
+    model = json.loads((output / "start" / "config.json").read_text())
+    assert model["max_position_embeddings"] == SEQ_LEN
+
+
+def test_exact_match_counts_whole_answers() -> None:
+    examples = [Example("a", " 1"), Example("b", " 2"), Example("c", " 3"), Example("d", " 4")]
+    assert Answers(examples, [" 1", " 2 ", "3", " 4"]).exact_match == 0.5

@@ -1,0 +1,42 @@
+"""Documents that are made from the code say what the code says, and links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks/README.md",
+]
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("generate_configuration", ROOT / "docs/generate_configuration.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs/configuration.md").read_text() == module.render(), "run: python docs/generate_configuration.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+    for named in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]+)`", text):
+        assert (ROOT / named).exists(), named
+
+
+def test_the_layout_in_the_readme_is_the_layout() -> None:
+    listed = set(re.findall(r"^    (\w+)/ ", (ROOT / "README.md").read_text(), re.MULTILINE))
+    present = {p.name for p in (ROOT / "src/pantheraml").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert listed == present
