@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration's own types and descriptions: `python docs/generate_configuration.py`."""
+"""Writes docs/configuration.md from the configuration's own types and descriptions."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests import toy
-from tests.harness import make_plan, make_run, merged, values
 
 from pantheraml.base.env import child_environment
 from pantheraml.base.events import read_events
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
+from tests import toy
+from tests.harness import make_plan, make_run, merged, values
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5

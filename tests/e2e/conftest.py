@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests import toy
 
 from pantheraml.base.env import child_environment
+from tests import toy
 
 COMMAND = [sys.executable, "-m", "pantheraml.cli.main"]
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests import toy
-from tests.e2e.conftest import Playground
 
 from pantheraml.base.events import read_events
+from pantheraml.checkpoint.store import CheckpointStore
+from tests import toy
+from tests.e2e.conftest import Playground
 
 Failing = Callable[..., str]
 
@@ -149,10 +154,6 @@ def test_a_worker_that_dies_without_a_word_is_explained(playground: Playground, 
         "train", "--model", str(model), "--data", playground.data, "--output", "runs/killed", "--device", "cpu",
         "--set", "train.max_steps=100000", "--set", "data.seq_len=64",
     )  # fmt: skip
-    import time
-
-    import psutil
-
     events = playground.root / "runs/killed/events.jsonl"
     deadline = time.monotonic() + 90
     while not (events.exists() and '"train.step"' in events.read_text()):
@@ -168,3 +169,34 @@ def test_a_worker_that_dies_without_a_word_is_explained(playground: Playground, 
     assert "SIGKILL" in err
     assert "Traceback" not in err
     assert json.loads((playground.root / "runs/killed/run.json").read_text())["status"] == "crashed"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 3 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_while_saving_leaves_older_checkpoints_whole(playground: Playground, small_disk: Path) -> None:
+    output = small_disk / "run"
+    settings = ["--method", "full", "--set", "train.max_steps=12", "--set", "checkpoint.every_steps=1"]
+    ended = playground.train(str(output), *settings, "--set", "checkpoint.keep=9")
+    assert ended.code == 17, ended
+    assert "Traceback" not in ended.err
+    assert "the disk is full" in ended.err
+    store = CheckpointStore(output / "checkpoints")
+    whole = store.steps()
+    assert whole
+    assert whole[-1] < 12
+    for step in whole:
+        store.load(step)
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    resumed = playground("resume", str(output))
+    assert resumed.code == 0, resumed
+    assert json.loads((output / "run.json").read_text())["steps"] == 12

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.e2e.conftest import Playground
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pantheraml.data.synthetic import TARGET_TASK, split_examples
+from tests.e2e.conftest import Playground
 
 
 @pytest.mark.slow

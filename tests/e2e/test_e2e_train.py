@@ -9,9 +9,9 @@ import time
 
 import psutil
 import pytest
-from tests.e2e.conftest import Playground
 
 from pantheraml.base.events import read_events
+from tests.e2e.conftest import Playground
 
 
 def run_json(playground: Playground, run: str) -> dict[str, object]:

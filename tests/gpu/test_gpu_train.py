@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import toy
-from tests.e2e.conftest import Playground
-from tests.harness import make_plan, make_run, merged, train_here, values
 
 from pantheraml.base.env import child_environment
 from pantheraml.base.errors import OutOfMemoryError
@@ -16,6 +13,9 @@ from pantheraml.base.events import EventWriter
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import train_task
+from tests import toy
+from tests.e2e.conftest import Playground
+from tests.harness import make_plan, make_run, merged, train_here, values
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from pantheraml.base.errors import StorageError
+
 SCHEMA_VERSION = 1
 FILE_NAME = "events.jsonl"
 
@@ -66,7 +68,8 @@ class EventWriter:
 
     def __init__(self, run_dir: Path, *, rank: int = 0) -> None:
         self._rank = rank
-        self._fd = os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path = run_dir / FILE_NAME
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
     def __call__(self, kind: str, /, **fields: Any) -> None:
         missing = KINDS[kind] - fields.keys()
@@ -75,13 +78,18 @@ class EventWriter:
         data = json.dumps(_finite(line), separators=(",", ":"), default=str).encode() + b"\n"
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
-            end = os.lseek(self._fd, 0, os.SEEK_END)
-            if end and os.pread(self._fd, 1, end - 1) != b"\n":
-                data = b"\n" + data
-            while data:
-                data = data[os.write(self._fd, data) :]
+            self._append(data)
+        except OSError as err:
+            raise StorageError(f"Writing {FILE_NAME} failed: {err.strerror}.", where=str(self._path)) from err
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _append(self, data: bytes) -> None:
+        end = os.lseek(self._fd, 0, os.SEEK_END)
+        if end and os.pread(self._fd, 1, end - 1) != b"\n":
+            data = b"\n" + data
+        while data:
+            data = data[os.write(self._fd, data) :]
 
     def close(self) -> None:
         if self._fd >= 0:

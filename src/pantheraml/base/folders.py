@@ -22,7 +22,7 @@ PARTIAL = ".partial-"
 
 @contextmanager
 def committed_folder(final: Path) -> Iterator[Path]:
-    """A scratch folder to write into; when the block ends without error it becomes `final`, replacing what was there."""
+    """A scratch folder to write into; if the block ends without error, it takes the place of `final`."""
     scratch = final.with_name(PARTIAL + final.name)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -57,9 +57,10 @@ def write_text(final: Path, text: str) -> None:
 
 
 def _reason(err: Exception) -> str:
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    if isinstance(err, OSError) and err.errno in full:
-        return f"the disk is full ({os.strerror(err.errno)})"
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        # safetensors hands the operating system's words through, but not its number
+        if (isinstance(err, OSError) and err.errno == number) or os.strerror(number) in str(err):
+            return f"the disk is full ({os.strerror(number)})"
     return str(err)
 
 

@@ -5,17 +5,18 @@ This is the parent process. It never imports torch; what the workers do reaches 
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pantheraml import __version__
-from pantheraml.base.errors import InterruptedRunError, PantheraError, WorkerError, error_classes
+from pantheraml.base.errors import InterruptedRunError, PantheraError, StorageError, WorkerError, error_classes
 from pantheraml.base.events import Event, EventWriter
 from pantheraml.devices.probe import probe
 from pantheraml.launch import local
@@ -75,11 +76,12 @@ def run_training(
             raise
         finally:
             run.stop_file.unlink(missing_ok=True)
-            emit("run.finished", status=status, seconds=time.monotonic() - begin)
-            follower.close()
-            summary = write_run_json(output)
-            if config.report.html:
-                write_report(output)
+            with _not_hiding_the_cause():
+                emit("run.finished", status=status, seconds=time.monotonic() - begin)
+                follower.close()
+                summary = write_run_json(output)
+                if config.report.html:
+                    write_report(output)
         if stops.count and not summary["output"]:
             raise InterruptedRunError(
                 f"Stopped on request after step {summary['steps'] or 0}; a checkpoint is saved.",
@@ -87,6 +89,17 @@ def run_training(
                 todo=f"Continue with: pantheraml resume {shlex.quote(str(output))}",
             )
     return summary
+
+
+@contextlib.contextmanager
+def _not_hiding_the_cause() -> Iterator[None]:
+    """A full disk fails twice: first the checkpoint, then the report about it. The first error is the one to show."""
+    cause = sys.exception()
+    try:
+        yield
+    except StorageError:
+        if cause is None:
+            raise
 
 
 def run_request(task: str, request: Request, *, screen: Screen, answer: Callable[[Path], Any]) -> Any:

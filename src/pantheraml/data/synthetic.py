@@ -201,7 +201,6 @@ def write_tokenizer(folder: Path, examples: Iterable[Example], *, vocab_size: in
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD_TOKEN,
         "eos_token": EOS_TOKEN,
-        "clean_up_tokenization_spaces": False,
     }
     write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=1))
     return int(tokenizer.get_vocab_size())

@@ -1,8 +1,8 @@
 """One optimizer step over a global batch: forward and backward of each micro-batch, the verdict, the update.
 
 The loss of a step is the sum of token losses over the global batch divided by its target tokens. Each rank
-backpropagates its own sum times `world / target_tokens`; DDP's mean over ranks then is exactly that loss's gradient, however the batch
-was split.
+backpropagates its own sum times `world / target_tokens`; DDP's mean over ranks then is exactly that loss's gradient,
+however the batch was split.
 """
 
 from __future__ import annotations

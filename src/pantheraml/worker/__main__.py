@@ -1,7 +1,7 @@
 """`python -m pantheraml.worker TASK FOLDER`: a task and its folder in, events out. Started by the launcher.
 
-The folder of `prepare` and `train` is the run's own; `generate` and `export` have one of their own with a request in it,
-so that what happens to a finished run later does not enter its event stream.
+The folder of `prepare` and `train` is the run's own; `generate` and `export` have one of their own with a request in
+it, so that what happens to a finished run later does not enter its event stream.
 """
 
 from __future__ import annotations
