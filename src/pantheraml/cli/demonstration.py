@@ -47,7 +47,7 @@ LEARNED = 0.9
 SHOWN_EXAMPLES = 3
 TRY_PROMPT = "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
 
-BASE_TRAINING = {"max_steps": 1000, "learning_rate": 3e-3, "warmup_steps": 20}
+BASE_TRAINING = {"max_steps": 900, "learning_rate": 3e-3, "warmup_steps": 20}
 FINE_TUNING = {"max_steps": 240, "learning_rate": 5e-3, "warmup_steps": 10}
 
 
