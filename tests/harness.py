@@ -53,7 +53,7 @@ def make_plan(
 def make_run(path: Path, config: TrainConfig, plan: Plan) -> RunDir:
     """A run folder that is ready for the `train` task."""
     run = RunDir(path)
-    run.create(resume=False, overwrite=False)
+    run.mark()
     prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent)
     eval_place = None if prepared.eval is None else str(prepared.eval)
     places = {"train": str(prepared.train), "eval": eval_place, "format": prepared.format}

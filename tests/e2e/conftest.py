@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pantheraml.base.env import child_environment
@@ -56,8 +58,29 @@ class Playground:
 
     def train(self, output: str, *arguments: str, data: str | None = None) -> Ended:
         """A short run on one CPU process."""
+        return self(*self._training(output, data), *arguments)
+
+    def start_training(self, output: str, *arguments: str) -> subprocess.Popen[str]:
+        """The same, not waited for."""
+        return self.start(*self._training(output, None), *arguments)
+
+    def _training(self, output: str, data: str | None) -> list[str]:
         fixed = ["--model", self.model, "--data", data or self.data, "--output", output, "--device", "cpu"]
-        return self("train", *fixed, "--set", "data.seq_len=64", "--set", "train.global_batch_size=4", *arguments)
+        return ["train", *fixed, "--set", "data.seq_len=64", "--set", "train.global_batch_size=4"]
+
+    def wait_for_steps(self, run: str) -> None:
+        """Until a run that was started has taken its first step."""
+        events = self.root / run / "events.jsonl"
+        deadline = time.monotonic() + 90
+        while not (events.exists() and '"train.step"' in events.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The training ranks below a command line process, without the agent between them."""
+    everyone = psutil.Process(pid).children(recursive=True)
+    return [p for p in everyone if "pantheraml.worker" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,9 @@ import math
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from pantheraml.base.events import read_events
 from pantheraml.checkpoint.store import CheckpointStore
 from tests import toy
-from tests.e2e.conftest import Playground
+from tests.e2e.conftest import Playground, workers_of
 
 Failing = Callable[..., str]
 
@@ -147,28 +145,27 @@ def test_nan_stops_the_run_which_never_reports_success(playground: Playground, t
     assert actions == ["skip", "skip", "stop"]
 
 
-def test_a_worker_that_dies_without_a_word_is_explained(playground: Playground, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(playground.model, model)
-    process = playground.start(
-        "train", "--model", str(model), "--data", playground.data, "--output", "runs/killed", "--device", "cpu",
-        "--set", "train.max_steps=100000", "--set", "data.seq_len=64",
-    )  # fmt: skip
-    events = playground.root / "runs/killed/events.jsonl"
-    deadline = time.monotonic() + 90
-    while not (events.exists() and '"train.step"' in events.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    everyone = psutil.Process(process.pid).children(recursive=True)
-    (worker,) = [
-        p for p in everyone if "pantheraml.worker" in p.cmdline() and "torch.distributed.run" not in p.cmdline()
-    ]
+def test_weights_that_became_nan_are_never_saved(playground: Playground) -> None:
+    settings = ["--method", "full", "--set", "train.max_steps=1", "--set", "train.learning_rate=1e38"]
+    ended = playground.train("runs/exploded", *settings, "--set", "train.max_grad_norm=0")
+    assert ended.code == 18, ended
+    assert "they are not saved" in ended.err
+    assert not (playground.root / "runs/exploded/model").exists()
+    assert json.loads((playground.root / "runs/exploded/run.json").read_text())["status"] == "failed"
+
+
+def test_a_worker_that_dies_without_a_word_is_explained(playground: Playground) -> None:
+    process = playground.start_training("runs/killed", "--nproc", "2", "--set", "train.max_steps=100000")
+    playground.wait_for_steps("runs/killed")
+    worker = workers_of(process.pid)[0]
     worker.kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 70, err
     assert "SIGKILL" in err
     assert "Traceback" not in err
-    assert json.loads((playground.root / "runs/killed/run.json").read_text())["status"] == "crashed"
+    result = json.loads((playground.root / "runs/killed/run.json").read_text())
+    assert result["status"] == "crashed"
+    assert result["error"]
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 
 import psutil
 import pytest
 
 from pantheraml.base.events import read_events
-from tests.e2e.conftest import Playground
+from tests.e2e.conftest import Playground, workers_of
 
 
 def run_json(playground: Playground, run: str) -> dict[str, object]:
@@ -57,6 +56,12 @@ def test_a_config_file_trains_and_the_result_speaks_and_exports(playground: Play
     assert again.code != 0
     assert "Traceback" not in again.err
 
+    before = (folder / "config.yaml").read_text()
+    other = playground("train", "first.yaml", "--device", "cpu", "--resume", "--set", "train.seed=3")
+    assert other.code == 7
+    assert "train.seed was 0, is 3" in other.err
+    assert (folder / "config.yaml").read_text() == before, "a refused change changes nothing"
+
     refused = playground("train", "first.yaml", "--device", "cpu")
     assert refused.code == 9
     assert "--resume" in refused.err
@@ -67,20 +72,14 @@ def test_a_config_file_trains_and_the_result_speaks_and_exports(playground: Play
 def test_interrupt_saves_and_resume_continues_as_if_nothing_had_happened(playground: Playground) -> None:
     settings = ["--set", "train.max_steps=40", "--set", "method.dropout=0.1", "--set", "train.seed=3", "--nproc", "2"]
     assert playground.train("runs/straight", *settings).code == 0
-    fixed = ["--model", playground.model, "--data", playground.data, "--output", "runs/broken", "--device", "cpu"]
-    process = playground.start(
-        "train", *fixed, "--set", "data.seq_len=64", "--set", "train.global_batch_size=4", *settings
-    )
-    events = playground.root / "runs/broken/events.jsonl"
-    deadline = time.monotonic() + 90
-    while not (events.exists() and '"train.step"' in events.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    process = playground.start_training("runs/broken", *settings)
+    playground.wait_for_steps("runs/broken")
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "pantheraml resume" in err
+    assert "the checkpoint of step" in err
     assert not [worker for worker in workers if worker.is_running()]
     stopped = run_json(playground, "runs/broken")
     assert stopped["status"] == "stopped"
@@ -94,16 +93,20 @@ def test_interrupt_saves_and_resume_continues_as_if_nothing_had_happened(playgro
     assert straight.read_bytes() == broken.read_bytes()
 
 
+def test_a_scheduler_may_stop_a_single_worker(playground: Playground) -> None:
+    process = playground.start_training("runs/scheduled", "--nproc", "2", "--set", "train.max_steps=100000")
+    playground.wait_for_steps("runs/scheduled")
+    workers_of(process.pid)[0].send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert run_json(playground, "runs/scheduled")["status"] == "stopped"
+    assert list((playground.root / "runs/scheduled/checkpoints").iterdir())
+
+
 def test_workers_of_a_parent_that_was_killed_save_and_end(playground: Playground) -> None:
-    fixed = ["--model", playground.model, "--data", playground.data, "--output", "runs/orphan", "--device", "cpu"]
-    process = playground.start(
-        "train", *fixed, "--nproc", "2", "--set", "train.max_steps=100000", "--set", "data.seq_len=64"
-    )
-    events = playground.root / "runs/orphan/events.jsonl"
-    deadline = time.monotonic() + 90
-    while not (events.exists() and '"train.step"' in events.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = playground.start_training("runs/orphan", "--nproc", "2", "--set", "train.max_steps=100000")
+    playground.wait_for_steps("runs/orphan")
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 3
     os.kill(process.pid, signal.SIGKILL)

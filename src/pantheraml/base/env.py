@@ -19,7 +19,6 @@ class ProcessRank:
     rank: int
     local_rank: int
     world_size: int
-    restart: int
 
 
 def process_rank() -> ProcessRank:
@@ -28,7 +27,6 @@ def process_rank() -> ProcessRank:
         rank=int(get("RANK", "0")),
         local_rank=int(get("LOCAL_RANK", "0")),
         world_size=int(get("WORLD_SIZE", "1")),
-        restart=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 

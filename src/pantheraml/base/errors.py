@@ -14,8 +14,8 @@
     │   └── NonFiniteError           18   NaN or infinity in loss or gradient
     ├── RunDirectoryError             9   an output folder that holds something else, or a run that is not there
     ├── MissingExtraError            10   an optional dependency that was asked for is not installed
-    ├── WorkerError                  70   a worker died of something nobody foresaw (a bug, the OOM killer)
-    └── InterruptedRunError         130   stopped by Ctrl-C or SIGTERM, after saving
+    ├── WorkerError                  70   a process met something nobody foresaw (a bug, the OOM killer)
+    └── InterruptedRunError         130   stopped by Ctrl-C or SIGTERM; the text says what was saved
 
 An error says what happened, where, and what to do next. The command line prints just that and exits with the number
 above; `--debug` adds the traceback. Worker processes send their error to the parent as an event, so the same text

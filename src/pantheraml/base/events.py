@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from pantheraml.base.errors import StorageError
+from pantheraml.base.errors import PantheraError, StorageError
 
 SCHEMA_VERSION = 1
 FILE_NAME = "events.jsonl"
@@ -69,15 +69,18 @@ class EventWriter:
     def __init__(self, run_dir: Path, *, rank: int = 0) -> None:
         self._rank = rank
         self._path = run_dir / FILE_NAME
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as err:
+            raise StorageError(f"{FILE_NAME} cannot be opened: {err.strerror}.", where=str(self._path)) from err
 
     def __call__(self, kind: str, /, **fields: Any) -> None:
         missing = KINDS[kind] - fields.keys()
         assert not missing, f"event {kind} lacks {sorted(missing)}"
         line = {"v": SCHEMA_VERSION, "time": time.time(), "rank": self._rank, "kind": kind, **fields}
         data = json.dumps(_finite(line), separators=(",", ":"), default=str).encode() + b"\n"
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
             self._append(data)
         except OSError as err:
             raise StorageError(f"Writing {FILE_NAME} failed: {err.strerror}.", where=str(self._path)) from err
@@ -101,6 +104,19 @@ class EventWriter:
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def emit_error(emit: Emit, err: PantheraError, *, traceback: str | None = None) -> None:
+    """An error as an event: how it crosses from a worker to the parent, and into the report."""
+    emit(
+        "error",
+        error=type(err).__name__,
+        what=err.what,
+        where=err.where,
+        todo=err.todo,
+        exit_code=err.exit_code,
+        traceback=traceback,
+    )
 
 
 def _finite(value: Any) -> Any:

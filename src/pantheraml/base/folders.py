@@ -26,6 +26,7 @@ def committed_folder(final: Path) -> Iterator[Path]:
     scratch = final.with_name(PARTIAL + final.name)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        _recover(final)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         yield scratch
@@ -37,7 +38,7 @@ def committed_folder(final: Path) -> Iterator[Path]:
         raise StorageError(
             f"Saving {final.name} failed: {_reason(err)}.",
             where=str(final),
-            todo="Free space, or check the disk, and try again; what was saved before is whole.",
+            todo="Make room or correct the path, and try again; what was saved before is whole.",
         ) from err
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -74,12 +75,20 @@ def _sync(path: Path) -> None:
 
 def _replace(scratch: Path, final: Path) -> None:
     """Rename into place. A folder cannot be renamed over a filled one, so an old one is moved aside first."""
-    aside = None
+    aside = _aside(final)
     if final.exists():
-        aside = final.with_name(f"{PARTIAL}old-{final.name}")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(final, aside)
     os.rename(scratch, final)
     _sync(final.parent)
-    if aside is not None:
-        shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f"{PARTIAL}old-{final.name}")
+
+
+def _recover(final: Path) -> None:
+    """A crash between the two renames of `_replace` left the old folder aside: put it back."""
+    if _aside(final).exists() and not final.exists():
+        os.rename(_aside(final), final)

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pantheraml.base.errors import TrainingError
+from pantheraml.base.errors import RunDirectoryError, TrainingError
 from pantheraml.base.folders import committed_folder
 from pantheraml.cli.execute import Screen, run_training
 from pantheraml.cli.generate import complete
@@ -34,7 +34,7 @@ from pantheraml.readers import figures
 from pantheraml.readers.report import Section, write_report
 from pantheraml.readers.summary import write_run_json
 from pantheraml.specs.config_file import validate
-from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.run_dir import RunDir, remove_contents
 from pantheraml.specs.train import TrainConfig
 
 SEED = 0
@@ -45,6 +45,8 @@ LONGEST_ANSWER = 64
 LEARNED = 0.9
 """The share of right answers below which the demo counts as failed."""
 SHOWN_EXAMPLES = 3
+INPUTS = ("data", "start", "base-run", "base", "cache")
+"""What the demo puts into its folder beside its run."""
 TRY_PROMPT = "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
 
 BASE_TRAINING = {"max_steps": 900, "learning_rate": 3e-3, "warmup_steps": 20}
@@ -131,8 +133,14 @@ def training_configs(output: Path, processes: int) -> tuple[TrainConfig, TrainCo
 def claim_folder(output: Path, config: TrainConfig) -> None:
     """Make the folder, in place of an earlier demo if there is one; any other content is refused."""
     run = RunDir(output)
-    earlier = run.config_file.is_file() and run.config().model.path == config.model.path
-    run.create(resume=False, overwrite=earlier)
+    earlier = run.holds_run() and run.config_file.is_file() and run.config().model.path == config.model.path
+    if earlier:
+        remove_contents(output)
+        for name in INPUTS:
+            shutil.rmtree(output / name, ignore_errors=True)
+    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RunDirectoryError(f"The folder {output} holds other files.", todo="Choose another --output.")
+    run.mark()
     run.write_config(config)
 
 

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pantheraml import __version__
-from pantheraml.base.errors import InterruptedRunError, PantheraError, StorageError, WorkerError, error_classes
-from pantheraml.base.events import Event, EventWriter
+from pantheraml.base.errors import (
+    InterruptedRunError,
+    PantheraError,
+    RunDirectoryError,
+    StorageError,
+    WorkerError,
+    error_classes,
+)
+from pantheraml.base.events import Event, EventWriter, emit_error
 from pantheraml.devices.probe import probe
 from pantheraml.launch import local
 from pantheraml.planner.choose import choose
@@ -27,7 +35,8 @@ from pantheraml.readers.report import write_report
 from pantheraml.readers.sinks import open_sink
 from pantheraml.readers.summary import write_run_json
 from pantheraml.specs.plan import Plan
-from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.resume import check_resumable, with_absolute_paths
+from pantheraml.specs.run_dir import CONTENTS, RunDir
 from pantheraml.specs.tasks import Request
 from pantheraml.specs.train import TrainConfig
 
@@ -48,47 +57,72 @@ def run_training(
 ) -> dict[str, Any]:
     """Train, and return what run.json holds. Raises what stopped the run, after everything was written down."""
     plan = choose(config, probe())
-    sinks = [(name, config.report.project) for name in config.report.sinks]
+    config = with_absolute_paths(config)
     run = RunDir(output)
-    run.create(resume=resume, overwrite=overwrite)
-    run.write_config(config)
-    run.write_plan(plan)
-    readers = screen.readers() + [open_sink(name, run_dir=output, project=project) for name, project in sinks]
-    begin = time.monotonic()
-    with EventWriter(output) as emit, local.StopRequests().installed() as stops:
-        follower = _Errors(Follower(output, readers, from_end=True))
-        emit("run.started", command=shlex.join(sys.argv), pantheraml=__version__, output=str(output))
-        emit("plan.made", plan=plan.model_dump(mode="json"))
-        status = "failed"
-        try:
-            _run_task("prepare", run, None, config, stops, follower)
-            _run_task("train", run, plan, config, stops, follower)
-            status = "stopped" if stops.count else "succeeded"
-        except InterruptedRunError:
-            status = "stopped"
-            raise
-        except WorkerError:
-            status = "crashed"
-            raise
-        except PantheraError as err:
-            if not follower.reported:
-                _emit_error(emit, err)
-            raise
-        finally:
-            run.stop_file.unlink(missing_ok=True)
-            with _not_hiding_the_cause():
-                emit("run.finished", status=status, seconds=time.monotonic() - begin)
-                follower.close()
-                summary = write_run_json(output)
-                if config.report.html:
-                    write_report(output)
-        if stops.count and not summary["output"]:
-            raise InterruptedRunError(
-                f"Stopped on request after step {summary['steps'] or 0}; a checkpoint is saved.",
-                where=str(output),
-                todo=f"Continue with: pantheraml resume {shlex.quote(str(output))}",
+    _refuse_inputs_inside(run, config, overwrite=overwrite)
+    with run.claim(resume=resume, overwrite=overwrite) as replacement:
+        if resume and run.holds_work():
+            check_resumable(run.config(), config)
+        run.write_config(config)
+        run.write_plan(plan)
+        readers = screen.readers()
+        readers += [open_sink(name, run_dir=output, project=config.report.project) for name in config.report.sinks]
+        with EventWriter(output) as emit, local.StopRequests().installed() as stops:
+            leg = _Leg(Follower(output, readers, from_end=True))
+            emit("run.started", command=shlex.join(sys.argv), pantheraml=__version__, output=str(output))
+            emit("plan.made", plan=plan.model_dump(mode="json"))
+            with _written_down(run, config, emit, leg):
+                _run_task("prepare", run, None, config, stops, leg)
+                replacement.commit()
+                _run_task("train", run, plan, config, stops, leg)
+                if leg.stopped_by == "request":
+                    raise _stopped(run)
+    return write_run_json(output)
+
+
+def _refuse_inputs_inside(run: RunDir, config: TrainConfig, *, overwrite: bool) -> None:
+    """A run that replaces another cannot read from it."""
+    own = [(run.path / name).resolve() for name in CONTENTS]
+    for path in (config.model.path, config.model.tokenizer, config.data.path, config.data.eval_path):
+        place = None if path is None else Path(path).resolve()
+        if overwrite and place is not None and any(place == name or name in place.parents for name in own):
+            raise RunDirectoryError(
+                f"{path} belongs to the run that --overwrite replaces.", todo="Choose another --output."
             )
-    return summary
+
+
+def _stopped(run: RunDir) -> InterruptedRunError:
+    step = run.last_checkpoint()
+    saved = "no checkpoint was saved" if step is None else f"the checkpoint of step {step} is saved"
+    again = (
+        f"Continue with: pantheraml resume {shlex.quote(str(run.path))}" if step else "Start it again when you like."
+    )
+    return InterruptedRunError(f"Stopped on request; {saved}.", where=str(run.path), todo=again)
+
+
+@contextlib.contextmanager
+def _written_down(run: RunDir, config: TrainConfig, emit: EventWriter, leg: _Leg) -> Iterator[None]:
+    """However the block ends, the event stream, run.json and the report say so."""
+    begin, status = time.monotonic(), "failed"
+    try:
+        yield
+        status = "succeeded"
+    except PantheraError as err:
+        if isinstance(err, InterruptedRunError):
+            status = "stopped"
+        else:
+            status = "crashed" if isinstance(err, WorkerError) else "failed"
+            if not leg.errors:
+                emit_error(emit, err)
+        raise
+    finally:
+        run.stop_file.unlink(missing_ok=True)
+        with _not_hiding_the_cause():
+            emit("run.finished", status=status, seconds=time.monotonic() - begin)
+            leg.close()
+            write_run_json(run.path)
+            if config.report.html:
+                write_report(run.path)
 
 
 @contextlib.contextmanager
@@ -102,82 +136,96 @@ def _not_hiding_the_cause() -> Iterator[None]:
             raise
 
 
-def run_request(task: str, request: Request, *, screen: Screen, answer: Callable[[Path], Any]) -> Any:
-    """A task beside a run, in a folder of its own; `answer` reads the result out of that folder."""
-    with tempfile.TemporaryDirectory(prefix=f"pantheraml-{task}-") as name, local.StopRequests().installed() as stops:
-        folder = Path(name)
+def run_request(
+    task: str, request: Request, *, plan: Plan | None = None, screen: Screen, answer: Callable[[Path], Any]
+) -> Any:
+    """A task beside a run, in a folder of its own, which stays if it fails; `answer` reads the result out of it."""
+    folder = Path(tempfile.mkdtemp(prefix=f"pantheraml-{task}-"))
+    with local.StopRequests().installed() as stops:
         request.write(folder)
-        follower = _Errors(Follower(folder, screen.readers()))
+        leg = _Leg(Follower(folder, screen.readers()))
         try:
             status = local.run_workers(
                 local.task_command(task, folder),
                 folder,
-                environment=local.worker_environment(None),
+                environment=local.worker_environment(plan),
                 stops=stops,
                 ask_to_stop=None,
                 grace_seconds=0,
-                on_tick=follower.poll,
+                on_tick=leg.poll,
             )
         finally:
-            follower.close()
-        follower.raise_for(folder, status, interrupted=bool(stops.count))
-        return answer(folder)
+            leg.close()
+        if stops.count and status:
+            shutil.rmtree(folder)
+            raise InterruptedRunError("Stopped on request.", todo="Start it again when you like.")
+        leg.raise_for(folder, status, log_from=0)
+        result = answer(folder)
+    shutil.rmtree(folder)
+    return result
 
 
 def _run_task(
-    task: str, run: RunDir, plan: Plan | None, config: TrainConfig, stops: local.StopRequests, follower: _Errors
+    task: str, run: RunDir, plan: Plan | None, config: TrainConfig, stops: local.StopRequests, leg: _Leg
 ) -> None:
-    training = plan is not None
+    log = run.path / local.LOG_FILE
+    log_from = log.stat().st_size if log.exists() else 0
     status = local.run_workers(
         local.training_command(run.path, plan) if plan is not None else local.task_command(task, run.path),
         run.path,
-        environment=local.worker_environment(plan),
+        environment=local.worker_environment(plan, grace_seconds=config.parallel.grace_seconds),
         stops=stops,
-        ask_to_stop=run.stop_file.touch if training else None,
+        ask_to_stop=run.stop_file.touch if plan is not None else None,
         grace_seconds=config.parallel.grace_seconds,
-        on_tick=follower.poll,
+        on_tick=leg.poll,
     )
-    follower.poll()
-    follower.raise_for(run.path, status, interrupted=bool(stops.count))
+    leg.poll()
+    if stops.count and status and not leg.foreseen:
+        raise _stopped(run)
+    leg.raise_for(run.path, status, log_from=log_from)
 
 
-class _Errors:
-    """A follower that keeps the errors it sees."""
+class _Leg:
+    """One start of a run, or one task: follows its events and keeps what decides how it ended."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._errors: list[Event] = []
+        self.errors: list[Event] = []
+        self.stopped_by: str | None = None
 
     @property
-    def reported(self) -> bool:
-        return bool(self._errors)
+    def foreseen(self) -> list[Event]:
+        """When one rank fails, its peers lose their connection and fail too: an error that somebody foresaw counts."""
+        return [event for event in self.errors if event["error"] != WorkerError.__name__]
 
     def poll(self) -> None:
-        self._errors += [event for event in self._follower.poll() if event["kind"] == "error"]
+        for event in self._follower.poll():
+            if event["kind"] == "error":
+                self.errors.append(event)
+            elif event["kind"] == "train.finished":
+                self.stopped_by = event["stopped_by"]
 
     def close(self) -> None:
         self.poll()
         self._follower.close()
 
-    def raise_for(self, folder: Path, status: int, *, interrupted: bool) -> None:
+    def raise_for(self, folder: Path, status: int, *, log_from: int) -> None:
         """Raise what the workers reported, or what can be told about their end; nothing if all went well."""
-        if self._errors:
-            raise _rebuild(_cause(self._errors))
-        if status == 0:
-            return
-        if interrupted:
-            raise InterruptedRunError("Stopped on request.", where=str(folder), todo="Start it again when you like.")
-        raise WorkerError(
-            local.explain_death(folder, status),
-            where=str(folder / local.LOG_FILE),
-            todo="The log has the details; its last lines are:\n" + local.log_tail(folder, lines=8),
-        )
-
-
-def _cause(errors: Sequence[Event]) -> Event:
-    """When one rank fails, its peers lose their connection and fail too: prefer an error that somebody foresaw."""
-    foreseen = [event for event in errors if event["error"] != WorkerError.__name__]
-    return (foreseen or list(errors))[0]
+        if self.foreseen:
+            raise _rebuild(self.foreseen[0])
+        death = local.explain_death(folder, status, log_from=log_from)
+        if death is not None:
+            tail = local.log_tail(folder, lines=8, begin=log_from)
+            raise WorkerError(death, where=str(folder / local.LOG_FILE), todo=f"The log ends with:\n{tail}")
+        if self.errors:
+            raise _rebuild(self.errors[0])
+        if status != 0:
+            tail = local.log_tail(folder, lines=8, begin=log_from)
+            raise WorkerError(
+                f"The worker processes ended with status {status}.",
+                where=str(folder / local.LOG_FILE),
+                todo=f"The log ends with:\n{tail}",
+            )
 
 
 def _rebuild(event: Event) -> PantheraError:
@@ -187,9 +235,3 @@ def _rebuild(event: Event) -> PantheraError:
     if event.get("traceback"):
         err.add_note(event["traceback"])
     return err
-
-
-def _emit_error(emit: EventWriter, err: PantheraError) -> None:
-    emit(
-        "error", error=type(err).__name__, what=err.what, where=err.where, todo=err.todo, exit_code=err.exit_code
-    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the base model's weights")
+    parser.add_argument("--json", action="store_true", help="print where it was written as JSON")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write (must not hold anything)")
     parser.add_argument(
         "--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights (default: the run's)"
@@ -41,5 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     precision = arguments.precision or run.plan().precision
     request = ExportRequest(run_dir=run_dir.absolute(), output=output.absolute(), precision=precision)
     run_request("export", request, screen=Screen(title=f"export {run_dir}", quiet=True), answer=lambda folder: None)
-    print(f"Exported to {output} ({precision}).")
+    if arguments.json:
+        print(json.dumps({"output": str(output.absolute()), "precision": precision}))
+    else:
+        print(f"Exported to {output} ({precision}).")
     return 0

@@ -83,15 +83,20 @@ def complete(
     from pantheraml.cli.execute import run_request
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
+    from pantheraml.specs.multi_gpu import MultiGPUConfig
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import GenerateRequest
 
     run = RunDir(run_dir)
     config = run.config()
-    run.trained()
+    if weights == "trained":
+        run.trained()
     # Where and in which precision to run is the planner's choice, as for training, but always one process.
-    placed = config.model_copy(update={"device": device, "parallel": type(config.parallel)(world_size=1)})
-    plan = choose(placed, probe())
+    one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if device != "cpu" else None)
+    here = {"device": device, "parallel": one}
+    if device != "auto":
+        here["model"] = config.model.model_copy(update={"precision": "auto"})
+    plan = choose(config.model_copy(update=here), probe())
     request = GenerateRequest.model_validate(
         {
             "run_dir": run_dir.absolute(),
@@ -110,5 +115,5 @@ def complete(
         lines = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["completion"] for line in lines]
 
-    answers: list[str] = run_request("generate", request, screen=screen, answer=read_answers)
+    answers: list[str] = run_request("generate", request, plan=plan, screen=screen, answer=read_answers)
     return answers

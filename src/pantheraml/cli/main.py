@@ -7,11 +7,12 @@ needs. Nothing heavy is imported before a command is known, so `--help` answers 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from pantheraml.base import env, log
-from pantheraml.base.errors import ConfigError, PantheraError
+from pantheraml.base.errors import ConfigError, PantheraError, WorkerError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,9 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output (`| head`) left; that is no error of ours.
-        sys.stderr.close()
+        # The reader of our output (`| head`) left, which is no error. What is still buffered must go somewhere at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as err:
+        if debug:
+            raise
+        print(f"WorkerError: An unforeseen error: {type(err).__name__}: {err}", file=sys.stderr)
+        print("  to do: Run it again with --debug, and report what it prints.", file=sys.stderr)
+        return WorkerError.exit_code
 
 
 if __name__ == "__main__":

@@ -100,10 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show_result(summary: dict[str, Any], output: Path, *, as_json: bool) -> None:
+    from pantheraml.specs.run_dir import RunDir
+
     if as_json:
         print(json.dumps(summary, indent=1))
         return
     print(f"Trained weights: {output / summary['output']['path']}")
-    if (output / "report.html").exists():
-        print(f"Report:          {output / 'report.html'}")
+    if RunDir(output).report.exists():
+        print(f"Report:          {RunDir(output).report}")
     print(f'Try it:          pantheraml generate {output} --prompt "..."')

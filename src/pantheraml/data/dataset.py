@@ -42,9 +42,6 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def sequence_lengths(self, ids: Ids) -> Ints:
-        return self._lengths[ids]
-
     def target_tokens(self, ids: Ids) -> Ints:
         """Loss-bearing tokens of each sequence, from the index."""
         return self._target_tokens[ids]

@@ -21,7 +21,7 @@ SMALLEST = 4096
 
 
 def code_table(*, signed: bool) -> Tensor:
-    """256 ascending values in [-1, 1] or [0, 1]: seven decades, each with twice the points of the one below it."""
+    """At most 256 ascending values in [-1, 1] or [0, 1]: decades, each with twice the points of the one below it."""
     bits = 6 if signed else 7
     positive: list[float] = []
     for decade in range(bits + 1):

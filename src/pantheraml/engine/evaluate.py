@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from pantheraml.base.events import Emit
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.feed import eval_batches
 from pantheraml.engine.step import Stepper
+
+ROUNDS_BETWEEN_VOTES = 16
+SECONDS_BETWEEN_EVENTS = 0.5
 
 
 @dataclass(frozen=True)
@@ -29,19 +33,41 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(stepper: Stepper, dataset: TokenDataset, *, micro_batch: int, step: int, emit: Emit) -> Evaluation:
-    begin = time.perf_counter()
+def evaluate(
+    stepper: Stepper,
+    dataset: TokenDataset,
+    *,
+    micro_batch: int,
+    step: int,
+    emit: Emit,
+    stop_requested: Callable[[], bool],
+) -> Evaluation | None:
+    """The evaluation, or None if a rank was asked to stop meanwhile: all ranks leave in the same round."""
+    begin = last_event = time.perf_counter()
     model, world = stepper.loss_model, stepper.world
     was_training = model.training
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    targets, done, share = 0, 0, math.ceil(len(dataset) / world.size)
-    for batch in eval_batches(dataset, world, micro_batch=micro_batch):
-        loss += stepper.loss_sum(model, batch)
-        targets += int((batch.targets >= 0).sum())
-        done += len(batch.input_ids)
-        emit("eval.progress", step=step, done=min(len(dataset), done * world.size), total=max(share, len(dataset)))
+    batches = eval_batches(dataset, world, micro_batch=micro_batch)
+    rounds = math.ceil(math.ceil(len(dataset) / world.size) / micro_batch)
+    targets = done = 0
+    stopped = False
+    for number in range(rounds):
+        batch = next(batches, None)  # the last round may leave some ranks without work
+        if batch is not None:
+            loss += stepper.loss_sum(model, batch)
+            targets += int((batch.targets >= 0).sum())
+            done += len(batch.input_ids)
+        if number % ROUNDS_BETWEEN_VOTES == ROUNDS_BETWEEN_VOTES - 1:
+            stopped = bool(world.gather([float(stop_requested())]).any())
+        if stopped:
+            break
+        if time.perf_counter() - last_event > SECONDS_BETWEEN_EVENTS:
+            last_event = time.perf_counter()
+            emit("eval.progress", step=step, done=min(len(dataset), done * world.size), total=len(dataset))
     model.train(was_training)
+    if stopped:
+        return None
     rows = world.gather([float(loss), float(targets)])
     total_targets = int(rows[:, 1].sum())
     result = Evaluation(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pantheraml.base.errors import NonFiniteError
-from pantheraml.base.events import Emit
+from pantheraml.base.events import FILE_NAME, Emit
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.evaluate import evaluate
@@ -24,6 +24,7 @@ from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, load_weights, restore
 from pantheraml.engine.step import Stepper, StepReport
 from pantheraml.specs.plan import Plan
+from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 
 StoppedBy = Literal["end", "early_stopping", "request"]
@@ -54,6 +55,8 @@ class Job:
     stepper: Stepper
     train_data: TokenDataset
     eval_data: TokenDataset | None
+    model_fingerprint: str
+    """Of the weights that training began with."""
     emit: Emit
     stop: StopFlag
 
@@ -61,6 +64,7 @@ class Job:
     def identity(self) -> Mapping[str, Any]:
         """What must not change between a checkpoint and its resumption: it makes the samples and the weights."""
         return {
+            "model": self.model_fingerprint,
             "data": self.train_data.fingerprint,
             "train.seed": self.config.train.seed,
             "train.global_batch_size": self.config.train.global_batch_size,
@@ -77,16 +81,20 @@ class _Work:
     target_tokens: int = 0
     seconds: float = 0.0
 
-    def add(self, tokens: int, target_tokens: int, seconds: float) -> None:
-        self.tokens += tokens
-        self.target_tokens += target_tokens
+    last: tuple[StepReport, float] | None = None
+    """The newest step that no event has told of, and its learning rate."""
+
+    def add(self, report: StepReport, rate: float, seconds: float) -> None:
+        self.tokens += report.tokens
+        self.target_tokens += report.numbers.target_tokens
         self.seconds += seconds
+        self.last = (report, rate)
 
 
 class TrainingLoop:
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.store = CheckpointStore(job.run_dir / "checkpoints")
+        self.store = CheckpointStore(RunDir(job.run_dir).checkpoints)
         self.length = run_length(job.config, len(job.train_data))
         self.progress = Progress()
         self._unreported = _Work()
@@ -107,17 +115,10 @@ class TrainingLoop:
             device=job.plan.device,
             global_batch_size=job.config.train.global_batch_size,
         )
-        stopped_by: StoppedBy = "end"
         job.stepper.wrapped.train()
-        with self._feed() as feed:
-            while self.progress.step < total:
-                stop_requested = self._step(feed.step(self.progress.step))
-                if self._evaluate_and_save():
-                    stopped_by = "early_stopping"
-                    break
-                if stop_requested and self.progress.step < total:
-                    stopped_by = "request"
-                    break
+        stopped_by = self._take_steps()
+        if self._unreported.last is not None:
+            self._report(*self._unreported.last)
         if stopped_by != "request" and job.eval_data is not None and not self._eval_is_due():
             self._evaluate()
         if self.progress.step not in self.store.steps():
@@ -125,6 +126,17 @@ class TrainingLoop:
         self._use_best_weights(stopped_by)
         job.emit("train.finished", steps=self.progress.step, stopped_by=stopped_by)
         return stopped_by
+
+    def _take_steps(self) -> StoppedBy:
+        with self._feed() as feed:
+            while self.progress.step < self.length.steps:
+                if self._patience_is_out():
+                    return "early_stopping"
+                stop = self._step(feed.step(self.progress.step))
+                stop = stop or self._evaluate_and_save()
+                if stop and self.progress.step < self.length.steps:
+                    return "request"
+        return "end"
 
     def _feed(self) -> Feed:
         train, plan = self.job.config.train, self.job.plan
@@ -163,15 +175,17 @@ class TrainingLoop:
             stepper.skip()
             self.progress.skipped_in_a_row += 1
         self.progress.step += 1
-        self._report_step(report, rate, time.perf_counter() - begin)
+        self._count_step(report, rate, time.perf_counter() - begin)
         return report.numbers.stop_requested
 
-    def _report_step(self, report: StepReport, rate: float, seconds: float) -> None:
-        """Tokens and seconds are those since the last report; loss and gradient norm are this step's."""
+    def _count_step(self, report: StepReport, rate: float, seconds: float) -> None:
+        self._unreported.add(report, rate, seconds)
+        if self.progress.step % self.job.config.train.log_every_steps == 0:
+            self._report(report, rate)
+
+    def _report(self, report: StepReport, rate: float) -> None:
+        """Tokens and seconds are those since the last report; loss and gradient norm are the last step's."""
         step, work = self.progress.step, self._unreported
-        work.add(report.tokens, report.numbers.target_tokens, seconds)
-        if step % self.job.config.train.log_every_steps and step != self.length.steps:
-            return
         self._unreported = _Work()
         self.job.emit(
             "train.step",
@@ -202,17 +216,18 @@ class TrainingLoop:
     def _stop_on(self, verdict: Verdict) -> None:
         """The weights are those before the bad step: save them, then end the run with an error."""
         self.job.stepper.clear_gradients()
-        todo = "Lower train.learning_rate, use model.precision=bf16 or fp32, or set stability.on_nonfinite=skip."
-        if self.progress.step > 0:
-            if self.progress.step not in self.store.steps():
-                self._save()
-            todo += " The weights before that step are saved: `pantheraml resume` continues from them."
-        else:
-            todo += " It was the first step: check that the model's weights are finite."
-        raise NonFiniteError(
-            f"Training stopped at step {self.progress.step + 1}: {verdict.cause}.",
-            where=f"the samples are listed in the last `verdict` event of {self.job.run_dir / 'events.jsonl'}",
-            todo=todo,
+        if self.progress.step > 0 and self.progress.step not in self.store.steps():
+            self._save()
+        raise self._not_finite(f"Training stopped at step {self.progress.step + 1}: {verdict.cause}.")
+
+    def _not_finite(self, what: str) -> NonFiniteError:
+        steps = self.store.steps()
+        kept = f"`pantheraml resume` continues from step {steps[-1]}." if steps else "There is no checkpoint yet."
+        return NonFiniteError(
+            what,
+            where=f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
+            todo="Lower train.learning_rate, use model.precision=bf16 or fp32, or set stability.on_nonfinite=skip;"
+            f" if it was the first step, check that the model's own weights are finite. {kept}",
         )
 
     # Between steps ----------------------------------------------------------------------------------------------------
@@ -221,17 +236,22 @@ class TrainingLoop:
         every = self.job.config.train.eval_every_steps
         return every is not None and self.progress.step % every == 0
 
-    def _evaluate_and_save(self) -> bool:
-        """Evaluate and save if it is time; whether early stopping ends the run."""
-        is_best = self._evaluate() if self.job.eval_data is not None and self._eval_is_due() else False
-        every = self.job.config.checkpoint.every_steps
-        if is_best or (every is not None and self.progress.step % every == 0):
-            self._save()
+    def _patience_is_out(self) -> bool:
         patience = self.job.config.train.early_stopping_patience
         return patience is not None and self.progress.evals_without_gain >= patience
 
-    def _evaluate(self) -> bool:
-        """Whether this is the best evaluation so far."""
+    def _evaluate_and_save(self) -> bool:
+        """Evaluate and save if it is time; whether a rank was asked to stop while evaluating."""
+        stopped = is_best = False
+        if self.job.eval_data is not None and self._eval_is_due():
+            stopped, is_best = self._evaluate()
+        every = self.job.config.checkpoint.every_steps
+        if is_best or (every is not None and self.progress.step % every == 0):
+            self._save()
+        return stopped
+
+    def _evaluate(self) -> tuple[bool, bool]:
+        """Whether it was broken off by a request to stop, and whether it is the best evaluation so far."""
         assert self.job.eval_data is not None
         result = evaluate(
             self.job.stepper,
@@ -239,18 +259,27 @@ class TrainingLoop:
             micro_batch=self.job.plan.micro_batch_size,
             step=self.progress.step,
             emit=self.job.emit,
+            stop_requested=self.job.stop.is_raised,
         )
+        if result is None:
+            return True, False
         best = self.progress.best_eval_loss
         if math.isfinite(result.loss) and (best is None or result.loss < best):
             self.progress.best_eval_loss, self.progress.best_step = result.loss, self.progress.step
             self.progress.evals_without_gain = 0
-            return True
+            return False, True
         self.progress.evals_without_gain += 1
-        return False
+        return False, False
 
     def _save(self) -> None:
         begin = time.perf_counter()
         stepper, step = self.job.stepper, self.progress.step
+        # All ranks hold the same weights and so come to the same answer.
+        broken = first_nonfinite([(name, parameter.detach()) for name, parameter in stepper.parameters])
+        if broken is not None:
+            raise self._not_finite(
+                f"After step {step} the weights are not finite (first: {broken}); they are not saved."
+            )
         tensors, state = capture(stepper, self.progress, self.job.identity)
         if stepper.world.is_main:
             path = self.store.save(step, tensors, state)
@@ -266,7 +295,7 @@ class TrainingLoop:
             for removed in self.store.prune(keep=self.job.config.checkpoint.keep, also=kept):
                 path = self.store.path(removed).relative_to(self.job.run_dir)
                 self.job.emit("checkpoint.removed", step=removed, path=str(path))
-        stepper.world.barrier()
+        stepper.world.wait_for_main()
 
     def _use_best_weights(self, stopped_by: StoppedBy) -> None:
         best = self.progress.best_step

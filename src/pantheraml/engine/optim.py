@@ -55,7 +55,9 @@ def load_optimizer_tensors(optimizer: Optimizer, parameters: NamedParameters, te
                 todo="Resume with the configuration that wrote the checkpoint.",
             )
         parameter = by_name[name]
-        optimizer.state[parameter][key] = tensor.to(parameter.device).clone()
+        # fused AdamW counts steps on the device; ours on the host, where reading the count does not wait for the GPU
+        keep_on_host = key == "step" and isinstance(optimizer, AdamW8bit)
+        optimizer.state[parameter][key] = tensor.clone() if keep_on_host else tensor.to(parameter.device, copy=True)
 
 
 def total_norm(parameters: NamedParameters) -> Tensor:

@@ -8,7 +8,7 @@ from pantheraml.specs.train import TrainSettings
 
 
 def learning_rate(settings: TrainSettings, step: int, total_steps: int) -> float:
-    """Learning rate of step `step` (from 0): linear warm-up, then the schedule down to its floor at the last step."""
+    """Learning rate of step `step` (from 0): linear warm-up, then down to the floor, reached as the run ends."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

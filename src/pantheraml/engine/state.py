@@ -88,6 +88,12 @@ def load_weights(stepper: Stepper, checkpoint: Checkpoint) -> None:
         )
     with torch.no_grad():
         for name, parameter in wanted.items():
+            if saved[name].shape != parameter.shape:
+                shapes = f"{tuple(saved[name].shape)} in the checkpoint, {tuple(parameter.shape)} here"
+                raise CheckpointError(
+                    f"`{name}` has another shape: {shapes}.",
+                    todo="Resume with the model and the rank that the checkpoint was trained with.",
+                )
             parameter.copy_(saved[name])
 
 

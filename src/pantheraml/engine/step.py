@@ -94,10 +94,8 @@ class Stepper:
         self.clear_gradients()
 
     def skip(self) -> None:
-        """Drop the gradients; under fp16 the scaler also lowers its scale, having seen the overflow."""
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)  # does not step: unscale_ found infinities
-            self.scaler.update()
+        """Drop the gradients; under fp16 the scaler also lowers its scale if `unscale_` saw an overflow."""
+        self.scaler.update()
         self.clear_gradients()
 
     def clear_gradients(self) -> None:

@@ -31,6 +31,8 @@ LOG_FILE = "worker.log"
 POLL_SECONDS = 0.1
 KILL_AFTER_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded here and not in the forked child, where other threads may hold locks."""
 
 
 def task_command(task: str, run_dir: Path) -> list[str]:
@@ -50,8 +52,11 @@ def training_command(run_dir: Path, plan: Plan) -> list[str]:
     return [sys.executable, *torchrun, "-m", "pantheraml.worker", "train", str(run_dir)]
 
 
-def worker_environment(plan: Plan | None) -> dict[str, str]:
+def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -> dict[str, str]:
     changes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": None}
+    if grace_seconds is not None:
+        # how long the agent lets workers save when it is told to end; torch before 2.13 always gives them 30 s
+        changes["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_seconds)
     if plan is not None:
         changes["OMP_NUM_THREADS"] = str(plan.threads_per_process)
         changes["TOKENIZERS_PARALLELISM"] = "false"
@@ -107,15 +112,17 @@ def run_workers(
             )
         except OSError as err:
             raise LaunchError(f"The worker could not be started: {err}.", where=command[0]) from err
+    family = _Family(process.pid)
     try:
-        return _watch(process, stops, ask_to_stop, grace_seconds, on_tick)
+        return _watch(process, family, stops, ask_to_stop, grace_seconds, on_tick)
     finally:
-        end_process_tree(process.pid)
+        family.end(grace_seconds if process.returncode is not None else KILL_AFTER_SECONDS)
         process.wait()
 
 
 def _watch(
     process: subprocess.Popen[bytes],
+    family: _Family,
     stops: StopRequests,
     ask_to_stop: Callable[[], None] | None,
     grace_seconds: float,
@@ -128,6 +135,7 @@ def _watch(
         on_tick()
         if process.returncode is not None:
             return process.returncode
+        family.look()
         if stops.count and deadline is None:
             if ask_to_stop is None:
                 return 128 + signal.SIGTERM
@@ -137,44 +145,61 @@ def _watch(
             return 128 + signal.SIGKILL
 
 
+class _Family:
+    """A process and all its descendants, remembered while it lives.
+
+    The elastic agent puts workers into sessions of their own, so no signal to a group reaches them, and once the agent
+    is dead nothing leads from it to them any more.
+    """
+
+    LOOK_SECONDS = 1.0
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._members = {self._root}
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self.LOOK_SECONDS
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._members |= set(self._root.children(recursive=True))
+
+    def end(self, grace_seconds: float) -> None:
+        """Terminate whoever is left, give them time to save, then kill."""
+        self._next_look = 0.0
+        self.look()
+        alive = [member for member in self._members if member.is_running()]
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.terminate()
+        _, alive = psutil.wait_procs(alive, timeout=max(grace_seconds, KILL_AFTER_SECONDS))
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(alive, timeout=KILL_AFTER_SECONDS)
+
+
 def die_with_parent() -> None:
     """In a child: ask the kernel for SIGTERM when the parent dies (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def end_process_tree(pid: int) -> None:
-    """Terminate a process and all its descendants (the elastic agent puts workers into sessions of their own)."""
-    try:
-        root = psutil.Process(pid)
-        everyone = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in everyone:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, alive = psutil.wait_procs(everyone, timeout=KILL_AFTER_SECONDS)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=KILL_AFTER_SECONDS)
+def explain_death(run_dir: Path, status: int, *, log_from: int = 0) -> str | None:
+    """Which signal killed a worker, as far as the log (from byte `log_from` on) and the exit status tell."""
+    killed = re.search(r"Signal (\d+) \((SIG\w+)\)", log_tail(run_dir, lines=200, begin=log_from))
+    if killed is None and status >= 0:
+        return None
+    name = killed.group(2) if killed else signal.Signals(-status).name
+    hint = " (most often the kernel, out of memory)" if name == "SIGKILL" else ""
+    return f"A worker process was killed by {name}{hint}."
 
 
-def explain_death(run_dir: Path, status: int) -> str:
-    """Why workers ended without saying so themselves, as far as the log and the exit status tell."""
-    tail = log_tail(run_dir, lines=200)
-    killed = re.search(r"Signal (\d+) \((SIG\w+)\)", tail)
-    if killed or status < 0:
-        name = killed.group(2) if killed else signal.Signals(-status).name
-        hint = " (most often the kernel, out of memory)" if name == "SIGKILL" else ""
-        return f"A worker process was killed by {name}{hint}."
-    return f"The worker processes ended with status {status}."
-
-
-def log_tail(run_dir: Path, *, lines: int) -> str:
+def log_tail(run_dir: Path, *, lines: int, begin: int = 0) -> str:
     path = run_dir / LOG_FILE
     if not path.exists():
         return ""
     with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 65536))
+        file.seek(max(begin, os.path.getsize(path) - 65536))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

@@ -49,6 +49,11 @@ def quantisation(method: MethodConfig) -> Literal["nf4"] | None:
     return "nf4" if method.kind == "qlora" else None
 
 
+def trained_form(method: MethodConfig) -> Literal["adapter", "model"]:
+    """What training leaves: an adapter, or a whole model."""
+    return "model" if method.kind == "full" else "adapter"
+
+
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -146,7 +151,7 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 def save_trained(
     model: nn.Module, path: Path, *, method: MethodConfig, model_config: ModelConfig, tokenizer: Any
-) -> Literal["adapter", "model"]:
+) -> None:
     """Writes what was trained, and the tokenizer, to the folder `path`: whole or not at all."""
     with committed_folder(path) as folder:
         if method.kind == "full":
@@ -154,7 +159,6 @@ def save_trained(
         else:
             _save_adapter(cast(PeftModel, model), folder, model_config)
         tokenizer.save_pretrained(folder)
-    return "model" if method.kind == "full" else "adapter"
 
 
 def _save_adapter(model: PeftModel, folder: Path, model_config: ModelConfig) -> None:

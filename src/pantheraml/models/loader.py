@@ -7,6 +7,7 @@ name. A checkpoint that lacks weights of its architecture is an error: transform
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from pantheraml.models.hub import local_folder
 from pantheraml.models.quantise.nf4 import quantise_linears
 from pantheraml.specs.train import ModelConfig
 
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
@@ -115,6 +117,21 @@ def load_model(
         model.to(device)
     model.config.get_text_config().use_cache = False
     return model
+
+
+def weights_fingerprint(config: ModelConfig) -> str:
+    """Tells models apart without reading them whole: config.json, and of each weight file its size and samples."""
+    folder = model_folder(config)
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    if config.init == "pretrained":
+        for path in _weight_files(folder, allow_pickle=config.allow_pickle):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}".encode())
+            with open(path, "rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(sample * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _build(config: ModelConfig, *, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:

@@ -14,6 +14,9 @@ from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
 from pantheraml.specs.plan import Plan
 
+# If a peer dies meanwhile, the elastic agent ends the others at once; this bounds only waiting for live ones.
+PATIENCE = datetime.timedelta(hours=6)
+
 
 @dataclass(frozen=True)
 class World:
@@ -22,6 +25,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    patient_group: dist.ProcessGroup | None = None
+    """A gloo group with a long timeout, for waiting on files; None in a run of one process."""
 
     @property
     def is_main(self) -> bool:
@@ -38,9 +43,10 @@ class World:
         dist.all_gather(rows, mine)
         return torch.stack(rows).cpu()
 
-    def barrier(self) -> None:
+    def wait_for_main(self) -> None:
+        """Meet the other ranks after work that may take rank 0, or the slowest disk, longer than a step's timeout."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.patient_group)
 
 
 @contextmanager
@@ -57,9 +63,8 @@ def open_world(plan: Plan, *, timeout_seconds: int) -> Iterator[World]:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     torch.set_num_threads(plan.threads_per_process)
-    world = World(rank=place.rank, size=place.world_size, device=device)
-    if world.size == 1:
-        yield world
+    if place.world_size == 1:
+        yield World(rank=0, size=1, device=device)
         return
     try:
         dist.init_process_group(
@@ -67,12 +72,13 @@ def open_world(plan: Plan, *, timeout_seconds: int) -> Iterator[World]:
             timeout=datetime.timedelta(seconds=timeout_seconds),
             device_id=device if plan.backend == "nccl" else None,
         )
+        patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
     except (dist.DistError, RuntimeError, ValueError) as err:
         raise LaunchError(
-            f"The {world.size} processes could not meet: {err}",
+            f"The {place.world_size} processes could not meet: {err}",
             todo="Check that all of them started (worker.log) and raise parallel.timeout_seconds if they are slow.",
         ) from err
     try:
-        yield world
+        yield World(rank=place.rank, size=place.world_size, device=device, patient_group=patient_group)
     finally:
         dist.destroy_process_group()

@@ -34,6 +34,8 @@ class _Choices:
 def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     choices = _Choices()
     device = _device(config, devices, choices)
+    if device == "cpu" and config.parallel.device_ids is not None:
+        raise ConfigError("parallel.device_ids names GPUs, but the run is on the CPU.", todo="Drop one of them.")
     gpus = _gpus(config, devices, choices) if device == "cuda" else ()
     world_size = _world_size(config, devices, gpus, device, choices)
     mode: Literal["none", "distributed"] = "none" if world_size == 1 else "distributed"
@@ -111,6 +113,10 @@ def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...],
             )
         size = asked
         choices.asked("parallel.world_size", size)
+    elif mode is MultiGPUMode.DISTRIBUTED and device == "cpu":
+        raise ConfigError(
+            "parallel.mode=distributed on CPUs needs a number of processes.", todo="Set --nproc, or parallel.mode=auto."
+        )
     elif mode is MultiGPUMode.NONE:
         size = 1
         choices.automatic("parallel.world_size", 1, "parallel.mode is none")
@@ -123,6 +129,11 @@ def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...],
     else:
         size = 1
         choices.automatic("parallel.world_size", 1, f"one process uses all {room} cores without communication")
+    if mode is MultiGPUMode.DISTRIBUTED and size < 2:
+        raise DeviceError(
+            f"parallel.mode=distributed needs at least two processes, but the run would have {size}.",
+            todo="Use parallel.mode=auto, more GPUs or a larger global batch.",
+        )
     if size > config.train.global_batch_size:
         raise ConfigError(
             f"{size} processes cannot share a global batch of {config.train.global_batch_size} sequence(s).",

@@ -135,8 +135,8 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "best_eval_loss": min(finite_evals, default=None),
         "final_eval_loss": evals[-1]["loss"] if evals else None,
         "final_perplexity": evals[-1]["perplexity"] if evals else None,
-        "tokens": _total(steps, "tokens", done),
-        "target_tokens": _total(steps, "target_tokens", done),
+        "tokens": _total(steps, "tokens"),
+        "target_tokens": _total(steps, "target_tokens"),
         "seconds": sum(leg.training_seconds for leg in legs) if started else None,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "peak_memory_bytes": int(max(memory)) if memory else None,
@@ -174,9 +174,9 @@ def _error(leg: _Leg) -> dict[str, Any] | None:
     return {"class": first["error"], **{name: first[name] for name in ("what", "where", "todo", "exit_code")}}
 
 
-def _total(steps: Sequence[Event], name: str, done: int | None) -> int | None:
-    """A sum over all steps, or None when some step was not logged (`train.log_every_steps` above 1)."""
-    return sum(step[name] for step in steps) if steps and len(steps) == done else None
+def _total(steps: Sequence[Event], name: str) -> int | None:
+    """A sum over the events, each of which covers all steps since the one before it."""
+    return sum(step[name] for step in steps) if steps else None
 
 
 def _steps_done(last: _Leg, past: History) -> int | None:

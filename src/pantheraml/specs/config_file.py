@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -39,7 +40,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as err:
+    except yaml.YAMLError as err:
+        if not isinstance(err, yaml.MarkedYAMLError):
+            raise ConfigError(f"The config file is not valid YAML: {err}.", where=str(path)) from err
         line = err.problem_mark.line + 1 if err.problem_mark else None
         raise ConfigError(
             f"The config file is not valid YAML: {err.problem}.",
@@ -95,6 +98,12 @@ def _put(values: dict[str, Any], key: Key, value: Any) -> None:
 
 def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *, whole: str = "config") -> TrainConfig:
     """A TrainConfig from plain values; `sources` says for each key where it was written."""
+    sections = field_names(TrainConfig) or {}
+    # `train:` with nothing below it is an empty section, not a wrong one
+    values = {
+        key: {} if value is None and field_names(sections.get(key)) is not None else value
+        for key, value in values.items()
+    }
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as err:
@@ -149,7 +158,9 @@ def _explain(detail: ErrorDetails, sources: Mapping[Key, str], whole: str) -> st
         return f"`{name}` is required ({whole})."
     message = detail["msg"].removeprefix("Value error, ")
     if not key:
-        return f"{message} ({whole})."
+        named = re.search(r"\b[a-z]+\.[a-z_]+\b", message)
+        written = sources.get(tuple(named.group().split("."))) if named else None
+        return f"{message} ({written or whole})."
     return f"`{name}` = {detail['input']!r}: {message[0].lower()}{message[1:]} ({where})."
 
 

@@ -1,18 +1,34 @@
-"""RunDir: the folder of a run, and the names of what lies in it."""
+"""RunDir: the folder of a run, the names of what lies in it, and who may write there.
+
+A folder is a run's if it holds `run.lock`, which only we write. The process that carries out a run holds a lock on that
+file, so a second one is refused. Whatever else lies in the folder is not ours, and is never removed.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pantheraml.base.errors import RunDirectoryError
 from pantheraml.base.events import FILE_NAME, read_events
-from pantheraml.base.folders import write_text
+from pantheraml.base.folders import PARTIAL, write_text
 from pantheraml.specs.config_file import dump_yaml, load_config
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
+
+LOCK = "run.lock"
+REPLACED = ".replaced"
+CONTENTS = (
+    *("config.yaml", "plan.json", "data.json", FILE_NAME, "run.json", "report.html", "worker.log", "stop-requested"),
+    *("checkpoints", "adapter", "model", "sinks", "tensorboard", "wandb", "mlflow", "trackio"),
+)
+"""Everything that a run writes."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +61,31 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    # What it holds ----------------------------------------------------------------------------------------------------
+
     def holds_run(self) -> bool:
-        return any(file.exists() for file in (self.config_file, self.path / FILE_NAME, self.checkpoints))
+        return (self.path / LOCK).is_file()
 
     def holds_work(self) -> bool:
         """Whether the run got as far as training; one that failed before (a bad row, say) has nothing to lose."""
         return self.checkpoints.exists() or any(event["kind"] == "train.started" for event in read_events(self.path))
+
+    def last_checkpoint(self) -> int | None:
+        """The step of the newest whole checkpoint."""
+        steps = [int(path.parent.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*/manifest.json")]
+        return max(steps, default=None)
 
     def config(self) -> TrainConfig:
         self.require()
         return load_config(self.config_file)
 
     def plan(self) -> Plan:
-        return Plan.model_validate(json.loads(self.plan_file.read_text()))
+        try:
+            return Plan.model_validate(json.loads(self.plan_file.read_text()))
+        except (OSError, ValueError) as err:
+            raise RunDirectoryError(
+                f"The plan of this run cannot be read: {err}.", where=str(self.plan_file), todo="Resume or rerun it."
+            ) from err
 
     def write_config(self, config: TrainConfig) -> None:
         write_text(self.config_file, dump_yaml(config))
@@ -81,21 +109,81 @@ class RunDir:
                 todo="Give the folder that `pantheraml train --output` made.",
             )
 
-    def create(self, *, resume: bool, overwrite: bool) -> None:
-        """Make the folder; one that holds another run, or anything else, is left alone unless told otherwise."""
-        if self.path.exists() and not self.path.is_dir():
-            raise RunDirectoryError(f"The output {self.path} is a file.", todo="Choose another --output.")
-        filled = self.path.is_dir() and any(self.path.iterdir())
-        if filled and not self.holds_run():
+    # Who may write there ----------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """Make the folder, and make it a run's."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / LOCK).touch()
+        except OSError as err:
+            raise RunDirectoryError(
+                f"The output folder {self.path} cannot be made: {err.strerror}.", todo="Choose another --output."
+            ) from err
+
+    @contextmanager
+    def claim(self, *, resume: bool, overwrite: bool) -> Iterator[Replacement]:
+        """Hold the folder for a run. One that holds another run, or anything else, is left alone unless told so."""
+        if self.path.is_dir() and any(self.path.iterdir()) and not self.holds_run():
             raise RunDirectoryError(
                 f"The output folder {self.path} holds other files.", todo="Choose an empty or new folder for --output."
             )
-        if filled and not resume and (overwrite or not self.holds_work()):
-            shutil.rmtree(self.path)
-        elif filled and not resume:
-            raise RunDirectoryError(
-                f"The output folder {self.path} already holds a run.",
-                todo="Add --resume to continue it, --overwrite to replace it, or choose another --output.",
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.stop_file.unlink(missing_ok=True)
+        self.mark()
+        with open(self.path / LOCK, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as err:
+                raise RunDirectoryError(
+                    f"Another process is at work in {self.path}.",
+                    todo="Wait for it, stop it, or choose another --output.",
+                ) from err
+            replacement = Replacement(self.path)
+            if not resume and self.holds_work() and not overwrite:
+                raise RunDirectoryError(
+                    f"The output folder {self.path} already holds a run.",
+                    todo="Add --resume to continue it, --overwrite to replace it, or choose another --output.",
+                )
+            if not resume:
+                replacement.move_aside()
+            self.stop_file.unlink(missing_ok=True)
+            try:
+                yield replacement
+            finally:
+                replacement.restore()
+
+
+class Replacement:
+    """An old run on its way out: kept aside until the new one is known to start, and put back if it does not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._aside = path / REPLACED
+
+    def move_aside(self) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir()
+        for name in CONTENTS:
+            if (self._path / name).exists():
+                os.rename(self._path / name, self._aside / name)
+
+    def commit(self) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def restore(self) -> None:
+        """Put an old run that trained back in place of the new one that did not; do nothing after `commit`."""
+        if not self._aside.is_dir():
+            return
+        if RunDir(self._aside).holds_work():
+            remove_contents(self._path)
+            for path in self._aside.iterdir():
+                os.rename(path, self._path / path.name)
+        shutil.rmtree(self._aside)
+
+
+def remove_contents(folder: Path) -> None:
+    """Remove what a run writes, and nothing else."""
+    for path in [*(folder / name for name in CONTENTS), *folder.glob(f"{PARTIAL}*")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

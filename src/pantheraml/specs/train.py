@@ -19,7 +19,9 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_assignment=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):

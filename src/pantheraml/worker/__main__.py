@@ -16,8 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import PantheraError, WorkerError
-from pantheraml.base.events import EventWriter
-from pantheraml.launch.local import die_with_parent
+from pantheraml.base.events import EventWriter, emit_error
+from pantheraml.launch.local import LOG_FILE, die_with_parent
 
 Task = Callable[[Path, EventWriter], None]
 
@@ -41,30 +41,19 @@ def main() -> int:
         try:
             load_task(name)(folder, emit)
         except PantheraError as err:
-            report(emit, err)
+            traceback.print_exc()
+            emit_error(emit, err, traceback=traceback.format_exc())
             return err.exit_code
         except Exception as err:  # noqa: BLE001 - the border of the process: anything unforeseen is reported, not lost
             unforeseen = WorkerError(
                 f"The {name} worker failed: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}",
-                where=str(folder / "worker.log"),
+                where=str(folder / LOG_FILE),
                 todo="The full traceback is in that log; `--debug` prints it.",
             )
-            report(emit, unforeseen)
+            traceback.print_exc()
+            emit_error(emit, unforeseen, traceback=traceback.format_exc())
             return unforeseen.exit_code
     return 0
-
-
-def report(emit: EventWriter, err: PantheraError) -> None:
-    traceback.print_exc()
-    emit(
-        "error",
-        error=type(err).__name__,
-        what=err.what,
-        where=err.where,
-        todo=err.todo,
-        exit_code=err.exit_code,
-        traceback=traceback.format_exc(),
-    )
 
 
 if __name__ == "__main__":

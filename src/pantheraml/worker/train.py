@@ -16,8 +16,15 @@ from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
 from pantheraml.engine.step import Stepper
-from pantheraml.models.adapters import apply_method, parameter_count, save_trained, trainable_parameters
-from pantheraml.models.loader import load_model, load_tokenizer
+from pantheraml.models.adapters import (
+    apply_method,
+    parameter_count,
+    quantisation,
+    save_trained,
+    trainable_parameters,
+    trained_form,
+)
+from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
@@ -46,6 +53,7 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
     """This rank's part of the run, inside a process group that is already open."""
     torch.manual_seed(config.train.seed + world.rank)
     model = build_model(config, plan, world, emit)
+    world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
     stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision)
     if stepper.loss_model.full_logits_reason:
         emit("notice", message=f"the loss needs full logits: {stepper.loss_model.full_logits_reason}")
@@ -60,6 +68,7 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
             stepper=stepper,
             train_data=train_data,
             eval_data=eval_data,
+            model_fingerprint=weights_fingerprint(config.model),
             emit=emit,
             stop=stop,
         )
@@ -67,11 +76,11 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
     loop.resume()
     stopped_by = loop.run()
     if stopped_by != "request" and world.is_main:
-        form = "model" if config.method.kind == "full" else "adapter"
+        form = trained_form(config.method)
         tokenizer = load_tokenizer(config.model)
         save_trained(model, run.path / form, method=config.method, model_config=config.model, tokenizer=tokenizer)
         emit("model.saved", path=form, form=form)
-    world.barrier()
+    world.wait_for_main()
 
 
 def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
@@ -100,7 +109,7 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
         # Trained weights stay in float32 (autocast computes in bf16/fp16): bf16 cannot hold a small update.
         dtype=torch.float32 if full else DTYPES[plan.precision],
         device=world.device,
-        quantise="nf4" if config.method.kind == "qlora" else None,
+        quantise=quantisation(config.method),
         seed=config.train.seed,
     )
     if plan.activation_checkpointing == "full":

@@ -31,14 +31,14 @@ def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (output / "checkpoints").mkdir()  # the mark of a run that trained
     (output / "adapter").mkdir()
     claim(output)
-    assert [path.name for path in output.iterdir()] == ["config.yaml"]
+    assert sorted(path.name for path in output.iterdir()) == ["config.yaml", "run.lock"]
 
 
 def test_another_run_is_never_replaced(tmp_path: Path) -> None:
     claim(tmp_path / "demo")
     (tmp_path / "demo" / "checkpoints").mkdir()
     (tmp_path / "demo").rename(tmp_path / "mine")  # its config now speaks of another folder
-    with pytest.raises(RunDirectoryError, match="already holds a run"):
+    with pytest.raises(RunDirectoryError, match="holds other files"):
         claim(tmp_path / "mine")
 
 

@@ -28,7 +28,7 @@ OPTIONS = {
         "--temperature",
         "run_dir",
     ],
-    "export": ["--merge", "--output", "--precision", "run_dir"],
+    "export": ["--json", "--merge", "--output", "--precision", "run_dir"],
     "gpus": ["--json"],
     "schema": [],
 }

@@ -81,3 +81,11 @@ def test_autocast_computes_in_its_dtype() -> None:
     loss.backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+def test_without_gradients_no_gradient_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, _ = inputs(torch.float32, bias=False)
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: pytest.fail("a product for the backward pass"))
+    monkeypatch.setattr(torch, "zeros_like", lambda *a, **k: pytest.fail("room for a weight gradient"))
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, targets).requires_grad

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from pantheraml.launch.local import StopRequests, end_process_tree, explain_death, log_tail, run_workers, task_command
+from pantheraml.launch.local import StopRequests, explain_death, log_tail, run_workers, task_command
 
 NEST = """
 import subprocess, sys, time
@@ -77,15 +77,20 @@ def test_grandchildren_in_sessions_of_their_own_end_too(tmp_path: Path) -> None:
     assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(100)" in " ".join(p.info["cmdline"] or [])]
 
 
-def test_ending_a_process_that_is_gone_is_no_error() -> None:
-    end_process_tree(2**22 + 1)
+def test_children_of_a_process_that_was_killed_end_too(tmp_path: Path) -> None:
+    """As when the elastic agent dies: nothing leads to its workers any more but our memory."""
+    status, _ = run(tmp_path, NEST.replace("time.sleep(100)\n", "time.sleep(2); import os; os.kill(os.getpid(), 9)\n"))
+    assert status == -9
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(100)" in " ".join(p.info["cmdline"] or [])]
 
 
-def test_deaths_are_explained(tmp_path: Path) -> None:
-    assert "status 5" in explain_death(tmp_path, 5)
-    assert "SIGKILL (most often the kernel, out of memory)" in explain_death(tmp_path, -9)
-    (tmp_path / "worker.log").write_text("exitcode: -11\n  traceback : Signal 11 (SIGSEGV) received by PID 4\n")
-    assert "SIGSEGV" in explain_death(tmp_path, 1)
+def test_deaths_by_signal_are_explained(tmp_path: Path) -> None:
+    assert explain_death(tmp_path, 5) is None
+    assert "SIGKILL (most often the kernel, out of memory)" in (explain_death(tmp_path, -9) or "")
+    log = tmp_path / "worker.log"
+    log.write_text("exitcode: -11\n  traceback : Signal 11 (SIGSEGV) received by PID 4\n")
+    assert "SIGSEGV" in (explain_death(tmp_path, 1) or "")
+    assert explain_death(tmp_path, 1, log_from=log.stat().st_size) is None, "an earlier start's death is not this one's"
 
 
 def test_commands_use_this_interpreter(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ def test_a_small_batch_leaves_gpus_idle_rather_than_failing() -> None:
         ({"parallel": {"world_size": 4}, "train": {"global_batch_size": 2}}, 4, ConfigError, "cannot share"),
         ({"train": {"global_batch_size": 8, "micro_batch_size": 5}}, 2, ConfigError, "micro_batch_size=5"),
         ({"model": {"path": "m", "precision": "fp16"}}, 0, DeviceError, "fp16 needs a GPU"),
+        ({"parallel": {"mode": "distributed"}}, 0, ConfigError, "needs a number of processes"),
+        ({"parallel": {"mode": "distributed"}}, 1, DeviceError, "at least two processes"),
+        ({"parallel": {"device_ids": [0]}, "device": "cpu"}, 1, ConfigError, "device_ids names GPUs"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(

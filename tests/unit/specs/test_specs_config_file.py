@@ -130,3 +130,20 @@ def test_python_uses_the_same_names() -> None:
     config = TrainConfig.model_validate({**MINIMAL, "parallel": {"mode": "distributed", "world_size": 2}})
     assert config.parallel.mode == "distributed"
     assert config.parallel.world_size == 2
+
+
+def test_an_empty_section_is_all_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, HEAD + "train:\n")).train.seed == 0
+
+
+def test_sections_that_disagree_name_the_line(tmp_path: Path) -> None:
+    assert "config.yaml, line 6" in problem(tmp_path, HEAD + "train:\n  eval_every_steps: 5\n")
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_numbers_must_be_finite(tmp_path: Path, value: str) -> None:
+    assert "`train.epochs`" in problem(tmp_path, HEAD, f"train.epochs={value}")
+
+
+def test_control_characters_are_refused_politely(tmp_path: Path) -> None:
+    assert "not valid YAML" in problem(tmp_path, HEAD + "# \x01\n")

@@ -12,49 +12,70 @@ from pantheraml.specs.train import DataConfig, ModelConfig, TrainConfig
 
 def trained_run(path: Path) -> RunDir:
     run = RunDir(path)
-    run.create(resume=False, overwrite=False)
+    with run.claim(resume=False, overwrite=False) as replacement:
+        replacement.commit()
     run.write_config(TrainConfig(model=ModelConfig(path="m"), data=DataConfig(path="d")))
-    (path / "checkpoints").mkdir()
+    (path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (path / "checkpoints" / "step-00000004" / "manifest.json").touch()
     return run
 
 
 def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "r")
-    with pytest.raises(RunDirectoryError, match="already holds a run"):
-        run.create(resume=False, overwrite=False)
-    run.create(resume=True, overwrite=False)
-    assert run.config_file.exists()
-    run.create(resume=False, overwrite=True)
-    assert not run.config_file.exists()
+    with pytest.raises(RunDirectoryError, match="already holds a run"), run.claim(resume=False, overwrite=False):
+        pytest.fail("claimed")
+    with run.claim(resume=True, overwrite=False):
+        assert run.last_checkpoint() == 4
+    with run.claim(resume=False, overwrite=True) as replacement:
+        assert not run.checkpoints.exists()
+        replacement.commit()
+    assert not run.checkpoints.exists()
+
+
+def test_a_replacement_that_fails_puts_the_old_run_back(tmp_path: Path) -> None:
+    run = trained_run(tmp_path / "r")
+    with pytest.raises(KeyError), run.claim(resume=False, overwrite=True):
+        run.config_file.write_text("of the new run")
+        raise KeyError
+    assert run.last_checkpoint() == 4
+    assert run.config().model.path == "m"
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml", "run.lock"]
 
 
 def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
+    for name in ("thesis.tex", "config.yaml", "events.jsonl"):
+        (tmp_path / name).write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(RunDirectoryError, match="holds other files"):
-            RunDir(tmp_path).create(resume=False, overwrite=overwrite)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+        refused = RunDir(tmp_path).claim(resume=False, overwrite=overwrite)
+        with pytest.raises(RunDirectoryError, match="holds other files"), refused:
+            pytest.fail("claimed")
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"years of work"}
+    run = trained_run(tmp_path / "r")
+    (run.path / "notes.txt").write_text("mine")
+    with run.claim(resume=False, overwrite=True) as replacement:
+        replacement.commit()
+    assert (run.path / "notes.txt").read_text() == "mine"
+
+
+def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    with run.claim(resume=False, overwrite=False):
+        for resume in (True, False):
+            second = RunDir(tmp_path / "r").claim(resume=resume, overwrite=True)
+            with pytest.raises(RunDirectoryError, match="Another process"), second:
+                pytest.fail("claimed twice")
 
 
 def test_a_run_that_never_trained_may_be_replaced(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "r")
-    run.create(resume=False, overwrite=False)
-    with EventWriter(run.path) as emit:
+    with run.claim(resume=False, overwrite=False), EventWriter(run.path) as emit:
         emit("notice", message="the data was bad")
-    run.create(resume=False, overwrite=False)
-    with EventWriter(run.path) as emit:
-        emit("train.started", first_step=1, total_steps=2, world_size=1, device="cpu", global_batch_size=1)
-    with pytest.raises(RunDirectoryError):
-        run.create(resume=False, overwrite=False)
-
-
-def test_resuming_deletes_nothing_even_before_the_first_step(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "r")
-    run.create(resume=False, overwrite=False)
-    run.write_config(TrainConfig(model=ModelConfig(path="m"), data=DataConfig(path="d")))
-    (run.path / "base").mkdir()
-    run.create(resume=True, overwrite=False)
-    assert (run.path / "base").is_dir()
+    with run.claim(resume=False, overwrite=False) as replacement:
+        replacement.commit()
+        with EventWriter(run.path) as emit:
+            emit("train.started", first_step=1, total_steps=2, world_size=1, device="cpu", global_batch_size=1)
+    with pytest.raises(RunDirectoryError), run.claim(resume=False, overwrite=False):
+        pytest.fail("claimed")
 
 
 def test_folders_that_are_no_runs_say_so(tmp_path: Path) -> None:
@@ -62,6 +83,9 @@ def test_folders_that_are_no_runs_say_so(tmp_path: Path) -> None:
         RunDir(tmp_path).config()
     with pytest.raises(RunDirectoryError, match="no trained weights"):
         trained_run(tmp_path / "r").trained()
+    with pytest.raises(RunDirectoryError, match="plan"):
+        trained_run(tmp_path / "s").plan()
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match="is a file"):
-        RunDir(tmp_path / "file").create(resume=False, overwrite=False)
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunDirectoryError), RunDir(output).claim(resume=False, overwrite=False):
+            pytest.fail("claimed")

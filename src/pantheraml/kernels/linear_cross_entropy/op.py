@@ -23,14 +23,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: 
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):  # the op chooses its own dtypes
-        result: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), bias)
+        wanted = torch.is_grad_enabled()  # a Function cannot tell: inside it gradients are always off
+        result: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), bias, wanted)
     return result
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-        wants_hidden, wants_weight, _, wants_bias = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wants_gradient: bool
+    ) -> Tensor:
+        wants_hidden, wants_weight, _, wants_bias, _ = (wants_gradient and need for need in ctx.needs_input_grad)
         kept = torch.nonzero(targets >= 0).squeeze(1)
         rows, labels = hidden.index_select(0, kept), targets.index_select(0, kept)
         w = weight.to(rows.dtype)
@@ -63,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None, None]:
         d_rows, d_weight, d_bias, kept = ctx.saved_tensors
         (scale,) = grads
         hidden_dtype, weight_dtype, bias_dtype = ctx.dtypes
@@ -76,4 +79,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if d_weight is None else (d_weight * scale).to(weight_dtype),
             None,
             None if d_bias is None else (d_bias * scale).to(bias_dtype),
+            None,
         )
