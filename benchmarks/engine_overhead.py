@@ -68,6 +68,7 @@ def _measure(folder: Path, *, steps: int, hidden: int, layers: int, seq_len: int
             stepper=stepper,
             train_data=dataset,
             eval_data=None,
+            model_fingerprint="",
             emit=emit,
             stop=StopFlag(RunDir(folder).stop_file),
         )
