@@ -26,6 +26,8 @@ TABLE = Table(
         Column("sequence", "parameters.seq_len"),
         Column("checkpointing", "parameters.checkpointing"),
         Column("precision", "precision"),
+        Column("frozen weights", "frozen_weights"),
+        Column("compiled", "compiled"),
         Column("tokens/s", "tokens_per_second", lambda value: f"{value:,.0f}"),
         Column("peak memory", "peak_memory_bytes", lambda value: f"{value / 2**30:.1f} GiB"),
         Column("start to first step", "seconds_to_first_step", lambda value: f"{value:.0f} s"),
@@ -55,6 +57,7 @@ def run(
     seq_len: int = 2048,
     steps: int = 16,
     checkpointing: str = "none",
+    precision: str = "auto",
 ) -> dict[str, Any]:
     parameters = {
         "shape": shape,
@@ -63,6 +66,7 @@ def run(
         "seq_len": seq_len,
         "steps": steps,
         "checkpointing": checkpointing,
+        "precision": precision,
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,6 +79,7 @@ def run(
             f"train.micro_batch_size={batch}",
             f"train.max_steps={steps}",
             f"train.activation_checkpointing={checkpointing}",
+            f"model.precision={precision}",
             "method.rank=16",
             "method.alpha=16",
         ]
@@ -100,7 +105,9 @@ def _read(run: Path) -> dict[str, Any]:
     begin = next(event["time"] for event in events if event["kind"] == "run.started")
     first = next(event["time"] for event in events if event["kind"] == "train.step")
     names = ("precision", "tokens_per_second", "peak_memory_bytes", "first_loss", "final_loss")
-    return {name: summary[name] for name in names} | {"seconds_to_first_step": first - begin}
+    plan = json.loads((run / "plan.json").read_text())
+    choices = {"frozen_weights": plan["frozen_weights"], "compiled": plan["compile"]}
+    return {name: summary[name] for name in names} | choices | {"seconds_to_first_step": first - begin}
 
 
 def _write_model(folder: Path, shape: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ def prepared_run(root: Path, name: str, precision: str, device: Any = "cuda", **
     return make_run(root / name, config, make_plan(config, micro=micro, device=device, precision=precision))
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "qlora", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("method", "precision"),
+    [*itertools.product(["lora", "dora", "qlora", "full"], ["fp32", "bf16", "fp16"]), ("lora", "fp8")],
+)
 def test_every_method_learns_in_every_precision(root: Path, method: str, precision: str) -> None:
     run = prepared_run(root, f"{method}-{precision}", precision, method={"kind": method})
     events = train_here(run)
@@ -52,6 +55,13 @@ def test_float32_on_the_gpu_agrees_with_the_cpu(root: Path) -> None:
     gpu = train_here(prepared_run(root, "on-gpu", "fp32"))
     cpu = train_here(prepared_run(root, "on-cpu", "fp32", device="cpu"))
     assert values(gpu, "train.step", "loss") == pytest.approx(values(cpu, "train.step", "loss"), rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_compiled_layers_give_the_same_losses(root: Path, precision: str) -> None:
+    eager = train_here(prepared_run(root, f"eager-{precision}", precision))
+    compiled = train_here(prepared_run(root, f"compiled-{precision}", precision, train={"compile": "on"}))
+    assert values(compiled, "train.step", "loss") == pytest.approx(values(eager, "train.step", "loss"), rel=2e-2)
 
 
 def test_bf16_stays_near_float32(root: Path) -> None:

@@ -19,7 +19,8 @@ from pantheraml.engine import optim
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.verdict import StepNumbers
 from pantheraml.engine.loss import LossModel
-from pantheraml.models.quantise.nf4 import packed_buffers
+from pantheraml.models.quantise.fp8 import keep_fresh
+from pantheraml.models.quantise.packed import packed_buffers
 from pantheraml.parallel.data import gradient_scale, without_sync, wrap
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.train import TrainConfig
@@ -44,6 +45,7 @@ class Stepper:
     ) -> None:
         self.world, self.parameters = world, parameters
         self.loss_model = LossModel(model)
+        keep_fresh(self.loss_model)
         self.wrapped = wrap(self.loss_model, world, config.parallel, constant_buffers=packed_buffers(self.loss_model))
         self.optimizer = optim.build_optimizer(parameters, config.train)
         self.autocast_dtype = AUTOCAST.get(precision)

@@ -25,6 +25,7 @@ from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.base.folders import committed_folder
 from pantheraml.models.hub import is_hub_name
 from pantheraml.models.loader import model_folder, read_config
+from pantheraml.models.quantise.fp8 import FP8Linear, FP8LoraLinear
 from pantheraml.models.quantise.nf4 import NF4Linear, NF4LoraLinear
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
@@ -63,14 +64,14 @@ def parameter_count(model: nn.Module) -> int:
     packed = sum(
         m.in_features * m.out_features + (0 if m.bias is None else m.bias.numel())
         for m in model.modules()
-        if isinstance(m, NF4Linear)
+        if isinstance(m, NF4Linear | FP8Linear)
     )
     return packed + sum(parameter.numel() for parameter in model.parameters())
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> layer, for every layer that can carry an adapter."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | NF4Linear)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | NF4Linear | FP8Linear)}
 
 
 def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> list[str]:
@@ -116,7 +117,7 @@ def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str
         target_modules=_shortest(targets, [name for name, _ in model.named_modules()]),
         fan_in_fan_out=transposed.pop(),
     )
-    config._register_custom_module({NF4Linear: NF4LoraLinear})
+    config._register_custom_module({NF4Linear: NF4LoraLinear, FP8Linear: FP8LoraLinear})
     return config
 
 

@@ -25,6 +25,7 @@ from transformers import (
 
 from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedModelError
 from pantheraml.models.hub import local_folder
+from pantheraml.models.quantise.fp8 import quantise_linears_fp8
 from pantheraml.models.quantise.nf4 import quantise_linears
 from pantheraml.specs.train import ModelConfig
 
@@ -103,7 +104,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    quantise: Literal["nf4"] | None = None,
+    quantise: Literal["fp8", "nf4"] | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
     """The model on `device`, without a key/value cache, ready for training. `seed` matters for init=random alone."""
@@ -114,6 +115,8 @@ def load_model(
             stored = model.dtype
             quantise_linears(model, device=device)
             _cast_parameters(model, stored, dtype)
+        elif quantise == "fp8":
+            quantise_linears_fp8(model, device=device)
         model.to(device)
     model.config.get_text_config().use_cache = False
     return model

@@ -15,6 +15,9 @@ from pantheraml.specs.train import TrainConfig
 GPU_TOKENS_PER_MICRO_BATCH = 16_384
 CPU_TOKENS_PER_MICRO_BATCH = 4_096
 
+FP8_CAPABILITY = (9, 0)
+"""Row-wise scaled fp8 products were measured on Hopper; what Ada does with them is not known yet."""
+
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -41,6 +44,8 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     mode: Literal["none", "distributed"] = "none" if world_size == 1 else "distributed"
     backend = _backend(config, device, choices)
     precision = _precision(config, device, gpus, choices)
+    frozen = _frozen_weights(config, device, gpus, choices)
+    compiled = _compile(config, device, choices)
     micro_batch = _micro_batch(config, world_size, device, choices)
     threads = max(1, devices.cpu_count // world_size)
     choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {world_size} process(es)")
@@ -53,6 +58,8 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
         world_size=world_size,
         backend=backend,
         precision=precision,
+        frozen_weights=frozen,
+        compile=compiled,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=micro_batch,
         activation_checkpointing=checkpointing,
@@ -159,7 +166,7 @@ def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices:
                 todo="Use --set model.precision=fp32 or bf16.",
             )
         choices.asked("model.precision", asked)
-        return asked
+        return "bf16" if asked == "fp8" else asked
     if device == "cpu":
         choices.automatic("model.precision", "fp32", "CPU arithmetic is exact in fp32 and rarely faster in bf16")
         return "fp32"
@@ -174,6 +181,39 @@ def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices:
         return "bf16"
     choices.automatic("model.precision", "fp16", f"{version} has no bf16; fp16 runs with loss scaling")
     return "fp16"
+
+
+def _frozen_weights(
+    config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: _Choices
+) -> Literal["fp8", "nf4"] | None:
+    if config.method.kind == "qlora":
+        choices.automatic("frozen_weights", "nf4", "method.kind is qlora")
+        return "nf4"
+    if config.model.precision != "fp8":
+        return None
+    weak = [gpu.name for gpu in gpus if gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY]
+    if device == "cuda" and weak:
+        raise DeviceError(
+            f"model.precision=fp8 needs GPUs of compute capability 9.0 or newer, which {weak[0]} is not known to be.",
+            todo="Use model.precision=bf16.",
+        )
+    choices.automatic("frozen_weights", "fp8", "model.precision is fp8")
+    return "fp8"
+
+
+def _compile(config: TrainConfig, device: str, choices: _Choices) -> bool:
+    asked = config.train.compile
+    if asked != "auto":
+        choices.asked("train.compile", asked)
+        return asked == "on"
+    if device == "cpu":
+        choices.automatic("train.compile", False, "compiling pays on GPUs")
+        return False
+    if not config.data.packing:
+        choices.automatic("train.compile", False, "without packing every batch has another shape, and compiles anew")
+        return False
+    choices.automatic("train.compile", True, "packed batches have one shape: compiled once for all layers")
+    return True
 
 
 def _micro_batch(config: TrainConfig, world_size: int, device: str, choices: _Choices) -> int:

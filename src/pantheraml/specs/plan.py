@@ -52,6 +52,9 @@ class Plan(Value):
     world_size: int
     backend: Literal["nccl", "gloo"]
     precision: Literal["fp32", "bf16", "fp16"]
+    frozen_weights: Literal["fp8", "nf4"] | None
+    """How weights that are not trained are kept; None: as they are."""
+    compile: bool
     global_batch_size: int
     micro_batch_size: int
     activation_checkpointing: Literal["none", "full"]

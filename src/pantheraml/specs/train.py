@@ -29,8 +29,8 @@ class ModelConfig(Section):
     """Folder with a Hugging Face causal language model, or a hub name."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; None = the model's own."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of forward and backward; auto = bf16 where the device is fast at it, else fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """Arithmetic of forward and backward; auto = bf16 where the device has it. fp8: bf16 over frozen fp8 weights."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: ignore weights and start from `config.json` alone (training from scratch)."""
     revision: str | None = None
@@ -112,6 +112,8 @@ class TrainSettings(Section):
     """Seed of sample order, adapter initialisation and dropout."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """full: recompute every layer's activations in the backward pass; less memory, about a third slower."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the model's layers with torch.compile; auto = on GPUs, if all batches have one shape (packing)."""
     eval_every_steps: Positive | None = None
     """Steps between evaluations; None = only at the end (if there is evaluation data)."""
     early_stopping_patience: Positive | None = None
@@ -172,6 +174,8 @@ class TrainConfig(Section):
                     raise ValueError(f"{name} needs evaluation data: set data.eval_path or data.eval_fraction")
         if self.train.early_stopping_patience is not None and self.train.eval_every_steps is None:
             raise ValueError("train.early_stopping_patience needs train.eval_every_steps")
+        if self.model.precision == "fp8" and self.method.kind != "lora":
+            raise ValueError("model.precision=fp8 keeps LoRA's frozen weights in fp8, which needs method.kind=lora")
         if self.method.kind in ("lora", "dora", "qlora") and self.model.init == "random":
             raise ValueError("model.init=random trains from scratch, which needs method.kind=full")
         return self

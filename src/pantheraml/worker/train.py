@@ -13,13 +13,13 @@ from torch import nn
 from pantheraml.base.errors import ModelError, OutOfMemoryError
 from pantheraml.base.events import Emit, EventWriter
 from pantheraml.data.dataset import TokenDataset
+from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
 from pantheraml.engine.step import Stepper
 from pantheraml.models.adapters import (
     apply_method,
     parameter_count,
-    quantisation,
     save_trained,
     trainable_parameters,
     trained_form,
@@ -55,6 +55,8 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
     model = build_model(config, plan, world, emit)
     world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
     stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision)
+    if plan.compile:
+        compile_layers(model)
     if stepper.loss_model.full_logits_reason:
         emit("notice", message=f"the loss needs full logits: {stepper.loss_model.full_logits_reason}")
     train_data, eval_data = open_data(run)
@@ -109,7 +111,7 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
         # Trained weights stay in float32 (autocast computes in bf16/fp16): bf16 cannot hold a small update.
         dtype=torch.float32 if full else DTYPES[plan.precision],
         device=world.device,
-        quantise=quantisation(config.method),
+        quantise=plan.frozen_weights,
         seed=config.train.seed,
     )
     if plan.activation_checkpointing == "full":
@@ -121,6 +123,7 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
         parameters=parameter_count(model),
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         precision=plan.precision,
+        frozen_weights=plan.frozen_weights,
         seconds=time.perf_counter() - begin,
     )
     return model

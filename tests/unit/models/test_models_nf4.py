@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.loader import load_model
-from pantheraml.models.quantise.nf4 import NF4Linear, dequantise_linears, nf4_levels, packed_buffers
+from pantheraml.models.quantise.nf4 import NF4Linear, dequantise_linears, nf4_levels
+from pantheraml.models.quantise.packed import packed_buffers
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 CPU = torch.device("cpu")

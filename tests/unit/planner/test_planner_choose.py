@@ -103,3 +103,21 @@ def test_backend_and_mode_are_honoured() -> None:
     assert choose(config(parallel={"backend": "gloo"}), machine(gpus=2)).backend == "gloo"
     assert choose(config(parallel={"mode": "none"}), machine(gpus=2)).world_size == 1
     assert choose(config(parallel={"mode": "distributed"}), machine(gpus=2)).world_size == 2
+
+
+def test_frozen_weights_follow_method_and_precision() -> None:
+    fp8 = config(model={"path": "m", "precision": "fp8"})
+    assert choose(config(), machine(gpus=1)).frozen_weights is None
+    assert choose(config(method={"kind": "qlora"}), machine(gpus=1)).frozen_weights == "nf4"
+    assert (choose(fp8, machine(gpus=1)).frozen_weights, choose(fp8, machine(gpus=1)).precision) == ("fp8", "bf16")
+    assert choose(fp8, machine()).frozen_weights == "fp8", "the reference runs anywhere"
+    with pytest.raises(DeviceError, match="compute capability"):
+        choose(fp8, machine(gpus=1, capability=(8, 0)))
+
+
+def test_layers_are_compiled_where_that_pays() -> None:
+    assert choose(config(), machine(gpus=1)).compile
+    assert not choose(config(), machine()).compile
+    assert not choose(config(data={"path": "d", "packing": False}), machine(gpus=1)).compile
+    assert choose(config(train={"compile": "on"}), machine()).compile
+    assert not choose(config(train={"compile": "off"}), machine(gpus=1)).compile

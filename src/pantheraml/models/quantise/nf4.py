@@ -153,16 +153,6 @@ def dequantise_linears(model: nn.Module, dtype: torch.dtype) -> int:
     return len(found)
 
 
-def packed_buffers(model: nn.Module) -> list[str]:
-    """Full names of the packed weights. They never change, so DDP must be told not to send them at every step."""
-    return [
-        f"{name}.{buffer}"
-        for name, layer in model.named_modules()
-        if isinstance(layer, NF4Linear)
-        for buffer, _ in layer.named_buffers(recurse=False)
-    ]
-
-
 class _PackedMatmul(torch.autograd.Function):
     """x @ W.T with W rebuilt on either way; what autograd keeps is the packed W alone (not even x: there is no dW)."""
 
