@@ -10,8 +10,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+# Processes that Python and torch.compile keep for the life of the interpreter.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
+
 # set by pytest itself and by torch when an optimizer is first imported
-IGNORED = ("PYTEST_", "TORCHINDUCTOR_")
+IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 
 
 def _children() -> set[int]:
@@ -22,7 +25,7 @@ def _children() -> set[int]:
             command = " ".join(child.cmdline())
         except psutil.Error:
             continue
-        if "multiprocessing.resource_tracker" not in command and "multiprocessing.forkserver" not in command:
+        if not any(helper in command for helper in HELPERS):
             found.add(child.pid)
     return found
 

@@ -19,6 +19,10 @@ from tests.e2e.conftest import Playground
 from tests.harness import make_plan, make_run, merged, train_here, values
 
 
+# torch.compile looks at tensors in ways that make torch warn; as errors, those warnings would stop it
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu")

@@ -45,7 +45,7 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     backend = _backend(config, device, choices)
     precision = _precision(config, device, gpus, choices)
     frozen = _frozen_weights(config, device, gpus, choices)
-    compiled = _compile(config, device, choices)
+    compiled = _compile(config, device, world_size, choices)
     micro_batch = _micro_batch(config, world_size, device, choices)
     threads = max(1, devices.cpu_count // world_size)
     choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {world_size} process(es)")
@@ -201,13 +201,16 @@ def _frozen_weights(
     return "fp8"
 
 
-def _compile(config: TrainConfig, device: str, choices: _Choices) -> bool:
+def _compile(config: TrainConfig, device: str, world_size: int, choices: _Choices) -> bool:
     asked = config.train.compile
     if asked != "auto":
         choices.asked("train.compile", asked)
         return asked == "on"
     if device == "cpu":
         choices.automatic("train.compile", False, "compiling pays on GPUs")
+        return False
+    if world_size > 1:
+        choices.automatic("train.compile", False, "compiled layers have not been measured under several processes")
         return False
     if not config.data.packing:
         choices.automatic("train.compile", False, "without packing every batch has another shape, and compiles anew")
