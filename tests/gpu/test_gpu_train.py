@@ -18,7 +18,6 @@ from tests import toy
 from tests.e2e.conftest import Playground
 from tests.harness import make_plan, make_run, merged, train_here, values
 
-
 # torch.compile looks at tensors in ways that make torch warn; as errors, those warnings would stop it
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
