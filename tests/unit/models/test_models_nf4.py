@@ -202,5 +202,5 @@ def test_merging_into_packed_weights_is_refused(tiny_model: Callable[..., Path])
     config = ModelConfig(path=str(tiny_model("llama")))
     base = load_model(config, dtype=torch.float32, device=CPU, quantise="nf4")
     model: Any = apply_method(base, MethodConfig(kind="qlora", rank=2), seed=0)
-    with pytest.raises(UnsupportedModelError, match="4-bit"):
+    with pytest.raises(UnsupportedModelError, match="nf4"):
         model.merge_and_unload()

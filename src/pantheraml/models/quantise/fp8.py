@@ -8,15 +8,14 @@ the columns that the weights keep free for it.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from pantheraml.base import log
-from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.kernels.fp8_lora import LORA_COLUMNS, FP8Weights, fp8_lora_linear, quantise_weight, write_lora_columns
+from pantheraml.models.quantise.lora import PackedLoraLinear
 
 logger = log.get(__name__)
 
@@ -61,12 +60,8 @@ class FP8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class FP8LoraLinear(LoraLinear):
+class FP8LoraLinear(PackedLoraLinear):
     """PEFT's LoRA layer over an FP8Linear: one product where it can, PEFT's own way where it must."""
-
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        # PEFT warns about layer types it does not know
-        return cast(int, module.in_features), cast(int, module.out_features)
 
     def why_not_fused(self) -> str | None:
         """Why this layer takes PEFT's plain path, or None if it is fused."""
@@ -104,15 +99,6 @@ class FP8LoraLinear(LoraLinear):
         name = self.active_adapters[0]
         base: FP8Linear = self.base_layer
         return base.with_adapter(x, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise UnsupportedModelError(
-            "An adapter cannot be merged into fp8 weights without loss.",
-            todo="Use `pantheraml export --merge`, which merges into the model's own weights.",
-        )
-
-    def unmerge(self) -> None:
-        raise UnsupportedModelError("An adapter over fp8 weights is never merged, so there is nothing to unmerge.")
 
 
 def quantise_linears_fp8(model: Any, *, device: torch.device | None = None) -> int:

@@ -16,11 +16,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models.quantise.lora import PackedLoraLinear
 
 BLOCK = 64
 SCALE_BLOCK = 256
@@ -119,21 +118,8 @@ class NF4Linear(nn.Module):
         return self.qweight, self.scale_code, self.scale_low, self.scale_step
 
 
-class NF4LoraLinear(LoraLinear):
-    """PEFT's LoRA layer over an NF4Linear. A merge would have to round again, so it is refused."""
-
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        # PEFT warns about layer types it does not know
-        return cast(int, module.in_features), cast(int, module.out_features)
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise UnsupportedModelError(
-            "An adapter cannot be merged into 4-bit weights without loss.",
-            todo="Use `pantheraml export --merge`, which merges into the dequantised weights.",
-        )
-
-    def unmerge(self) -> None:
-        raise UnsupportedModelError("An adapter over 4-bit weights is never merged, so there is nothing to unmerge.")
+class NF4LoraLinear(PackedLoraLinear):
+    """PEFT's LoRA layer over an NF4Linear."""
 
 
 def quantise_linears(model: Any, *, device: torch.device | None = None) -> int:
