@@ -113,7 +113,7 @@ class TrainSettings(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """full: recompute every layer's activations in the backward pass; less memory, about a third slower."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers with torch.compile; auto = on a single GPU, if batches have one shape (packing)."""
+    """Compile the model's layers with torch.compile; auto = for packed LoRA on a single GPU."""
     eval_every_steps: Positive | None = None
     """Steps between evaluations; None = only at the end (if there is evaluation data)."""
     early_stopping_patience: Positive | None = None

@@ -119,6 +119,8 @@ def test_layers_are_compiled_where_that_pays() -> None:
     assert choose(config(), machine(gpus=1)).compile
     assert not choose(config(), machine()).compile
     assert not choose(config(), machine(gpus=2)).compile
+    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).compile
+    assert not choose(config(train={"activation_checkpointing": "full"}), machine(gpus=1)).compile
     assert not choose(config(data={"path": "d", "packing": False}), machine(gpus=1)).compile
     assert choose(config(train={"compile": "on"}), machine()).compile
     assert not choose(config(train={"compile": "off"}), machine(gpus=1)).compile
