@@ -35,7 +35,6 @@ def make_plan(
     values = {
         "device": device,
         "device_ids": (0,) if device == "cuda" else (),
-        "mode": "none" if world == 1 else "distributed",
         "world_size": world,
         "backend": "gloo",
         "precision": "bf16" if precision == "fp8" else precision,

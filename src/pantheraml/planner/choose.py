@@ -41,7 +41,6 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
         raise ConfigError("parallel.device_ids names GPUs, but the run is on the CPU.", todo="Drop one of them.")
     gpus = _gpus(config, devices, choices) if device == "cuda" else ()
     world_size = _world_size(config, devices, gpus, device, choices)
-    mode: Literal["none", "distributed"] = "none" if world_size == 1 else "distributed"
     backend = _backend(config, device, choices)
     precision = _precision(config, device, gpus, choices)
     frozen = _frozen_weights(config, device, gpus, choices)
@@ -54,7 +53,6 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     return Plan(
         device=device,
         device_ids=tuple(gpu.index for gpu in gpus[:world_size]),
-        mode=mode,
         world_size=world_size,
         backend=backend,
         precision=precision,

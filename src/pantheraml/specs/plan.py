@@ -48,7 +48,6 @@ class Plan(Value):
     device: Literal["cpu", "cuda"]
     device_ids: tuple[int, ...]
     """GPU indices, one per local rank; empty on CPU."""
-    mode: Literal["none", "distributed"]
     world_size: int
     backend: Literal["nccl", "gloo"]
     precision: Literal["fp32", "bf16", "fp16"]

@@ -26,20 +26,14 @@ def config(**sections: Any) -> TrainConfig:
 
 def test_a_machine_without_gpus_trains_on_all_cores_in_one_process() -> None:
     plan = choose(config(), machine())
-    assert (plan.device, plan.world_size, plan.mode, plan.backend, plan.precision) == ("cpu", 1, "none", "gloo", "fp32")
+    assert (plan.device, plan.world_size, plan.backend, plan.precision) == ("cpu", 1, "gloo", "fp32")
     assert plan.threads_per_process == 8
     assert plan.reason("device") == "no driver"
 
 
 def test_gpus_get_a_process_each() -> None:
     plan = choose(config(), machine(gpus=4))
-    assert (plan.device, plan.world_size, plan.mode, plan.backend, plan.precision) == (
-        "cuda",
-        4,
-        "distributed",
-        "nccl",
-        "bf16",
-    )
+    assert (plan.device, plan.world_size, plan.backend, plan.precision) == ("cuda", 4, "nccl", "bf16")
     assert plan.device_ids == (0, 1, 2, 3)
 
 

@@ -42,10 +42,6 @@ class FP8Linear(nn.Module):
             self.register_buffer(f"lora_scale{suffix}", torch.ones((), device=weight.device), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as the forward pass sees it."""
-        return (self.qweight[:, : self.in_features].float() * self.scale.T).to(dtype)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.with_adapter(x, None, None, 1.0)
 
