@@ -1,34 +1,48 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from pantheraml.kernels.linear_cross_entropy import linear_cross_entropy, op, reference_linear_cross_entropy
+from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.linear_cross_entropy import (
+    fp8_linear_cross_entropy,
+    head,
+    linear_cross_entropy,
+    reference_linear_cross_entropy,
+)
+from pantheraml.kernels.quantise_rows import reference_quantise_rows
 
 
 def inputs(
-    dtype: torch.dtype, bias: bool = True
+    dtype: torch.dtype, bias: bool = True, masked: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 9, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(37, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     offset = torch.randn(37, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
     targets = torch.randint(0, 37, (2, 9), generator=generator)
-    targets[0, :4] = -100
+    targets[0, :masked] = -100
     return hidden, weight, targets, offset
 
 
 @pytest.fixture(params=[1, 37 * 4, 2**25], ids=["one token a chunk", "ragged chunks", "one chunk"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("masked", [0, 1, 4], ids=["all count", "nearly all count", "some count"])
+@pytest.mark.parametrize("told", [True, False], ids=["count told", "count found"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_loss_and_gradients_equal_the_reference(bias: bool) -> None:
-    ours, theirs = inputs(torch.float64, bias), inputs(torch.float64, bias)
-    (linear_cross_entropy(*ours) * 0.37).backward()
-    (reference_linear_cross_entropy(*theirs) * 0.37).backward()
+def test_loss_and_gradients_equal_the_reference(bias: bool, told: bool, masked: int) -> None:
+    ours, theirs = inputs(torch.float64, bias, masked), inputs(torch.float64, bias, masked)
+    loss = linear_cross_entropy(*ours, target_count=18 - masked if told else None)
+    expected = reference_linear_cross_entropy(*theirs)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    (loss * 0.37).backward()
+    (expected * 0.37).backward()
     for mine, reference in ((ours[0], theirs[0]), (ours[1], theirs[1]), (ours[3], theirs[3])):
         if mine is not None and reference is not None:
             torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-12, atol=1e-14)
@@ -85,7 +99,59 @@ def test_autocast_computes_in_its_dtype() -> None:
 
 def test_without_gradients_no_gradient_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets, _ = inputs(torch.float32, bias=False)
-    monkeypatch.setattr(torch, "mm", lambda *a, **k: pytest.fail("a product for the backward pass"))
-    monkeypatch.setattr(torch, "zeros_like", lambda *a, **k: pytest.fail("room for a weight gradient"))
+    expected = float(reference_linear_cross_entropy(hidden.detach(), weight.detach(), targets))
+    for name in ("empty_like", "zeros_like"):
+        monkeypatch.setattr(torch, name, lambda *a, **k: pytest.fail("room for a gradient"))
+    monkeypatch.setattr(head, "transposed", lambda *a: pytest.fail("a head for the backward pass"))
     with torch.no_grad():
-        assert not linear_cross_entropy(hidden, weight, targets).requires_grad
+        loss = linear_cross_entropy(hidden, weight, targets)
+        payload, scale = packed(weight)
+        narrow = fp8_linear_cross_entropy(hidden, payload, scale, targets)
+    assert not loss.requires_grad
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert float(narrow) == pytest.approx(expected, rel=2e-2)
+
+
+def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4m3, and the one scale of all."""
+    scale = weight.detach().abs().max() / 448
+    return (weight.detach() / scale).to(E4M3), scale
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("masked", [0, 1, 4], ids=["all count", "nearly all count", "some count"])
+@pytest.mark.parametrize("told", [True, False], ids=["count told", "count found"])
+def test_a_head_in_fp8(told: bool, masked: int) -> None:
+    hidden, weight, targets, _ = inputs(torch.float32, bias=False, masked=masked)
+    codes, scales = reference_quantise_rows(hidden.detach().flatten(0, 1))
+    theirs = (codes.float() * scales[:, None]).view_as(hidden).requires_grad_()
+    payload, scale = packed(weight)
+    loss = fp8_linear_cross_entropy(hidden, payload, scale, targets, 18 - masked if told else None)
+    expected = reference_linear_cross_entropy(theirs, payload.float() * scale, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    (loss * 0.37).backward()
+    (expected * 0.37).backward()
+    assert hidden.grad is not None
+    assert theirs.grad is not None
+    assert (hidden.grad - theirs.grad).norm() / theirs.grad.norm() < 0.03
+    assert not hidden.grad[0, :masked].any()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_all_chunks_share_one_piece_of_memory(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 37 * 4)
+    hidden, weight, targets, _ = inputs(torch.float32, bias=False)
+    seen: list[tuple[int, ...]] = []
+    plain = head.softmax
+
+    def watched(logits: torch.Tensor, *others: Any) -> None:
+        seen.append(tuple(t.data_ptr() for t in (logits, *others[2:]) if isinstance(t, torch.Tensor)))
+        plain(logits, *others)
+
+    monkeypatch.setattr(head, "softmax", watched)
+    if fp8:
+        fp8_linear_cross_entropy(hidden, *packed(weight), targets)
+    else:
+        linear_cross_entropy(hidden, weight.detach(), targets)
+    assert len(seen) == 4
+    assert len(set(seen)) == 1

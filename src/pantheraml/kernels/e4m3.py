@@ -1,0 +1,42 @@
+"""The number format that all fp8 ops share: e4m3 values with one float32 scale per row.
+
+Scales bring a row's largest magnitude to a quarter of e4m3's range. The format is a floating one, so that costs no
+precision, and it leaves the columns that an adapter adds to a row (see `lora_columns`) room to be larger.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""The largest e4m3 value; a cast of anything larger gives NaN, so values are clamped first."""
+LIMIT = LARGEST / 4
+"""Where a row's largest magnitude is put."""
+MOST_UNLIKE = 256.0
+"""How much smaller a row may be than another that has the same scale."""
+SMALLEST_SCALE = 1e-30
+"""Of rows that are zero."""
+
+
+def to_e4m3(values: Tensor) -> Tensor:
+    return values.clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def shared_scale(largest: Tensor) -> Tensor | None:
+    """One scale for rows of these largest magnitudes: a power of two, so that payloads of several layers can be brought
+    to a common one by changing their exponents. None if the rows are too unlike for one.
+
+    The format is a floating one, so a row that is 256 times smaller than the largest still has all bits of its mantissa
+    (values down to 2**-6 have, of 448).
+    """
+    high = largest.amax()
+    if bool((largest[largest > 0] < high / MOST_UNLIKE).any()):
+        return None
+    return torch.exp2(torch.ceil(torch.log2((high / LARGEST).clamp(min=SMALLEST_SCALE))))
+
+
+def row_scale(values: Tensor) -> Tensor:
+    """[rows] float32."""
+    return (values.abs().amax(dim=-1).float() / LIMIT).clamp(min=SMALLEST_SCALE)

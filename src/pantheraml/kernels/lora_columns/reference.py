@@ -1,0 +1,75 @@
+"""The definitions, in plain torch: also what runs on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pantheraml.kernels.e4m3 import LARGEST, to_e4m3
+
+
+def reference_write(
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    matrix_up: Tensor,
+    matrix_down: Tensor,
+    scales: Tensor | None,
+    factor_up: Tensor,
+    unit_down: Tensor,
+    unit_up: Tensor,
+) -> None:
+    scaled = up.float() * scaling
+    if scales is None:
+        matrix_up.copy_(scaled)
+        matrix_down.copy_(down)
+    else:
+        scaled = scaled / scales[:, None]
+        unit_up.copy_(scaled.abs().amax(dim=0).clamp(min=1e-30) / LARGEST)
+        unit_down.copy_(down.float().abs().amax(dim=1).clamp(min=1e-30) / LARGEST)
+        matrix_up.copy_(to_e4m3(scaled * (1 / unit_up)))
+        matrix_down.copy_(to_e4m3(down.float() * (1 / unit_down)[:, None]))
+    factor_up.copy_(matrix_up.T)
+
+
+def reference_project(payload: Tensor, factor: Tensor, segments: Tensor, out: Tensor) -> None:
+    out.zero_()
+    for start, width, column, rank in segments.tolist():
+        span = slice(start, start + width)
+        out[0, :, column : column + rank] = payload[:, span].float() @ factor[:rank, span].float().T
+
+
+def reference_place(
+    raw: Tensor,
+    own_units: Tensor,
+    other_units: Tensor,
+    payload: Tensor,
+    width: int,
+    scales: Tensor | None,
+    middle: Tensor,
+    factor: float = 1.0,
+) -> None:
+    total = raw.sum(dim=0)
+    ranks = total.shape[1]
+    payload[:, width:] = torch.zeros((), dtype=payload.dtype)
+    if scales is None:
+        middle.copy_(total)
+        payload[:, width : width + ranks] = total.to(payload.dtype)
+        return
+    total = total * own_units[:ranks]
+    middle.copy_(total * (scales * factor)[:, None])
+    values = total * other_units[:ranks]
+    excess = values.abs().amax(dim=1) / LARGEST
+    move = torch.where(excess > 1, torch.exp2(excess.clamp(min=1e-30).log2().ceil()), 1.0)
+    payload[:, :width] = to_e4m3(payload[:, :width].float() / move[:, None])
+    payload[:, width : width + ranks] = to_e4m3(values / move[:, None])
+    scales.mul_(move)
+
+
+def reference_gradient(
+    middle: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Tensor, divisors: Tensor | None, out: Tensor
+) -> None:
+    left = middle.float() if row_scales is None else middle.float() * row_scales[:, None]
+    for start, end, column, rank in blocks.tolist():
+        total = left[:, column : column + rank].T @ payload[:, start:end].float()
+        out[:rank, start:end] = total if divisors is None else total / divisors[start:end]

@@ -1,0 +1,306 @@
+"""Small, memory-bound kernels: every one reads its wide operand once. One launch serves all layers that share it.
+
+Where a kernel looks up where to begin and end, it is told that these are multiples of 16 (as they are: see `DIVISOR` in
+op.py). Without that every byte is loaded by itself, and the kernel takes twice as long.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pantheraml.kernels.triton_support import DOT, INTERPRETED, LARGEST, block_of, ceil_div, launch, to_e4m3
+
+_DOWN_TILE, _UP_TILE = 1024, 64
+_PROJECT_ROWS, _PROJECT_STEP = 128, 128
+_PLACE_ROWS, _PLACE_CHUNK = 32, 512
+BLOCK = 128
+"""Columns of one program of `gradient`."""
+_GRADIENT_STEP, _GATHER_WIDTH = 64, 32
+
+
+@triton.jit
+def _load_down(down, j, k, rank, width):
+    live = (j[:, None] < rank) & (k[None, :] < width)
+    return tl.load(down + j[:, None] * width + k[None, :], mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_up(up, scales, n, j, rank, height, scaling, QUANTISED: tl.constexpr):
+    live = (n[:, None] < height) & (j[None, :] < rank)
+    values = tl.load(up + n[:, None] * rank + j[None, :], mask=live, other=0.0).to(tl.float32) * scaling
+    if QUANTISED:
+        values /= tl.load(scales + n, mask=n < height, other=1.0)[:, None]
+    return values
+
+
+@triton.jit
+def _largest(
+    pointers, numbers, scalings, bits,
+    PARAMETER: tl.constexpr, RANK: tl.constexpr, DOWN: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitude of each row of A and each column of scaled B, as the bits of non-negative floats."""
+    adapter = tl.program_id(0)
+    tile = tl.program_id(1)
+    numbers += adapter * 6
+    rank, width, height = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    bits += adapter * 2 * RANK
+    j = tl.arange(0, RANK)
+    down_tiles = tl.cdiv(width, DOWN)
+    if tile < down_tiles:
+        down = tl.load(pointers + adapter * 8).to(tl.pointer_type(PARAMETER))
+        k = tile * DOWN + tl.arange(0, DOWN)
+        found = tl.max(tl.abs(_load_down(down, j, k, rank, width)), 1)
+        tl.atomic_max(bits + RANK + j, found.to(tl.int32, bitcast=True), mask=j < rank)
+    elif (tile - down_tiles) * UP < height:
+        up = tl.load(pointers + adapter * 8 + 1).to(tl.pointer_type(PARAMETER))
+        scales = tl.load(pointers + adapter * 8 + 2).to(tl.pointer_type(tl.float32))
+        n = (tile - down_tiles) * UP + tl.arange(0, UP)
+        found_up = tl.max(tl.abs(_load_up(up, scales, n, j, rank, height, tl.load(scalings + adapter), True)), 0)
+        tl.atomic_max(bits + j, found_up.to(tl.int32, bitcast=True), mask=j < rank)
+
+
+@triton.jit
+def _write(
+    pointers, numbers, scalings, bits,
+    PARAMETER: tl.constexpr, ELEMENT: tl.constexpr, RANK: tl.constexpr, DOWN: tl.constexpr, UP: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):  # fmt: skip
+    adapter = tl.program_id(0)
+    tile = tl.program_id(1)
+    numbers += adapter * 6
+    rank, width, height = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    bits += adapter * 2 * RANK
+    pointers += adapter * 8
+    j = tl.arange(0, RANK)
+    down_tiles = tl.cdiv(width, DOWN)
+    if tile < down_tiles:
+        down = tl.load(pointers).to(tl.pointer_type(PARAMETER))
+        k = tile * DOWN + tl.arange(0, DOWN)
+        a = _load_down(down, j, k, rank, width)
+        matrix_down = tl.load(pointers + 4).to(tl.pointer_type(ELEMENT))
+        to_down = matrix_down + j[:, None].to(tl.int64) * tl.load(numbers + 4) + k[None, :]
+        a_live = (j[:, None] < rank) & (k[None, :] < width)
+        if QUANTISED:
+            a_found = tl.load(bits + RANK + j, mask=j < rank, other=0).to(tl.float32, bitcast=True)
+            a_unit = tl.maximum(a_found, 1e-30) / LARGEST
+            unit_down = tl.load(pointers + 6).to(tl.pointer_type(tl.float32))
+            tl.store(unit_down + j, a_unit, mask=(j < rank) & (tile == 0))
+            tl.store(to_down, to_e4m3(a * (1.0 / a_unit)[:, None]), mask=a_live)
+        else:
+            tl.store(to_down, a.to(ELEMENT), mask=a_live)
+    elif (tile - down_tiles) * UP < height:
+        up = tl.load(pointers + 1).to(tl.pointer_type(PARAMETER))
+        scales = tl.load(pointers + 2).to(tl.pointer_type(tl.float32))
+        n = (tile - down_tiles) * UP + tl.arange(0, UP)
+        b = _load_up(up, scales, n, j, rank, height, tl.load(scalings + adapter), QUANTISED)
+        matrix_up = tl.load(pointers + 3).to(tl.pointer_type(ELEMENT))
+        factor_up = tl.load(pointers + 5).to(tl.pointer_type(ELEMENT))
+        to_up = matrix_up + n[:, None].to(tl.int64) * tl.load(numbers + 3) + j[None, :]
+        to_factor = factor_up + j[None, :].to(tl.int64) * tl.load(numbers + 5) + n[:, None]
+        b_live = (n[:, None] < height) & (j[None, :] < rank)
+        if QUANTISED:
+            b_found = tl.load(bits + j, mask=j < rank, other=0).to(tl.float32, bitcast=True)
+            b_unit = tl.maximum(b_found, 1e-30) / LARGEST
+            unit_up = tl.load(pointers + 7).to(tl.pointer_type(tl.float32))
+            tl.store(unit_up + j, b_unit, mask=(j < rank) & (tile == down_tiles))
+            quantised = to_e4m3(b * (1.0 / b_unit)[None, :])
+            tl.store(to_up, quantised, mask=b_live)
+            tl.store(to_factor, quantised, mask=b_live)
+        else:
+            tl.store(to_up, b.to(ELEMENT), mask=b_live)
+            tl.store(to_factor, b.to(ELEMENT), mask=b_live)
+
+
+@triton.jit
+def _project(
+    payload, payload_stride, factor, factor_stride, segments, out, rows, ranks, splits,
+    RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """For segment (start, width, column, rank): out[split, :, column:] = payload @ factor transposed, over the split's
+    share of the segment's width."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    segment = segments + tl.program_id(2) * 4
+    start = tl.multiple_of(tl.load(segment), 16)
+    width = tl.multiple_of(tl.load(segment + 1), 16)
+    column, rank = tl.load(segment + 2), tl.load(segment + 3)
+    j = tl.arange(0, RANK)
+    share = tl.cdiv(tl.cdiv(width, splits), STEP) * STEP
+    begin = split * share
+    end = tl.minimum(begin + share, width)
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    at = payload + m[:, None].to(tl.int64) * payload_stride + start
+    of = factor + j[:, None].to(tl.int64) * factor_stride + start
+    for first in range(begin, end, STEP):
+        k = first + tl.arange(0, STEP)
+        x = tl.load(at + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < end), other=0.0)
+        f = tl.load(of + k[None, :], mask=(j[:, None] < rank) & (k[None, :] < end), other=0.0)
+        if INTERPRETED:
+            total = tl.dot(x.to(tl.float32), tl.trans(f.to(tl.float32)), total)
+        else:
+            total = tl.dot(x, tl.trans(f), total)
+    to = out + (split * rows + m[:, None]).to(tl.int64) * ranks + column + j[None, :]
+    tl.store(to, total, mask=(m[:, None] < rows) & (j[None, :] < rank))
+
+
+@triton.jit
+def _place(
+    raw, splits, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room, factor,
+    QUANTISED: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sums the splits, keeps the sums in real units in `middle`, and writes the columns behind the payload."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, RANKS)
+    live = (m[:, None] < rows) & (j[None, :] < ranks)
+    total = tl.zeros((ROWS, RANKS), tl.float32)
+    for split in range(splits):
+        total += tl.load(raw + (split * rows + m[:, None]).to(tl.int64) * ranks + j[None, :], mask=live, other=0.0)
+    at = payload + m[:, None].to(tl.int64) * payload_stride
+    to_middle = middle + m[:, None] * ranks + j[None, :]
+    there = (m[:, None] < rows) & (j[None, :] < room)
+    if QUANTISED:
+        scale = tl.load(scales + m, mask=m < rows, other=1.0)
+        total *= tl.load(own_units + j, mask=j < ranks, other=0.0)[None, :]
+        tl.store(to_middle, (total * (scale * factor)[:, None]).to(middle.dtype.element_ty), mask=live)
+        values = total * tl.load(other_units + j, mask=j < ranks, other=0.0)[None, :]
+        # Where a column is beyond e4m3, the whole row moves to a scale at which it is not: a power of two, so that
+        # what was quantised already only changes its exponent.
+        excess = tl.max(tl.abs(values), 1) / LARGEST
+        move = tl.where(excess > 1.0, tl.exp2(tl.ceil(tl.log2(tl.maximum(excess, 1e-30)))), 1.0)
+        if tl.max(move, 0) > 1.0:
+            for start in range(0, width, CHUNK):
+                k = start + tl.arange(0, CHUNK)
+                moved = (m[:, None] < rows) & (k[None, :] < width) & (move[:, None] > 1.0)
+                old = tl.load(at + k[None, :], mask=moved, other=0.0).to(tl.float32)
+                tl.store(at + k[None, :], to_e4m3(old / move[:, None]), mask=moved)
+            tl.store(scales + m, scale * move, mask=m < rows)
+        tl.store(at + width + j[None, :], to_e4m3(values / move[:, None]), mask=there)
+    else:
+        tl.store(to_middle, total.to(middle.dtype.element_ty), mask=live)
+        tl.store(at + width + j[None, :], total.to(payload.dtype.element_ty), mask=there)
+    zeros = tl.zeros((ROWS, RANKS), tl.float32)
+    for start in range(RANKS, room, RANKS):
+        rest = (m[:, None] < rows) & (start + j[None, :] < room)
+        tl.store(at + width + start + j[None, :], zeros.to(payload.dtype.element_ty), mask=rest)
+
+
+@triton.jit
+def _gradient(
+    middle, ranks, row_scales, payload, payload_stride, blocks, parts, rows, width, share,
+    SCALED: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """For block (start, end, column, rank): parts[split, :, start:end] = (middle * row_scales)[:, column:] transposed @
+    payload[:, start:end], over the split's share of the rows."""
+    block = blocks + tl.program_id(0) * 4
+    end_column = tl.multiple_of(tl.load(block + 1), 16)
+    column, rank = tl.load(block + 2), tl.load(block + 3)
+    w = tl.multiple_of(tl.load(block), 16) + tl.arange(0, WIDTH)
+    split = tl.program_id(1)
+    j = tl.arange(0, RANK)
+    begin = split * share
+    end = tl.minimum(begin + share, rows)
+    total = tl.zeros((RANK, WIDTH), tl.float32)
+    of = middle + column + j[:, None]
+    for first in range(begin, end, STEP):
+        m = first + tl.arange(0, STEP)
+        p = tl.load(of + m[None, :].to(tl.int64) * ranks, mask=(j[:, None] < rank) & (m[None, :] < end), other=0.0)
+        if SCALED:
+            p = p.to(tl.float32) * tl.load(row_scales + m, mask=m < end, other=0.0)[None, :]
+        at = payload + m[:, None].to(tl.int64) * payload_stride + w[None, :]
+        x = tl.load(at, mask=(m[:, None] < end) & (w[None, :] < end_column), other=0.0)
+        total = tl.dot(p.to(DOT), x.to(DOT), total)
+    to = parts + (split * RANK + j[:, None]).to(tl.int64) * width + w[None, :]
+    tl.store(to, total, mask=(j[:, None] < rank) & (w[None, :] < end_column))
+
+
+@triton.jit
+def _gather(
+    parts, splits, divisors, blocks, out, out_row, out_column, width,
+    SCALED: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """out[j, w] (by its strides) = the sum of the parts, over the divisor of w."""
+    block = blocks + tl.program_id(0) * 4
+    end_column = tl.multiple_of(tl.load(block + 1), 16)
+    rank = tl.load(block + 3)
+    w = tl.multiple_of(tl.load(block), 16) + tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    j = tl.arange(0, RANK)
+    live = (j[:, None] < rank) & (w[None, :] < end_column)
+    total = tl.zeros((RANK, WIDTH), tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + (split * RANK + j[:, None]).to(tl.int64) * width + w[None, :], mask=live, other=0.0)
+    if SCALED:
+        total /= tl.load(divisors + w, mask=w < end_column, other=1.0)[None, :]
+    tl.store(out + j[:, None] * out_row + w[None, :] * out_column, total.to(out.dtype.element_ty), mask=live)
+
+
+def _ranks(rank: int) -> int:
+    return max(16, block_of(rank))  # what the tensor cores take at least
+
+
+_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv}
+
+
+def write(
+    pointers: Tensor, numbers: Tensor, scalings: Tensor, rank: int, tiles: int, parameter: torch.dtype,
+    element: torch.dtype,
+) -> None:  # fmt: skip
+    count, quantised = pointers.shape[0], element == torch.float8_e4m3fn
+    bits = torch.zeros(count, 2, block_of(rank), dtype=torch.int32, device=pointers.device)
+    shape = {"RANK": block_of(rank), "DOWN": _DOWN_TILE, "UP": _UP_TILE}
+    kinds = {"PARAMETER": _ELEMENTS[parameter]}
+    if quantised:
+        launch(_largest, (count, tiles), pointers, numbers, scalings, bits, **kinds, **shape)
+    kinds["ELEMENT"] = _ELEMENTS[element]
+    launch(_write, (count, tiles), pointers, numbers, scalings, bits, **kinds, **shape, QUANTISED=quantised)
+
+
+def tiles(width: int, height: int) -> int:
+    """Programs that `write` needs for one adapter."""
+    return int(ceil_div(width, _DOWN_TILE) + ceil_div(height, _UP_TILE))
+
+
+def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
+    splits, rows, ranks = out.shape
+    launch(
+        _project, (ceil_div(rows, _PROJECT_ROWS), splits, segments.shape[0]),
+        payload, payload.stride(0), factor, factor.stride(0), segments, out, rows, ranks, splits,
+        RANK=_ranks(rank), ROWS=_PROJECT_ROWS, STEP=_PROJECT_STEP, num_warps=4, num_stages=4,
+    )  # fmt: skip
+
+
+def place(
+    raw: Tensor, own_units: Tensor, other_units: Tensor, payload: Tensor, width: int, scales: Tensor | None,
+    middle: Tensor, factor: float,
+) -> None:  # fmt: skip
+    splits, rows, ranks = raw.shape
+    launch(
+        _place, (ceil_div(rows, _PLACE_ROWS),),
+        raw, splits, ranks, own_units, other_units, payload, payload.stride(0), scales, middle, rows, width,
+        payload.shape[1] - width, factor,
+        QUANTISED=scales is not None, RANKS=_ranks(ranks), ROWS=_PLACE_ROWS, CHUNK=_PLACE_CHUNK,
+    )  # fmt: skip
+
+
+def gradient(
+    middle: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Tensor, rank: int, divisors: Tensor | None,
+    out: Tensor,
+) -> None:  # fmt: skip
+    rows, ranks = middle.shape
+    width, count = out.shape[1], blocks.shape[0]
+    splits = max(1, min(16, 1056 // count, rows // 256))
+    share = ceil_div(ceil_div(rows, splits), _GRADIENT_STEP) * _GRADIENT_STEP
+    padded = _ranks(rank)
+    parts = torch.empty(splits, padded, width, dtype=torch.float32, device=out.device)
+    launch(
+        _gradient, (count, splits),
+        middle, ranks, row_scales, payload, payload.stride(0), blocks, parts, rows, width, share,
+        SCALED=row_scales is not None, RANK=padded, WIDTH=BLOCK, STEP=_GRADIENT_STEP, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    launch(
+        _gather, (count, BLOCK // _GATHER_WIDTH),
+        parts, splits, divisors, blocks, out, out.stride(0), out.stride(1), width,
+        SCALED=divisors is not None, RANK=padded, WIDTH=_GATHER_WIDTH,
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""One program a row; rows too wide for the registers are read twice (the second time from the cache)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pantheraml.kernels.triton_support import LIMIT, SMALLEST_SCALE, block_of, launch, row_warps, to_e4m3
+
+_WIDEST = 16384
+
+
+@triton.jit
+def _values(x, multiplier, at, columns, SCALED: tl.constexpr):
+    values = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32)
+    if SCALED:
+        values *= tl.load(multiplier + at, mask=at < columns, other=0.0)
+    return values
+
+
+@triton.jit
+def _quantise(
+    x, x_stride, multiplier, out, out_stride, scales, columns,
+    SCALED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    out += row * out_stride
+    at = tl.arange(0, BLOCK)
+    values = _values(x, multiplier, at, columns, SCALED)
+    largest = tl.abs(values)
+    if not WHOLE:
+        for start in range(BLOCK, columns, BLOCK):
+            largest = tl.maximum(largest, tl.abs(_values(x, multiplier, start + at, columns, SCALED)))
+    scale = tl.maximum(tl.max(largest, 0) / LIMIT, SMALLEST_SCALE)
+    tl.store(scales + row, scale)
+    inverse = 1.0 / scale
+    tl.store(out + at, to_e4m3(values * inverse), mask=at < columns)
+    if not WHOLE:
+        for start in range(BLOCK, columns, BLOCK):
+            values = _values(x, multiplier, start + at, columns, SCALED)
+            tl.store(out + start + at, to_e4m3(values * inverse), mask=start + at < columns)
+
+
+def quantise(x: Tensor, multiplier: Tensor | None, out: Tensor, scales: Tensor) -> None:
+    rows, columns = x.shape
+    block = min(block_of(columns), _WIDEST)
+    launch(
+        _quantise, (rows,),
+        x, x.stride(0), multiplier, out, out.stride(0), scales, columns,
+        SCALED=multiplier is not None, WHOLE=block >= columns, BLOCK=block, num_warps=row_warps(block),
+    )  # fmt: skip

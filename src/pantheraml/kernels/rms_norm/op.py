@@ -1,0 +1,74 @@
+"""RMS normalisation that ends where the next product begins: the rows leave in e4m3, with room for adapter columns.
+
+The residual sum before it and the residual gradient after it ride along, so neither takes a pass of its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pantheraml.kernels.dispatch import runs_triton
+from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.quantise_rows.reference import reference_quantise_rows
+from pantheraml.kernels.rms_norm.reference import reference_rms_norm, reference_rms_norm_backward
+
+
+class Normed(NamedTuple):
+    payload: Tensor
+    """[rows, columns + room]; the room is not written."""
+    scales: Tensor | None
+    """Of e4m3 rows."""
+    inverse: Tensor
+    """Inverse root mean square of each row, for the backward pass."""
+    total: Tensor
+    """What was normalised: x, or x + delta."""
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    delta: Tensor | None = None,
+    room: int = 0,
+    plus_one: bool = False,
+    quantise: bool = True,
+) -> Normed:
+    """Rows of x (+ delta), normalised and times `weight` (or 1 + weight), as e4m3 or in x's dtype."""
+    rows, columns = x.shape
+    out = torch.empty(rows, columns + room, dtype=E4M3 if quantise else x.dtype, device=x.device)
+    if not runs_triton(x):
+        total = x if delta is None else x + delta
+        normal, inverse = reference_rms_norm(total, weight, epsilon, plus_one=plus_one)
+        scales = None
+        if quantise:
+            out[:, :columns], scales = reference_quantise_rows(normal)
+        else:
+            out[:, :columns] = normal
+        return Normed(out, scales, inverse, total)
+    from pantheraml.kernels.rms_norm import triton_kernel
+
+    x = x.contiguous()
+    summed = None if delta is None else torch.empty_like(x)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device) if quantise else None
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    delta = None if delta is None else delta.contiguous()
+    triton_kernel.forward(x, delta, summed, weight, out, scales, inverse, epsilon, plus_one)
+    return Normed(out, scales, inverse, x if summed is None else summed)
+
+
+def rms_norm_backward(
+    g: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, *, plus_one: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """dx from the gradient of the normalised rows (+ `residual`, the gradient that x has besides). `weight` stays."""
+    if not runs_triton(x):
+        return reference_rms_norm_backward(g, x, weight, inverse, plus_one=plus_one, residual=residual)
+    from pantheraml.kernels.rms_norm import triton_kernel
+
+    out = torch.empty_like(x)
+    residual = None if residual is None else residual.contiguous()
+    triton_kernel.backward(g.contiguous(), x, weight, inverse, residual, out, plus_one)
+    return out

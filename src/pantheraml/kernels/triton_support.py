@@ -1,0 +1,82 @@
+"""What the Triton kernels share. Imported only where Triton is about to run: on a GPU, or in its interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# The interpreter multiplies bf16 matrices as if they were integers (triton 3.6 to 3.9), so there it gets float32.
+DOT: Any = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
+LARGEST = tl.constexpr(448.0)
+LIMIT = tl.constexpr(112.0)
+SMALLEST_SCALE = tl.constexpr(1e-30)
+
+
+@triton.jit
+def to_e4m3(values):
+    """Float32 to e4m3, round to nearest even, clamped."""
+    values = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+    if INTERPRETED:
+        # The interpreter's cast loses the carry from mantissa to exponent, so it gets values that need no rounding.
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+        magic = 24576.0  # 1.5 * 2**14: adding it leaves multiples of 2**-9, e4m3's smallest step
+        values = tl.where(tl.abs(values) < 0.015625, (values + magic) - magic, rounded.to(tl.float32, bitcast=True))
+    return values.to(tl.float8e4nv)
+
+
+def block_of(columns: int) -> int:
+    """The power of two that holds a whole row."""
+    return 1 << (columns - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """As `triton.cdiv`, which takes microseconds on the host."""
+    return -(-a // b)
+
+
+def row_warps(block: int) -> int:
+    """Warps for one row: about 16 values a thread."""
+    return max(1, min(16, block // 512))
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
+) -> None:
+    """Run `kernel` over `grid`; `constants` are its constexpr parameters, in the order in which it names them.
+
+    Triton looks every argument over at every launch, which takes longer than most of these kernels run (40 us and more
+    on the CPU of a GPU server, some 80 launches a layer). What it finds depends on types, integers and alignments
+    alone, so for those it is asked once.
+    """
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    if INTERPRETED:
+        kernel[grid](*arguments, **constants)
+        return
+    # by identity: a kernel's own hash is that of its source
+    key = (
+        id(kernel),
+        arguments[0].device,
+        num_warps,
+        *constants.values(),
+        *[_kind(argument) for argument in arguments],
+    )
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = kernel[grid](*arguments, **constants, **options)
+        return
+    compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
+
+
+def _kind(argument: Any) -> Any:
+    """All that Triton's specialisation can depend on."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() & 15
+    return float if isinstance(argument, float) else argument

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pantheraml.kernels.gated_activation import (
+    gated_activation,
+    gated_activation_backward,
+    reference_gated,
+    reference_gated_backward,
+    triton_kernel,
+)
+from pantheraml.kernels.quantise_rows import reference_quantise_rows
+from tests.interpreter.comparison import assert_close, assert_same_rows
+
+ROWS, COLUMNS = 7, 200
+BOTH = (False, True)
+
+# The infinity is meant: it makes a sigmoid of 0, on a GPU too, only that nobody there speaks of it.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.fixture(params=["whole", "chunks"], autouse=True)
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in one block, or in four, the last of them not full."""
+    if request.param == "chunks":
+        monkeypatch.setattr(triton_kernel, "_WHOLE", 128)
+        monkeypatch.setattr(triton_kernel, "_CHUNK", 64)
+
+
+def pair() -> torch.Tensor:
+    """Gates from where the activation is nought to where it is the identity."""
+    return torch.randn(ROWS, 2 * COLUMNS) * torch.tensor([0.01, 0.1, 1, 1, 3, 10, 30])[:, None]
+
+
+def check_forward(*, gelu: bool, quantise: bool, shift: float = 0.0) -> None:
+    values = pair()
+    found = gated_activation(values + shift, room=64, gelu=gelu, quantise=quantise)
+    wanted = reference_gated(values, gelu=gelu)
+    assert found.payload.shape == (ROWS, COLUMNS + 64)
+    if quantise:
+        assert found.scales is not None
+        assert_same_rows(found.payload[:, :COLUMNS], found.scales, *reference_quantise_rows(wanted))
+    else:
+        assert_close(found.payload[:, :COLUMNS], wanted)
+
+
+@pytest.mark.parametrize(("gelu", "quantise"), itertools.product(BOTH, BOTH))
+def test_forward(gelu: bool, quantise: bool) -> None:
+    check_forward(gelu=gelu, quantise=quantise)
+
+
+def check_backward(*, gelu: bool, quantise: bool, scaled: bool = False, shift: float = 0.0) -> None:
+    values, g = pair(), torch.randn(ROWS, COLUMNS)
+    multiplier = torch.rand(2 * COLUMNS) if scaled else None
+    rooms = (32, 64)
+    found = gated_activation_backward(
+        g, values + shift, multiplier=multiplier, rooms=rooms, gelu=gelu, quantise=quantise
+    )
+    wanted = reference_gated(values, gelu=gelu), reference_gated_backward(g, values, gelu=gelu)
+    multipliers = (None, multiplier)
+    for ours, theirs, room, factor in zip(found, wanted, rooms, multipliers, strict=True):
+        width = theirs.shape[1]
+        assert ours.payload.shape == (ROWS, width + room)
+        if quantise:
+            assert ours.scales is not None
+            assert_same_rows(ours.payload[:, :width], ours.scales, *reference_quantise_rows(theirs, factor))
+        else:
+            assert_close(ours.payload[:, :width], theirs)
+
+
+@pytest.mark.parametrize("gelu", BOTH)
+@pytest.mark.parametrize(("quantise", "scaled"), [(True, True), (True, False), (False, False)])
+def test_backward(gelu: bool, quantise: bool, scaled: bool) -> None:
+    check_backward(gelu=gelu, quantise=quantise, scaled=scaled)
+
+
+@pytest.mark.parametrize(("gelu", "quantise"), itertools.product(BOTH, BOTH))
+def test_a_small_error_would_show(gelu: bool, quantise: bool) -> None:
+    for check in (check_forward, check_backward):
+        torch.manual_seed(0)
+        with pytest.raises(AssertionError):
+            check(gelu=gelu, quantise=quantise, shift=1e-4)

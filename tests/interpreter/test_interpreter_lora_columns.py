@@ -1,0 +1,270 @@
+"""A merged layer of three, as fused products have it: different heights, ranks and scalings, one without adapter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from pantheraml.kernels.e4m3 import E4M3, LARGEST
+from pantheraml.kernels.lora_columns import (
+    Adapter,
+    AdapterPlaces,
+    AdapterTable,
+    adapter_gradient,
+    blocks_of,
+    place_columns,
+    project,
+    segments_of,
+    triton_kernel,
+)
+from pantheraml.kernels.lora_columns.reference import (
+    reference_gradient,
+    reference_place,
+    reference_project,
+    reference_write,
+)
+from pantheraml.kernels.quantise_rows import reference_quantise_rows
+from tests.interpreter.comparison import ULPS, assert_close, assert_same_codes
+
+CPU = torch.device("cpu")
+WIDTH, ROOM, ROWS = 160, 128, 37
+HEIGHTS, RANKS, SCALINGS = (48, 32, 80), (8, 0, 5), (2.0, 0.0, 0.5)
+HEIGHT, ALL_RANKS, RANK = sum(HEIGHTS), sum(RANKS), max(RANKS)
+STARTS, COLUMNS = (0, 48, 80), (0, 8, 8)
+PIECES = [
+    (start, height, column, rank)
+    for start, height, column, rank in zip(STARTS, HEIGHTS, COLUMNS, RANKS, strict=True)
+    if rank
+]
+WHOLE = [(0, WIDTH, 0, ALL_RANKS)]
+
+
+class Written(NamedTuple):
+    """What writing adapters changes."""
+
+    matrix: Tensor
+    up: Tensor
+    unit_down: Tensor
+    unit_up: Tensor
+
+
+def parameters() -> list[tuple[Tensor, Tensor]]:
+    """A and B of each adapter; one row of A is nought, as a column of B is at the start of training."""
+    found = [(0.1 * torch.randn(rank, WIDTH), 0.05 * torch.randn(height, rank)) for _, height, _, rank in PIECES]
+    found[0][0][3] = 0
+    found[1][1][:, 2] = 0
+    return found
+
+
+def table(values: list[tuple[Tensor, Tensor]], scales: Tensor | None) -> tuple[Written, list[Adapter]]:
+    dtype = torch.float32 if scales is None else E4M3
+    matrix = torch.zeros(HEIGHT + ROOM, WIDTH + ROOM).to(dtype)
+    written = Written(matrix, torch.zeros(RANK, HEIGHT).to(dtype), *torch.zeros(2, ROOM))
+    adapters = []
+    scalings = [scaling for scaling, rank in zip(SCALINGS, RANKS, strict=True) if rank]
+    for (start, height, column, rank), (down, up), scaling in zip(PIECES, values, scalings, strict=True):
+        rows, ranks = slice(start, start + height), slice(column, column + rank)
+        places = AdapterPlaces(
+            matrix_up=matrix[rows, WIDTH + column : WIDTH + column + rank],
+            matrix_down=matrix[HEIGHT + column : HEIGHT + column + rank, :WIDTH],
+            scales=None if scales is None else scales[rows],
+            factor_up=written.up[:rank, rows],
+            unit_down=written.unit_down[ranks],
+            unit_up=written.unit_up[ranks],
+        )
+        adapters.append(Adapter(down, up, scaling, places))
+    return written, adapters
+
+
+def check_write(*, quantised: bool, error: float = 0.0) -> None:
+    values = parameters()
+    scales = torch.rand(HEIGHT) + 0.5 if quantised else None
+    ours, adapters = table([(down + error, up) for down, up in values], scales)
+    AdapterTable(adapters).write()
+    theirs, adapters = table(values, scales)
+    for down, up, scaling, places in adapters:
+        reference_write(down, up, scaling, *places)
+    if quantised:
+        assert_same_codes(ours.matrix, theirs.matrix)
+        assert torch.equal(ours.up[:, :48].float(), ours.matrix[:48, WIDTH : WIDTH + 8].float().T)
+        assert_same_codes(ours.up, theirs.up)
+        torch.testing.assert_close(ours.unit_down, theirs.unit_down, rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours.unit_up, theirs.unit_up, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(ours.matrix, theirs.matrix)
+        assert torch.equal(ours.up, theirs.up)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("tiles", [(1024, 64), (64, 16)])
+def test_write(quantised: bool, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_DOWN_TILE", tiles[0])
+    monkeypatch.setattr(triton_kernel, "_UP_TILE", tiles[1])
+    check_write(quantised=quantised)
+
+
+def test_a_second_write_forgets_the_first() -> None:
+    values, scales = parameters(), torch.rand(HEIGHT) + 0.5
+    ours, adapters = table(values, scales)
+    both = AdapterTable(adapters)
+    both.write()
+    for down, up in values:
+        down.mul_(0.01)
+        up.mul_(0.01)
+    both.write()
+    again, adapters = table(values, scales)
+    AdapterTable(adapters).write()
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, again, strict=True))
+
+
+def rows_of(width: int, *, quantised: bool) -> tuple[Tensor, Tensor | None]:
+    if not quantised:
+        return torch.randn(ROWS, width + ROOM), None
+    payload = torch.zeros(ROWS, width + ROOM).to(E4M3)
+    payload[:, :width], scales = reference_quantise_rows(torch.randn(ROWS, width) * torch.rand(ROWS, 1))
+    return payload, scales
+
+
+def factor_of(rank: int, width: int, *, quantised: bool) -> Tensor:
+    return (50 * torch.randn(rank, width)).to(E4M3) if quantised else torch.randn(rank, width)
+
+
+def check_project(*, quantised: bool, back: bool, splits: int) -> Tensor:
+    """Forward: all columns from the whole row. Back: each layer's columns from its part of the row."""
+    width, spans, rank = (HEIGHT, PIECES, RANK) if back else (WIDTH, WHOLE, ALL_RANKS)
+    payload, _ = rows_of(width, quantised=quantised)
+    factor = factor_of(rank, width, quantised=quantised)
+    segments = segments_of(spans, CPU)
+    ours, theirs = torch.full((splits, ROWS, ALL_RANKS), torch.nan), torch.empty(1, ROWS, ALL_RANKS)
+    project(payload, factor, segments, rank, ours)
+    reference_project(payload, factor, segments, theirs)
+    assert_close(ours.sum(0), theirs[0])
+    return ours
+
+
+@pytest.mark.parametrize(("quantised", "back", "splits"), itertools.product((True, False), (True, False), (1, 3)))
+def test_project(quantised: bool, back: bool, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_PROJECT_ROWS", 16)
+    monkeypatch.setattr(triton_kernel, "_PROJECT_STEP", 32)
+    check_project(quantised=quantised, back=back, splits=splits)
+
+
+def check_place(*, quantised: bool, unit: float = 1.0, error: float = 1.0) -> Tensor:
+    """How often each row's scale was doubled: unit is what the columns' magnitude is multiplied by."""
+    payload, scales = rows_of(WIDTH, quantised=quantised)
+    raw = torch.randn(3, ROWS, ALL_RANKS) * 10 ** torch.linspace(-1, 1, ROWS)[:, None]
+    own, other = torch.rand(2, ROOM) + 0.5
+    other = other * unit
+    before = payload.clone(), None if scales is None else scales.clone()
+    middle = place_columns(raw * error, (own, other), payload, WIDTH, scales, torch.float32, 0.5)
+    wanted = torch.empty(ROWS, ALL_RANKS)
+    reference_place(raw, own, other, before[0], WIDTH, before[1], wanted, 0.5)
+    assert_close(middle, wanted)
+    if scales is None or before[1] is None:
+        assert_close(payload, before[0])
+        return torch.zeros(ROWS)
+    assert torch.equal(scales, before[1]), "a scale moves by powers of two, so nothing may differ"
+    assert_same_codes(payload, before[0])
+    assert (payload[:, WIDTH + ALL_RANKS :].float() == 0).all()
+    columns = payload[:, WIDTH : WIDTH + ALL_RANKS].float() * scales[:, None]
+    assert_near(columns, 2 * wanted * other[:ALL_RANKS], scales)
+    return scales
+
+
+def assert_near(found: Tensor, wanted: Tensor, scales: Tensor) -> None:
+    """Nothing was clamped: every value is within half a step of e4m3 of what it stands for."""
+    assert ((found - wanted).abs() <= wanted.abs() / 16 * 1.001 + scales[:, None] * 2**-10).all()
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("rows", [32, 16])
+def test_place(quantised: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_PLACE_ROWS", rows)
+    check_place(quantised=quantised)
+
+
+def test_columns_beyond_e4m3_move_their_row_to_a_larger_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_PLACE_CHUNK", 64)
+    payload, scales = rows_of(WIDTH, quantised=True)
+    assert scales is not None
+    before = payload[:, :WIDTH].float() * scales[:, None]
+    old = scales.clone()
+    raw = torch.ones(1, ROWS, ALL_RANKS)
+    raw[0, :, 4] = 10 ** torch.linspace(0, 5, ROWS)
+    place_columns(raw, (torch.ones(ROOM), torch.ones(ROOM)), payload, WIDTH, scales, torch.float32)
+    moved = scales / old
+    wanted = torch.exp2((raw[0, :, 4] / LARGEST).log2().ceil()).clamp(min=1)
+    assert torch.equal(moved, wanted)
+    assert (moved == 1).any()
+    assert (moved >= 256).any()
+    after = payload[:, :WIDTH].float() * scales[:, None]
+    assert torch.equal(after[moved == 1], before[moved == 1])
+    assert_near(after, before, scales)
+    assert_near(payload[:, WIDTH : WIDTH + ALL_RANKS].float() * scales[:, None], raw[0] * old[:, None], scales)
+
+
+@pytest.mark.parametrize("unit", [30.0, 3000.0])
+def test_place_agrees_where_scales_move(unit: float) -> None:
+    check_place(quantised=True, unit=unit)
+
+
+def check_gradient(*, quantised: bool, up: bool, rows: int = ROWS, error: float = 1.0) -> None:
+    """Of A: all ranks over the input's width. Of B: each layer's ranks over its part, transposed, with divisors."""
+    width, spans, rank = (HEIGHT, PIECES, RANK) if up else (WIDTH, WHOLE, ALL_RANKS)
+    middle = torch.randn(rows, ALL_RANKS)
+    payload = (20 * torch.randn(rows, width + ROOM)).to(E4M3 if quantised else torch.float32)
+    scales = torch.rand(rows) if quantised else None
+    divisors = torch.rand(width) + 0.5 if up else None
+    blocks = blocks_of(spans, CPU)
+    ours, theirs = torch.full((2, width, rank) if up else (2, rank, width), 7.0)
+    adapter_gradient(middle * error, scales, payload, blocks, rank, divisors, ours.T if up else ours)
+    reference_gradient(middle, scales, payload, blocks, divisors, theirs.T if up else theirs)
+    assert_close(ours, theirs, tolerance=max(1.0, (rows / 100) ** 0.5) * ULPS)
+
+
+@pytest.mark.parametrize(("quantised", "up"), itertools.product((True, False), (True, False)))
+def test_gradient(quantised: bool, up: bool) -> None:
+    check_gradient(quantised=quantised, up=up)
+
+
+def test_gradient_of_rows_in_several_parts() -> None:
+    check_gradient(quantised=True, up=True, rows=700)
+
+
+def test_gradient_leaves_what_no_adapter_owns_alone() -> None:
+    out = torch.full((RANK, HEIGHT), 7.0)
+    payload = torch.randn(ROWS, HEIGHT)
+    adapter_gradient(torch.randn(ROWS, ALL_RANKS), None, payload, blocks_of(PIECES, CPU), RANK, None, out)
+    assert (out[:, STARTS[1] : STARTS[2]] == 7).all()
+    assert (out[RANKS[2] :, STARTS[2] :] == 7).all()
+    assert (out[: RANKS[0], : HEIGHTS[0]] != 7).all()
+
+
+def test_a_small_error_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quantised in (True, False):
+        with pytest.raises(AssertionError):
+            check_write(quantised=quantised, error=1e-3)
+        with pytest.raises(AssertionError):
+            check_place(quantised=quantised, error=1.0001)
+        with pytest.raises(AssertionError):
+            check_gradient(quantised=quantised, up=True, error=1.0001)
+    with pytest.raises(AssertionError):
+        monkeypatch.setattr(triton_kernel, "LARGEST", tl.constexpr(447.0))
+        check_write(quantised=True)
+
+
+def test_a_projection_that_stops_early_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [(0, WIDTH - 16, 0, ALL_RANKS)]
+    monkeypatch.setattr(triton_kernel, "_PROJECT_STEP", 32)
+    payload, _ = rows_of(WIDTH, quantised=False)
+    factor = factor_of(ALL_RANKS, WIDTH, quantised=False)
+    ours, theirs = torch.empty(1, ROWS, ALL_RANKS), torch.empty(1, ROWS, ALL_RANKS)
+    project(payload, factor, segments_of(spans, CPU), ALL_RANKS, ours)
+    reference_project(payload, factor, segments_of(WHOLE, CPU), theirs)
+    with pytest.raises(AssertionError):
+        assert_close(ours[0], theirs[0])

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+
+from pantheraml.kernels.e4m3 import E4M3, LIMIT
+from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows, triton_kernel
+
+
+def rows() -> torch.Tensor:
+    """Magnitudes over six decades, and a row of zeros."""
+    x = torch.randn(9, 200) * 10 ** torch.linspace(-3, 3, 9)[:, None]
+    x[4] = 0
+    return x
+
+
+def assert_exact(x: torch.Tensor, multiplier: torch.Tensor | None, room: int) -> None:
+    payload, scales = quantise_rows(x, room=room, multiplier=multiplier)
+    assert payload.shape == (x.shape[0], x.shape[1] + room)
+    wanted, wanted_scales = reference_quantise_rows(x, multiplier)
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(payload[:, : x.shape[1]].float(), wanted.float())
+
+
+@pytest.mark.parametrize("widest", [16384, 64], ids=["whole", "chunks"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rows(widest: int, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_WIDEST", widest)
+    assert_exact(rows(), torch.rand(200) if scaled else None, room=128)
+
+
+def test_any_strides() -> None:
+    wide = torch.randn(24, 12)
+    assert_exact(wide[:, 3:10], None, room=0)
+    assert_exact(wide.T, None, room=0)
+
+
+def test_every_code_and_every_border_between_two() -> None:
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
+    codes = codes[codes <= LIMIT]
+    borders = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat([borders.nextafter(torch.tensor(0.0)), borders.nextafter(torch.tensor(1e9))])
+    values = torch.cat([codes, borders, near])
+    assert_exact(torch.cat([values, -values])[None], None, room=0)  # the largest is LIMIT, so the scale is 1
+
+
+@pytest.mark.parametrize("limit", [113.0, 111.9999])
+def test_a_small_error_would_show(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "LIMIT", tl.constexpr(limit))
+    with pytest.raises(AssertionError):
+        assert_exact(rows(), None, room=0)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.linear_cross_entropy import (
+    fp8_linear_cross_entropy,
+    head,
+    linear_cross_entropy,
+    reference_linear_cross_entropy,
+    triton_kernel,
+)
+from pantheraml.kernels.linear_cross_entropy.softmax import Scores, reference_softmax, softmax
+from pantheraml.kernels.token_scores import fp8_token_scores, reference_token_scores, token_scores
+from tests.interpreter.comparison import assert_close, assert_same_codes
+
+COLUMNS = 200
+
+
+@pytest.fixture(params=[8192, 64], ids=["whole rows", "blocks"], autouse=True)
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_BLOCK", request.param)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """Flat and peaked rows, far from zero too; labels that are the likeliest token, tied, or do not count."""
+    logits = torch.randn(9, COLUMNS) * 2 ** torch.linspace(-3, 4, 9)[:, None] + torch.linspace(-30, 30, 9)[:, None]
+    labels = torch.randint(0, COLUMNS, (9,))
+    labels[[2, 5]] = torch.tensor([-100, -1])
+    labels[3:5] = logits[3:5].argmax(dim=1)
+    logits[6, 7] = logits[6, labels[6]] = logits[6].max()
+    logits[5, 3] = float("nan")  # of a token that does not count: padding may be anything
+    return logits, labels
+
+
+def assert_same(form: str, details: bool) -> None:
+    logits, labels = inputs()
+    found, wanted = (Scores.room(logits, details=details) for _ in range(2))
+    scales, their_scales = torch.empty(2, 9) if form == "e4m3" else (None, None)
+    theirs = torch.empty(logits.shape, dtype=E4M3 if form == "e4m3" else torch.float32)
+    reference_softmax(logits, labels, wanted, theirs, their_scales)
+    match form:
+        case "no gradient":
+            softmax(logits, labels, found)
+        case "in place":
+            softmax(logits, labels, found, logits)
+            assert_close(logits, theirs)
+        case "e4m3":
+            assert scales is not None
+            assert their_scales is not None
+            ours = torch.empty_like(theirs)
+            softmax(logits, labels, found, ours, scales)
+            torch.testing.assert_close(scales, their_scales, rtol=1e-5, atol=0)
+            assert_same_codes(ours, theirs)
+    torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-6, atol=1e-5)
+    assert not found.losses[[2, 5]].any()
+    if found.details is not None and wanted.details is not None:
+        torch.testing.assert_close(found.details.entropy, wanted.details.entropy, rtol=1e-6, atol=1e-5)
+        assert torch.equal(found.details.is_top1, wanted.details.is_top1)
+        assert found.details.is_top1[[3, 4, 6]].all()
+
+
+@pytest.mark.parametrize("form", ["no gradient", "in place", "e4m3"])
+@pytest.mark.parametrize("details", [False, True])
+def test_scores_and_gradient(form: str, details: bool) -> None:
+    assert_same(form, details)
+
+
+def test_a_label_beyond_the_vocabulary_is_seen() -> None:
+    scores = Scores.room(torch.empty(2, 1), details=False)
+    softmax(torch.zeros(2, COLUMNS), torch.tensor([COLUMNS, 0]), scores)
+    assert scores.losses[0].isnan()
+    assert not scores.losses[1].isnan()
+
+
+@pytest.mark.parametrize("largest", [448.01, 447.0])
+def test_a_small_error_would_show(largest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "LARGEST", tl.constexpr(largest))
+    with pytest.raises(AssertionError):
+        assert_same("e4m3", details=False)
+
+
+def head_inputs(masked: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(2, 20, 32).requires_grad_()
+    targets = torch.randint(0, 80, (2, 20))
+    targets[0, :masked] = -100
+    return hidden, torch.randn(80, 32) / 4, targets
+
+
+@pytest.mark.parametrize("masked", [0, 2, 15], ids=["all count", "nearly all count", "some count"])
+def test_dense_head(masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 80 * 7)
+    hidden, weight, targets = head_inputs(masked)
+    theirs = hidden.detach().clone().requires_grad_()
+    loss, scores = linear_cross_entropy(hidden, weight, targets), token_scores(hidden, weight, targets)
+    (loss - 0.3 * scores.log_probs.sum()).backward()
+    wanted, reference = (
+        reference_linear_cross_entropy(theirs, weight, targets),
+        reference_token_scores(theirs, weight, targets),
+    )
+    (wanted - 0.3 * reference[0].sum()).backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+    for mine, other in zip(scores, reference, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    assert hidden.grad is not None
+    assert theirs.grad is not None
+    torch.testing.assert_close(hidden.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [2, 15], ids=["nearly all count", "some count"])
+def test_fp8_head(masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 80 * 7)
+    hidden, weight, targets = head_inputs(masked)
+    theirs = hidden.detach().clone().requires_grad_()
+    scale = weight.abs().max() / 448
+    payload = (weight / scale).to(E4M3)
+    loss, scores = (op(hidden, payload, scale, targets) for op in (fp8_linear_cross_entropy, fp8_token_scores))
+    (loss - 0.3 * scores.log_probs.sum()).backward()
+    wanted = reference_linear_cross_entropy(theirs, weight, targets)
+    (1.3 * wanted).backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-2, atol=0)
+    torch.testing.assert_close(loss, -scores.log_probs.sum(), rtol=1e-6, atol=0)
+    assert hidden.grad is not None
+    assert theirs.grad is not None
+    assert (hidden.grad - theirs.grad).norm() / theirs.grad.norm() < 0.05
