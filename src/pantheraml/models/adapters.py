@@ -25,8 +25,9 @@ from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.base.folders import committed_folder
 from pantheraml.models.hub import is_hub_name
 from pantheraml.models.loader import model_folder, read_config
-from pantheraml.models.quantise.fp8 import FP8Linear, FP8LoraLinear
-from pantheraml.models.quantise.nf4 import NF4Linear, NF4LoraLinear
+from pantheraml.models.quantise.int8 import Int8Linear
+from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.models.quantise.packed import LORA_LAYERS, PackedLinear
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 ADAPTER = "default"
@@ -36,6 +37,11 @@ ADAPTER = "default"
 def apply_method(model: PreTrainedModel, method: MethodConfig, *, seed: int) -> nn.Module:
     """The model as `method` trains it: with adapters over frozen weights, or with every weight trainable."""
     if method.kind == "full":
+        if any(isinstance(layer, PackedLinear) for layer in model.modules()):
+            raise UnsupportedModelError(
+                "The model's weights are stored packed, and packed weights cannot be trained.",
+                todo="Use method.kind=lora, or the model's plain weights.",
+            )
         return model.requires_grad_(True)
     targets = target_layers(model, method.target_modules)
     # PEFT draws first values of its own; they are replaced below, and the caller's RNG must not feel them
@@ -45,9 +51,9 @@ def apply_method(model: PreTrainedModel, method: MethodConfig, *, seed: int) -> 
     return adapted
 
 
-def quantisation(method: MethodConfig) -> Literal["nf4"] | None:
-    """How the base is packed under this method."""
-    return "nf4" if method.kind == "qlora" else None
+def quantisation(model: ModelConfig, method: MethodConfig) -> Literal["nf4"] | None:
+    """What the base stays packed in when the adapter is used: it has learnt to correct what nf4 left of the base."""
+    return "nf4" if method.kind == "qlora" or model.precision == "nf4" else None
 
 
 def trained_form(method: MethodConfig) -> Literal["adapter", "model"]:
@@ -64,14 +70,14 @@ def parameter_count(model: nn.Module) -> int:
     packed = sum(
         m.in_features * m.out_features + (0 if m.bias is None else m.bias.numel())
         for m in model.modules()
-        if isinstance(m, NF4Linear | FP8Linear)
+        if isinstance(m, PackedLinear)
     )
     return packed + sum(parameter.numel() for parameter in model.parameters())
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> layer, for every layer that can carry an adapter."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | NF4Linear | FP8Linear)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | PackedLinear)}
 
 
 def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> list[str]:
@@ -100,7 +106,8 @@ def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> li
 def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str]) -> LoraConfig:
     layers = linear_layers(model)
     transposed = {
-        isinstance(m, Conv1D) or (isinstance(m, NF4Linear) and m.from_conv1d) for m in map(layers.get, targets)
+        isinstance(m, Conv1D) or (isinstance(m, Int8Linear | NF4Linear) and m.from_conv1d)
+        for m in map(layers.get, targets)
     }
     if len(transposed) > 1:
         raise UnsupportedModelError(
@@ -117,7 +124,7 @@ def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str
         target_modules=_shortest(targets, [name for name, _ in model.named_modules()]),
         fan_in_fan_out=transposed.pop(),
     )
-    config._register_custom_module({NF4Linear: NF4LoraLinear, FP8Linear: FP8LoraLinear})
+    config._register_custom_module(LORA_LAYERS)
     return config
 
 

@@ -2,6 +2,8 @@
 
 Weights come from safetensors; pickled weights and code that travels with a model are used only if the config asks by
 name. A checkpoint that lacks weights of its architecture is an error: transformers would fill them with random numbers.
+Weights are streamed to the device layer by layer; a checkpoint that does not fit its model tensor for tensor is loaded
+by transformers, through the host's memory.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,14 +22,20 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 
+from pantheraml.base import log
 from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedModelError
 from pantheraml.models.hub import local_folder
-from pantheraml.models.quantise.fp8 import quantise_linears_fp8
-from pantheraml.models.quantise.nf4 import quantise_linears
+from pantheraml.models.matching import CannotStream
+from pantheraml.models.quantise.packed import pack_linears
+from pantheraml.models.quantise.stored import stored_format
+from pantheraml.models.stream import Placement, Target, stream_model
 from pantheraml.specs.train import ModelConfig
+
+logger = log.get(__name__)
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -52,6 +60,7 @@ def read_config(config: ModelConfig) -> Any:
 def _check(folder: Path, config: ModelConfig) -> Any:
     found = _read_config(folder, config)
     if config.init == "pretrained":
+        stored_format(found)
         for file in _weight_files(folder, allow_pickle=config.allow_pickle):
             if file.suffix == ".safetensors":
                 _check_safetensors(file)
@@ -104,20 +113,22 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    quantise: Literal["fp8", "nf4"] | None = None,
+    quantise: Target | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """The model on `device`, without a key/value cache, ready for training. `seed` matters for init=random alone."""
-    # NF4 starts from the weights as they are stored, so that the packed weights do not depend on this run's precision.
-    model = _build(config, dtype=None if quantise == "nf4" else dtype, seed=seed)
-    with _device_errors(device):
-        if quantise == "nf4":
-            stored = model.dtype
-            quantise_linears(model, device=device)
-            _cast_parameters(model, stored, dtype)
-        elif quantise == "fp8":
-            quantise_linears_fp8(model, device=device)
-        model.to(device)
+    """The model on `device`, without a key/value cache, ready for training. `seed` matters for init=random alone.
+
+    `quantise` says what its linear layers but the head are kept in; None: as the checkpoint has them, in `dtype` unless
+    they are stored packed.
+    """
+    folder = model_folder(config)
+    source = _check(folder, config)
+    with _load_errors(folder), _device_errors(device):
+        if config.init == "random":
+            model = _random_model(source, config, dtype, seed)
+            _place(model, dtype, dtype, device, quantise)
+        else:
+            model = _pretrained_model(folder, source, config, Placement(quantise, stored_format(source), dtype, device))
     model.config.get_text_config().use_cache = False
     return model
 
@@ -137,20 +148,52 @@ def weights_fingerprint(config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def _build(config: ModelConfig, *, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:
-    folder = model_folder(config)
-    source = _check(folder, config)
-    with _load_errors(folder):
-        if config.init == "random":
-            return _random_model(source, config, dtype, seed)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto" if dtype is None else dtype,
-            attn_implementation=_attention(source),
-            use_safetensors=None if config.allow_pickle else True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
+def _pretrained_model(folder: Path, source: Any, config: ModelConfig, place: Placement) -> PreTrainedModel:
+    files = _weight_files(folder, allow_pickle=config.allow_pickle)
+    try:
+        if config.trust_remote_code:
+            raise CannotStream("code that comes with a model may load it in its own way")
+        if files[0].suffix != ".safetensors":
+            raise CannotStream("its weights are pickled")
+        source.name_or_path = str(folder)
+        if place.stored is not None:
+            del source.quantization_config
+        model = stream_model(source, files, _attention(source), place)
+        model.generation_config = _generation_config(folder)
+        return model
+    except CannotStream as reason:
+        if place.stored is not None:
+            raise UnsupportedModelError(
+                f"The model's weights are stored in {place.stored.packing} and do not fit it one by one: {reason}.",
+                where=str(folder),
+                todo="Use the model's plain (bf16) weights.",
+            ) from reason
+        logger.info("the weights go through the host's memory, because %s", reason)
+    # Packing starts from the weights as they are stored, so that it does not depend on this run's precision.
+    model = _from_pretrained(folder, source, config, place.dtype if place.target in (None, "dense") else None)
+    _place(model, model.dtype, place.dtype, place.device, place.target)
+    return model
+
+
+def _place(
+    model: PreTrainedModel, stored: torch.dtype, dtype: torch.dtype, device: torch.device, quantise: Target | None
+) -> None:
+    """Pack, cast and move a model that is whole in the host's memory."""
+    if quantise is not None and quantise != "dense":
+        pack_linears(model, quantise, dtype=dtype, device=device)
+        _cast_parameters(model, stored, dtype)
+    model.to(device)
+
+
+def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype="auto" if dtype is None else dtype,
+        attn_implementation=_attention(source),
+        use_safetensors=None if config.allow_pickle else True,
+        trust_remote_code=config.trust_remote_code,
+        output_loading_info=True,
+    )
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -162,13 +205,22 @@ def _build(config: ModelConfig, *, dtype: torch.dtype | None, seed: int) -> PreT
     return model
 
 
+def _generation_config(folder: Path) -> GenerationConfig:
+    """As transformers finds it beside the weights."""
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+
+
 def _attention(model_config: Any) -> str:
     """Torch's own attention, except for the few families that need scores which it does not give out (Gemma 2)."""
+    if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return "eager"  # transformers before 5.20 lets such models onto SDPA, which leaves the cap out
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     return "sdpa" if architecture is None or architecture._supports_sdpa else "eager"
 
 
-def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype | None, seed: int) -> PreTrainedModel:
+def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     # Built in float32 on the CPU, so that the numbers depend on the seed alone, and without touching the caller's RNG.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -178,7 +230,7 @@ def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype | None, s
             attn_implementation=_attention(source),
             trust_remote_code=config.trust_remote_code,
         )
-    _cast_parameters(model, torch.float32, dtype or torch.float32)
+    _cast_parameters(model, torch.float32, dtype)
     return model
 
 

@@ -16,7 +16,7 @@ from pantheraml.base.errors import ModelError, RunDirectoryError
 from pantheraml.base.folders import committed_folder
 from pantheraml.models.adapters import ADAPTER, quantisation, save_full_model
 from pantheraml.models.loader import load_model, load_tokenizer
-from pantheraml.models.quantise.nf4 import NF4Linear, NF4LoraLinear, dequantise_linears
+from pantheraml.models.quantise.packed import LORA_LAYERS, unpack_linears
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 
@@ -26,7 +26,7 @@ def load_trained(
     """The trained model as training saw it: the base (packed if it was) with its adapter, or the full model."""
     if method.kind == "full":
         return load_model(_as_plain(model_config, trained_dir), dtype=dtype, device=device)
-    base = load_model(model_config, dtype=dtype, device=device, quantise=quantisation(method))
+    base = load_model(model_config, dtype=dtype, device=device, quantise=quantisation(model_config, method))
     return _with_adapter(base, trained_dir).eval()
 
 
@@ -35,10 +35,11 @@ def merge_adapter(
 ) -> PreTrainedModel:
     """One plain model with the logits of base and adapter together.
 
-    With qlora the adapter has learnt to correct the base *as NF4 left it*; so that is what it is merged into.
+    Over nf4 the adapter has learnt to correct the base *as NF4 left it*; so that is what it is merged into.
     """
-    base = load_model(model_config, dtype=dtype, device=device, quantise=quantisation(method))
-    dequantise_linears(base, dtype)
+    packing = quantisation(model_config, method)
+    base = load_model(model_config, dtype=dtype, device=device, quantise=packing or "dense")
+    unpack_linears(base, dtype)
     adapted = _with_adapter(base, adapter_dir)
     try:
         return cast(PreTrainedModel, adapted.merge_and_unload(safe_merge=True))
@@ -78,7 +79,7 @@ def _with_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     config, weights = _read_adapter(folder)
     # PEFT warns if the base stands in another place than where the adapter was trained; whether it fits is checked here
     config.base_model_name_or_path = None
-    config._register_custom_module({NF4Linear: NF4LoraLinear})
+    config._register_custom_module(LORA_LAYERS)
     with torch.random.fork_rng(devices=[]):
         try:
             adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))

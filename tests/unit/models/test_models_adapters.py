@@ -23,7 +23,7 @@ from pantheraml.models.adapters import (
     trainable_parameters,
 )
 from pantheraml.models.loader import load_model, load_tokenizer
-from pantheraml.models.quantise.nf4 import dequantise_linears, quantise_linears
+from pantheraml.models.quantise.packed import pack_linears, unpack_linears
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2"]
@@ -38,7 +38,8 @@ IDS = torch.arange(24).view(2, 12) * 7
 
 
 def adapted(folder: Path, method: MethodConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    base = load_model(ModelConfig(path=str(folder)), dtype=dtype, device=CPU, quantise=quantisation(method))
+    config = ModelConfig(path=str(folder))
+    base = load_model(config, dtype=dtype, device=CPU, quantise=quantisation(config, method))
     return apply_method(base, method, seed=seed)
 
 
@@ -71,8 +72,8 @@ def test_plain_peft_gives_the_same_logits(
 
     plain = AutoModelForCausalLM.from_pretrained(base)
     if name == "qlora":  # the base as NF4 left it, otherwise plain
-        quantise_linears(plain)
-        dequantise_linears(plain, torch.float32)
+        pack_linears(plain, "nf4", dtype=torch.float32, device=CPU)
+        unpack_linears(plain, torch.float32)
     loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
     assert float((logits(model) - untrained).abs().max()) > 0.1
@@ -100,7 +101,8 @@ def test_saved_adapter_holds_the_adapter_alone(
 @pytest.mark.parametrize("name", METHODS)
 def test_untrained_adapter_changes_nothing(tiny_model: Callable[..., Path], name: str) -> None:
     base, method = tiny_model("qwen2"), METHODS[name]
-    plain = load_model(ModelConfig(path=str(base)), dtype=torch.float32, device=CPU, quantise=quantisation(method))
+    config = ModelConfig(path=str(base))
+    plain = load_model(config, dtype=torch.float32, device=CPU, quantise=quantisation(config, method))
     torch.testing.assert_close(logits(adapted(base, method)), logits(plain), atol=1e-5, rtol=1e-5)
 
 

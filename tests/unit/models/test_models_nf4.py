@@ -13,20 +13,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.kernels.nf4 import PIECE, nf4_levels
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.loader import load_model
-from pantheraml.models.quantise.nf4 import NF4Linear, dequantise_linears, nf4_levels
-from pantheraml.models.quantise.packed import packed_buffers
+from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.models.quantise.packed import packed_buffers, unpack_linears
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 CPU = torch.device("cpu")
-
-# QLoRA, appendix E
-PUBLISHED = [
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-]  # fmt: skip
 
 
 def linear(rows: int = 48, columns: int = 100, *, bias: bool = True) -> nn.Linear:
@@ -34,8 +28,24 @@ def linear(rows: int = 48, columns: int = 100, *, bias: bool = True) -> nn.Linea
     return nn.Linear(columns, rows, bias=bias)
 
 
-def test_levels_are_the_published_ones() -> None:
-    torch.testing.assert_close(nf4_levels(), torch.tensor(PUBLISHED), atol=2e-6, rtol=0)
+def test_levels_are_equally_likely_under_a_normal_distribution() -> None:
+    # half a step is left at either end, averaged over the 15 and the 16 steps that either side would have alone
+    tail = 1 - (1 / 30 + 1 / 32) / 2
+    above = torch.special.ndtri(torch.linspace(tail, 0.5, 9, dtype=torch.float64)[:-1])
+    below = -torch.special.ndtri(torch.linspace(tail, 0.5, 8, dtype=torch.float64)[:-1])
+    levels = torch.cat([below, torch.zeros(1, dtype=torch.float64), above]).sort().values
+    torch.testing.assert_close(nf4_levels(), (levels / levels.max()).float(), atol=5e-7, rtol=0)
+
+
+def test_a_weight_of_several_pieces_is_packed_as_its_pieces_are() -> None:
+    rows = PIECE // 4096
+    weight = torch.linspace(-1, 1, 4096).repeat(rows + 3, 1) * torch.linspace(1, 2, rows + 3)[:, None]
+    whole = NF4Linear(weight.bfloat16(), None)
+    last = NF4Linear(weight[rows:].bfloat16(), None)
+    assert torch.equal(whole.qweight[-last.qweight.numel() :], last.qweight)
+    dense = whole.dequantise(torch.bfloat16)
+    assert float((dense[:rows].float() - weight[:rows]).abs().max()) < 0.35
+    torch.testing.assert_close(dense[rows:].float(), last.dequantise(), atol=0.02, rtol=0.02)
 
 
 def test_every_value_goes_to_its_nearest_level() -> None:
@@ -89,7 +99,7 @@ def test_packed_size_is_about_four_bits() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward_and_gradient_equal_the_dense_layer(bias: bool) -> None:
     dense = linear(bias=bias)
-    packed = NF4Linear.from_linear(dense)
+    packed = NF4Linear(dense.weight, dense.bias)
     stand_in = packed.to_linear(torch.float32)
     assert isinstance(stand_in, nn.Linear)
     x = torch.randn(3, 5, 100, requires_grad=True)
@@ -106,7 +116,7 @@ def test_conv1d_is_a_transposed_linear() -> None:
     torch.manual_seed(0)
     conv = Conv1D(48, 100)
     conv.bias.data.normal_()
-    packed = NF4Linear.from_linear(conv)
+    packed = NF4Linear(conv.weight.T, conv.bias, from_conv1d=True)
     restored = packed.to_linear(torch.float32)
     assert isinstance(restored, Conv1D)
     assert restored.weight.shape == conv.weight.shape
@@ -116,7 +126,7 @@ def test_conv1d_is_a_transposed_linear() -> None:
 
 
 def test_autograd_keeps_no_dense_tensor() -> None:
-    layer = NF4Linear.from_linear(linear(64, 128))
+    layer = NF4Linear(linear(64, 128).weight, None)
     kept: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +141,7 @@ def test_autograd_keeps_no_dense_tensor() -> None:
 
 
 def test_autocast_decides_the_arithmetic() -> None:
-    layer = NF4Linear.from_linear(linear())
+    layer = NF4Linear(linear().weight, linear().bias)
     x = torch.randn(2, 100, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
@@ -168,7 +178,7 @@ def test_every_linear_but_the_head_is_packed(tiny_model: Callable[..., Path], fa
     dense = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
     assert dense == [model.lm_head]
     count = sum(isinstance(m, NF4Linear) for m in model.modules())
-    assert dequantise_linears(model, torch.float32) == count > 0
+    assert unpack_linears(model, torch.float32) == count > 0
     assert not any(isinstance(m, NF4Linear) for m in model.modules())
 
 

@@ -37,7 +37,7 @@ def logits(model: Any) -> torch.Tensor:
 def train(base: Path, method: MethodConfig, path: Path) -> tuple[ModelConfig, torch.Tensor]:
     """Something trained in `path`, and the logits it had."""
     config = ModelConfig(path=str(base))
-    model = apply_method(load_model(config, **HERE, quantise=quantisation(method)), method, seed=0)
+    model = apply_method(load_model(config, **HERE, quantise=quantisation(config, method)), method, seed=0)
     generator = torch.Generator().manual_seed(3)
     for _, parameter in trainable_parameters(model):
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -109,3 +109,10 @@ def test_a_missing_or_damaged_adapter_is_named(tiny_model: Callable[..., Path], 
     (tmp_path / "trained" / "adapter_config.json").write_text("{")
     with pytest.raises(ModelError, match="damaged"):
         load_trained(config, METHODS["lora"], tmp_path / "trained", **HERE)
+
+
+def test_nf4_asked_for_by_precision_is_qlora_when_the_adapter_is_used() -> None:
+    nf4, plain = ModelConfig(path="m", precision="nf4"), ModelConfig(path="m")
+    assert quantisation(nf4, MethodConfig()) == quantisation(plain, MethodConfig(kind="qlora")) == "nf4"
+    assert quantisation(plain, MethodConfig()) is None
+    assert quantisation(ModelConfig(path="m", precision="int8"), MethodConfig()) is None

@@ -1,124 +1,95 @@
-"""FP8: frozen linear layers in e4m3 with row-wise scales, and the LoRA layer that is one product with them.
+"""FP8: frozen linear layers in e4m3, with one scale for all outputs or, where they are too unlike, one for each.
 
-Two layouts of each weight are kept, one for the forward and one for the backward product: tensor cores want either side
-of an fp8 product laid out along the inner dimension. Together they take what bf16 takes. The adapter stays PEFT's own
-(`lora_A`, `lora_B`, saved, loaded and switched as always); before a forward pass its current values are written into
-the columns that the weights keep free for it.
+One copy of the weight serves both directions: the backward pass transposes its bytes just before the product (see
+`kernels.fp8_product`), and the scales, which then lie along the inner dimension, go into the gradient before it is
+quantised. No gradient of the weight is ever needed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pantheraml.base import log
-from pantheraml.kernels.fp8_lora import LORA_COLUMNS, FP8Weights, fp8_lora_linear, quantise_weight, write_lora_columns
+from pantheraml.kernels.e4m3 import E4M3, shared_scale, to_e4m3
+from pantheraml.kernels.fp8_product import fp8_product, transposed
+from pantheraml.kernels.quantise_rows import quantise_rows
 from pantheraml.models.quantise.lora import PackedLoraLinear
 
-logger = log.get(__name__)
+_PIECE = 8192
 
 
 class FP8Linear(nn.Module):
     """A frozen `nn.Linear` with its weight in fp8."""
 
     qweight: Tensor
-    """[out, in + LORA_COLUMNS] e4m3. PEFT finds a layer's device by this name."""
-    qweight_t: Tensor
+    """[out, in] e4m3, rows maybe further apart than `in`. PEFT finds a layer's device by this name."""
     scale: Tensor
-    scale_t: Tensor
-    lora_scale: Tensor
-    lora_scale_t: Tensor
+    """[out] float32."""
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, scales: Literal["one", "rows"] | None = None) -> None:
+        """`scales`: one for all outputs, or one for each; None: one, unless outputs are too unlike."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        for suffix, layout in (("", weight), ("_t", weight.T)):
-            payload, scale = quantise_weight(layout.detach())
-            self.register_buffer(f"qweight{suffix}", payload, persistent=False)
-            self.register_buffer(f"scale{suffix}", scale, persistent=False)
-            self.register_buffer(f"lora_scale{suffix}", torch.ones((), device=weight.device), persistent=False)
+        payload, scale = _quantise(weight.detach(), scales)
+        self.shared_scale = bool((scale == scale[0]).all())
+        """All outputs have the same scale."""
+        self.register_buffer("qweight", payload, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.with_adapter(x, None, None, 1.0)
-
-    def with_adapter(self, x: Tensor, down: Tensor | None, up: Tensor | None, scaling: float) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        weights = FP8Weights(self.qweight, self.scale, self.lora_scale, self.qweight_t, self.scale_t, self.lora_scale_t)
-        out = fp8_lora_linear(x.to(dtype), down, up, scaling, weights)
+        rows = x.reshape(-1, self.in_features).to(dtype)
+        out: Tensor = _Product.apply(rows, self.qweight, self.scale)
+        out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def _quantise(weight: Tensor, scales: Literal["one", "rows"] | None) -> tuple[Tensor, Tensor]:
+    if scales == "rows":
+        return quantise_rows(weight)
+    largest = torch.cat([rows.abs().amax(dim=1).float() for rows in weight.split(_PIECE)])
+    scale = shared_scale(largest if scales is None else largest.amax()[None])
+    if scale is None:
+        return quantise_rows(weight)
+    payload = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
+    for rows, out in zip(weight.split(_PIECE), payload.split(_PIECE), strict=True):  # no float32 copy of all of it
+        out.copy_(to_e4m3(rows.float() / scale))
+    return payload, scale.expand(weight.shape[0]).clone()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(qweight, scale)
+        return fp8_product(*quantise_rows(x), qweight, scale, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        qweight, scale = ctx.saved_tensors
+        (g,) = grads
+        return fp8_product(*quantise_rows(g, multiplier=scale), transposed(qweight), None, g.dtype), None, None
+
+
 class FP8LoraLinear(PackedLoraLinear):
-    """PEFT's LoRA layer over an FP8Linear: one product where it can, PEFT's own way where it must."""
-
-    def why_not_fused(self) -> str | None:
-        """Why this layer takes PEFT's plain path, or None if it is fused."""
-        if self.disable_adapters or self.merged:
-            return "its adapter is switched off or merged"
-        if len(self.active_adapters) != 1 or self.active_adapters[0] not in self.lora_A:
-            return "it has not exactly one active adapter"
-        name = self.active_adapters[0]
-        if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
-            return "it has dropout"
-        if name in self.lora_magnitude_vector:
-            return "it is DoRA"
-        if self.lora_A[name].weight.shape[0] > LORA_COLUMNS:
-            return f"its rank is above {LORA_COLUMNS}"
-        if self.lora_B[name].bias is not None:
-            return "its adapter has a bias"
-        return None
-
-    def refresh(self) -> None:
-        """Write the adapter's current values into the weights.
-
-        Always, and not only when they changed: fused optimizers change them without raising their version.
-        """
-        if self.why_not_fused() is not None:
-            return
-        name = self.active_adapters[0]
-        down, up, scaling = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-        base: FP8Linear = self.base_layer
-        write_lora_columns(base.qweight, base.scale, up * scaling, base.lora_scale)
-        write_lora_columns(base.qweight_t, base.scale_t, down.T, base.lora_scale_t)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or self.why_not_fused() is not None:
-            return super().forward(x, *args, **kwargs)
-        name = self.active_adapters[0]
-        base: FP8Linear = self.base_layer
-        return base.with_adapter(x, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+    """PEFT's LoRA layer over an FP8Linear. `models.fast` makes one product of the two."""
 
 
-def quantise_linears_fp8(model: Any, *, device: torch.device | None = None) -> int:
-    """Turn every linear layer but the output head into fp8, one by one; how many there were."""
+def quantise_head(model: Any) -> bool:
+    """Turn the output head of a transformers model into fp8 with one scale, if it is a frozen linear layer without
+    bias; whether it was. A head that shares its weight with the embedding becomes a copy."""
     head = model.get_output_embeddings()
-    found = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
-    for name, layer in found:
-        weight = layer.weight.detach().to(device)
-        bias = None if layer.bias is None else layer.bias.detach().to(device)
-        model.set_submodule(name, FP8Linear(weight, bias))
-    return len(found)
-
-
-def keep_fresh(model: nn.Module) -> int:
-    """Refresh all fused layers before each forward pass of `model`; how many there are. Logs why others are not."""
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, FP8LoraLinear)]
-    reasons = {reason for _, layer in layers if (reason := layer.why_not_fused()) is not None}
-    for reason in sorted(reasons):
-        logger.info("some adapter layers are not fused with their fp8 weights: %s", reason)
-
-    def refresh(_module: nn.Module, _arguments: Any) -> None:
-        for _, layer in layers:
-            layer.refresh()
-
-    if layers:
-        model.register_forward_pre_hook(refresh)
-    return len(layers)
+    kind = type(head)
+    if kind is not nn.Linear or head.bias is not None or head.weight.requires_grad:
+        return False
+    if head.in_features % 16 or head.out_features % 16:  # what the tensor cores take
+        return False
+    model.set_output_embeddings(FP8Linear(head.weight, None, scales="one"))
+    return True

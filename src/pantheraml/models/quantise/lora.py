@@ -19,7 +19,7 @@ class PackedLoraLinear(LoraLinear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise UnsupportedModelError(
-            "An adapter cannot be merged into packed (nf4 or fp8) weights without loss.",
+            "An adapter cannot be merged into packed (fp8, int8 or nf4) weights without loss.",
             todo="Use `pantheraml export --merge`, which merges into plain weights.",
         )
 

@@ -1,11 +1,71 @@
-"""What all packed layers have in common."""
+"""What all packed layers have in common, and turning a model's plain linear layers into them."""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any, Literal
 
-from pantheraml.models.quantise.fp8 import FP8Linear
-from pantheraml.models.quantise.nf4 import NF4Linear
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from pantheraml.models.quantise.fp8 import FP8Linear, FP8LoraLinear
+from pantheraml.models.quantise.int8 import Int8Linear, Int8LoraLinear
+from pantheraml.models.quantise.lora import PackedLoraLinear
+from pantheraml.models.quantise.nf4 import NF4Linear, NF4LoraLinear
+
+Packing = Literal["fp8", "int8", "nf4"]
+"""What frozen weights can be packed in."""
+PackedLinear = FP8Linear | Int8Linear | NF4Linear
+LORA_LAYERS: dict[type[nn.Module], type[PackedLoraLinear]] = {
+    FP8Linear: FP8LoraLinear,
+    Int8Linear: Int8LoraLinear,
+    NF4Linear: NF4LoraLinear,
+}
+"""PEFT's layer over each packed layer."""
+
+
+def pack_linear(
+    packing: Packing, weight: Tensor, bias: Tensor | None, *, from_conv1d: bool = False, by_row: bool = False
+) -> PackedLinear:
+    """`weight` is (out_features, in_features), dense, on the device where the layer is to be. `by_row`: it comes from
+    fp8 with a scale for each row, and such scales give the same values again."""
+    match packing:
+        case "fp8":
+            return FP8Linear(weight, bias, scales="rows" if by_row else None)
+        case "int8":
+            return Int8Linear(weight, bias, from_conv1d=from_conv1d)
+        case "nf4":
+            return NF4Linear(weight, bias, from_conv1d=from_conv1d)
+
+
+def packable_layers(model: Any, packing: Packing) -> list[str]:
+    """Names of the linear layers that are packed: all but the output head, and in fp8 no Conv1D."""
+    head = model.get_output_embeddings()
+    kinds = {nn.Linear} if packing == "fp8" else {nn.Linear, Conv1D}
+    return [name for name, layer in model.named_modules() if type(layer) in kinds and layer is not head]
+
+
+def pack_linears(model: Any, packing: Packing, *, dtype: torch.dtype, device: torch.device) -> int:
+    """Packs the linear layers of a loaded model one by one on `device`, biases in `dtype`; how many there were."""
+    names = packable_layers(model, packing)
+    for name in names:
+        layer = model.get_submodule(name)
+        from_conv1d = isinstance(layer, Conv1D)
+        weight = layer.weight.detach().to(device)
+        bias = None if layer.bias is None else layer.bias.detach().to(device, dtype)
+        packed = pack_linear(packing, weight.T if from_conv1d else weight, bias, from_conv1d=from_conv1d)
+        model.set_submodule(name, packed)
+    return len(names)
+
+
+def unpack_linears(model: nn.Module, dtype: torch.dtype) -> int:
+    """The way back, as far as there is one: plain layers with the weights that packing left. How many there were."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, Int8Linear | NF4Linear)]
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Int8Linear | NF4Linear)
+        model.set_submodule(name, layer.to_linear(dtype))
+    return len(names)
 
 
 def packed_buffers(model: nn.Module) -> list[str]:
@@ -13,6 +73,6 @@ def packed_buffers(model: nn.Module) -> list[str]:
     return [
         f"{name}.{buffer}"
         for name, layer in model.named_modules()
-        if isinstance(layer, NF4Linear | FP8Linear)
+        if isinstance(layer, PackedLinear)
         for buffer, _ in layer.named_buffers(recurse=False)
     ]
