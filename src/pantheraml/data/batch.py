@@ -1,18 +1,19 @@
 """From sequences to the tensors of one forward pass.
 
 Position ids restart at 0 with every document, and padding counts as a document of its own. With no attention mask
-given, transformers reads document borders from those restarts, so nothing attends across documents or to padding.
+given, transformers reads document borders from those restarts, so nothing attends across documents or to padding. For
+attention that takes the borders themselves they are laid down here, where the lengths are known without asking a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from pantheraml.data.documents import NO_LOSS, TokenSequence
+from pantheraml.data.documents import NO_LOSS, Ints, TokenSequence
 
 _WIDTH_MULTIPLE = 8  # tensor cores want it, and it bounds the number of distinct shapes
 
@@ -25,19 +26,30 @@ class Batch:
     targets: torch.Tensor
     """targets[:, t] is the token to predict at position t (labels shifted left by one), or NO_LOSS."""
     position_ids: torch.Tensor
+    boundaries: torch.Tensor | None
+    """int32: 0 and the end of each document, over the rows laid end to end; the last end is repeated up to a power of
+    two, so that compiled code meets few shapes. None where every row is one document."""
+    max_length: int
+    """Tokens of the longest document."""
     tokens: int
     """Tokens that are not padding."""
+    target_count: int
+    """Targets that are not NO_LOSS."""
 
     def to(self, device: torch.device) -> Batch:
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        return Batch(moved(self.input_ids), moved(self.targets), moved(self.position_ids), self.tokens)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """In page-locked memory, from where a copy to a GPU runs beside its work."""
-        return Batch(
-            self.input_ids.pin_memory(), self.targets.pin_memory(), self.position_ids.pin_memory(), self.tokens
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return replace(
+            self,
+            input_ids=change(self.input_ids),
+            targets=change(self.targets),
+            position_ids=change(self.position_ids),
+            boundaries=None if self.boundaries is None else change(self.boundaries),
         )
 
 
@@ -52,6 +64,7 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | Non
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     targets = np.full(shape, NO_LOSS, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
+    lengths = []
     for row, sequence in enumerate(sequences):
         length = len(sequence.input_ids)
         input_ids[row, :length] = sequence.input_ids
@@ -59,5 +72,22 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | Non
         documents = np.append(sequence.document_lengths, width - length)
         starts = np.cumsum(documents) - documents
         position_ids[row] = np.arange(width) - np.repeat(starts, documents)
-    tokens = sum(len(sequence.input_ids) for sequence in sequences)
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(targets), torch.from_numpy(position_ids), tokens)
+        lengths.append(documents)
+    every = np.concatenate(lengths)
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        targets=torch.from_numpy(targets),
+        position_ids=torch.from_numpy(position_ids),
+        boundaries=None if (every[every > 0] == width).all() else _boundaries(every[every > 0]),
+        max_length=int(every.max()),
+        tokens=sum(len(sequence.input_ids) for sequence in sequences),
+        target_count=int((targets != NO_LOSS).sum()),
+    )
+
+
+def _boundaries(lengths: Ints) -> torch.Tensor:
+    room = 1 << (len(lengths) - 1).bit_length()
+    ends = np.full(room + 1, lengths.sum(), dtype=np.int32)
+    ends[0] = 0
+    ends[1 : len(lengths) + 1] = np.cumsum(lengths)
+    return torch.from_numpy(ends)

@@ -24,6 +24,21 @@ def test_targets_are_labels_shifted_left_and_positions_restart() -> None:
     assert {tensor.dtype for tensor in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
 
 
+def test_boundaries_end_every_document_and_the_padding() -> None:
+    batch = collate([sequence([5, 6, 7], [8, 9]), sequence([3, 4])], pad_id=1, width=6)
+    assert batch.boundaries is not None
+    assert batch.boundaries.dtype == torch.int32
+    assert batch.boundaries.tolist() == [0, 3, 5, 6, 8, 12, 12, 12, 12]  # five documents, room for eight
+    assert batch.max_length == 4
+
+
+def test_rows_of_one_whole_document_have_no_boundaries() -> None:
+    batch = collate([sequence([1, 2, 3, 4]), sequence([5, 6, 7, 8])], pad_id=0, width=4)
+    assert batch.boundaries is None
+    assert batch.max_length == 4
+    assert collate([sequence([1, 2, 3, 4]), sequence([5, 6, 7])], pad_id=0, width=4).boundaries is not None
+
+
 def test_the_width_is_the_longest_rounded_up_to_eight() -> None:
     assert collate([sequence([1] * 9), sequence([1] * 3)], pad_id=0, width=None).input_ids.shape == (2, 16)
     assert collate([sequence([1] * 8)], pad_id=0, width=None).input_ids.shape == (1, 8)
