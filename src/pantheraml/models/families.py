@@ -16,18 +16,47 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from pantheraml.kernels.linear_cross_entropy import fp8_linear_cross_entropy, linear_cross_entropy
+from pantheraml.kernels.token_scores import TokenScores, fp8_token_scores, token_scores
 from pantheraml.models.modes import observed
+from pantheraml.models.quantise.fp8 import FP8Linear
 
 _PROBE_TOKENS = 5
 
 
 @dataclass(frozen=True)
 class Head:
-    """Logits are `body(input_ids=..., position_ids=...).last_hidden_state @ weight.T (+ bias)`, exactly."""
+    """Logits are the linear `layer` of `body(input_ids=..., position_ids=...).last_hidden_state`, exactly."""
 
     body: nn.Module
-    weight: Tensor
-    bias: Tensor | None
+    layer: nn.Linear | FP8Linear
+
+    def loss(self, hidden: Tensor, targets: Tensor, target_count: int | None = None) -> Tensor:
+        """Summed cross entropy; `target_count`, if known, is how many targets are not negative."""
+        return head_loss(self.layer, hidden, targets, target_count)
+
+
+def head_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: int | None = None) -> Tensor:
+    """Summed cross entropy of a plain linear head, without full logits."""
+    if isinstance(layer, FP8Linear):
+        return fp8_linear_cross_entropy(hidden, layer.qweight, layer.scale[0], targets, target_count)
+    assert isinstance(layer, nn.Linear)
+    return linear_cross_entropy(hidden, layer.weight, targets, layer.bias, target_count)
+
+
+def head_scores(layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: int | None = None) -> TokenScores:
+    """Log-probability, entropy and rank of each target under a plain linear head, without full logits."""
+    if isinstance(layer, FP8Linear):
+        return fp8_token_scores(hidden, layer.qweight, layer.scale[0], targets, target_count)
+    assert isinstance(layer, nn.Linear)
+    return token_scores(hidden, layer.weight, targets, layer.bias, target_count)
+
+
+def is_plain_layer(layer: Any) -> bool:
+    """Whether a layer is a linear one that the losses know, as it was made."""
+    if "forward" in vars(layer):
+        return False
+    return type(layer) is nn.Linear or (isinstance(layer, FP8Linear) and layer.shared_scale and layer.bias is None)
 
 
 def plain_head(model: nn.Module) -> tuple[Head | None, str]:
@@ -36,7 +65,7 @@ def plain_head(model: nn.Module) -> tuple[Head | None, str]:
     layer = whole.get_output_embeddings()
     if isinstance(layer, BaseTunerLayer):
         return None, "the output head has an adapter"
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+    if not is_plain_layer(layer):
         return None, f"the output head is not a plain linear layer but {type(layer).__name__}"
     body = getattr(whole, whole.base_model_prefix, None)
     if not isinstance(body, nn.Module) or body is whole or any(m is layer for m in body.modules()):
@@ -45,12 +74,12 @@ def plain_head(model: nn.Module) -> tuple[Head | None, str]:
         reason = _difference(model, body, layer)
     if reason is not None:
         return None, reason
-    return Head(body, layer.weight, layer.bias), "logits are the hidden states times the output weight"
+    return Head(body, layer), "logits are the hidden states times the output weight"
 
 
-def _difference(model: nn.Module, body: nn.Module, layer: nn.Linear) -> str | None:
+def _difference(model: nn.Module, body: nn.Module, layer: nn.Linear | FP8Linear) -> str | None:
     """Runs a few tokens; what the model does besides body and head, or None if nothing."""
-    device = layer.weight.device
+    device = layer.qweight.device if isinstance(layer, FP8Linear) else layer.weight.device
     ids = torch.arange(_PROBE_TOKENS, device=device)[None] % layer.out_features
     inputs = {"input_ids": ids, "position_ids": torch.arange(_PROBE_TOKENS, device=device)[None]}
     hidden = getattr(body(**inputs, use_cache=False), "last_hidden_state", None)

@@ -44,7 +44,10 @@ def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path],
         else:
             head, _ = plain_head(model)
             assert head is not None
-            packed = head.body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state @ head.weight.T
+            packed = (
+                head.body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                @ head.layer.weight.T
+            )
         for row, docs in zip(packed, rows, strict=True):
             alone = torch.cat([model(input_ids=doc[None]).logits[0] for doc in docs])
             torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-5)
@@ -62,8 +65,8 @@ def test_plain_head_gives_the_logits(tiny_model: Callable[..., Path], family: st
     with torch.no_grad():
         hidden = head.body(input_ids=ids, position_ids=positions).last_hidden_state
         expected = model(input_ids=ids).logits
-    assert head.bias is None
-    torch.testing.assert_close(hidden @ head.weight.T, expected, atol=1e-5, rtol=1e-5)
+    assert head.layer.bias is None
+    torch.testing.assert_close(hidden @ head.layer.weight.T, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_plain_head_refuses_what_happens_after_the_head(tiny_model: Callable[..., Path]) -> None:

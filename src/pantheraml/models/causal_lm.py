@@ -1,0 +1,199 @@
+"""A transformers model that any trainer can train without full logits in memory.
+
+`make_fast(model)` turns the instance into one of a subclass made for its class: same name, same signature, same
+everything, but for `forward`:
+
+- while training, with `labels`: `loss` comes straight from the hidden states, and `logits` is None. The loss is as
+  transformers defines it (shift, -100, `num_items_in_batch`), so any trainer that reads `loss` can use it.
+- with `fused_lm_head=True`, the way in which TRL asks for token scores: `TokenScoreOutput`.
+- in every other case (evaluation, generation, no labels, a head that is not plain): transformers' own forward.
+
+Where few tokens have a label (prompts masked out), the head runs on those alone; where nearly all have one, on all. The
+choice needs their count on the host. It is asked for before the body is queued on the GPU and read after, so that the
+GPU never waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
+
+from pantheraml.base import log
+from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
+
+logger = log.get(__name__)
+
+_FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+_NEEDS_LOGITS = ("logits_to_keep", "output_router_logits", "ignore_index")
+"""Arguments that change what logits or loss are; whoever gives them gets transformers' own forward."""
+
+
+@dataclass
+class TokenScoreOutput(ModelOutput):
+    """Of each next-token label: all fields are 0 where it is -100. The names are those that TRL reads."""
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+
+
+class FastCausalLM:
+    """What the subclasses have in common; `_fast_class` adds `forward`."""
+
+    _altered_logits: str | None = None
+    _checkpointing: str | None = None
+
+    def why_full_logits(self) -> str | None:
+        """Why the loss needs full logits now, or None if it does not."""
+        head = cast(PreTrainedModel, self).get_output_embeddings()
+        if not is_plain_layer(head):  # an adapter or a copy of PEFT's may have taken its place since
+            return f"the output head is not a plain linear layer but {type(head).__name__}"
+        return self._altered_logits
+
+    def keep_checkpointing(self, mode: str) -> None:
+        """From now on, what a trainer asks about activation checkpointing does not replace `mode`."""
+        self._checkpointing = mode
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        if self._checkpointing is None:
+            super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
+        else:
+            logger.info("activations are checkpointed already (%s), whatever the trainer asks", self._checkpointing)
+
+
+def make_fast(model: PreTrainedModel) -> FastCausalLM:
+    """Change `model` in place, and return it."""
+    head, reason = plain_head(model)
+    kind: Any = type(model)
+    model.__class__ = _fast_class(kind)
+    fast = cast(FastCausalLM, model)
+    if head is None:
+        logger.info("the loss needs full logits: %s", reason)
+        fast._altered_logits = reason
+    return fast
+
+
+@functools.cache
+def _fast_class(parent: type) -> type:
+    # The name goes into config.json ("architectures") and into trainers' look-ups, so it stays.
+    namespace = {"__module__": parent.__module__, "__doc__": parent.__doc__, "forward": _forward(parent)}
+    return type(parent.__name__, (FastCausalLM, parent), namespace)
+
+
+def _forward(parent: Any) -> Callable[..., Any]:
+    signature = inspect.signature(parent.forward)
+    names = list(signature.parameters)[1:]
+
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if fused_lm_head:
+            return _scored(self, inputs)
+        if self.training and _loss_alone(self, inputs):
+            return _with_loss(self, inputs)
+        return parent.forward(self, *args, **kwargs)
+
+    # generate() and trainers read the signature. Not functools.wraps: accelerate undoes its own wrapping by following
+    # `__wrapped__`, and would undo ours.
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    forward.__doc__ = parent.forward.__doc__
+    return forward
+
+
+def _loss_alone(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the caller wants a loss and nothing that only full logits can give."""
+    if all(inputs.get(name) is None for name in ("labels", "shift_labels")) or model.why_full_logits() is not None:
+        return False
+    asked = any(isinstance(inputs.get(name), Tensor) or inputs.get(name) for name in _NEEDS_LOGITS)
+    routed = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return not (asked or routed or inputs.get("return_dict") is False)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What each position is to predict: -100 where nothing."""
+
+    labels: Tensor
+    count: Callable[[], int]
+    """How many there are; the host may have to wait for them, but only for them."""
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any]) -> _Targets:
+        shifted: Tensor | None = inputs.get("shift_labels")
+        if shifted is None:
+            shifted = nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=-100)
+        return cls(shifted, _count_ahead(shifted))
+
+
+def _count_ahead(targets: Tensor) -> Callable[[], int]:
+    count = (targets >= 0).sum().to("cpu", non_blocking=True)
+    if not targets.is_cuda:
+        return lambda: int(count)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(targets.device))
+
+    def read() -> int:
+        there.synchronize()
+        return int(count)
+
+    return read
+
+
+def _divisor(inputs: dict[str, Any], labels: Tensor) -> Tensor | float:
+    """Of the summed loss: the targets here, or those of all micro-batches that make up a step."""
+    told = inputs.get("num_items_in_batch")
+    if told is None:
+        return (labels >= 0).sum()
+    return told.to(labels.device) if isinstance(told, Tensor) else cast(float, told)
+
+
+def _body_outputs(model: Any, inputs: dict[str, Any]) -> Any:
+    inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
+    if inputs.get("past_key_values") is None:
+        inputs["use_cache"] = False  # nobody asks a loss for keys and values
+    return model.base_model(**inputs)
+
+
+def _with_loss(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+    targets = _Targets.of(inputs)
+    outputs = _body_outputs(model, inputs)
+    hidden = outputs.last_hidden_state
+    labels = targets.labels.to(hidden.device)
+    total = head_loss(model.get_output_embeddings(), hidden, labels, targets.count())
+    return CausalLMOutputWithPast(
+        loss=total / _divisor(inputs, labels),
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
+    """TRL's shape: one column less than the labels, because the first token is nobody's target."""
+    reason = model.why_full_logits()
+    if reason is not None:
+        raise UnsupportedModelError(f"This model gives no token scores without full logits: {reason}.")
+    targets = _Targets.of(inputs)
+    hidden = _body_outputs(model, inputs).last_hidden_state
+    labels = targets.labels.to(hidden.device)
+    scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count())
+    # Cut off here and not from the hidden states, which that would copy.
+    last = None if inputs.get("shift_labels") is not None else -1
+    return TokenScoreOutput(
+        loss=-scores.log_probs.sum() / _divisor(inputs, labels),
+        log_probs=scores.log_probs[:, :last],
+        entropy=scores.entropy[:, :last],
+        is_top1=scores.is_top1[:, :last],
+        label_mask=(labels >= 0)[:, :last],
+    )

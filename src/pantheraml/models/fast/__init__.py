@@ -1,0 +1,6 @@
+"""Decoder layers with frozen weights and LoRA adapters, fused: few passes over memory, few things kept."""
+
+from pantheraml.models.fast.functions import recomputing
+from pantheraml.models.fast.layers import FusionReport, fuse, is_fused
+
+__all__ = ["FusionReport", "fuse", "is_fused", "recomputing"]

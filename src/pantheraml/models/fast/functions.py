@@ -1,0 +1,188 @@
+"""The differentiable pieces of a fused decoder layer.
+
+Each is one autograd function over a stretch of the layer, so that what is kept for the backward pass is chosen by hand:
+inputs of products stay in fp8, as the products saw them; the hidden rows of the MLP are computed again from gate and
+up; residual sums and their gradients ride along with the normalisation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
+from pantheraml.kernels.rms_norm import rms_norm, rms_norm_backward
+from pantheraml.kernels.rotary import rotate, unrotate
+from pantheraml.models.fast.groups import Operand, ProjectionGroup
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    epsilon: float
+    plus_one: bool
+
+
+class Heads(NamedTuple):
+    queries: int
+    keys: int
+    size: int
+
+
+def linear(x: Tensor, group: ProjectionGroup) -> Tensor:
+    """x [rows, width] -> [rows, height]."""
+    out: Tensor = _Linear.apply(x, group, *group.parameters())
+    return out
+
+
+def attention_input(
+    x: Tensor, norm: Norm, group: ProjectionGroup, turns: tuple[Tensor, Tensor] | None, heads: Heads
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalised x through the merged product: query and key (turned by `turns`, cos and sin, if given) and value, each
+    [rows, heads, size], and x itself for the residual sum."""
+    cos, sin = (None, None) if turns is None else turns
+    out: tuple[Tensor, Tensor, Tensor, Tensor] = _AttentionInput.apply(
+        x, norm, group, cos, sin, heads, *group.parameters()
+    )
+    return out
+
+
+def mlp(x: Tensor, delta: Tensor, norm: Norm, first: ProjectionGroup, second: ProjectionGroup, *, gelu: bool) -> Tensor:
+    """y + second(activation(gate) * up) with gate, up = first(norm(y)), for y = x + delta."""
+    out: Tensor = _MLP.apply(x, delta, norm, first, second, gelu, *first.parameters(), *second.parameters())
+    return out
+
+
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """While layers are run a second time for their activations: saves an eighth of a layer's forward pass."""
+    token = _RECOMPUTING.set(True)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.reset(token)
+
+
+def _keep(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProjectionGroup, *_parameters: Tensor) -> Tensor:
+        rows = group.operand(x)
+        out, middle = group.forward(rows)
+        _keep(ctx, *rows, middle)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        payload, scales, middle = ctx.saved_tensors
+        group: ProjectionGroup = ctx.group
+        g = group.gradient_operand(grads[0])
+        d_input, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=ctx.needs_input_grad[0])
+        return d_input, None, *gradients
+
+
+class _AttentionInput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm: Norm,
+        group: ProjectionGroup,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        heads: Heads,
+        *_parameters: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        normed = rms_norm(
+            x, norm.weight, norm.epsilon, room=group.room, plus_one=norm.plus_one, quantise=group.quantised
+        )
+        merged, middle = group.forward(Operand(normed.payload, normed.scales))
+        _keep(ctx, x, normed.payload, normed.scales, normed.inverse, middle, cos, sin)
+        ctx.group, ctx.norm = group, norm
+        counts = (heads.queries, heads.keys, heads.keys)
+        if cos is not None and sin is not None:
+            return *rotate(merged, cos, sin, heads=counts), x
+        q, k, v = merged.unflatten(1, (-1, heads.size)).split(counts, dim=1)
+        return q, k, v, x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, payload, scales, inverse, middle, cos, sin = ctx.saved_tensors
+        group: ProjectionGroup = ctx.group
+        norm: Norm = ctx.norm
+        if cos is not None:
+            merged = unrotate((grads[0], grads[1], grads[2]), cos, sin)
+        else:
+            merged = torch.cat([grad.flatten(1) for grad in grads[:3]], dim=1)
+        wants_input = ctx.needs_input_grad[0]
+        d_normed, gradients = group.backward(
+            group.gradient_operand(merged), Operand(payload, scales), middle, wants_input=wants_input
+        )
+        dx = None
+        if d_normed is not None:
+            dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
+        return dx, None, None, None, None, None, *gradients
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        norm: Norm,
+        first: ProjectionGroup,
+        second: ProjectionGroup,
+        gelu: bool,
+        *_parameters: Tensor,
+    ) -> Tensor:
+        normed = rms_norm(
+            x, norm.weight, norm.epsilon,
+            delta=delta, room=first.room, plus_one=norm.plus_one, quantise=first.quantised,
+        )  # fmt: skip
+        pair, first_middle = first.forward(Operand(normed.payload, normed.scales))
+        hidden = gated_activation(pair, room=second.room, gelu=gelu, quantise=second.quantised)
+        if _RECOMPUTING.get():  # the layer's output is known already: what is missing is what backward needs
+            out, second_middle = torch.zeros_like(x), second.begin_forward(Operand(*hidden))
+        else:
+            out, second_middle = second.forward(Operand(*hidden))
+            out = out + normed.total  # not in place: selective checkpointing keeps what products give
+        _keep(ctx, normed.total, normed.payload, normed.scales, normed.inverse, pair, first_middle, second_middle)
+        ctx.norm, ctx.first, ctx.second, ctx.gelu = norm, first, second, gelu
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (g,) = grads
+        total, payload, scales, inverse, pair, first_middle, second_middle = ctx.saved_tensors
+        norm: Norm = ctx.norm
+        first: ProjectionGroup = ctx.first
+        second: ProjectionGroup = ctx.second
+        g_second = second.gradient_operand(g)
+        d_hidden, back = second.begin_backward(g_second)
+        assert d_hidden is not None
+        hidden, d_pair = gated_activation_backward(
+            d_hidden,
+            pair,
+            multiplier=first.multiplier,
+            rooms=(0, first.room),
+            gelu=ctx.gelu,
+            quantise=first.quantised,
+        )
+        second_gradients = second.adapter_gradients(g_second, Operand(*hidden), second_middle, back)
+        del d_hidden, hidden, g_second
+        d_normed, first_gradients = first.backward(Operand(*d_pair), Operand(payload, scales), first_middle)
+        assert d_normed is not None
+        d_total = rms_norm_backward(d_normed, total, norm.weight, inverse, plus_one=norm.plus_one, residual=g)
+        return d_total, d_total, None, None, None, None, *first_gradients, *second_gradients

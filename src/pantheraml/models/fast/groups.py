@@ -1,0 +1,351 @@
+"""Linear layers that read the same input, with their adapters, as one matrix product.
+
+A group has one matrix (see `storage`): the frozen weights of its layers below each other, room to the right for every
+adapter's B, and room below for every adapter's A (see `kernels.lora_columns` for the algebra). The layers keep their
+names, their PEFT adapters and their weights, which are views of that matrix, or what it is rebuilt from; so files,
+merging and switching adapters work as always, and a layer that is called alone gives what it always gave.
+
+Before each forward pass of the model the adapters' current values are written into the matrices. Always, and not only
+when they changed: fused optimizers change parameters without raising their version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from pantheraml.kernels.fp8_product import fp8_product
+from pantheraml.kernels.lora_columns import (
+    COLUMNS,
+    DIVISOR,
+    Adapter,
+    AdapterPlaces,
+    AdapterTable,
+    adapter_gradient,
+    blocks_of,
+    place_columns,
+    project,
+    segments_of,
+    splits_for,
+)
+from pantheraml.kernels.nf4 import BLOCK
+from pantheraml.kernels.quantise_rows import quantise_rows
+from pantheraml.models.fast.storage import Extent, store
+from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.planner.choose import FP8_CAPABILITY
+
+_PLAIN_COLUMNS = 64
+"""Room for adapters comes in multiples of this in bf16, and of COLUMNS in fp8."""
+
+
+class Operand(NamedTuple):
+    """Rows for a group's product: [rows, width + room], in e4m3 with scales or plainly."""
+
+    payload: Tensor
+    scales: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One layer's share of the matrix: its rows and, with an adapter, its columns."""
+
+    layer: Any
+    start: int
+    stop: int
+    column: int
+    rank: int
+    has_dropout: bool
+
+
+def base_of(layer: nn.Module) -> Any:
+    return layer.base_layer if isinstance(layer, LoraLayer) else layer
+
+
+def why_not_fused(layer: nn.Module) -> str | None:
+    """Why this layer cannot be part of a fused product as it stands, or None if it can."""
+    reason = _why_not_base(base_of(layer))
+    return _why_not_adapter(layer) if reason is None and isinstance(layer, LoraLayer) else reason
+
+
+def _why_not_base(base: Any) -> str | None:
+    if type(base) is nn.Linear:
+        if base.weight.requires_grad:
+            return "its weight is trained"
+    elif isinstance(base, NF4Linear):
+        if base.from_conv1d:
+            return "it is a Conv1D in nf4"
+        if base.in_features % BLOCK:
+            return f"its width is not a multiple of {BLOCK}, so that blocks of nf4 span two rows"
+        device = base.qweight.device
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            return "nf4 weights are multiplied in fp8, which this GPU cannot do"
+    elif not isinstance(base, FP8Linear):
+        return f"it is a {type(base).__name__}"
+    if base.in_features % DIVISOR or base.out_features % DIVISOR:
+        return f"its width or height is not a multiple of {DIVISOR}"
+    return None
+
+
+def _why_not_adapter(layer: Any) -> str | None:
+    if layer.disable_adapters or layer.merged:
+        return "its adapter is switched off or merged"
+    if len(layer.active_adapters) != 1 or layer.active_adapters[0] not in layer.lora_A:
+        return "it has not exactly one active adapter"
+    name = layer.active_adapters[0]
+    if layer.training and not isinstance(layer.lora_dropout[name], nn.Identity):
+        return "its adapter has dropout"
+    if name in layer.lora_magnitude_vector:
+        return "its adapter is DoRA"
+    if layer.lora_B[name].bias is not None:
+        return "its adapter has a bias"
+    return None
+
+
+class ProjectionGroup:
+    """Layers with one input, as one product."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """Takes the layers' weights over; none of them may have a reason in `why_not_fused`."""
+        bases: list[Any] = [base_of(layer) for layer in layers]
+        self.quantised = isinstance(bases[0], FP8Linear | NF4Linear)
+        self.width: int = bases[0].in_features
+        self.members = _members(layers)
+        self.height = self.members[-1].stop
+        self.ranks = sum(member.rank for member in self.members)
+        unit = COLUMNS if self.quantised else _PLAIN_COLUMNS
+        self.room = -(-self.ranks // unit) * unit
+        self.names = [layer.active_adapters[0] if isinstance(layer, LoraLayer) else None for layer in layers]
+        self._storage = store(bases, Extent(self.height, self.width, self.ranks, self.room))
+        self.scales = self._storage.scales
+        self.shared_scale = _shared(self.scales)
+        """The scale of all rows of W, if it is one and the same."""
+        self.multiplier = self.scales if self.shared_scale is None else None
+        """What a gradient of the output is multiplied by before it is quantised: on the way back, scales that differ
+        from row to row lie along the inner dimension of the product."""
+        self.device = self._storage.up.device
+        self.dtype = self._output_dtype()
+        self.bias = self._joined_bias(bases)
+        self._make_room_for_adapters()
+
+    def _output_dtype(self) -> torch.dtype:
+        if not self.quantised:
+            return self._storage.up.dtype
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def _joined_bias(self, bases: list[Any]) -> Tensor | None:
+        if all(base.bias is None for base in bases):
+            return None
+        pieces = [
+            torch.zeros(base.out_features, dtype=self.dtype, device=self.device)
+            if base.bias is None
+            else base.bias.detach()
+            for base in bases
+        ]
+        return torch.cat(pieces).to(self.dtype)
+
+    def _make_room_for_adapters(self) -> None:
+        device, ranks = self.device, self.ranks
+        self._rank = max((member.rank for member in self.members), default=0)
+        self._up = torch.zeros(self._rank, self.height, dtype=self._storage.up.dtype, device=device)
+        self._unit_down, self._unit_up = torch.zeros(2, max(1, self.room), dtype=torch.float32, device=device)
+        whole = [(0, self.width, 0, ranks)] if ranks else []
+        pieces = [(m.start, m.stop - m.start, m.column, m.rank) for m in self.members if m.rank]
+        self._segments = segments_of(whole, device), segments_of(pieces, device)
+        self._blocks = blocks_of(whole, device), blocks_of(pieces, device)
+        self._divisors: Tensor | None = None
+        self._input_scales = None
+        if self.shared_scale is not None:
+            self._input_scales = torch.full((self.width,), self.shared_scale, device=device)
+        self._parameters: list[nn.Parameter] = []
+
+    def fingerprint(self) -> list[Any]:
+        """Changes when an adapter's values are elsewhere than `adapters` last found them, or scaled otherwise."""
+        found: list[Any] = []
+        for member, name in zip(self.members, self.names, strict=True):
+            if name is not None:
+                # By the dictionaries behind the attributes: while this runs the GPU waits, and a model has hundreds.
+                modules = member.layer._modules
+                down = modules["lora_A"]._modules[name]._parameters["weight"]
+                up = modules["lora_B"]._modules[name]._parameters["weight"]
+                found += (id(down), down.data_ptr(), id(up), up.data_ptr(), member.layer.scaling[name])
+        return found
+
+    def adapters(self) -> list[Adapter]:
+        """Every adapter as it is now, and where it belongs."""
+        found = []
+        self._parameters = []
+        for m, name in zip(self.members, self.names, strict=True):
+            if name is None:
+                continue
+            rows, columns = slice(m.start, m.stop), slice(m.column, m.column + m.rank)
+            places = AdapterPlaces(
+                matrix_up=self._storage.up[rows, columns],
+                matrix_down=self._storage.down[columns],
+                scales=None if self.scales is None else self.scales[rows],
+                factor_up=self._up[: m.rank, rows],
+                unit_down=self._unit_down[columns],
+                unit_up=self._unit_up[columns],
+            )
+            down, up, scaling = m.layer.lora_A[name].weight, m.layer.lora_B[name].weight, float(m.layer.scaling[name])
+            found.append(Adapter(down, up, scaling, places))
+            self._parameters += [down, up]
+        self._divisors = self._make_divisors([adapter.scaling for adapter in found])
+        return found
+
+    def _make_divisors(self, scalings: list[float]) -> Tensor | None:
+        """What B's gradient is divided by, row for row: the gradient carries W's scales, and lacks the adapter's."""
+        if self.multiplier is None and all(scaling == 1 for scaling in scalings):
+            return None
+        divisors = torch.ones(self.height, device=self.device) if self.multiplier is None else self.multiplier.clone()
+        adapted = [member for member in self.members if member.rank]
+        for member, scaling in zip(adapted, scalings, strict=True):
+            divisors[member.start : member.stop] /= scaling
+        return divisors
+
+    def why_not(self) -> str | None:
+        """Why this group's layers must be called one by one now, or None. Looks only at what can change."""
+        for member, name in zip(self.members, self.names, strict=True):
+            layer = member.layer
+            if name is None:
+                continue
+            if layer.disable_adapters or layer.merged_adapters:
+                return "an adapter is switched off or merged"
+            if layer.active_adapters != [name]:
+                return "another adapter is active"
+            if layer.training and member.has_dropout:
+                return "an adapter has dropout"
+        return None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """A and B of every adapter, in the order in which `backward` gives their gradients."""
+        return self._parameters
+
+    def operand(self, rows: Tensor) -> Operand:
+        """Plain rows [rows, width] as this group's input."""
+        if self.quantised:
+            return Operand(*quantise_rows(rows, room=self.room))
+        payload = torch.empty(rows.shape[0], self.width + self.room, dtype=self.dtype, device=rows.device)
+        payload[:, : self.width] = rows
+        return Operand(payload, None)
+
+    def gradient_operand(self, g: Tensor) -> Operand:
+        """A gradient of the output [rows, height] as input of the way back."""
+        if self.quantised:
+            return Operand(*quantise_rows(g, room=self.room, multiplier=self.multiplier))
+        payload = torch.empty(g.shape[0], self.height + self.room, dtype=self.dtype, device=g.device)
+        payload[:, : self.height] = g
+        return Operand(payload, None)
+
+    def begin_forward(self, x: Operand) -> Tensor:
+        """x A' [rows, ranks]. Completes `x`."""
+        return self._columns(x, self._storage.down, self._segments[0], (self._unit_down, self._unit_up))
+
+    def forward(self, x: Operand) -> tuple[Tensor, Tensor]:
+        """The output [rows, height], and x A' [rows, ranks] for `backward`."""
+        middle = self.begin_forward(x)
+        matrix = self._storage.forward_matrix()
+        if self.quantised:
+            assert x.scales is not None
+            out = fp8_product(x.payload, x.scales, matrix, self.scales, self.dtype)
+        else:
+            out = x.payload @ matrix.T
+        return (out if self.bias is None else out + self.bias), middle
+
+    def backward(
+        self, g: Operand, x: Operand, middle: Tensor, *, wants_input: bool = True
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The input's gradient, and those of `parameters()`."""
+        d_input, back = self.begin_backward(g, wants_input=wants_input)
+        return d_input, self.adapter_gradients(g, x, middle, back)
+
+    def begin_backward(self, g: Operand, *, wants_input: bool = True) -> tuple[Tensor | None, Tensor]:
+        """The input's gradient, and s g B [rows, ranks], which `adapter_gradients` needs. Completes `g`."""
+        units = self._unit_up, self._unit_down
+        back = self._columns(g, self._up, self._segments[1], units, factor=self.shared_scale or 1.0)
+        return (self._input_gradient(g) if wants_input else None), back
+
+    def adapter_gradients(self, g: Operand, x: Operand, middle: Tensor, back: Tensor) -> list[Tensor]:
+        """Gradients of `parameters()`."""
+        if not self.ranks:
+            return []
+        dtype, device = self._parameters[0].dtype, middle.device
+        d_down = torch.empty(self.ranks, self.width, dtype=dtype, device=device)
+        adapter_gradient(back, x.scales, x.payload, self._blocks[0], self.ranks, None, d_down)
+        d_up = torch.empty(self.height, self._rank, dtype=dtype, device=device)
+        adapter_gradient(middle, g.scales, g.payload, self._blocks[1], self._rank, self._divisors, d_up.T)
+        gradients: list[Tensor] = []
+        for m in self.members:
+            if m.rank:
+                own_up = d_up[m.start : m.stop, : m.rank]
+                gradients += [d_down[m.column : m.column + m.rank], own_up.contiguous()]
+        return gradients
+
+    def _columns(
+        self, rows: Operand, side: Tensor, segments: Tensor, units: tuple[Tensor, Tensor], factor: float = 1.0
+    ) -> Tensor:
+        count, width = rows.payload.shape[0], rows.payload.shape[1] - self.room
+        raw = torch.empty(splits_for(width), count, self.ranks, dtype=torch.float32, device=side.device)
+        if not self.ranks:
+            return raw[0].to(self.dtype)
+        project(rows.payload, side, segments, side.shape[0], raw)
+        return place_columns(raw, units, rows.payload, width, rows.scales, self.dtype, factor)
+
+    def _input_gradient(self, g: Operand) -> Tensor:
+        matrix = self._storage.backward_matrix()
+        if not self.quantised:
+            return g.payload @ matrix.T
+        assert g.scales is not None
+        return fp8_product(g.payload, g.scales, matrix, self._input_scales, self.dtype)
+
+
+class GroupSet:
+    """All groups of a model. Before each forward pass `refresh` writes every adapter's current values where products
+    read them."""
+
+    def __init__(self, groups: Sequence[ProjectionGroup]) -> None:
+        self.groups = groups
+        self.reason: str | None = None
+        """Why the layers must run unfused now, or None."""
+        self._tables: list[AdapterTable] = []
+        self._known: list[int | float] = []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        self.reason = next((reason for group in self.groups if (reason := group.why_not()) is not None), None)
+        if self.reason is not None:
+            return
+        known = [value for group in self.groups for value in group.fingerprint()]
+        if known != self._known:
+            kinds: dict[tuple[torch.dtype, torch.dtype], list[Adapter]] = {}
+            for adapter in (adapter for group in self.groups for adapter in group.adapters()):
+                kinds.setdefault((adapter.down.dtype, adapter.places.matrix_up.dtype), []).append(adapter)
+            self._tables = [AdapterTable(kind) for kind in kinds.values()]
+            self._known = known
+        for table in self._tables:
+            table.write()
+
+
+def _shared(scales: Tensor | None) -> float | None:
+    if scales is None:
+        return None
+    low, high = scales.aminmax()
+    return float(high) if bool(low == high) else None
+
+
+def _members(layers: Sequence[nn.Module]) -> list[_Member]:
+    members, row, column = [], 0, 0
+    for layer in layers:
+        height = base_of(layer).out_features
+        rank, has_dropout = 0, False
+        if isinstance(layer, LoraLayer):
+            name = layer.active_adapters[0]
+            rank, has_dropout = layer.r[name], not isinstance(layer.lora_dropout[name], nn.Identity)
+        members.append(_Member(layer, row, row + height, column, rank, has_dropout))
+        row, column = row + height, column + rank
+    return members

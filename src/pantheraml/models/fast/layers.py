@@ -1,0 +1,262 @@
+"""Decoder layers of known families, run as a handful of fused pieces.
+
+A layer is fused by giving the instance a class of its own that derives from the one it had: children, names, hooks and
+`isinstance` stay, and `super().forward` is the way back whenever the fused one does not apply (key/value cache, another
+or a switched-off adapter, dropout). A family that is not listed stays as it is, and the report says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from pantheraml.base import log
+from pantheraml.models.fast.functions import Heads, Norm, attention_input, linear, mlp
+from pantheraml.models.fast.groups import GroupSet, ProjectionGroup, base_of, why_not_fused
+from pantheraml.models.quantise.nf4 import NF4Linear
+
+logger = log.get(__name__)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's decoder layer differs from Llama's."""
+
+    plus_one: bool = False
+    """Norms multiply by 1 + weight."""
+    windowed: bool = False
+    """Attention gets a sliding window, the attention module's or else the config's."""
+    merged: bool = False
+    """Query, key and value, and gate and up, are one layer each already."""
+
+
+FAMILIES = {
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": Family(),
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": Family(windowed=True),
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": Family(windowed=True),
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": Family(windowed=True),
+    "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": Family(plus_one=True),
+    "transformers.models.phi3.modeling_phi3.Phi3DecoderLayer": Family(windowed=True, merged=True),
+}
+
+
+@dataclass
+class FusionReport:
+    fused: int = 0
+    """Decoder layers that now run fused."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why others do not, and how many."""
+
+
+def fuse(model: nn.Module) -> FusionReport:
+    """Fuse every decoder layer of `model` that can be, in place. Call it when adapters are on their device."""
+    report = FusionReport()
+    fused: list[Any] = []
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        reason = _fuse_layer(layer)
+        if reason is None:
+            fused.append(layer)
+        else:
+            report.reasons[reason] += 1
+    report.fused = len(fused)
+    shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
+    for index, layer in enumerate(fused):
+        layer.fused_parts.shared, layer.fused_parts.leads = shared, index == 0
+    for reason, count in report.reasons.items():
+        logger.info("%d decoder layers are not fused: %s", count, reason)
+    return report
+
+
+def _fuse_layer(layer: Any) -> str | None:
+    """Fuses one layer, or says why not."""
+    kind: Any = type(layer)
+    family = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
+    if family is None:
+        return f"{kind.__name__} is not a family that the fused layers know"
+    attention, feed = layer.self_attn, layer.mlp
+    if family.merged:
+        names = [[attention.qkv_proj], [attention.o_proj], [feed.gate_up_proj], [feed.down_proj]]
+    else:
+        names = [
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [attention.o_proj],
+            [feed.gate_proj, feed.up_proj],
+            [feed.down_proj],
+        ]
+    reason = _why_not(layer, family, names)
+    if reason is not None:
+        return reason
+    layer.fused_parts = _Parts(layer, family, [ProjectionGroup(group) for group in names])
+    layer.__class__ = _fused_class(kind)
+    return None
+
+
+def _why_not(layer: Any, family: Family, groups: list[list[nn.Module]]) -> str | None:
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    if any(norm.weight.requires_grad for norm in norms):
+        return "norms are trained"
+    if _gelu(layer.mlp) is None:
+        return "the activation of its MLP is neither SiLU nor GELU (tanh)"
+    if family.merged and (layer.resid_attn_dropout.p or layer.resid_mlp_dropout.p):
+        return "it has dropout on the residuals"
+    if not any(isinstance(member, LoraLayer) for group in groups for member in group):
+        return "it has no adapter"
+    for group in groups:
+        bases = [base_of(member) for member in group]
+        if len({type(base) for base in bases}) > 1:
+            return "layers with one input are packed in different ways"
+        for member in group:
+            reason = why_not_fused(member)
+            if reason is not None:
+                return reason
+    return _why_not_dtypes(norms[0].weight, [base_of(member) for group in groups for member in group])
+
+
+def _why_not_dtypes(norm: Tensor, bases: list[Any]) -> str | None:
+    dtypes = {base.weight.dtype for base in bases if type(base) is nn.Linear}
+    if len(dtypes | {norm.dtype}) > (1 if dtypes else 2):
+        return "weights and norms have different dtypes"
+    if norm.is_cuda and norm.dtype != torch.bfloat16:
+        return f"on GPUs the fused kernels compute in bfloat16, and the model is in {norm.dtype}"
+    if not norm.is_cuda and norm.dtype != torch.float32 and any(isinstance(base, NF4Linear) for base in bases):
+        return f"on a CPU fused layers over nf4 compute in float32, and the model is in {norm.dtype}"
+    return None
+
+
+def _gelu(feed: Any) -> bool | None:
+    """Whether the MLP's activation is GELU (tanh), or SiLU; None: neither."""
+    activation = feed.activation_fn if isinstance(getattr(feed, "activation_fn", None), nn.Module) else feed.act_fn
+    if isinstance(activation, nn.SiLU | type(ACT2FN["silu"])):
+        return False
+    return True if isinstance(activation, type(ACT2FN["gelu_pytorch_tanh"])) else None
+
+
+class _Parts:
+    """What a fused layer needs besides the modules it has."""
+
+    shared: GroupSet
+    leads: bool
+    """The first of the model's fused layers: it refreshes what all of them share."""
+
+    def __init__(self, layer: Any, family: Family, groups: list[ProjectionGroup]) -> None:
+        self.groups = groups
+        attention = layer.self_attn
+        self._config = config = attention.config
+        own = {id(member.layer) for group in groups for member in group.members}
+        self._children = [
+            (parent, name, child)
+            for parent in (attention, layer.mlp)
+            for name, child in parent.named_children()
+            if id(child) in own
+        ]
+        self.gelu = bool(_gelu(layer.mlp))
+        first, second = layer.input_layernorm, layer.post_attention_layernorm
+        self.norms = tuple(Norm(n.weight.detach(), _epsilon(n), family.plus_one) for n in (first, second))
+        size = attention.head_dim
+        self.heads = Heads(config.num_attention_heads, config.num_key_value_heads, size)
+        self.head_norms = isinstance(getattr(attention, "q_norm", None), nn.Module)
+        self.attention_arguments: dict[str, Any] = {}
+        if family.windowed:
+            window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+            self.attention_arguments["sliding_window"] = window
+
+    def spells_out_attention(self) -> bool:
+        """Attention that is no function of its own but part of the family's code, which can also tell its weights."""
+        return self._config._attn_implementation not in ALL_ATTENTION_FUNCTIONS
+
+    def changed(self) -> bool:
+        """Whether a linear layer was exchanged (PEFT takes adapters out so), or somebody wants to hear of its calls
+        (PEFT, to give each row of a batch an adapter of its own)."""
+        return any(
+            getattr(parent, name) is not child or child._forward_pre_hooks or child._forward_hooks
+            for parent, name, child in self._children
+        )
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.eps if isinstance(getattr(norm, "eps", None), float) else norm.variance_epsilon)
+
+
+class _Fused:
+    """Mixed in before a decoder layer's own class."""
+
+    fused_parts: _Parts
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        parts = self.fused_parts
+        if parts.leads:
+            parts.shared.refresh()
+        embeddings: Any = kwargs.get("position_embeddings")
+        plain = (
+            args
+            or kwargs.get("past_key_values") is not None
+            or embeddings is None
+            or embeddings[0].shape[-1] != parts.heads.size
+            or parts.shared.reason is not None
+            or parts.spells_out_attention()
+            or parts.changed()
+        )
+        if plain:
+            out: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            return out
+        return _run(self, parts, hidden_states, embeddings, kwargs)
+
+
+def _run(
+    layer: Any, parts: _Parts, hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+) -> Tensor:
+    attention = layer.self_attn
+    qkv, out, first, second = parts.groups
+    shape = hidden_states.shape
+    kind = hidden_states.device.type
+    with torch.autocast(kind, enabled=False):
+        x = hidden_states.reshape(-1, shape[-1]).to(qkv.dtype)
+        cos, sin = (e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in embeddings)
+        turns = None if parts.head_norms else (cos, sin)
+        q, k, v, x = attention_input(x, parts.norms[0], qkv, turns, parts.heads)
+        if parts.head_norms:
+            q, k = _turned(attention.q_norm(q), cos, sin), _turned(attention.k_norm(k), cos, sin)
+        q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))
+        arguments = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
+        attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        mixed, _ = attend(
+            attention,
+            q,
+            k,
+            v,
+            kwargs.get("attention_mask"),
+            dropout=attention.attention_dropout if attention.training else 0.0,
+            scaling=attention.scaling,
+            **parts.attention_arguments,
+            **arguments,
+        )
+        delta = linear(mixed.reshape(x.shape[0], -1), out)
+        result = mlp(x, delta, parts.norms[1], first, second, gelu=parts.gelu)
+    return result.view(shape)
+
+
+_NOT_FOR_ATTENTION = {"attention_mask", "position_embeddings", "past_key_values"}
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding outside of the fused product, for heads that are normalised first."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+
+
+def is_fused(layer: nn.Module) -> bool:
+    return isinstance(layer, _Fused)
+
+
+@functools.cache
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Fused{kind.__name__}", (_Fused, kind), {})

@@ -1,0 +1,484 @@
+"""Fused decoder layers on the torch references: the numbers, the adapters and the files of the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pantheraml.data.batch import collate
+from pantheraml.data.documents import TokenSequence, as_ints
+from pantheraml.engine.checkpointing import apply_checkpointing
+from pantheraml.engine.loss import LossModel
+from pantheraml.models.adapters import target_layers, trainable_parameters
+from pantheraml.models.attention import use_document_attention
+from pantheraml.models.fast import fuse, is_fused
+from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.models.quantise.packed import LORA_LAYERS, pack_linears
+from pantheraml.specs.train import Checkpointing
+from tests.unit.models.conftest import FAMILIES
+
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"]
+LAYERS = 2
+CPU = torch.device("cpu")
+IDS = torch.randint(4, 256, (3, 17), generator=torch.Generator().manual_seed(0))
+
+EXACT = 1e-5
+"""Of a whole tensor in float32: sums in another order."""
+
+
+def base_model(family: str, **changes: Any) -> Any:
+    """Random weights; biases, and norms that are not all alike, too."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes}, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def randomise(model: nn.Module, seed: int = 1, size: float = 0.15) -> None:
+    """Adapters as they are after a while: B is not nought any more."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in trainable_parameters(model):
+        parameter.data.copy_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def adapted(base: Any, targets: str | list[str] = "all-linear", size: float = 0.15, **lora: Any) -> PeftModel:
+    config = LoraConfig(
+        **{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, **lora}, target_modules=target_layers(base, targets)
+    )
+    config._register_custom_module(LORA_LAYERS)
+    model = get_peft_model(base, config)
+    randomise(model, size=size)
+    return model.train()
+
+
+def packed(base: Any) -> Any:
+    pack_linears(base, "fp8", dtype=torch.float32, device=CPU)
+    return base
+
+
+def fused(model: PeftModel) -> PeftModel:
+    """A copy, fused."""
+    twin = copy.deepcopy(model)
+    report = fuse(twin)
+    assert (report.fused, dict(report.reasons)) == (LAYERS, {})
+    return twin
+
+
+def pair(family: str = "llama", **lora: Any) -> tuple[PeftModel, PeftModel]:
+    """The same model fused and as it is."""
+    plain = adapted(base_model(family), **lora)
+    return fused(plain), plain
+
+
+def results(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
+    """Logits and the gradients of everything that is trained."""
+    model.zero_grad()
+    out = model(**{"input_ids": IDS, "labels": IDS, "use_cache": False, **inputs})
+    out.loss.backward()
+    found = {"logits": out.logits.detach()}
+    for name, parameter in trainable_parameters(model):
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = EXACT) -> None:
+    assert ours.keys() == theirs.keys()
+    distances = {name: apart(ours[name], wanted) for name, wanted in theirs.items()}
+    worst = max(distances, key=distances.__getitem__)
+    assert distances[worst] <= tolerance, f"{worst}: {distances[worst]}"
+
+
+def runs_fused(model: nn.Module) -> bool:
+    """Whether the next forward pass is the fused one: then nobody calls the attention module."""
+    calls: list[int] = []
+    handles = [
+        module.register_forward_hook(lambda *_: calls.append(1))
+        for name, module in model.named_modules()
+        if name.endswith("self_attn")
+    ]
+    logits(model)
+    for handle in handles:
+        handle.remove()
+    assert len(calls) in (0, LAYERS)
+    return not calls
+
+
+# The numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_plain_weights_give_the_same_numbers(family: str) -> None:
+    ours, theirs = pair(family)
+    assert runs_fused(ours)
+    assert not runs_fused(theirs)
+    assert_same(results(ours), results(theirs))
+
+
+def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, logits: float, cosine: float) -> None:
+    assert apart(ours["logits"], theirs["logits"]) < logits
+    assert together(ours, theirs) > cosine
+    lengths = [float(ours[name].norm() / theirs[name].norm()) for name in theirs]
+    assert min(lengths) > 0.9
+    assert max(lengths) < 1.1
+
+
+def calm(family: str) -> Any:
+    """Weights small enough that the model does not multiply the noise of fp8."""
+    return base_model(family, initializer_range=0.05)
+
+
+def assert_near_in_fp8(make: Callable[[], Any], **lora: Any) -> None:
+    """Bounds are half as much again as the largest distance that was measured, over families and shapes of adapters."""
+    exact = results(adapted(make(), size=0.05, **lora))
+    plain = adapted(packed(make()), size=0.05, **lora)
+    ours, theirs = results(fused(plain)), results(plain)
+    assert_near(ours, theirs, logits=0.05, cosine=0.9965)
+    assert_near(ours, exact, logits=0.1, cosine=0.99)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fp8_weights_are_near_those_of_single_layers_and_near_float32(family: str) -> None:
+    assert_near_in_fp8(lambda: calm(family))
+
+
+def together(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The cosine of all gradients laid end to end."""
+    left, right = (torch.cat([g.flatten() for name, g in of.items() if name != "logits"]) for of in (ours, theirs))
+    return float(torch.cosine_similarity(left, right, dim=0))
+
+
+def test_fp8_weights_with_a_scale_for_every_output() -> None:
+    """Outputs a thousand times larger than others cannot share a scale with them, whose gradients then need it."""
+
+    def uneven() -> Any:
+        base = calm("llama")
+        with torch.no_grad():
+            for name, parameter in base.named_parameters():
+                if name.endswith("proj.weight"):
+                    parameter[::5] *= 1e-3
+        return base
+
+    assert not any(m.shared_scale for m in packed(uneven()).modules() if isinstance(m, FP8Linear))
+    assert_near_in_fp8(uneven)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"rank_pattern": {"k_proj": 7, r"layers\.1\.mlp\.down_proj": 16}, "alpha_pattern": {"k_proj": 3}},
+        {"targets": ["q_proj", "v_proj"]},
+        {"targets": ["down_proj"]},
+        {"use_rslora": True},
+        {"r": 70},
+        {"lora_alpha": 4},
+    ],
+    ids=["ranks", "some", "one", "rslora", "wide", "scaling 1"],
+)
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_adapters_of_every_shape(lora: dict[str, Any], fp8: bool) -> None:
+    if fp8:
+        assert_near_in_fp8(lambda: calm("qwen2"), **lora)
+    else:
+        ours, theirs = pair("qwen2", **lora)
+        assert_same(results(ours), results(theirs))
+
+
+def test_bf16_weights_with_float32_adapters() -> None:
+    exact = adapted(base_model("llama"))
+    plain = adapted(base_model("llama").to(torch.bfloat16))
+    assert all(parameter.dtype == torch.float32 for _, parameter in trainable_parameters(plain))
+    wanted = results(exact)
+    ours, theirs = results(fused(plain)), results(plain)
+    for name in wanted:
+        assert ours[name].dtype == theirs[name].dtype
+        assert apart(ours[name].float(), wanted[name]) < max(0.05, 1.5 * apart(theirs[name].float(), wanted[name]))
+
+
+def test_gradients_reach_the_inputs() -> None:
+    found = []
+    for model in pair("gemma"):
+        embeddings = 0.1 * torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+        embeddings.requires_grad_()
+        model(inputs_embeds=embeddings, use_cache=False).logits.square().mean().backward()
+        assert embeddings.grad is not None
+        found.append(embeddings.grad)
+    assert apart(*found) <= EXACT
+
+
+def test_padding_is_masked() -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, :6] = 0
+    mask[2, :11] = 0
+    ours, theirs = pair("mistral")
+    labels = IDS.masked_fill(mask == 0, -100)
+    found, wanted = (results(model, attention_mask=mask, labels=labels) for model in (ours, theirs))
+    found["logits"], wanted["logits"] = found["logits"][mask == 1], wanted["logits"][mask == 1]
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_packed_documents_with_document_attention(family: str) -> None:
+    """Windows of 4 are given to this attention by the layer; no mask knows them."""
+    base = base_model(family)
+    assert use_document_attention(base) is None
+    plain = adapted(base)
+    ids = [as_ints(row[:length].tolist()) for row, length in zip(IDS, (17, 9, 5), strict=True)]
+    packs = [
+        TokenSequence(ids[0], ids[0], as_ints([6, 11])),
+        TokenSequence(np.concatenate(ids[1:]), np.concatenate(ids[1:]), as_ints([9, 5])),
+    ]
+    batch = collate(packs, pad_id=258, width=24)
+    found = []
+    for model in (fused(plain), plain):
+        loss = LossModel(model)(
+            batch.input_ids, batch.position_ids, batch.targets, batch.boundaries, batch.max_length, batch.target_count
+        )
+        loss.backward()
+        gradients = {name: p.grad for name, p in trainable_parameters(model) if p.grad is not None}
+        found.append({"loss": loss.detach(), **gradients})
+    assert_same(found[0], found[1])
+
+
+@pytest.mark.parametrize("mode", ["selective", "full", "offload"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_checkpointing_changes_no_number(mode: Checkpointing, fp8: bool) -> None:
+    plain = adapted(packed(base_model("llama")) if fp8 else base_model("llama"))
+    ours = fused(plain)
+    wanted = results(ours)
+    assert apply_checkpointing(ours, mode) == LAYERS
+    assert_same(results(ours), wanted, tolerance=0)
+
+
+# Adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_forward_pass_uses_the_adapters_new_values() -> None:
+    ours, theirs = pair()
+    for model in (ours, theirs):
+        trained = [parameter for _, parameter in trainable_parameters(model)]
+        optimizer = torch.optim.AdamW(trained, lr=0.02, fused=True)
+        for _ in range(2):
+            results(model)
+            optimizer.step()
+    assert_same(results(ours), results(theirs))
+    for model in (ours, theirs):
+        randomise(model, seed=2)
+    assert_same(results(ours), results(theirs))
+    for model in (ours, theirs):  # as FSDP or a trainer that flattens parameters does
+        for _, parameter in trainable_parameters(model):
+            parameter.data = parameter.data.clone() * 1.5
+    assert_same(results(ours), results(theirs))
+
+
+def test_an_adapter_can_be_switched_off_and_on() -> None:
+    ours, theirs = pair()
+    with ours.disable_adapter(), theirs.disable_adapter():
+        assert not runs_fused(ours)
+        off = logits(ours)
+        assert apart(off, logits(theirs)) <= EXACT
+    assert runs_fused(ours)
+    assert apart(logits(ours), logits(theirs)) <= EXACT
+    assert apart(logits(ours), off) > 0.1
+
+
+def test_another_adapter_can_be_used() -> None:
+    ours, theirs = pair()
+    for model in (ours, theirs):
+        model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "up_proj"]))
+        model.set_adapter("second")
+        randomise(model, seed=3)
+    assert not runs_fused(ours)
+    assert_same(results(ours), results(theirs))
+    for model in (ours, theirs):
+        model.set_adapter("default")
+    assert runs_fused(ours)
+    assert_same(results(ours), results(theirs))
+
+
+def test_rows_of_a_batch_may_use_different_adapters() -> None:
+    ours, theirs = (model.eval() for model in pair())
+    names = ["default", "__base__", "default"]
+    found, wanted = (
+        model(input_ids=IDS, use_cache=False, adapter_names=names).logits.detach() for model in (ours, theirs)
+    )
+    assert apart(found, wanted) <= EXACT
+
+
+def test_adapters_are_merged_and_taken_out() -> None:
+    ours, theirs = pair()
+    before = logits(theirs)
+    ours.merge_adapter()
+    assert not runs_fused(ours)
+    assert apart(logits(ours), before) <= EXACT
+    ours.unmerge_adapter()
+    assert runs_fused(ours)
+    assert apart(logits(ours), before) <= EXACT
+    merged = copy.deepcopy(ours).merge_and_unload()
+    assert not any(isinstance(module, LoraLayer) for module in merged.modules())
+    assert apart(logits(merged), before) <= EXACT
+
+
+def test_without_its_adapters_it_is_the_base() -> None:
+    ours, theirs = pair()
+    with theirs.disable_adapter():
+        wanted = logits(theirs)
+    assert apart(logits(ours.unload()), wanted) <= EXACT
+
+
+# What else people do with a model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_generation_with_a_cache_gives_the_same_tokens(family: str) -> None:
+    texts = [
+        model.eval().generate(input_ids=IDS, max_new_tokens=12, do_sample=False, use_cache=True, pad_token_id=258)
+        for model in pair(family)
+    ]
+    assert texts[0].shape[1] > IDS.shape[1] + 3
+    assert torch.equal(*texts)
+
+
+def test_eval_mode_and_hidden_states() -> None:
+    ours, theirs = (model.eval() for model in pair())
+    assert runs_fused(ours)
+    with torch.no_grad():
+        found, wanted = (m(input_ids=IDS, output_hidden_states=True).hidden_states for m in (ours, theirs))
+    assert len(found) == len(wanted) == LAYERS + 1
+    assert max(map(apart, found, wanted)) <= EXACT
+
+
+def test_attention_weights_can_be_had() -> None:
+    plain = adapted(base_model("llama"))
+    plain.get_base_model().set_attn_implementation("eager")
+    ours = fused(plain)
+    with torch.no_grad():
+        found, wanted = (m(input_ids=IDS, use_cache=False, output_attentions=True).attentions for m in (ours, plain))
+    assert len(found) == len(wanted) == LAYERS
+    assert max(map(apart, found, wanted)) <= EXACT
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_weights_keep_their_names_and_values(fp8: bool) -> None:
+    plain = adapted(packed(base_model("qwen2")) if fp8 else base_model("qwen2"))
+    ours = fused(plain)
+    found, wanted = ours.state_dict(), plain.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert [type(p) for p in ours.parameters()] == [type(p) for p in plain.parameters()]
+    assert all(isinstance(layer, type(twin)) for layer, twin in zip(ours.modules(), plain.modules(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_saved_adapters_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    ours, theirs = pair(family)
+    for model, name in ((ours, "ours"), (theirs, "theirs")):
+        results(model)
+        model.save_pretrained(str(tmp_path / name))
+    found, wanted = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert get_peft_model_state_dict(ours).keys() == wanted.keys()
+    loaded = PeftModel.from_pretrained(base_model(family), str(tmp_path / "ours"))
+    assert apart(logits(ours.eval()), logits(loaded.eval())) <= EXACT
+
+
+# What stays as it is ----------------------------------------------------------------------------------------------
+
+
+def assert_left_alone(model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    twin = copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, logger="pantheraml"):
+        report = fuse(model)
+    assert report.fused == 0
+    assert list(report.reasons.values()) == [LAYERS]
+    assert reason in next(iter(report.reasons))
+    assert reason in caplog.text
+    assert not any(is_fused(module) for module in model.modules())
+    torch.manual_seed(0)
+    found = results(model)
+    torch.manual_seed(0)
+    assert_same(found, results(twin), tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("lora", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_dropout": 0.1}, "dropout"),
+    ],
+)
+def test_adapters_that_cannot_be_fused(lora: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert_left_alone(adapted(base_model("llama"), **lora), reason, caplog)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "granite"])
+def test_families_that_are_not_known(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted(base_model(family), fan_in_fan_out=family == "gpt2")
+    assert_left_alone(model, "is not a family that the fused layers know", caplog)
+
+
+def test_other_activations_sizes_and_trained_norms(caplog: pytest.LogCaptureFixture) -> None:
+    assert_left_alone(adapted(base_model("llama", hidden_act="relu")), "neither SiLU nor GELU", caplog)
+    assert_left_alone(adapted(base_model("llama", intermediate_size=40)), "multiple of 16", caplog)
+    model = adapted(base_model("llama"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "layernorm" in name)
+    assert_left_alone(model, "norms are trained", caplog)
+    assert_left_alone(base_model("llama"), "norms are trained", caplog)
+
+
+def test_dropout_counts_in_training_only() -> None:
+    plain = adapted(base_model("llama"), lora_dropout=0.5).eval()
+    ours = fused(plain)
+    assert runs_fused(ours)
+    assert apart(logits(ours), logits(plain)) <= EXACT
+    ours.train()
+    plain.train()
+    assert not runs_fused(ours)
+    torch.manual_seed(0)
+    found = results(ours)
+    torch.manual_seed(0)
+    assert_same(found, results(plain))
+
+
+def test_layers_are_fused_one_by_one() -> None:
+    plain = adapted(
+        base_model("llama"), targets=[f"model.layers.1.{name}" for name in ("self_attn.q_proj", "mlp.up_proj")]
+    )
+    ours = copy.deepcopy(plain)
+    report = fuse(ours)
+    assert report.fused == 1
+    assert dict(report.reasons) == {"it has no adapter": 1}
+    assert_same(results(ours), results(plain))
+
+
+def test_an_adapter_with_a_bias_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted(base_model("qwen2"), targets=["q_proj"], lora_bias=True)
+    assert_left_alone(model, "adapter has a bias", caplog)
