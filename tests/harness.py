@@ -39,6 +39,8 @@ def make_plan(
         "backend": "gloo",
         "precision": "bf16" if precision == "fp8" else precision,
         "frozen_weights": "fp8" if precision == "fp8" else "nf4" if config.method.kind == "qlora" else None,
+        "fused": config.train.fused == "on",
+        "cuda_graph": config.train.cuda_graph == "on",
         "compile": config.train.compile == "on",
         "global_batch_size": config.train.global_batch_size,
         "micro_batch_size": micro or config.train.global_batch_size,

@@ -41,6 +41,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         3,
     ),
     "dora packed checkpointed": ({"method": {"kind": "dora"}, "train": {"activation_checkpointing": "full"}}, 2),
+    "lora packed selectively checkpointed": ({"train": {"activation_checkpointing": "selective"}}, 2),
+    "full packed offloaded": ({"method": {"kind": "full"}, "train": {"activation_checkpointing": "offload"}}, 2),
     "qlora packed": ({"method": {"kind": "qlora"}}, 2),
     "other DDP settings": ({"parallel": OTHER_DDP_SETTINGS}, 2),
     "one epoch with a short last batch": ({"train": {"max_steps": None, "epochs": 1.0}}, 2),

@@ -10,10 +10,12 @@ from __future__ import annotations
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pantheraml.models.fast import is_fused
+
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile every decoder layer in place; how many there are. Shapes are taken as fixed."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """Compile every decoder layer that is not fused, in place; how many there are. Shapes are taken as fixed."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and not is_fused(m)]
     for layer in layers:
         layer.compile(dynamic=False)
     return len(layers)

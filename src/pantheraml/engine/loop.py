@@ -20,6 +20,7 @@ from pantheraml.engine.evaluate import evaluate
 from pantheraml.engine.feed import Feed, StepBatches
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.guard.verdict import StepNumbers, Verdict, decide, first_nonfinite
+from pantheraml.engine.out_of_memory import explained_out_of_memory
 from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, load_weights, restore
 from pantheraml.engine.step import Stepper, StepReport
@@ -70,6 +71,7 @@ class Job:
             "train.global_batch_size": self.config.train.global_batch_size,
             "method": self.config.method.model_dump(mode="json"),
             "train.optimizer": self.config.train.optimizer,
+            "train.weights": self.config.train.weights,
         }
 
 
@@ -116,7 +118,8 @@ class TrainingLoop:
             global_batch_size=job.config.train.global_batch_size,
         )
         job.stepper.wrapped.train()
-        stopped_by = self._take_steps()
+        with explained_out_of_memory(job.stepper, job.config, job.plan):
+            stopped_by = self._take_steps()
         if self._unreported.last is not None:
             self._report(*self._unreported.last)
         if stopped_by != "request" and job.eval_data is not None and not self._eval_is_due():

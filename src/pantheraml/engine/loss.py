@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pantheraml.kernels.linear_cross_entropy import linear_cross_entropy
+from pantheraml.models.attention import DocumentLayout, uses_document_attention
 from pantheraml.models.families import plain_head
 
 
@@ -21,11 +23,23 @@ class LossModel(nn.Module):
         # Kept out of the module tree: the head's parts are `model`'s own, and must not be registered twice.
         self._head = (head,)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        targets: Tensor,
+        boundaries: Tensor | None = None,
+        max_length: int | None = None,
+        target_count: int | None = None,
+    ) -> Tensor:
+        """As `Batch` has them. What is None is found from the tensors, which makes the host wait for a GPU."""
         (head,) = self._head
+        inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if max_length is not None and uses_document_attention(self.model):
+            inputs |= DocumentLayout(boundaries, max_length).arguments()
         if head is None:
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            logits = self.model(**inputs).logits
             wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
             return F.cross_entropy(wide, targets.flatten(), ignore_index=-100, reduction="sum")
-        hidden = head.body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        return linear_cross_entropy(hidden, head.weight, targets, head.bias)
+        hidden = head.body(**inputs).last_hidden_state
+        return head.loss(hidden, targets, target_count)

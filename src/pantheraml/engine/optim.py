@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from pantheraml.base.errors import CheckpointError
-from pantheraml.engine.adamw8bit import AdamW8bit
+from pantheraml.engine.adamw import LeanAdamW, Moments
 from pantheraml.specs.train import TrainSettings
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 SEPARATOR = "::"
+
+MOMENTS: Mapping[str, Moments] = {"adamw": "fp32", "adamw_bf16": "bf16", "adamw8bit": "8bit"}
 
 
 def build_optimizer(parameters: NamedParameters, settings: TrainSettings) -> Optimizer:
@@ -25,9 +27,12 @@ def build_optimizer(parameters: NamedParameters, settings: TrainSettings) -> Opt
         if group
     ]
     betas = (settings.beta1, settings.beta2)
-    if settings.optimizer == "adamw8bit":
-        return AdamW8bit(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps)
-    return AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, fused=True)
+    moments = MOMENTS[settings.optimizer]
+    if moments == "fp32" and all(p.dtype == torch.float32 for _, p in parameters):
+        return AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, fused=True)
+    return LeanAdamW(
+        groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, moments=moments, seed=settings.seed
+    )
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
@@ -56,15 +61,22 @@ def load_optimizer_tensors(optimizer: Optimizer, parameters: NamedParameters, te
             )
         parameter = by_name[name]
         # fused AdamW counts steps on the device; ours on the host, where reading the count does not wait for the GPU
-        keep_on_host = key == "step" and isinstance(optimizer, AdamW8bit)
+        keep_on_host = key == "step" and isinstance(optimizer, LeanAdamW)
         optimizer.state[parameter][key] = tensor.clone() if keep_on_host else tensor.to(parameter.device, copy=True)
 
 
 def total_norm(parameters: NamedParameters) -> Tensor:
+    """The norm of all gradients together, summed in float32 whatever they are kept in, without copies of them."""
     gradients = [p.grad for _, p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+    if not gradients:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
-def clip(parameters: NamedParameters, norm: Tensor, limit: float) -> None:
-    if limit > 0:
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in parameters], limit, norm)
+def clip(optimizer: Optimizer, parameters: NamedParameters, norm: float, limit: float) -> None:
+    """Have the next step see gradients of at most the norm `limit` (0: as they are); `norm` is what they have now."""
+    factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+    if isinstance(optimizer, LeanAdamW):
+        optimizer.gradient_factor = factor
+    elif factor < 1:
+        torch._foreach_mul_([p.grad for _, p in parameters if p.grad is not None], factor)

@@ -19,7 +19,7 @@ from pantheraml.checkpoint.store import Checkpoint, Tensors
 from pantheraml.engine import optim
 from pantheraml.engine.step import Stepper
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from pantheraml.data.batch import Batch
 from pantheraml.engine import optim
 from pantheraml.engine.feed import StepBatches
+from pantheraml.engine.graph import StepGraph
 from pantheraml.engine.guard.verdict import StepNumbers
 from pantheraml.engine.loss import LossModel
-from pantheraml.models.quantise.fp8 import keep_fresh
 from pantheraml.models.quantise.packed import packed_buffers
 from pantheraml.parallel.data import gradient_scale, without_sync, wrap
 from pantheraml.parallel.process_group import World
@@ -41,17 +41,24 @@ class Stepper:
     """The parts that a step moves: wrapped model, trainable parameters, optimizer, loss scaler."""
 
     def __init__(
-        self, model: nn.Module, parameters: optim.NamedParameters, config: TrainConfig, world: World, precision: str
+        self,
+        model: nn.Module,
+        parameters: optim.NamedParameters,
+        config: TrainConfig,
+        world: World,
+        precision: str,
+        *,
+        graph: bool = False,
     ) -> None:
         self.world, self.parameters = world, parameters
         self.loss_model = LossModel(model)
-        keep_fresh(self.loss_model)
         self.wrapped = wrap(self.loss_model, world, config.parallel, constant_buffers=packed_buffers(self.loss_model))
         self.optimizer = optim.build_optimizer(parameters, config.train)
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
         self._max_grad_norm = config.train.max_grad_norm
         self._process = psutil.Process()
+        self._graph = StepGraph(self._run, [p for _, p in parameters], world.device) if graph else None
 
     def autocast(self) -> AbstractContextManager[object]:
         if self.autocast_dtype is None:
@@ -61,7 +68,14 @@ class Stepper:
     def loss_sum(self, module: nn.Module, batch: Batch) -> Tensor:
         batch = batch.to(self.world.device)
         with self.autocast():
-            loss: Tensor = module(batch.input_ids, batch.position_ids, batch.targets)
+            loss: Tensor = module(
+                batch.input_ids,
+                batch.position_ids,
+                batch.targets,
+                batch.boundaries,
+                batch.max_length,
+                batch.target_count,
+            )
         return loss
 
     def backward(self, batches: StepBatches, *, stop_requested: bool) -> StepReport:
@@ -70,10 +84,12 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         last = len(batches.micro_batches) - 1
         for index, batch in enumerate(batches.micro_batches):
-            with nullcontext() if index == last else without_sync(self.wrapped):
-                loss = self.loss_sum(self.wrapped, batch)
-                self.scaler.scale(loss * scale).backward()
-            total += loss.detach() * float(batches.counted)
+            if self._graph is not None:
+                loss = self._graph(batch, scale)
+            else:
+                with nullcontext() if index == last else without_sync(self.wrapped):
+                    loss = self._run(batch, scale)
+            total += loss * float(batches.counted)
         self.scaler.unscale_(self.optimizer)
         norm = optim.total_norm(self.parameters)
         rows = self.world.gather(
@@ -87,9 +103,15 @@ class Stepper:
         )
         return StepReport(numbers=numbers, tokens=int(rows[:, 2].sum()), memory_bytes=int(rows[:, 4].max()))
 
+    def _run(self, batch: Batch, factor: float | Tensor) -> Tensor:
+        """Forward and backward of one micro-batch, its loss times `factor`; the summed loss."""
+        loss = self.loss_sum(self.wrapped, batch)
+        self.scaler.scale(loss * factor).backward()
+        return loss.detach()
+
     def apply(self, numbers: StepNumbers, learning_rate: float) -> None:
         """Clip and take the step."""
-        optim.clip(self.parameters, torch.tensor(numbers.grad_norm, device=self.world.device), self._max_grad_norm)
+        optim.clip(self.optimizer, self.parameters, numbers.grad_norm, self._max_grad_norm)
         optim.set_learning_rate(self.optimizer, learning_rate)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -101,7 +123,10 @@ class Stepper:
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        if self._graph is not None:
+            self._graph.clear_gradients()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _memory_bytes(self) -> int:
         if self.world.device.type == "cuda":

@@ -43,8 +43,11 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     world_size = _world_size(config, devices, gpus, device, choices)
     backend = _backend(config, device, choices)
     precision = _precision(config, device, gpus, choices)
+    _trained_weights(config, precision, choices)
     frozen = _frozen_weights(config, device, gpus, choices)
-    compiled = _compile(config, device, world_size, choices)
+    fused = _fused(config, device, gpus, (precision, frozen), choices)
+    graph = _cuda_graph(config, device, world_size, fused, choices)
+    compiled = _compile(config, device, world_size, fused, choices)
     micro_batch = _micro_batch(config, world_size, device, choices)
     threads = max(1, devices.cpu_count // world_size)
     choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {world_size} process(es)")
@@ -57,6 +60,8 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
         backend=backend,
         precision=precision,
         frozen_weights=frozen,
+        fused=fused,
+        cuda_graph=graph,
         compile=compiled,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=micro_batch,
@@ -164,30 +169,50 @@ def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices:
                 todo="Use --set model.precision=fp32 or bf16.",
             )
         choices.asked("model.precision", asked)
-        return "bf16" if asked == "fp8" else asked
+        if asked != "int8" and asked != "nf4":
+            return "bf16" if asked == "fp8" else asked
+    name = "model.precision" if asked == "auto" else "arithmetic"
+    if device == "cpu" and config.train.weights == "bf16":
+        choices.automatic(name, "bf16", "train.weights is bf16")
+        return "bf16"
     if device == "cpu":
-        choices.automatic("model.precision", "fp32", "CPU arithmetic is exact in fp32 and rarely faster in bf16")
+        choices.automatic(name, "fp32", "CPU arithmetic is exact in fp32 and rarely faster in bf16")
         return "fp32"
     capabilities = [gpu.compute_capability for gpu in gpus]
     if any(capability is None for capability in capabilities):
-        choices.automatic("model.precision", "fp32", "the driver does not tell the compute capability")
+        choices.automatic(name, "fp32", "the driver does not tell the compute capability")
         return "fp32"
     weakest = min(capability for capability in capabilities if capability is not None)
     version = f"compute capability {weakest[0]}.{weakest[1]}"
     if weakest >= (8, 0):
-        choices.automatic("model.precision", "bf16", f"{version} has bf16 tensor cores")
+        choices.automatic(name, "bf16", f"{version} has bf16 tensor cores")
         return "bf16"
-    choices.automatic("model.precision", "fp16", f"{version} has no bf16; fp16 runs with loss scaling")
+    choices.automatic(name, "fp16", f"{version} has no bf16; fp16 runs with loss scaling")
     return "fp16"
+
+
+def _trained_weights(config: TrainConfig, precision: Precision, choices: _Choices) -> None:
+    weights = config.train.weights
+    if weights == "bf16" and precision != "bf16":
+        raise DeviceError(
+            f"train.weights=bf16 needs bf16 arithmetic, but the run would compute in {precision}.",
+            todo="Use train.weights=fp32, or GPUs of compute capability 8.0 or newer.",
+        )
+    if config.method.kind == "full":
+        choices.asked("train.weights", weights)
 
 
 def _frozen_weights(
     config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: _Choices
-) -> Literal["fp8", "nf4"] | None:
+) -> Literal["fp8", "int8", "nf4"] | None:
+    asked = config.model.precision
     if config.method.kind == "qlora":
         choices.automatic("frozen_weights", "nf4", "method.kind is qlora")
         return "nf4"
-    if config.model.precision != "fp8":
+    if asked in ("int8", "nf4"):
+        choices.automatic("frozen_weights", asked, f"model.precision is {asked}")
+        return asked
+    if asked != "fp8":
         return None
     weak = [gpu.name for gpu in gpus if gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY]
     if device == "cuda" and weak:
@@ -199,26 +224,92 @@ def _frozen_weights(
     return "fp8"
 
 
-def _compile(config: TrainConfig, device: str, world_size: int, choices: _Choices) -> bool:
+def _fused(
+    config: TrainConfig, device: str, gpus: tuple[GPU, ...], numbers: tuple[Precision, str | None], choices: _Choices
+) -> bool:
+    """`numbers`: arithmetic and frozen weights."""
+    asked = config.train.fused
+    lacking = _why_not_fused(gpus, *numbers) if device == "cuda" else None
+    if asked != "auto":
+        if asked == "on" and lacking is not None:
+            raise DeviceError(f"train.fused=on is not possible here: {lacking}.", todo="Leave it out.")
+        choices.asked("train.fused", asked)
+        return asked == "on"
+    reason = lacking
+    if device == "cpu":
+        reason = "the fused layers are made for GPUs"
+    elif config.method.dropout > 0:
+        reason = "the fused layers do not have dropout on the adapter"
+    elif config.method.kind in ("dora", "full"):
+        reason = f"the fused layers do not have method.kind={config.method.kind}"
+    if reason is not None:
+        choices.automatic("train.fused", False, reason)
+        return False
+    what = "base and adapter are one product, few passes over memory"
+    nf4 = ", in fp8 straight from nf4" if numbers[1] == "nf4" else ""
+    choices.automatic("train.fused", True, f"weights are frozen: {what}{nf4}")
+    return True
+
+
+def _why_not_fused(gpus: tuple[GPU, ...], precision: Precision, frozen: str | None) -> str | None:
+    """Why layers must stay unfused on these GPUs; None: they need not."""
+    if precision != "bf16":
+        return f"fused layers compute in bf16, and the arithmetic is {precision}"
+    if frozen != "nf4":
+        return None
+    if any(gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY for gpu in gpus):
+        return "fused layers multiply nf4 weights in fp8, which needs GPUs of compute capability 9.0 or newer"
+    return None
+
+
+def _cuda_graph(config: TrainConfig, device: str, world_size: int, fused: bool, choices: _Choices) -> bool:
+    asked = config.train.cuda_graph
+    why_never = None
+    if device == "cpu":
+        why_never = "there is no GPU"
+    elif world_size > 1:
+        why_never = "several processes meet in the middle of a step"
+    elif config.train.activation_checkpointing == "offload":
+        why_never = "activations go through host memory"
+    elif config.model.precision == "fp16":
+        why_never = "the loss scale of fp16 changes from step to step"
+    if asked == "on" and why_never is not None:
+        raise ConfigError(f"train.cuda_graph=on is not possible: {why_never}.", todo="Leave it out.")
+    if asked != "auto":
+        choices.asked("train.cuda_graph", asked)
+        return asked == "on"
+    reason = why_never
+    if reason is None and not config.data.packing:
+        reason = "without packing every batch has another shape"
+    if reason is None and not fused:
+        reason = "measured so far only with fused layers"
+    if reason is not None:
+        choices.automatic("train.cuda_graph", False, reason)
+        return False
+    choices.automatic("train.cuda_graph", True, "packed batches have one shape: the CPU launches a step as a whole")
+    return True
+
+
+def _compile(config: TrainConfig, device: str, world_size: int, fused: bool, choices: _Choices) -> bool:
     asked = config.train.compile
     if asked != "auto":
         choices.asked("train.compile", asked)
         return asked == "on"
+    reason = None
+    packed = config.model.precision in ("int8", "nf4")
     if device == "cpu":
-        choices.automatic("train.compile", False, "compiling pays on GPUs")
+        reason = "compiling pays on GPUs"
+    elif world_size > 1 or config.method.kind in ("dora", "qlora") or config.method.dropout > 0 or packed:
+        reason = "measured so far only for plain weights or fp8, without dropout, in one process"
+    elif config.train.activation_checkpointing != "none":
+        reason = "measured so far only without activation checkpointing"
+    elif not config.data.packing:
+        reason = "without packing every batch has another shape, and compiles anew"
+    if reason is not None:
+        choices.automatic("train.compile", False, reason)
         return False
-    plain_lora = config.method.kind == "lora" and config.method.dropout == 0
-    if world_size > 1 or not plain_lora or config.train.activation_checkpointing != "none":
-        choices.automatic(
-            "train.compile",
-            False,
-            "measured so far only for LoRA without dropout or activation checkpointing, in one process",
-        )
-        return False
-    if not config.data.packing:
-        choices.automatic("train.compile", False, "without packing every batch has another shape, and compiles anew")
-        return False
-    choices.automatic("train.compile", True, "packed batches have one shape: compiled once for all layers")
+    which = "fused layers need no compiler; others are compiled once, as" if fused else "compiled once for all layers:"
+    choices.automatic("train.compile", True, f"{which} packed batches have one shape")
     return True
 
 

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pantheraml.specs.train import Checkpointing
+
 
 class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,12 +53,17 @@ class Plan(Value):
     world_size: int
     backend: Literal["nccl", "gloo"]
     precision: Literal["fp32", "bf16", "fp16"]
-    frozen_weights: Literal["fp8", "nf4"] | None
+    frozen_weights: Literal["fp8", "int8", "nf4"] | None
     """How weights that are not trained are kept; None: as they are."""
+    fused: bool
+    """Decoder layers run as fused kernels where their family is known."""
+    cuda_graph: bool
+    """A step's kernels are recorded once and replayed."""
     compile: bool
+    """Layers that are not fused are compiled."""
     global_batch_size: int
     micro_batch_size: int
-    activation_checkpointing: Literal["none", "full"]
+    activation_checkpointing: Checkpointing
     threads_per_process: int
     predicted_memory_bytes: int | None
     """Per device. None: not predicted."""

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _as_switch(value: Any) -> Any:
+    """YAML reads `on` and `off` as true and false."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
+
+Checkpointing = Literal["none", "selective", "full", "offload"]
 
 
 class Section(BaseModel):
@@ -29,8 +39,8 @@ class ModelConfig(Section):
     """Folder with a Hugging Face causal language model, or a hub name."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; None = the model's own."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Arithmetic of forward and backward; auto = bf16 where the device has it. fp8: bf16 over frozen fp8 weights."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8", "nf4"] = "auto"
+    """Arithmetic; auto = bf16 where the device has it. fp8, int8 and nf4: what LoRA's frozen weights are kept in."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: ignore weights and start from `config.json` alone (training from scratch)."""
     revision: str | None = None
@@ -96,8 +106,10 @@ class TrainSettings(Section):
     """Shape of the learning rate after warm-up."""
     warmup_steps: NotNegative = 0
     """Steps over which the learning rate rises from zero."""
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw: fused AdamW; adamw8bit: the same with 8-bit states."""
+    optimizer: Literal["adamw", "adamw_bf16", "adamw8bit"] = "adamw"
+    """AdamW with states in float32, in bf16 (rounded stochastically) or in 8 bits: 8, 4 or 2 bytes a trained weight."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """How a full fine-tune keeps weights and gradients. bf16: half the memory, updates are rounded stochastically."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Fraction = 0.9
@@ -110,10 +122,14 @@ class TrainSettings(Section):
     """Gradients are scaled down to this norm; 0 = no clipping."""
     seed: NotNegative = 0
     """Seed of sample order, adapter initialisation and dropout."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: recompute every layer's activations in the backward pass; less memory, about a third slower."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers with torch.compile; auto = for packed LoRA on a single GPU."""
+    activation_checkpointing: Checkpointing = "none"
+    """Recompute in backward. selective: cheap ops; full: whole layers; offload: full, inputs wait in host memory."""
+    fused: Switch = "auto"
+    """Run decoder layers of known families as fused kernels; auto = for LoRA without dropout on GPUs."""
+    cuda_graph: Switch = "auto"
+    """Replay a step's kernels as a recorded whole; auto = for packed data and fused layers on a single GPU."""
+    compile: Switch = "auto"
+    """Compile layers that are not fused with torch.compile; auto = for packed data on a single GPU."""
     eval_every_steps: Positive | None = None
     """Steps between evaluations; None = only at the end (if there is evaluation data)."""
     early_stopping_patience: Positive | None = None
@@ -174,8 +190,15 @@ class TrainConfig(Section):
                     raise ValueError(f"{name} needs evaluation data: set data.eval_path or data.eval_fraction")
         if self.train.early_stopping_patience is not None and self.train.eval_every_steps is None:
             raise ValueError("train.early_stopping_patience needs train.eval_every_steps")
-        if self.model.precision == "fp8" and self.method.kind != "lora":
-            raise ValueError("model.precision=fp8 keeps LoRA's frozen weights in fp8, which needs method.kind=lora")
+        packing, kinds = self.model.precision, ("lora", "qlora") if self.model.precision == "nf4" else ("lora",)
+        if packing in ("fp8", "int8", "nf4") and self.method.kind not in kinds:
+            raise ValueError(
+                f"model.precision={packing} keeps LoRA's frozen weights in {packing}, which needs method.kind=lora"
+            )
+        if self.train.weights == "bf16" and self.method.kind != "full":
+            raise ValueError("train.weights=bf16 is for method.kind=full; adapters are small and stay in float32")
+        if self.train.weights == "bf16" and self.model.precision in ("fp32", "fp16"):
+            raise ValueError(f"train.weights=bf16 computes in bf16, but model.precision is {self.model.precision}")
         if self.method.kind in ("lora", "dora", "qlora") and self.model.init == "random":
             raise ValueError("model.init=random trains from scratch, which needs method.kind=full")
         return self

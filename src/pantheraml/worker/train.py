@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pantheraml.base.errors import ModelError, OutOfMemoryError
+from pantheraml.base.errors import ModelError
 from pantheraml.base.events import Emit, EventWriter
 from pantheraml.data.dataset import TokenDataset
+from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
+from pantheraml.engine.out_of_memory import explain
 from pantheraml.engine.step import Stepper
 from pantheraml.models.adapters import (
     apply_method,
@@ -24,7 +26,10 @@ from pantheraml.models.adapters import (
     trainable_parameters,
     trained_form,
 )
+from pantheraml.models.attention import use_document_attention
+from pantheraml.models.fast import fuse
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
+from pantheraml.models.quantise.fp8 import quantise_head
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
@@ -42,7 +47,7 @@ def train_task(folder: Path, events: EventWriter) -> None:
         try:
             train_rank(run, config, plan, world, emit, stop)
         except torch.OutOfMemoryError as err:
-            raise out_of_memory(err, config, plan) from err
+            raise explain(err, config, plan) from err
 
 
 def _silent(kind: str, /, **fields: Any) -> None:
@@ -54,7 +59,7 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
     torch.manual_seed(config.train.seed + world.rank)
     model = build_model(config, plan, world, emit)
     world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
-    stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision)
+    stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision, graph=plan.cuda_graph)
     if plan.compile:
         compile_layers(model)
     if stepper.loss_model.full_logits_reason:
@@ -108,15 +113,22 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     full = config.method.kind == "full"
     model: Any = load_model(
         config.model,
-        # Trained weights stay in float32 (autocast computes in bf16/fp16): bf16 cannot hold a small update.
-        dtype=torch.float32 if full else DTYPES[plan.precision],
+        # Under autocast the weights of a full fine-tune may be wider than its arithmetic.
+        dtype=DTYPES[config.train.weights if full else plan.precision],
         device=world.device,
         quantise=plan.frozen_weights,
         seed=config.train.seed,
     )
-    if plan.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    masked = use_document_attention(model)
+    if masked is not None:
+        emit("notice", message=f"documents are kept apart by an attention mask: {masked}")
     model = apply_method(model, config.method, seed=config.train.seed)
+    if _head_in_fp8(model, plan):
+        quantise_head(model.get_base_model())
+    if plan.fused:
+        for reason, count in fuse(model).reasons.items():
+            emit("notice", message=f"{count} decoder layers are not fused: {reason}")
+    apply_checkpointing(model, plan.activation_checkpointing)
     emit(
         "model.ready",
         architecture=type(model).__name__ if full else type(model.get_base_model()).__name__,
@@ -129,15 +141,12 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     return model
 
 
-def out_of_memory(err: torch.OutOfMemoryError, config: TrainConfig, plan: Plan) -> OutOfMemoryError:
-    ways = []
-    if plan.micro_batch_size > 1:
-        ways.append(f"train.micro_batch_size={plan.micro_batch_size // 2} (now {plan.micro_batch_size})")
-    if plan.activation_checkpointing == "none":
-        ways.append("train.activation_checkpointing=full")
-    if config.method.kind in ("lora", "dora"):
-        ways.append("method.kind=qlora")
-    if config.method.kind == "full":
-        ways.append("train.optimizer=adamw8bit")
-    ways.append(f"a shorter data.seq_len (now {config.data.seq_len})")
-    return OutOfMemoryError(f"The GPU ran out of memory: {str(err).split('. ')[0]}.", todo=f"Try {', or '.join(ways)}.")
+def _head_in_fp8(model: Any, plan: Plan) -> bool:
+    """Whether the frozen output head is multiplied in fp8, as the decoder layers are."""
+    if plan.frozen_weights == "fp8":
+        return True
+    if plan.frozen_weights != "nf4" or not plan.fused:
+        return False
+    # 4-bit weights are for those short of memory: there a head that is the embedding too gets no copy of its own.
+    base = model.get_base_model()
+    return base.get_output_embeddings().weight is not base.get_input_embeddings().weight

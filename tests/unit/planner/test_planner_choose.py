@@ -109,12 +109,120 @@ def test_frozen_weights_follow_method_and_precision() -> None:
         choose(fp8, machine(gpus=1, capability=(8, 0)))
 
 
+@pytest.mark.parametrize("packing", ["int8", "nf4"])
+def test_int8_and_nf4_leave_the_arithmetic_to_the_hardware(packing: str) -> None:
+    asked = config(model={"path": "m", "precision": packing})
+    for devices, arithmetic in (
+        (machine(), "fp32"),
+        (machine(gpus=1, capability=(7, 5)), "fp16"),
+        (machine(gpus=1, capability=(8, 0)), "bf16"),
+    ):
+        plan = choose(asked, devices)
+        assert (plan.frozen_weights, plan.precision) == (packing, arithmetic)
+        assert plan.reason("frozen_weights") == f"model.precision is {packing}"
+        assert plan.reason("model.precision") == "as configured"
+        assert "as configured" not in plan.reason("arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "allowed"),
+    [
+        ("nf4", "lora", True),
+        ("nf4", "qlora", True),
+        ("nf4", "full", False),
+        ("nf4", "dora", False),
+        ("int8", "lora", True),
+        ("int8", "qlora", False),
+        ("int8", "full", False),
+        ("fp8", "qlora", False),
+    ],
+)
+def test_packed_weights_are_for_lora(precision: str, kind: str, allowed: bool) -> None:
+    sections = {"model": {"path": "m", "precision": precision}, "method": {"kind": kind}}
+    if allowed:
+        assert choose(config(**sections), machine(gpus=1)).frozen_weights == precision
+        return
+    with pytest.raises(ValueError, match=f"model.precision={precision} keeps LoRA's frozen weights in {precision}"):
+        config(**sections)
+
+
+@pytest.mark.parametrize("sections", [{"method": {"kind": "qlora"}}, {"model": {"path": "m", "precision": "nf4"}}])
+def test_nf4_is_fused_where_there_are_fp8_products(sections: Any) -> None:
+    plan = choose(config(**sections), machine(gpus=2))
+    assert (plan.frozen_weights, plan.fused, plan.compile) == ("nf4", True, False)
+    assert "straight from nf4" in plan.reason("train.fused")
+    for capability, reason in (((8, 9), "compute capability 9.0"), ((7, 5), "fp16"), (None, "fp32")):
+        older = machine(gpus=1, capability=capability)
+        assert not choose(config(**sections), older).fused
+        assert reason in choose(config(**sections), older).reason("train.fused")
+        assert not choose(config(**sections, train={"fused": "off"}), older).fused
+        with pytest.raises(DeviceError, match=r"train\.fused=on"):
+            choose(config(**sections, train={"fused": "on"}), older)
+    assert not choose(config(**sections), machine()).fused
+    assert choose(config(**sections, train={"fused": "on"}), machine()).fused, "the references run anywhere"
+
+
+def test_only_nf4_asks_more_of_a_gpu_to_be_fused() -> None:
+    assert choose(config(), machine(gpus=1, capability=(8, 0))).fused
+    assert "straight from nf4" not in choose(config(), machine(gpus=1)).reason("train.fused")
+    exact = config(model={"path": "m", "precision": "fp32"}, method={"kind": "qlora"})
+    assert not choose(exact, machine(gpus=1)).fused
+    assert "arithmetic is fp32" in choose(exact, machine(gpus=1)).reason("train.fused")
+    assert not choose(config(model={"path": "m", "precision": "fp32"}), machine(gpus=1)).fused
+    assert not choose(config(method={"dropout": 0.1}), machine(gpus=1)).fused
+    assert not choose(config(method={"kind": "dora"}), machine(gpus=1)).fused
+    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).fused
+
+
+def test_steps_are_recorded_where_shapes_stay_and_nothing_interrupts() -> None:
+    plan = choose(config(), machine(gpus=1))
+    assert plan.cuda_graph
+    assert "one shape" in plan.reason("train.cuda_graph")
+    assert not choose(config(), machine(gpus=2)).cuda_graph
+    assert not choose(config(), machine()).cuda_graph
+    assert not choose(config(data={"path": "d", "packing": False}), machine(gpus=1)).cuda_graph
+    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).cuda_graph
+    assert choose(config(method={"kind": "full"}, train={"cuda_graph": "on"}), machine(gpus=1)).cuda_graph
+    assert not choose(config(train={"activation_checkpointing": "offload"}), machine(gpus=1)).cuda_graph
+    for impossible in ({"activation_checkpointing": "offload"}, {}):
+        with pytest.raises(ConfigError, match=r"train\.cuda_graph=on is not possible"):
+            choose(config(train={"cuda_graph": "on", **impossible}), machine(gpus=1 if impossible else 2))
+
+
+def test_switches_may_be_spelt_as_yaml_reads_them() -> None:
+    assert not choose(config(train={"fused": False}), machine(gpus=1)).fused
+    assert choose(config(train={"fused": True}), machine()).fused
+
+
 def test_layers_are_compiled_where_that_pays() -> None:
-    assert choose(config(), machine(gpus=1)).compile
-    assert not choose(config(), machine()).compile
-    assert not choose(config(), machine(gpus=2)).compile
-    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).compile
-    assert not choose(config(train={"activation_checkpointing": "full"}), machine(gpus=1)).compile
-    assert not choose(config(data={"path": "d", "packing": False}), machine(gpus=1)).compile
+    unfused = {"fused": "off"}
+    assert choose(config(train=unfused), machine(gpus=1)).compile
+    fused = choose(config(), machine(gpus=1))
+    assert (fused.fused, fused.compile) == (True, True)
+    assert "fused layers need no compiler" in fused.reason("train.compile")
+    assert not choose(config(train=unfused), machine()).compile
+    assert not choose(config(train=unfused), machine(gpus=2)).compile
+    assert choose(config(method={"kind": "full"}), machine(gpus=1)).compile
+    assert not choose(config(method={"kind": "dora"}), machine(gpus=1)).compile
+    assert not choose(config(train={**unfused, "activation_checkpointing": "full"}), machine(gpus=1)).compile
+    assert not choose(config(train=unfused, data={"path": "d", "packing": False}), machine(gpus=1)).compile
     assert choose(config(train={"compile": "on"}), machine()).compile
     assert not choose(config(train={"compile": "off"}), machine(gpus=1)).compile
+
+
+def test_bf16_weights_bring_bf16_arithmetic_or_an_error() -> None:
+    full = {"method": {"kind": "full"}}
+    lean = config(**full, train={"weights": "bf16"})
+    assert choose(lean, machine()).precision == "bf16"
+    assert choose(lean, machine()).reason("model.precision") == "train.weights is bf16"
+    assert choose(lean, machine(gpus=1)).reason("train.weights") == "as configured"
+    assert choose(config(**full), machine()).precision == "fp32"
+    with pytest.raises(DeviceError, match="compute in fp16"):
+        choose(lean, machine(gpus=1, capability=(7, 5)))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full", "offload"])
+def test_checkpointing_is_planned_as_configured(mode: str) -> None:
+    plan = choose(config(train={"activation_checkpointing": mode}), machine(gpus=1))
+    assert plan.activation_checkpointing == mode
+    assert plan.reason("train.activation_checkpointing") == "as configured"

@@ -96,6 +96,8 @@ def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
         ("checkpoint: {final: best}", "needs evaluation data"),
         ("data: {path: d, eval_path: e, eval_fraction: 0.1}", "both set"),
         ("model: {path: m, init: random}", "needs method.kind=full"),
+        ("train: {weights: bf16}", "train.weights=bf16 is for method.kind=full"),
+        ("model: {path: m, precision: fp16}\nmethod: {kind: full}\ntrain: {weights: bf16}", "precision is fp16"),
         ("data: {path: d, eval_path: e}\ntrain: {early_stopping_patience: 2}", "needs train.eval_every_steps"),
     ],
 )

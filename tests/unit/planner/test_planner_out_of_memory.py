@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.planner.choose import choose
+from pantheraml.planner.out_of_memory import MemoryUse, Shortage, advice, memory_error
+from pantheraml.specs.plan import GPU, DeviceSpec, Plan
+from pantheraml.specs.train import TrainConfig
+
+GIB = 2**30
+HOPPER = GPU(index=0, name="H200", total_bytes=140 * GIB, free_bytes=140 * GIB, compute_capability=(9, 0))
+MACHINE = DeviceSpec(gpus=(HOPPER,), cpu_count=8, ram_bytes=64 * GIB, driver="580")
+SHORTAGE = Shortage(asked=2 * GIB, free=GIB, total=140 * GIB, compute_capability=(9, 0))
+
+
+def planned(**sections: dict[str, Any]) -> tuple[TrainConfig, Plan]:
+    base: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
+    config = TrainConfig.model_validate({**base, **sections})
+    return config, choose(config, MACHINE)
+
+
+def use(**changes: int) -> MemoryUse:
+    values = {"frozen_weights": 16, "trained_weights": 1, "gradients": 1, "optimizer_states": 2, "activations": 100}
+    return MemoryUse(**{**{name: size * GIB for name, size in values.items()}, "trained_values": GIB, **changes})
+
+
+def test_the_error_says_what_was_short_and_what_took_the_memory() -> None:
+    error = memory_error(SHORTAGE, use(), *planned())
+    assert isinstance(error, OutOfMemoryError)
+    assert "2.00 GiB more were asked for and 1.00 GiB of 140.00 GiB were free" in error.what
+    assert "weights 17.00 GiB, gradients 1.00 GiB, optimizer states 2.00 GiB, activations 100.00 GiB" in error.what
+    assert error.todo is not None
+    assert "train.micro_batch_size=4 (now 8; saves about 50.00 GiB)" in error.todo
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    error = memory_error(Shortage(asked=None, free=None, total=None), None, *planned())
+    assert error.what == "The GPU ran out of memory."
+    assert error.todo is not None
+    assert "saves" not in error.todo
+    assert "fp8" not in error.todo, "whether this GPU can do it is not known"
+    assert Shortage(asked=None, free=GIB, total=2 * GIB).__str__() == ": 1.00 GiB of 2.00 GiB were free"
+
+
+def test_an_odd_micro_batch_saves_its_own_share() -> None:
+    ways = advice(SHORTAGE, use(activations=90 * GIB), *planned(train={"micro_batch_size": 3}))
+    assert ways[0] == "train.micro_batch_size=1 (now 3; saves about 60.00 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected", "absent"),
+    [
+        ({}, ["model.precision=fp8 (now bf16; saves about 8.00 GiB)", "method.kind=qlora"], ["adamw8bit"]),
+        ({"model": {"path": "m", "precision": "fp8"}}, ["method.kind=qlora"], ["model.precision"]),
+        ({"method": {"kind": "qlora"}}, ["seq_len"], ["qlora", "fp8"]),
+        ({"method": {"kind": "dora"}}, ["method.kind=qlora"], ["fp8"]),
+        (
+            {"method": {"kind": "full"}},
+            [
+                "train.optimizer=adamw8bit (now adamw; saves about 6.00 GiB)",
+                "train.weights=bf16 (now fp32; saves about 4.00 GiB)",
+                "method.kind=lora",
+            ],
+            ["qlora", "fp8"],
+        ),
+        (
+            {"method": {"kind": "full"}, "train": {"weights": "bf16", "optimizer": "adamw_bf16"}},
+            ["train.optimizer=adamw8bit (now adamw_bf16; saves about 2.00 GiB)"],
+            ["train.weights"],
+        ),
+        ({"train": {"micro_batch_size": 1}}, ["seq_len"], ["micro_batch_size"]),
+        ({"train": {"activation_checkpointing": "offload"}}, ["seq_len"], ["activation_checkpointing"]),
+    ],
+)
+def test_only_what_would_help_this_run_is_named(
+    sections: dict[str, Any], expected: list[str], absent: list[str]
+) -> None:
+    text = "; ".join(advice(SHORTAGE, use(), *planned(**sections)))
+    assert all(part in text for part in expected), text
+    assert not any(part in text for part in absent), text
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [("none", ["selective", "full", "offload"]), ("selective", ["full", "offload"]), ("full", ["offload"])],
+)
+def test_stronger_checkpointing_is_named_in_order(mode: str, named: list[str]) -> None:
+    text = "; ".join(advice(SHORTAGE, use(), *planned(train={"activation_checkpointing": mode})))
+    assert " or ".join(f"train.activation_checkpointing={name}" for name in named) + f" (now {mode};" in text
