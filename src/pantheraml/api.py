@@ -1,0 +1,280 @@
+"""`FastLanguageModel`: a fast model for the training code that people already have.
+
+The names and arguments are those of Unsloth, so that a script needs another import and nothing else. What comes back
+is a transformers model and a PEFT model, and TRL's `SFTTrainer` trains them as it trains any other. An argument that
+cannot be honoured is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from pydantic import ValidationError
+from torch import nn
+from transformers import PreTrainedModel
+
+from pantheraml.base import log
+from pantheraml.base.env import process_rank
+from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
+from pantheraml.engine.checkpointing import apply_checkpointing
+from pantheraml.hooks import trl
+from pantheraml.models.adapters import apply_method, base_name
+from pantheraml.models.attention import use_document_attention
+from pantheraml.models.causal_lm import FastCausalLM, make_fast
+from pantheraml.models.fast import fuse
+from pantheraml.models.loader import load_model, load_tokenizer, read_config
+from pantheraml.models.quantise.fp8 import FP8Linear, quantise_head
+from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.models.quantise.packed import Packing
+from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
+
+logger = log.get(__name__)
+
+CheckpointingMode = bool | Literal["unsloth", "offload", "selective"]
+
+_CHECKPOINTING: Mapping[CheckpointingMode, Checkpointing] = {
+    True: "full", "unsloth": "offload", "offload": "offload", "selective": "selective",
+}  # fmt: skip
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ONE_DEVICE = ("auto", "sequential", "balanced")
+
+# Arguments that scripts written for Unsloth pass, with the values that ask for nothing.
+_LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "token": (None,), "rope_scaling": (None,), "fix_tokenizer": (True,), "resize_model_vocab": (None,),
+    "fast_inference": (False,),
+}  # fmt: skip
+_ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "layers_to_transform": (None,), "layers_pattern": (None,), "modules_to_save": (None,),
+    "init_lora_weights": (True,), "loftq_config": (None, {}),
+}  # fmt: skip
+
+
+class FastLanguageModel:
+    """`from_pretrained` loads, `get_peft_model` adds adapters; then train it with the trainer of your choice."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str,
+        max_seq_length: int | None = None,
+        dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool = False,
+        load_in_8bit: bool = False,
+        load_in_fp8: bool | None = None,
+        full_finetuning: bool = False,
+        device_map: str | torch.device | Mapping[str, Any] | None = None,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        use_gradient_checkpointing: CheckpointingMode = False,
+        **others: Any,
+    ) -> tuple[PreTrainedModel, Any]:
+        """The model on one device, and its tokenizer.
+
+        Without `full_finetuning` every weight is frozen, for `get_peft_model` to add what is trained.
+        `max_seq_length` is the length at which the tokenizer truncates; None leaves the tokenizer's own.
+        `dtype` None: bf16 or fp16, as the GPU can; float32 on a CPU and for full fine-tuning.
+        `load_in_fp8` None: no. `device_map`: a device; None is this process's GPU, or the CPU if there is none.
+        """
+        _refuse(others, _LOADING_NEUTRAL, "from_pretrained")
+        device = _device(device_map)
+        packing = _packing(load_in_4bit, load_in_8bit, load_in_fp8)
+        _check_kind(packing, full_finetuning, use_gradient_checkpointing, device)
+        config = ModelConfig(path=model_name, revision=revision, trust_remote_code=trust_remote_code)
+        source = read_config(config).get_text_config()
+        _check_length(max_seq_length, getattr(source, "max_position_embeddings", None))
+        tokenizer = load_tokenizer(config)
+        if max_seq_length is not None:
+            tokenizer.model_max_length = max_seq_length
+        model = load_model(
+            config,
+            dtype=_dtype(dtype, full_finetuning, device),
+            device=device,
+            quantise="dense" if full_finetuning else packing,
+        )
+        model.config.get_text_config().use_cache = source.use_cache  # saved with the model, and not ours to change
+        model.name_or_path = model.config.name_or_path = base_name(config)
+        model.requires_grad_(full_finetuning)
+        reason = use_document_attention(model)
+        if reason is not None:
+            logger.info("attention in packed batches needs a mask: %s", reason)
+        fast = make_fast(model)
+        if full_finetuning:
+            _speed_up(fast, model, use_gradient_checkpointing)
+        trl.apply()
+        return model, tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: PreTrainedModel,
+        r: int = 16,
+        target_modules: str | list[str] = "all-linear",
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        bias: str = "none",
+        use_gradient_checkpointing: CheckpointingMode = False,
+        random_state: int = 3407,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        **others: Any,
+    ) -> PeftModel:
+        """`model` with LoRA (or DoRA) adapters in float32, fused where that is exact.
+
+        `use_gradient_checkpointing`: True recomputes whole layers, "selective" keeps what is dear to recompute,
+        "offload" (or "unsloth") keeps layer inputs in host memory; False leaves it to the trainer, whose own
+        `gradient_checkpointing` is then obeyed.
+        """
+        _refuse(others, _ADAPTER_NEUTRAL, "get_peft_model")
+        if not isinstance(model, FastCausalLM):
+            raise ConfigError(
+                f"get_peft_model needs a model from FastLanguageModel.from_pretrained, not a {type(model).__name__}."
+            )
+        if bias != "none":
+            raise ConfigError(f"bias={bias!r} is not supported: biases are never trained.", todo='Use bias="none".')
+        method = _method(
+            kind="dora" if use_dora else "lora",
+            rank=r,
+            alpha=lora_alpha,
+            dropout=lora_dropout,
+            rslora=use_rslora,
+            target_modules=target_modules,
+        )
+        adapted: Any = apply_method(model, method, seed=random_state)
+        _speed_up(model, adapted, use_gradient_checkpointing)
+        return adapted
+
+    @staticmethod
+    def for_training(model: nn.Module) -> nn.Module:
+        return model.train()
+
+    @staticmethod
+    def for_inference(model: nn.Module) -> nn.Module:
+        """Dropout off, and full logits in every forward."""
+        return model.eval()
+
+
+def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode) -> None:
+    fused = fuse(whole).fused > 0
+    if _head_in_fp8(fast, fused):
+        quantise_head(fast)
+    if checkpointing is False:
+        return
+    if checkpointing not in _CHECKPOINTING:
+        known = ", ".join(repr(mode) for mode in (False, *_CHECKPOINTING))
+        raise ConfigError(f"use_gradient_checkpointing={checkpointing!r} is not one of {known}.")
+    apply_checkpointing(whole, _CHECKPOINTING[checkpointing])
+    fast.keep_checkpointing(_CHECKPOINTING[checkpointing])
+
+
+def _head_in_fp8(model: Any, fused: bool) -> bool:
+    """Whether the frozen output head is multiplied in fp8, as the decoder layers are."""
+    kinds = {type(layer) for layer in model.modules()}
+    # 4-bit weights are for those short of memory: there a head that is the embedding too gets no copy of its own.
+    head = model.get_output_embeddings()
+    tied = isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight
+    return FP8Linear in kinds or (NF4Linear in kinds and fused and not tied)
+
+
+def _refuse(others: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], function: str) -> None:
+    for name, value in others.items():
+        if name not in neutral:
+            raise ConfigError(f"FastLanguageModel.{function} has no argument {name!r}.")
+        if value not in neutral[name]:
+            raise ConfigError(f"FastLanguageModel.{function} does not support {name}={value!r}.", todo="Leave it out.")
+
+
+def _method(**fields: Any) -> MethodConfig:
+    try:
+        return MethodConfig(**fields)
+    except ValidationError as err:
+        names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora"}
+        first = err.errors()[0]
+        field = str(first["loc"][0])
+        raise ConfigError(f"{names.get(field, field)}={fields[field]!r}: {first['msg']}.") from err
+
+
+def _device(device_map: str | torch.device | Mapping[str, Any] | None) -> torch.device:
+    """One device for the whole model."""
+    if isinstance(device_map, Mapping) and list(device_map) != [""]:
+        raise ConfigError(
+            "device_map spreads the model over devices, which is not supported.", todo='Use a device, or {"": 0}.'
+        )
+    asked: Any = device_map[""] if isinstance(device_map, Mapping) else device_map
+    count = torch.cuda.device_count()
+    if asked in _ONE_DEVICE:
+        if count > 1:
+            raise ConfigError(
+                f"device_map={asked!r} may spread the model over {count} GPUs, which is not supported.",
+                todo="Leave device_map out, and start one process per GPU (torchrun, accelerate launch).",
+            )
+        asked = None
+    if asked is None:
+        return torch.device("cuda", process_rank().local_rank) if count else torch.device("cpu")
+    try:
+        device = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
+    except RuntimeError as err:
+        raise ConfigError(f"device_map={asked!r} is not a device.") from err
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise DeviceError(f"There is no device {device}: {count} GPUs are visible.")
+    return device
+
+
+def _packing(four_bit: bool, eight_bit: bool, fp8: bool | None) -> Packing | None:
+    """What frozen weights are packed in; None: as the checkpoint has them."""
+    kinds: dict[Packing, bool | None] = {"nf4": four_bit, "int8": eight_bit, "fp8": fp8}
+    asked = [kind for kind, wanted in kinds.items() if wanted]
+    if len(asked) > 1:
+        raise ConfigError("load_in_4bit, load_in_8bit and load_in_fp8 exclude each other.", todo="Choose one.")
+    if not asked and fp8 is None:
+        logger.info("frozen weights stay as the checkpoint has them: no load_in_... was asked for")
+    return asked[0] if asked else None
+
+
+def _check_kind(packing: Packing | None, full: bool, checkpointing: CheckpointingMode, device: torch.device) -> None:
+    if full and packing is not None:
+        raise ConfigError(
+            f"full_finetuning trains every weight, and {packing} weights cannot be trained.",
+            todo="Leave full_finetuning out, and use get_peft_model.",
+        )
+    if checkpointing is not False and not full:
+        raise ConfigError("use_gradient_checkpointing belongs to get_peft_model, unless full_finetuning=True.")
+    if packing == "fp8" and device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if found < FP8_CAPABILITY:
+            raise DeviceError(
+                f"load_in_fp8 needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer; "
+                f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}.",
+                todo="Use load_in_4bit or no quantisation.",
+            )
+
+
+def _check_length(asked: int | None, limit: int | None) -> None:
+    if asked is not None and asked < 1:
+        raise ConfigError(f"max_seq_length={asked} is not a length.")
+    if asked is not None and limit is not None and asked > limit:
+        raise UnsupportedModelError(
+            f"max_seq_length={asked} is more than the {limit} positions that the model knows.",
+            todo=f"Use max_seq_length={limit} or less.",
+        )
+
+
+def _dtype(asked: torch.dtype | str | None, full: bool, device: torch.device) -> torch.dtype:
+    if isinstance(asked, str):
+        asked = _DTYPES.get(asked.removeprefix("torch."), asked)
+    if asked is not None and asked not in _DTYPES.values():
+        raise ConfigError(f"dtype={asked!r} is not one of {', '.join(_DTYPES)}.")
+    if isinstance(asked, torch.dtype):
+        return asked
+    if full:
+        chosen, reason = torch.float32, "bf16 cannot hold a small update of a weight"
+    elif device.type != "cuda":
+        chosen, reason = torch.float32, "CPU arithmetic is exact in float32 and rarely faster in bf16"
+    elif torch.cuda.get_device_capability(device) >= (8, 0):
+        chosen, reason = torch.bfloat16, "the GPU has bf16 tensor cores"
+    else:
+        chosen, reason = torch.float16, "the GPU has no bf16"
+    logger.info("dtype is %s: %s", chosen, reason)
+    return chosen

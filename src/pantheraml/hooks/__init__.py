@@ -1,0 +1,1 @@
+"""Changes to other libraries: made on demand, for known versions, and revertible."""

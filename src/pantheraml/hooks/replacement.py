@@ -1,0 +1,71 @@
+"""A replacement of one name in another library's module: applied once, revertible, for known versions alone.
+
+Models are changed by replacing parts of the model. Only what no part of a model can reach (a function that a trainer
+calls by name) is replaced here, and only in versions whose code was read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from pantheraml.base import log
+from pantheraml.base.errors import ConfigError
+
+logger = log.get(__name__)
+
+
+@dataclass
+class Replacement:
+    library: str
+    versions: str
+    """The versions whose code was read, such as ">=1.15,<1.17"."""
+    module: str
+    name: str
+    make: Callable[[Any], Any]
+    """From the original to what stands in its place."""
+    otherwise: str
+    """What happens without it, for the log."""
+    _original: Any = field(default=None, init=False)
+    _ours: Any = field(default=None, init=False)
+
+    def apply(self) -> bool:
+        """Whether it stands afterwards; not if the library is missing or of another version. Twice is once."""
+        if importlib.util.find_spec(self.library) is None:
+            return False
+        version = importlib.metadata.version(self.library)
+        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+            logger.info("%s %s is not one of %s: %s", self.library, version, self.versions, self.otherwise)
+            return False
+        module = importlib.import_module(self.module)
+        present = getattr(module, self.name)
+        if self._ours is not None and present is self._ours:
+            return True
+        self._check_untouched(present)
+        self._original, self._ours = present, self.make(present)
+        setattr(module, self.name, self._ours)
+        return True
+
+    def revert(self) -> None:
+        """Put the original back; nothing if it stands there already."""
+        if self._ours is None:
+            return
+        module = importlib.import_module(self.module)
+        if getattr(module, self.name) is self._ours:
+            setattr(module, self.name, self._original)
+        self._original = self._ours = None
+
+    def _check_untouched(self, present: Any) -> None:
+        owner = getattr(present, "__module__", self.module)
+        replaced_since = self._ours is not None and present is not self._original
+        if replaced_since or owner.partition(".")[0] != self.library:
+            raise ConfigError(
+                f"{self.module}.{self.name} was already replaced, by {owner}.",
+                todo="Do not load the library that replaces it in the same process.",
+            )
