@@ -1,12 +1,13 @@
-"""Runs a benchmark and writes what it measured, where and with what; makes docs/benchmarks.md from those files.
+"""Runs a benchmark and writes what it measured, where and with what; makes the pages about them.
 
     python benchmarks/run.py cli_start [--set repeats=20]     run one; writes benchmarks/results/cli_start-DATE.json
-    python benchmarks/run.py --all                            run all, each with its defaults
+    python benchmarks/run.py --all                            run all that can run here, each with its defaults
     python benchmarks/run.py --list                           name all
-    python benchmarks/run.py --table                          write docs/benchmarks.md from all result files
+    python benchmarks/run.py --table                          write docs/benchmarks.md and docs/performance.md from them
 
 A benchmark is a module beside this one with `run(**parameters)`, which returns {"parameters": {...}, "results": {...}}
-(or a list of results, one table row each), and `TABLE`, which says how they are shown (without it: as they are).
+(or a list of results, one table row each), and `TABLE`, which says how they are shown (without it: as they are). One
+that makes no sense without a GPU says `NEEDS_GPU = True`. Suites, which compare systems, are run by suite.py.
 """
 
 from __future__ import annotations
@@ -28,16 +29,31 @@ import yaml
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-NOT_BENCHMARKS = {"run", "table"}
+PERFORMANCE = HERE.parent / "docs" / "performance.md"
+NOT_BENCHMARKS = {"corpus", "inputs", "kernel_ops", "performance_page", "run", "suite", "table"}
 PACKAGES = ("torch", "transformers", "peft", "pantheraml")
 
 sys.path.insert(0, str(HERE))  # benchmarks are scripts beside this one, not a package
 
+import performance_page  # noqa: E402
 from table import Table, plain_table, render  # noqa: E402
 
 
 def names() -> list[str]:
     return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT_BENCHMARKS)
+
+
+def possible() -> list[str]:
+    """All that can run here; those that cannot are named."""
+    from pantheraml.devices.probe import probe
+
+    found, has_gpu = [], bool(probe().gpus)
+    for name in names():
+        if has_gpu or not vars(importlib.import_module(name)).get("NEEDS_GPU", False):
+            found.append(name)
+        else:
+            print(f"{name}: left out, it needs a GPU")
+    return found
 
 
 def hardware() -> dict[str, Any]:
@@ -60,10 +76,10 @@ def cpu_model() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def versions() -> dict[str, str | None]:
-    """From the installed metadata: a benchmark's runner imports nothing heavy."""
+def versions(*further: str) -> dict[str, str | None]:
+    """From the installed metadata: a benchmark's runner imports nothing heavy. None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *further):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -106,17 +122,28 @@ def measure(name: str, parameters: dict[str, Any]) -> Path:
     return path
 
 
+def records() -> list[dict[str, Any]]:
+    """All results, oldest first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    return sorted(found, key=lambda record: str(record["date"]))
+
+
 def page() -> str:
     """What docs/benchmarks.md should hold, from all result files."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
-    return render(
-        {name: table_of(name, records) for name in sorted({record["benchmark"] for record in records})}, records
-    )
+    found = [record for record in records() if record["benchmark"] != performance_page.ABLATION]
+    return render({name: table_of(name, found) for name in sorted({record["benchmark"] for record in found})}, found)
+
+
+def write_pages() -> list[Path]:
+    """docs/benchmarks.md and docs/performance.md."""
+    PAGE.write_text(page(), encoding="utf-8")
+    PERFORMANCE.write_text(performance_page.page(records()), encoding="utf-8")
+    return [PAGE, PERFORMANCE]
 
 
 def table_of(name: str, records: list[dict[str, Any]]) -> Table:
     """The module's own description, or one made from its first line and the fields of its results."""
-    module = importlib.import_module(name)
+    module = importlib.import_module(name if (HERE / f"{name}.py").exists() else f"suites.{name}")
     own: Table | None = vars(module).get("TABLE")
     if own is not None:
         return own
@@ -127,9 +154,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run benchmarks and publish their results.")
     parser.add_argument("name", nargs="?", help="which benchmark to run")
     parser.add_argument("--set", action="append", default=[], metavar="K=V", help="a parameter of that benchmark")
-    parser.add_argument("--all", action="store_true", help="run every benchmark")
+    parser.add_argument("--all", action="store_true", help="run every benchmark that can run here")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
-    parser.add_argument("--table", action="store_true", help="write docs/benchmarks.md")
+    parser.add_argument("--table", action="store_true", help="write docs/benchmarks.md and docs/performance.md")
     given = parser.parse_args(arguments)
     if given.name is not None and given.name not in names():
         parser.error(f"there is no benchmark {given.name!r}; known: {', '.join(names())}")
@@ -138,13 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
     if given.list:
         print("\n".join(names()))
     parameters = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in given.set)}
-    for name in names() if given.all else [given.name] if given.name else []:
+    for name in possible() if given.all else [given.name] if given.name else []:
         path = measure(name, parameters)
         print(f"{path.relative_to(HERE.parent)}\n{json.dumps(json.loads(path.read_text())['results'], indent=2)}")
     if given.table:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(), encoding="utf-8")
-        print(PAGE.relative_to(HERE.parent))
+        for path in write_pages():
+            print(path.relative_to(HERE.parent))
     return 0
 
 

@@ -30,6 +30,8 @@ class Table:
     title: str
     how: str
     columns: tuple[Column, ...]
+    summary: Callable[[Mapping[str, Any]], str] | None = None
+    """What the newest record comes to, in Markdown, above the rows; None: nothing."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -71,11 +73,18 @@ def render(tables: Mapping[str, Table], records: Sequence[Mapping[str, Any]]) ->
 
 def _table(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str:
     titles = [*(column.title for column in table.columns), "hardware", "load", "versions", "commit", "date"]
-    lines = [f"## {table.title}", "", f"{table.how} (`benchmarks/{name}.py`)", ""]
-    lines += [_line(titles), "|" + "---|" * len(titles)]
-    for record in records:
-        lines += [_line([*_cells(table, record, result), *_origin(record)]) for result in _results(record)]
-    return "\n".join(lines) + "\n"
+    script = records[0].get("script", f"benchmarks/{name}.py")
+    lines = [f"## {table.title}", "", f"{table.how} (`{script}`)", ""]
+    if table.summary is not None:
+        lines += [table.summary(records[0]), ""]
+    rows = [
+        [*_cells(table, record, result), *_origin(record, result)] for record in records for result in _results(record)
+    ]
+    return "\n".join([*lines, *markdown_table(titles, rows)]) + "\n"
+
+
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(titles), "|" + "---|" * len(titles), *(_line(row) for row in rows)]
 
 
 def _cells(table: Table, record: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
@@ -87,13 +96,15 @@ def _cells(table: Table, record: Mapping[str, Any], result: Mapping[str, Any]) -
     return cells
 
 
-def _origin(record: Mapping[str, Any]) -> list[str]:
+def _origin(record: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """Where a result is from; one measured later than its record was begun has its own date and commit."""
     hardware, versions = record["hardware"], record["versions"]
+    head, date = (result.get(name) or record[name] for name in ("commit", "date"))
     gpus: list[str] = hardware["gpus"]
     machine = f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware['cores']} cores of {hardware['cpu'] or 'unknown CPU'}"
     software = f"Python {versions['python']}" + (f", torch {versions['torch']}" if versions["torch"] else "")
-    commit = f"`{record['commit'][:9]}`" + ("+" if record["dirty"] else "") if record["commit"] else "–"
-    return [machine, f"{record['load_before']:.1f}", software, commit, record["date"][:10]]
+    commit = f"`{head[:9]}`" + ("+" if record["dirty"] else "") if head else "–"
+    return [machine, f"{record['load_before']:.1f}", software, commit, date[:10]]
 
 
 def _line(cells: Sequence[str]) -> str:

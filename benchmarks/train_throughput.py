@@ -7,14 +7,16 @@ temporary folder; then the command line trains on them as it would on anything e
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from inputs import write_full_sequences, write_model
 from table import Column, Table
+
+NEEDS_GPU = True
 
 TABLE = Table(
     title="Training throughput",
@@ -35,18 +37,6 @@ TABLE = Table(
         Column("last loss", "final_loss", lambda value: f"{value:.3f}"),
     ),
 )
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
-}
-VOCABULARY = 128_256
 
 
 def run(
@@ -70,8 +60,8 @@ def run(
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write_model(folder / "model", shape)
-        _write_data(folder / "data.jsonl", sequences=batch * steps, seq_len=seq_len)
+        write_model(folder / "model", shape)
+        write_full_sequences(folder / "data.jsonl", shape=shape, sequences=batch * steps, seq_len=seq_len)
         settings = [
             f"data.seq_len={seq_len}",
             f"data.cache_dir={folder / 'cache'}",
@@ -108,49 +98,6 @@ def _read(run: Path) -> dict[str, Any]:
     plan = json.loads((run / "plan.json").read_text())
     choices = {"frozen_weights": plan["frozen_weights"], "compiled": plan["compile"]}
     return {name: summary[name] for name in names} | choices | {"seconds_to_first_step": first - begin}
-
-
-def _write_model(folder: Path, shape: str) -> None:
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_parameters=rope,
-        **SHAPES[shape],
-    )
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(default)
-    model.save_pretrained(folder)
-    words = {f"t{i}": i for i in range(VOCABULARY - 2)} | {"<unk>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
-
-
-def _write_data(path: Path, *, sequences: int, seq_len: int) -> None:
-    rng = random.Random(1)
-    with open(path, "w") as file:
-        for _ in range(sequences):
-            words = (f"t{rng.randrange(120_000)}" for _ in range(seq_len - 1))  # the tokenizer adds the end token
-            file.write(json.dumps({"text": " ".join(words)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,25 +8,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.unit.benchmarks.conftest import Python
+
 ROOT = Path(__file__).parents[3]
 RUN = ROOT / "benchmarks" / "run.py"
 
 
-def python(code: str, *arguments: str) -> str:
-    """Run code in which `run` is the runner's module; a process of its own, since the runner extends sys.path."""
-    prelude = f"import sys; sys.path.insert(0, {str(RUN.parent)!r}); import run\n"
-    command = [sys.executable, "-c", prelude + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-
-def test_the_page_is_what_the_result_files_generate() -> None:
-    generated = python("sys.stdout.write(run.page())")
+def test_the_page_is_what_the_result_files_generate(python: Python) -> None:
+    generated = python("import run; sys.stdout.write(run.page())")
     written = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert written == generated, "run `python benchmarks/run.py --table`"
 
 
-def test_a_result_file_says_where_and_with_what(tmp_path: Path) -> None:
-    code = "from pathlib import Path; run.RESULTS = Path(sys.argv[1])\nprint(run.measure('cli_start', {'repeats': 1}))"
+def test_a_result_file_says_where_and_with_what(python: Python, tmp_path: Path) -> None:
+    code = (
+        "import run; from pathlib import Path; run.RESULTS = Path(sys.argv[1])\n"
+        "print(run.measure('cli_start', {'repeats': 1}))"
+    )
     record = json.loads(Path(python(code, str(tmp_path)).strip()).read_text(encoding="utf-8"))
     assert list(record) == ["benchmark", "date", "commit", "dirty", "load_before", "hardware", "versions", "parameters",
                             "results"]  # fmt: skip
@@ -43,7 +41,20 @@ def test_a_result_file_says_where_and_with_what(tmp_path: Path) -> None:
 def test_an_unknown_benchmark_lists_the_known_ones() -> None:
     done = subprocess.run([sys.executable, str(RUN), "cli_stard"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "known: cli_start" in done.stderr
+    assert "known: accuracy, cli_start" in done.stderr
+
+
+def test_running_all_leaves_out_what_needs_a_gpu_where_there_is_none(python: Python) -> None:
+    code = (
+        "import run; from pantheraml.devices.probe import probe\n"
+        "found = run.possible()\n"
+        "assert (set(run.names()) - set(found) == set()) == bool(probe().gpus)\n"
+        "assert {'cli_start', 'data_pipeline', 'engine_overhead'} <= set(found)\n"
+        "assert all('run' in vars(run.importlib.import_module(name)) for name in run.names())\n"
+        "assert 'torch' not in sys.modules"
+    )
+    said = python(code)
+    assert not said or "kernels: left out, it needs a GPU" in said
 
 
 RECORD: dict[str, Any] = {
@@ -70,7 +81,7 @@ print(table.render({"made_up": own}, [record, newer]))
 """
 
 
-def test_tables() -> None:
+def test_tables(python: Python) -> None:
     rows = [line for line in python(TABLES, json.dumps(RECORD)).splitlines() if line.startswith(("|", "##"))]
     origin = "2 x A GPU | 0.2 | Python 3.12.1 | `012345678`+ |"
     assert rows == [

@@ -31,6 +31,19 @@ OPTIONS = {
     "export": ["--json", "--merge", "--output", "--precision", "run_dir"],
     "gpus": ["--json"],
     "schema": [],
+    "bench": [
+        "--again",
+        "--commit",
+        "--device",
+        "--json",
+        "--list",
+        "--minutes",
+        "--only",
+        "--results",
+        "--resume",
+        "--suite",
+        "--work",
+    ],
 }
 
 
@@ -40,7 +53,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_the_commands_are_these() -> None:
-    assert list(commands()) == ["demo", "train", "resume", "plan", "generate", "export", "gpus", "schema"]
+    assert list(commands()) == ["demo", "train", "resume", "plan", "generate", "export", "gpus", "schema", "bench"]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,0 +1,355 @@
+"""Whether training over quantised weights comes to what training over bf16 weights comes to, on real text.
+
+A small Llama is trained from scratch on prose (docstrings), then fine-tuned with LoRA on code (the standard library),
+with the frozen weights in bf16 and in each quantised form, three seeds each, by the same code that `pantheraml train`
+runs. Reported are the evaluation loss against bf16's with the same seed, and the cosine between the gradients of all
+adapter weights at the first step: as it is (where the gradient of A is zero, since B is), and with a random B.
+
+    python benchmarks/run.py accuracy                     a GPU: some minutes
+    python benchmarks/run.py accuracy --set size=tiny     a CPU: a minute, to see that it works
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import corpus
+from table import Column, Table, markdown_table, percent
+
+NEEDS_GPU = True
+
+LARGEST_DIFFERENCE = 0.005
+SMALLEST_COSINE = 0.99
+
+PRECISIONS = ("bf16", "fp8", "nf4", "int8")
+"""What frozen weights can be kept in, as `model.precision` names it."""
+
+REFERENCE = "bf16"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything; widths are multiples of 128, so that every fused kernel applies."""
+
+    prose_megabytes: float = 8
+    code_megabytes: float = 4
+    vocabulary: int = 8192
+    hidden: int = 768
+    intermediate: int = 2048
+    layers: int = 12
+    head_dim: int = 64
+    seq_len: int = 512
+    batch: int = 16
+    base_steps: int = 1000
+    steps: int = 300
+    rank: int = 16
+
+
+SIZES = {
+    "small": Size(),
+    "tiny": Size(
+        prose_megabytes=0.1,
+        code_megabytes=0.1,
+        vocabulary=512,
+        hidden=128,
+        intermediate=256,
+        layers=2,
+        seq_len=64,
+        batch=4,
+        base_steps=4,
+        steps=3,
+    ),
+}
+
+
+def run(*, size: str = "small", seeds: int = 3, precisions: str = "bf16,fp8,nf4,int8") -> dict[str, Any]:
+    names = precisions.split(",")
+    if names[0] != REFERENCE or not set(names) <= set(PRECISIONS):
+        raise SystemExit(f"precisions begins with {REFERENCE}; known: {', '.join(PRECISIONS)}")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), SIZES[size])
+        facts = bench.train_base()
+        results: list[dict[str, Any]] = []
+        for seed in range(seeds):
+            rows = [bench.fine_tune(name, seed) for name in names]
+            results += [_against(row, rows[0]) for row in rows]
+    parameters = {"size": size, "seeds": seeds, "precisions": precisions, **asdict(SIZES[size]), **facts}
+    return {"parameters": parameters, "results": results}
+
+
+def _against(row: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """The row with its gradients replaced by how they and the loss compare."""
+    plain, random_up = row["gradients"]
+    wanted, wanted_random_up = reference["gradients"]
+    return {
+        **{name: value for name, value in row.items() if name != "gradients"},
+        "relative_difference": row["eval_loss"] / reference["eval_loss"] - 1,
+        "gradient_cosine": cosine(plain, wanted),
+        "gradient_cosine_random_up": cosine(random_up, wanted_random_up),
+    }
+
+
+def cosine(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Of all gradients as one long vector."""
+    assert one.keys() == other.keys(), "the two models train other weights"
+    product = math.fsum(float((one[name] * other[name]).sum()) for name in one)
+    squares = (math.fsum(float(g.square().sum()) for g in gradients.values()) for gradients in (one, other))
+    return product / math.sqrt(math.prod(squares))
+
+
+class Bench:
+    """The corpus, the base model, and runs on them, all in one folder."""
+
+    def __init__(self, folder: Path, size: Size) -> None:
+        self.folder, self.size = folder, size
+        self.prose = corpus.write_prose(folder, int(size.prose_megabytes * 1e6))
+        self.code = corpus.write_code(folder, int(size.code_megabytes * 1e6))
+        self._write_start()
+
+    def train_base(self) -> dict[str, Any]:
+        """Train the base on prose; what there is to know about it."""
+        import torch
+
+        config = self._config(
+            self.prose,
+            {
+                "model": {"path": str(self.folder / "start"), "init": "random", "precision": "auto"},
+                "method": {"kind": "full"},
+                "train": {
+                    "max_steps": self.size.base_steps,
+                    "global_batch_size": 2 * self.size.batch,
+                    "learning_rate": 1e-3,
+                    "warmup_steps": min(100, self.size.base_steps // 4),
+                    "min_learning_rate_ratio": 0.1,
+                    "weight_decay": 0.1,
+                    "beta2": 0.95,
+                    "compile": "off",  # a small model, and a minute to compile it
+                    "cuda_graph": "on" if torch.cuda.is_available() else "off",
+                },
+            },
+        )
+        begin = time.perf_counter()
+        events = train(self.folder / "base", config)
+        return {
+            "prose_bytes": self.prose.bytes,
+            "prose_sha256": self.prose.sha256,
+            "code_bytes": self.code.bytes,
+            "code_sha256": self.code.sha256,
+            "base_eval_loss": _last(events, "eval.done", "loss"),
+            "base_seconds": time.perf_counter() - begin,
+        }
+
+    def fine_tune(self, precision: str, seed: int) -> dict[str, Any]:
+        """One fine-tune, and the gradients of its first step, without and with a random B."""
+        config = self._config(
+            self.code,
+            {
+                "model": {"path": str(self.folder / "base" / "model"), "precision": precision},
+                "method": {"kind": "lora", "rank": self.size.rank, "alpha": 2 * self.size.rank},
+                "train": {
+                    "max_steps": self.size.steps,
+                    "global_batch_size": self.size.batch,
+                    "learning_rate": 5e-4,
+                    "warmup_steps": self.size.steps // 10,
+                    "seed": seed,
+                },
+            },
+        )
+        gradients = first_gradients(config, None), first_gradients(config, 0.02)
+        begin = time.perf_counter()
+        events = train(self.folder / f"{precision}-{seed}", config)
+        return {
+            "precision": precision,
+            "seed": seed,
+            "train_loss": _last(events, "train.step", "loss"),
+            "eval_loss": _last(events, "eval.done", "loss"),
+            "seconds": time.perf_counter() - begin,
+            "gradients": gradients,
+        }
+
+    def _config(self, domain: corpus.Domain, sections: Mapping[str, dict[str, Any]]) -> Any:
+        from pantheraml.specs.train import TrainConfig
+
+        data = {
+            "path": str(domain.train),
+            "eval_path": str(domain.evaluation),
+            "seq_len": self.size.seq_len,
+            "cache_dir": str(self.folder / "tokens"),
+        }
+        train = {**sections["train"], "micro_batch_size": sections["train"]["global_batch_size"]}
+        return TrainConfig.model_validate({**sections, "data": data, "train": train})
+
+    def _write_start(self) -> None:
+        """A tokenizer trained on both domains, and the model's shape."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+        size = self.size
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size.vocabulary,
+            special_tokens=["<pad>", "<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        documents = (text for domain in (self.prose, self.code) for text in corpus.texts(domain.train))
+        tokenizer.train_from_iterator(documents, trainer)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+        fast.save_pretrained(self.folder / "start")
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            vocab_size=size.vocabulary,
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.hidden // size.head_dim,
+            num_key_value_heads=max(1, size.hidden // size.head_dim // 3),
+            head_dim=size.head_dim,
+            max_position_embeddings=size.seq_len,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        ).save_pretrained(self.folder / "start")
+
+
+def _last(events: Sequence[Mapping[str, Any]], kind: str, field: str) -> float:
+    return float(next(event[field] for event in reversed(events) if event["kind"] == kind))
+
+
+def _silent(kind: str, /, **fields: Any) -> None:
+    """An Emit for those who do not listen."""
+
+
+def train(folder: Path, config: Any) -> list[dict[str, Any]]:
+    """What `pantheraml train` does, in this process: the events of the run."""
+    from pantheraml.base.events import EventWriter, read_events
+    from pantheraml.data.prepare import prepare
+    from pantheraml.devices.probe import probe
+    from pantheraml.engine.guard.signals import StopFlag
+    from pantheraml.models.loader import load_tokenizer
+    from pantheraml.parallel.process_group import open_world
+    from pantheraml.planner.choose import choose
+    from pantheraml.specs.run_dir import RunDir
+    from pantheraml.worker.train import train_rank
+
+    run_dir, plan = RunDir(folder), choose(config, probe())
+    run_dir.mark()
+    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=_silent)
+    places = {"train": str(prepared.train), "eval": str(prepared.eval), "format": prepared.format}
+    run_dir.data_file.write_text(json.dumps(places))
+    with open_world(plan, timeout_seconds=60) as world, EventWriter(folder) as emit:
+        train_rank(run_dir, config, plan, world, emit, StopFlag(run_dir.stop_file))
+    _free()
+    return read_events(folder)
+
+
+def first_gradients(config: Any, random_up: float | None) -> dict[str, Any]:
+    """Of every trained weight, on the first global batch; `random_up` is the spread of a B that is not zero."""
+    import torch
+
+    from pantheraml.data.dataset import TokenDataset
+    from pantheraml.data.prepare import prepare
+    from pantheraml.devices.probe import probe
+    from pantheraml.engine.feed import Feed
+    from pantheraml.engine.step import Stepper
+    from pantheraml.models.adapters import trainable_parameters
+    from pantheraml.models.loader import load_tokenizer
+    from pantheraml.parallel.process_group import open_world
+    from pantheraml.planner.choose import choose
+    from pantheraml.worker.train import build_model
+
+    plan = choose(config, probe())
+    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=_silent)
+    with open_world(plan, timeout_seconds=60) as world:
+        torch.manual_seed(config.train.seed)
+        model = build_model(config, plan, world, _silent)
+        parameters = trainable_parameters(model)
+        if random_up is not None:
+            generator = torch.Generator().manual_seed(config.train.seed)
+            with torch.no_grad():
+                for name, parameter in parameters:
+                    if "lora_B" in name:
+                        parameter.copy_(random_up * torch.randn(parameter.shape, generator=generator))
+        stepper = Stepper(model, parameters, config, world, plan.precision)
+        stepper.wrapped.train()
+        size = config.train.global_batch_size
+        feed = Feed(
+            TokenDataset.open(prepared.train),
+            world,
+            seed=config.train.seed,
+            global_batch=size,
+            micro_batch=size,
+            limit=None,
+        )
+        with feed:
+            stepper.backward(feed.step(0), stop_requested=False)
+        gradients = {
+            name: parameter.grad.double().cpu() for name, parameter in parameters if parameter.grad is not None
+        }
+    del model, stepper, parameters
+    _free()
+    return gradients
+
+
+def _free() -> None:
+    """A model holds itself in cycles; the next one needs its memory."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Means over the seeds, and whether every seed keeps within the bounds."""
+    rows = []
+    for precision in record["parameters"]["precisions"].split(","):
+        own = [row for row in record["results"] if row["precision"] == precision]
+        worst = max(own, key=lambda row: abs(row["relative_difference"]))["relative_difference"]
+        cosines = [min(row[name] for row in own) for name in ("gradient_cosine", "gradient_cosine_random_up")]
+        kept = abs(worst) <= LARGEST_DIFFERENCE and min(cosines) >= SMALLEST_COSINE
+        mean = f"{statistics.mean(row['eval_loss'] for row in own):.4f}"
+        rows.append([precision, mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if kept else "no"])
+    heads = ["frozen weights", "mean eval loss", "worst difference to bf16", "least cosine", "least cosine, random B"]
+    bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
+    facts = record["parameters"]
+    about = (
+        f"Newest run: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings to an evaluation loss of"
+        f" {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of Python source for"
+        f" {facts['steps']} steps, {facts['seeds']} seeds."
+    )
+    return "\n".join([about, "", *markdown_table([*heads, bounds], rows)])
+
+
+TABLE = Table(
+    title="Accuracy of quantised frozen weights",
+    how=(
+        "LoRA fine-tunes of a small Llama that was trained on other text, each against bf16 with the same seed: the"
+        " evaluation loss at the end, and the cosine of the adapters' gradients at the first step."
+    ),
+    columns=(
+        Column("size", "parameters.size"),
+        Column("frozen weights", "precision"),
+        Column("seed", "seed"),
+        Column("eval loss", "eval_loss", lambda value: f"{value:.4f}"),
+        Column("against bf16", "relative_difference", lambda value: f"{100 * value:+.2f} %"),
+        Column("gradient cosine", "gradient_cosine", lambda value: f"{value:.4f}"),
+        Column("with random B", "gradient_cosine_random_up", lambda value: f"{value:.4f}"),
+    ),
+    summary=summary,
+)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(size="tiny"), indent=1))

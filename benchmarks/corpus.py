@@ -1,0 +1,119 @@
+"""Real text that is on every machine that can train: what Python and its packages bring along.
+
+Two domains without overlap: prose (the docstrings of installed packages) to train a small model on, and code (the
+standard library's source) to fine-tune it on. The files are taken in an order that depends on their names alone, so the
+same installation gives the same bytes; count and hash of them say whether two results are about the same text.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROSE_PACKAGES = ("torch", "transformers", "numpy", "peft")
+NOT_CODE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+SHORTEST_DOCSTRING = 200
+"""Characters; shorter ones are mostly one line that repeats a name."""
+PIECE = 1500
+"""Characters of a document, about: a source file is cut at line ends into such pieces, so that none is truncated."""
+HELD_OUT = 20
+"""One document in this many is for evaluation."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The files written, and what went into them."""
+
+    train: Path
+    evaluation: Path
+    bytes: int
+    sha256: str
+
+
+def write_prose(folder: Path, limit_bytes: int) -> Domain:
+    return _write(folder, "prose", _docstrings(_package_files()), limit_bytes)
+
+
+def write_code(folder: Path, limit_bytes: int) -> Domain:
+    return _write(folder, "code", _pieces(_library_files()), limit_bytes)
+
+
+def texts(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def _write(folder: Path, name: str, documents: Iterable[str], limit_bytes: int) -> Domain:
+    """Each document once; packages repeat themselves."""
+    domain, seen, size = hashlib.sha256(), set(), 0
+    train, evaluation = folder / f"{name}-train.jsonl", folder / f"{name}-eval.jsonl"
+    with open(train, "w", encoding="utf-8") as training, open(evaluation, "w", encoding="utf-8") as held_out:
+        for document in documents:
+            data = document.encode()
+            digest = hashlib.sha256(data).digest()
+            if digest in seen:
+                continue
+            seen.add(digest)
+            target = held_out if int.from_bytes(digest[:4]) % HELD_OUT == 0 else training
+            target.write(json.dumps({"text": document}) + "\n")
+            domain.update(data)
+            size += len(data)
+            if size >= limit_bytes:
+                break
+    return Domain(train, evaluation, size, domain.hexdigest())
+
+
+def _package_files() -> list[Path]:
+    roots = []
+    for name in PROSE_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise SystemExit(f"the corpus needs the package {name}, which is not installed")
+        roots.append(Path(spec.origin).parent)
+    return _shuffled((path, path.relative_to(root.parent)) for root in roots for path in root.rglob("*.py"))
+
+
+def _library_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = ((path, path.relative_to(root)) for path in root.rglob("*.py"))
+    return _shuffled((path, name) for path, name in files if not NOT_CODE & set(name.parts))
+
+
+def _shuffled(files: Iterable[tuple[Path, Path]]) -> list[Path]:
+    """In an order that mixes packages, and is the same wherever they are installed."""
+    return [path for path, _ in sorted(files, key=lambda each: hashlib.sha256(each[1].as_posix().encode()).digest())]
+
+
+def _docstrings(files: Iterable[Path]) -> Iterator[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in files:
+        source = path.read_text(encoding="utf-8", errors="ignore")
+        with warnings.catch_warnings(action="ignore"):  # odd escapes in other people's strings
+            try:
+                tree = ast.parse(source)
+            except SyntaxError:  # templates and files for other versions of Python
+                continue
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            if text is not None and len(text) >= SHORTEST_DOCSTRING:
+                yield text
+
+
+def _pieces(files: Iterable[Path]) -> Iterator[str]:
+    for path in files:
+        piece = ""
+        for line in path.read_text(encoding="utf-8", errors="ignore").splitlines(keepends=True):
+            piece += line
+            if len(piece) >= PIECE:
+                yield piece
+                piece = ""
+        if piece.strip():
+            yield piece

@@ -1,0 +1,376 @@
+"""The ops that kernels.py measures: what each computes, on what, and who else computes it.
+
+To add one, write a function that returns its `Op`, at the full size (Llama-3.1-8B's layer, 8,192 tokens) and at a tiny
+one, and put it into OPS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Inputs = dict[str, Any]
+"""By name. Tensors that require a gradient are what the backward pass is measured on; without any there is none."""
+Implementation = Callable[[Inputs], Any]
+"""From inputs to the result; to one tensor, if it is differentiated."""
+
+
+def as_it_is(result: Any) -> tuple[Any, ...]:
+    return (result,)
+
+
+@dataclass(frozen=True)
+class Op:
+    """`ours` and `reference` do the same work; `exact` is its definition without any rounding (None: the reference).
+
+    `others` are makers: each imports what it needs and returns an implementation, or raises ImportError. `read` makes
+    tensors that can be compared out of a result; its time does not count.
+    """
+
+    inputs: Inputs
+    ours: Implementation
+    reference: Implementation
+    exact: Implementation | None = None
+    read: Callable[[Any], tuple[Any, ...]] = as_it_is
+    others: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
+
+
+class Layer:
+    """Sizes of a layer, and random bf16 tensors on a device."""
+
+    def __init__(self, size: str, device: str) -> None:
+        import torch
+
+        full = size == "full"
+        self.tokens, self.width, self.inner = (8192, 4096, 14336) if full else (32, 128, 256)
+        self.vocabulary, self.rank = (128_256 if full else 128), 16
+        self.heads, self.key_heads, self.head_dim = (32, 8, 128) if full else (4, 2, 32)
+        self.device = device
+        self._random = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape: int) -> Any:
+        import torch
+
+        return torch.randn(shape, generator=self._random, device=self.device, dtype=torch.bfloat16)
+
+    def targets(self) -> Any:
+        import torch
+
+        return torch.randint(self.vocabulary, (self.tokens,), generator=self._random, device=self.device)
+
+
+def either(rows: Any) -> tuple[Any, ...]:
+    """(payload, scales, ...) in e4m3 with a scale per row as the numbers they stand for; a plain tensor as it is."""
+    if not isinstance(rows, tuple):
+        return (rows,)
+    payload, scales = rows[:2]
+    return (payload.float() * scales[:, None],)
+
+
+def linear_cross_entropy(layer: Layer, *, trained_head: bool) -> Op:
+    from pantheraml.kernels.linear_cross_entropy import linear_cross_entropy as ours
+    from pantheraml.kernels.linear_cross_entropy import reference_linear_cross_entropy as reference
+
+    def torch_own() -> Implementation:
+        from torch.nn import LinearCrossEntropyOptions  # type: ignore[attr-defined, unused-ignore]
+        from torch.nn.functional import linear_cross_entropy  # type: ignore[attr-defined, unused-ignore]
+
+        chunked = LinearCrossEntropyOptions()
+        return lambda t: linear_cross_entropy(t["hidden"], t["weight"], t["targets"], reduction="sum", options=chunked)
+
+    def liger() -> Implementation:
+        from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
+            LigerFusedLinearCrossEntropyLoss,
+        )
+
+        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        return lambda t: loss(t["weight"], t["hidden"], t["targets"])
+
+    def cut_cross_entropy() -> Implementation:
+        from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found, unused-ignore]
+
+        return lambda t: linear_cross_entropy(t["hidden"], t["weight"], t["targets"], reduction="sum")
+
+    return Op(
+        inputs={
+            "hidden": layer.normal(layer.tokens, layer.width).requires_grad_(),
+            "weight": (0.02 * layer.normal(layer.vocabulary, layer.width)).requires_grad_(trained_head),
+            "targets": layer.targets(),
+        },
+        ours=lambda t: ours(t["hidden"], t["weight"], t["targets"]),
+        reference=lambda t: reference(t["hidden"], t["weight"], t["targets"]),
+        others={"torch": torch_own, "Liger": liger, "cut-cross-entropy": cut_cross_entropy},
+    )
+
+
+def fp8_linear_cross_entropy(layer: Layer) -> Op:
+    """A frozen head in e4m3, against the same head in bf16."""
+    from pantheraml.kernels.linear_cross_entropy import fp8_linear_cross_entropy as ours
+    from pantheraml.kernels.linear_cross_entropy import reference_linear_cross_entropy as reference
+    from pantheraml.models.quantise.fp8 import FP8Linear
+
+    weight = 0.02 * layer.normal(layer.vocabulary, layer.width)
+    head = FP8Linear(weight, None, scales="one")
+    return Op(
+        inputs={
+            "hidden": layer.normal(layer.tokens, layer.width).requires_grad_(),
+            "weight": weight,
+            "targets": layer.targets(),
+        },
+        ours=lambda t: ours(t["hidden"], head.qweight, head.scale[0], t["targets"]),
+        reference=lambda t: reference(t["hidden"], t["weight"], t["targets"]),
+    )
+
+
+def quantise_rows(layer: Layer) -> Op:
+    from pantheraml.kernels.quantise_rows import quantise_rows as ours
+    from pantheraml.kernels.quantise_rows import reference_quantise_rows as reference
+
+    return Op(
+        inputs={"x": layer.normal(layer.tokens, layer.width)},
+        ours=lambda t: ours(t["x"]),
+        reference=lambda t: reference(t["x"]),
+        exact=lambda t: t["x"],
+        read=either,
+    )
+
+
+def rms_norm(layer: Layer) -> Op:
+    """Residual sum, norm and quantisation: what stands before a layer's products."""
+    from pantheraml.kernels.quantise_rows import reference_quantise_rows
+    from pantheraml.kernels.rms_norm import reference_rms_norm
+    from pantheraml.kernels.rms_norm import rms_norm as ours
+
+    def plain(t: Inputs) -> Any:
+        return reference_rms_norm(t["x"] + t["delta"], t["weight"], 1e-5)[0]
+
+    return Op(
+        inputs={
+            "x": layer.normal(layer.tokens, layer.width),
+            "delta": layer.normal(layer.tokens, layer.width),
+            "weight": 1 + 0.1 * layer.normal(layer.width),
+        },
+        ours=lambda t: ours(t["x"], t["weight"], 1e-5, delta=t["delta"]),
+        reference=lambda t: reference_quantise_rows(plain(t)),
+        exact=plain,
+        read=either,
+    )
+
+
+def gated_activation(layer: Layer) -> Op:
+    """SiLU(gate) times up, quantised for the product that follows."""
+    from pantheraml.kernels.gated_activation import gated_activation as ours
+    from pantheraml.kernels.gated_activation import reference_gated
+    from pantheraml.kernels.quantise_rows import reference_quantise_rows
+
+    return Op(
+        inputs={"pair": layer.normal(layer.tokens, 2 * layer.inner)},
+        ours=lambda t: ours(t["pair"]),
+        reference=lambda t: reference_quantise_rows(reference_gated(t["pair"])),
+        exact=lambda t: reference_gated(t["pair"]),
+        read=either,
+    )
+
+
+def gated_activation_backward(layer: Layer) -> Op:
+    """The hidden rows again, and the gradient of gate and up, both quantised."""
+    from pantheraml.kernels.gated_activation import gated_activation_backward as ours
+    from pantheraml.kernels.gated_activation import reference_gated, reference_gated_backward
+    from pantheraml.kernels.quantise_rows import reference_quantise_rows
+
+    def plain(t: Inputs) -> tuple[Any, Any]:
+        return reference_gated(t["pair"]), reference_gated_backward(t["g"], t["pair"])
+
+    def reference(t: Inputs) -> tuple[Any, Any]:
+        hidden, gradient = plain(t)
+        return reference_quantise_rows(hidden), reference_quantise_rows(gradient, t["multiplier"])
+
+    return Op(
+        inputs={
+            "g": layer.normal(layer.tokens, layer.inner),
+            "pair": layer.normal(layer.tokens, 2 * layer.inner),
+            "multiplier": (1 + layer.normal(2 * layer.inner).abs()).float(),
+        },
+        ours=lambda t: ours(t["g"], t["pair"], multiplier=t["multiplier"], rooms=(0, 0)),
+        reference=reference,
+        exact=lambda t: (plain(t)[0], plain(t)[1] * t["multiplier"]),
+        read=lambda both: (*either(both[0]), *either(both[1])),
+    )
+
+
+def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
+    """Gate or up from nf4 to the e4m3 matrix of a product: of the way forward, or transposed, of the way back."""
+    import torch
+
+    from pantheraml.kernels.nf4 import NF4Weight
+    from pantheraml.kernels.nf4_fill import nf4_fill as ours
+    from pantheraml.kernels.nf4_fill import nf4_row_scales, reference_fill
+
+    weight = NF4Weight.pack(layer.normal(layer.inner, layer.width) * layer.width**-0.5)
+    scales = nf4_row_scales(weight)
+
+    def into_matrix(fill: Callable[..., None]) -> Implementation:
+        def run(t: Inputs) -> Any:
+            shape = (layer.width, layer.inner) if transposed else (layer.inner, layer.width)
+            out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=layer.device)
+            rows = out.T if transposed else out
+            fill(weight, t["scales"], rows)
+            return rows, t["scales"]
+
+        return run
+
+    return Op(
+        inputs={"scales": scales},
+        ours=into_matrix(ours),
+        reference=into_matrix(reference_fill),
+        exact=lambda t: weight.dequantise(torch.float32),
+        read=either,
+    )
+
+
+def rotary(layer: Layer) -> Op:
+    """Query, key and value out of the merged product, the first two turned."""
+    import torch
+
+    from pantheraml.kernels.rotary import reference_rotate
+    from pantheraml.kernels.rotary import rotate as ours
+
+    heads, size = (layer.heads, layer.key_heads, layer.key_heads), layer.head_dim
+    angles = layer.normal(layer.tokens, size // 2).float()
+
+    def reference(t: Inputs) -> tuple[Any, ...]:
+        q, k, v = t["merged"].unflatten(1, (-1, size)).split(heads, dim=1)
+        return reference_rotate(q, t["cos"], t["sin"]), reference_rotate(k, t["cos"], t["sin"]), v.contiguous()
+
+    return Op(
+        inputs={
+            "merged": layer.normal(layer.tokens, sum(heads) * size),
+            "cos": torch.cat([angles.cos()] * 2, dim=1),
+            "sin": torch.cat([angles.sin()] * 2, dim=1),
+        },
+        ours=lambda t: ours(t["merged"], t["cos"], t["sin"], heads=heads),
+        reference=reference,
+        read=lambda parts: parts,
+    )
+
+
+def fp8_product(layer: Layer, *, backward: bool) -> Op:
+    """The product of gate or up from e4m3 to bf16, against a product in bf16. On the way back the weight's bytes are
+    transposed first."""
+    import torch
+
+    from pantheraml.kernels.fp8_product import fp8_product as ours
+    from pantheraml.kernels.fp8_product import transposed
+    from pantheraml.models.quantise.fp8 import FP8Linear
+
+    weight = layer.normal(layer.inner, layer.width) * layer.width**-0.5
+    packed = FP8Linear(weight, None, scales="one")
+    x = layer.normal(layer.tokens, layer.inner if backward else layer.width)
+    payload, scales = _quantised(x)
+    side = packed.scale[: layer.width].contiguous()  # all alike
+
+    def product(_: Inputs) -> Any:
+        if backward:
+            return ours(payload, scales, transposed(packed.qweight), side, torch.bfloat16)
+        return ours(payload, scales, packed.qweight, packed.scale, torch.bfloat16)
+
+    return Op(
+        inputs={"x": x, "weight": weight},
+        ours=product,
+        reference=lambda t: t["x"] @ (t["weight"] if backward else t["weight"].T),
+    )
+
+
+def fp8_transposition(layer: Layer) -> Op:
+    from pantheraml.kernels.fp8_product import reference_transpose, transposed
+
+    payload, _ = _quantised(layer.normal(layer.inner, layer.width))
+    return Op(
+        inputs={"payload": payload},
+        ours=lambda t: transposed(t["payload"]),
+        reference=lambda t: reference_transpose(t["payload"]),
+        exact=lambda t: t["payload"].T,
+    )
+
+
+def lora_project(layer: Layer) -> Op:
+    """Rows of gate and up times both adapters' A."""
+    import torch
+
+    from pantheraml.kernels.lora_columns import project, segments_of, splits_for
+    from pantheraml.kernels.lora_columns.reference import reference_project
+
+    ranks, splits = 2 * layer.rank, splits_for(layer.width)
+    segments = segments_of([(0, layer.width, 0, ranks)], torch.device(layer.device))
+
+    def ours(t: Inputs) -> Any:
+        out = torch.empty(splits, layer.tokens, ranks, device=layer.device)
+        project(t["payload"], t["factor"], segments, ranks, out)
+        return out
+
+    def reference(t: Inputs) -> Any:
+        out = torch.empty(1, layer.tokens, ranks, device=layer.device)
+        reference_project(t["payload"], t["factor"], segments, out)
+        return out
+
+    return Op(
+        inputs={
+            "payload": _quantised(layer.normal(layer.tokens, layer.width))[0],
+            "factor": _quantised(layer.normal(ranks, layer.width))[0],
+        },
+        ours=ours,
+        reference=reference,
+        read=lambda out: (out.sum(0),),
+    )
+
+
+def lora_gradient(layer: Layer) -> Op:
+    """The gradient of gate's and up's A."""
+    import torch
+
+    from pantheraml.kernels.lora_columns import adapter_gradient, blocks_of
+    from pantheraml.kernels.lora_columns.reference import reference_gradient
+
+    ranks = 2 * layer.rank
+    blocks = blocks_of([(0, layer.width, 0, ranks)], torch.device(layer.device))
+    payload, scales = _quantised(layer.normal(layer.tokens, layer.width))
+
+    def run(t: Inputs, *, ours: bool) -> Any:
+        out = torch.empty(ranks, layer.width, device=layer.device)
+        if ours:
+            adapter_gradient(t["middle"], t["scales"], t["payload"], blocks, ranks, None, out)
+        else:
+            reference_gradient(t["middle"], t["scales"], t["payload"], blocks, None, out)
+        return out
+
+    return Op(
+        inputs={"middle": layer.normal(layer.tokens, ranks), "scales": scales, "payload": payload},
+        ours=lambda t: run(t, ours=True),
+        reference=lambda t: run(t, ours=False),
+    )
+
+
+def _quantised(rows: Any) -> tuple[Any, Any]:
+    from pantheraml.kernels.quantise_rows import reference_quantise_rows
+
+    return reference_quantise_rows(rows)
+
+
+OPS: dict[str, Callable[[Layer], Op]] = {
+    "linear_cross_entropy, frozen head": lambda layer: linear_cross_entropy(layer, trained_head=False),
+    "linear_cross_entropy, trained head": lambda layer: linear_cross_entropy(layer, trained_head=True),
+    "fp8_linear_cross_entropy": fp8_linear_cross_entropy,
+    "fp8_product": lambda layer: fp8_product(layer, backward=False),
+    "fp8_product, backward": lambda layer: fp8_product(layer, backward=True),
+    "fp8_transposition": fp8_transposition,
+    "lora_columns, project": lora_project,
+    "lora_columns, gradient": lora_gradient,
+    "rotary": rotary,
+    "quantise_rows": quantise_rows,
+    "rms_norm": rms_norm,
+    "gated_activation": gated_activation,
+    "gated_activation_backward": gated_activation_backward,
+    "nf4_fill": lambda layer: nf4_fill(layer, transposed=False),
+    "nf4_fill, transposed": lambda layer: nf4_fill(layer, transposed=True),
+}

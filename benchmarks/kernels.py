@@ -1,0 +1,147 @@
+"""Our kernels against what they replace: the torch reference, eager and compiled, and other libraries' kernels.
+
+For each op and implementation: its time (forward and backward, where it is differentiable), the memory it takes on top
+of its inputs, and how far its results are from the definition in float32. A kernel of our own is kept where it is at
+least 5 % better. The ops are in kernel_ops.py.
+
+    python benchmarks/run.py kernels                              all of them, on a GPU
+    python benchmarks/run.py kernels --set only=rms_norm          those whose name begins so
+    python benchmarks/run.py kernels --set size=tiny              anywhere, to see that it works
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kernel_ops import OPS, Implementation, Inputs, Layer, Op
+from table import Column, Table
+
+NEEDS_GPU = True
+
+REPEATS = {"full": 20, "tiny": 2}
+CALLS_A_REPEAT = 5
+"""So that the time of starting the kernels does not count where they are short."""
+
+
+def run(*, size: str = "full", only: str | None = None) -> dict[str, Any]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if size == "full" and device == "cpu":
+        raise SystemExit("the full size needs a GPU; --set size=tiny runs anywhere")
+    rows = []
+    for name, make in OPS.items():
+        if only is None or name.startswith(only):
+            rows += measure_op(name, make(Layer(size, device)), REPEATS[size])
+    if not rows:
+        raise SystemExit(f"there is no op {only!r}; known: {', '.join(OPS)}")
+    return {"parameters": {"size": size}, "results": rows}
+
+
+def measure_op(name: str, op: Op, repeats: int) -> list[dict[str, Any]]:
+    import torch
+
+    exact = results(op.exact or op.reference, {key: _float32(value) for key, value in op.inputs.items()}, op)
+    makers: dict[str, Callable[[], Implementation]] = {"ours": lambda: op.ours, "torch, eager": lambda: op.reference}
+    if torch.cuda.is_available():
+        makers["torch, compiled"] = lambda: torch.compile(op.reference)
+    rows = []
+    for implementation, make in {**makers, **op.others}.items():
+        row: dict[str, Any] = {"op": name, "implementation": implementation, "shapes": shapes(op.inputs)}
+        try:
+            rows.append(row | measure(make(), op, exact, repeats))
+        except ImportError as err:
+            rows.append(row | {"reason": f"not installed: {err}"})
+        except torch.OutOfMemoryError:
+            rows.append(row | {"reason": "out of memory"})
+        torch.compiler.reset()
+    return rows
+
+
+def _float32(value: Any) -> Any:
+    """Tensors of the same numbers in float32, cut from the graph; anything else as it is."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().float().requires_grad_(value.requires_grad)
+
+
+def shapes(inputs: Inputs) -> str:
+    import torch
+
+    found = ["x".join(map(str, value.shape)) for value in inputs.values() if isinstance(value, torch.Tensor)]
+    return ", ".join(shape for shape in found if shape)
+
+
+def call(implementation: Implementation, inputs: Inputs) -> tuple[Any, tuple[Any, ...]]:
+    """What it returns, and the gradients of the inputs that want one. What comes from above is the same for all."""
+    import torch
+
+    trained = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+    out = implementation(inputs)
+    if not trained:
+        return out, ()
+    above = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(out.shape) if out.ndim else None
+    return out, torch.autograd.grad(out, trained, above)
+
+
+def results(implementation: Implementation, inputs: Inputs, op: Op) -> list[Any]:
+    """Results and gradients as float32 tensors."""
+    out, gradients = call(implementation, inputs)
+    return [value.detach().float() for value in (*op.read(out), *gradients)]
+
+
+def measure(implementation: Implementation, op: Op, exact: list[Any], repeats: int) -> dict[str, float | None]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    found = results(implementation, op.inputs, op)  # compiles and tunes, too
+    error = max(relative_error(*each) for each in zip(found, exact, strict=True))
+    del found
+    peak = None
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call(implementation, op.inputs)
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(CALLS_A_REPEAT):
+            call(implementation, op.inputs)
+        if cuda:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / CALLS_A_REPEAT)
+    return {"milliseconds": 1000 * statistics.median(times), "peak_gib": peak, "relative_error": error}
+
+
+def relative_error(found: Any, exact: Any) -> float:
+    """Of the whole tensor: the length of the difference over the length of the truth."""
+    return float((found - exact).norm() / exact.norm())
+
+
+TABLE = Table(
+    title="Kernels",
+    how=(
+        "Median time, forward and backward together where an op is differentiable; memory on top of the inputs; the"
+        " largest relative error (whole tensor) of results and gradients against the definition in float32."
+    ),
+    columns=(
+        Column("op", "op"),
+        Column("shapes", "shapes"),
+        Column("implementation", "implementation"),
+        Column("time", "milliseconds", lambda value: f"{value:.2f} ms"),
+        Column("memory", "peak_gib", lambda value: f"{value:.2f} GiB"),
+        Column("error", "relative_error", lambda value: f"{value:.1e}"),
+        Column("not measured", "reason"),
+    ),
+)
+
+
+if __name__ == "__main__":
+    print(run(size="tiny"))

@@ -1,0 +1,212 @@
+"""Makes docs/performance.md: what makes training fast and lean, each trick with its measured share.
+
+The words are here, the figures come from result files: `ablation-*.json` for the share of each trick (one row each:
+trick, off_tokens_per_second, on_tokens_per_second, off_peak_gib, on_peak_gib), the newest suite for the whole.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from table import markdown_table
+
+ABLATION = "ablation"
+SUITE = "h200"
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trick:
+    """`name` is what an ablation row calls it."""
+
+    name: str
+    title: str
+    text: str
+
+
+INTRODUCTION = """# Performance
+
+Made by `python benchmarks/run.py --table` from the files in `benchmarks/results/`; do not edit. Every trick is shown
+with what it brings by itself: the same run with it and without it, all the others on. Shares do not add up: a trick is
+worth more where others have already removed what stood beside it.
+"""
+
+TRICKS = (
+    Trick(
+        "fp8_base",
+        "Frozen weights in fp8, forward and backward",
+        "LoRA never needs the gradient of the base weights, so both products that they take part in, the forward one"
+        " and the one for the gradient of the input, run on fp8 tensor cores (e4m3, one scale per row of either side)."
+        " Asked for with `model.precision=fp8`.",
+    ),
+    Trick(
+        "one_layout",
+        "One copy of each weight",
+        "The tensor cores read a weight along its inputs on the way forward and along its outputs on the way back."
+        " Only the first layout is kept; the backward pass transposes the bytes just before the product. The weight's"
+        " scales then lie along the inner dimension, so they go into the gradient before it is quantised.",
+    ),
+    Trick(
+        "nf4_fill",
+        "4-bit weights on fp8 tensor cores",
+        "Frozen weights in nf4 are written out as fp8 just before each product, in one pass from half a byte to one,"
+        " transposed where the backward pass wants them so, and dropped after it. The rest of the fused layer is the"
+        " same as over fp8 weights. GPUs without fp8 rebuild the weight in the run's arithmetic, and do not fuse.",
+    ),
+    Trick(
+        "lora_in_product",
+        "The adapter inside the same product",
+        "`y = x W' + s (x A') B'` is one product of `[x | x A']` with `[W | s B]`, and its way back one of"
+        " `[g | s g B]` with `[W over A]`: the adapter rides along as 128 extra columns and takes no pass over the"
+        " output. Before each forward pass two kernel launches write the current values of all adapters into their"
+        " places.",
+    ),
+    Trick(
+        "merged_projections",
+        "Merged projections",
+        "Query, key and value are one product, gate and up another: the input is read and quantised once. In files and"
+        " in the model's tree they stay separate layers with separate adapters.",
+    ),
+    Trick(
+        "fused_elementwise",
+        "Fused element-wise kernels",
+        "Normalisation and the gated activation write their results as the fp8 rows that the next product reads, with"
+        " room for the adapter's columns; rotary embeddings go from the merged product straight to what attention"
+        " reads. Each reads and writes memory once, forward and backward.",
+    ),
+    Trick(
+        "fused_residual",
+        "Residual sums inside the normalisation",
+        "The sum before the MLP's normalisation, and on the way back the sum of the residual's gradient with that of"
+        " either normalisation, are formed by the kernels that read these rows anyway.",
+    ),
+    Trick(
+        "fp8_stash",
+        "Activations kept in fp8",
+        "What the backward pass needs of a product's input is kept as the fp8 values that the forward product read.",
+    ),
+    Trick(
+        "recompute",
+        "Hidden rows of the MLP computed again",
+        "The widest rows of a layer, `activation(gate) * up`, are not kept. The kernel that forms the gradient of gate"
+        " and up has both at hand and writes the hidden rows once more for the adapter's gradient.",
+    ),
+    Trick(
+        "loss",
+        "No full logits",
+        "The loss is computed chunk by chunk from the hidden states of those tokens that have a target, and its"
+        " gradient with it; the logits of a whole batch never exist. A kernel turns the logits of a token into its"
+        " loss and their gradient in two passes over them, of which the second finds them in the cache.",
+    ),
+    Trick(
+        "fp8_head",
+        "The output head in fp8",
+        "With frozen weights in fp8 the frozen output head is in fp8 too, with one scale for all of it, and both of"
+        " its products run on the fp8 tensor cores: the gradient of the logits leaves its kernel in e4m3.",
+    ),
+    Trick(
+        "varlen_attention",
+        "Attention per document",
+        "Packed documents are attended to with variable-length kernels: no mask is built, and no work is done across"
+        " borders. Rows that are one document each take torch's causal attention, cuDNN's kernel first.",
+    ),
+    Trick(
+        "launch_cache",
+        "Cheap kernel launches",
+        "Triton looks over every argument at every launch, which takes longer than most of these kernels run. What it"
+        " finds depends on types, integers and alignments alone, so for those it is asked once.",
+    ),
+    Trick(
+        "compile",
+        "torch.compile where layers are not fused",
+        "By default the layers of a full fine-tune in one process over packed data are compiled, one decoder layer for"
+        " all: packed batches have one shape, so it happens once. Fused layers need no compiler. (`train.compile`)",
+    ),
+    Trick(
+        "selective",
+        "Selective checkpointing",
+        "`train.activation_checkpointing=selective` keeps the results of matrix products and attention, which are dear"
+        " to compute, and computes all else again in the backward pass. `full` keeps the input of each layer only.",
+    ),
+    Trick(
+        "offload",
+        "Layer inputs in host memory",
+        "`train.activation_checkpointing=offload`, the memory-lean mode, is `full` with the layers' inputs in"
+        " page-locked host memory. They are copied out beside the computation, and back one layer ahead of their use.",
+    ),
+    Trick(
+        "stochastic_rounding",
+        "bf16 weights with stochastic rounding",
+        "With `train.weights=bf16` a full fine-tune keeps weights and gradients in bf16, and with"
+        " `train.optimizer=adamw_bf16` also AdamW's moments. What is too small for bf16 is rounded up or down at"
+        " random, so that it is right on average. The noise depends on seed, parameter and step alone: processes agree"
+        " on it, and a resumed run repeats it.",
+    ),
+    Trick(
+        "adamw8bit",
+        "8-bit optimizer states",
+        "With `train.optimizer=adamw8bit` AdamW's two moments take 8 bits each, with a scale per block of 256; small"
+        " parameters keep theirs in float32. A step works in place, and clipping is a factor inside it.",
+    ),
+    Trick(
+        "streamed_loading",
+        "Streamed loading",
+        "Weights go from safetensors files to the device and are packed there layer by layer, while four threads read"
+        " ahead: no more than a few tensors are ever held as they were stored.",
+    ),
+)
+
+
+def page(records: Sequence[Record]) -> str:
+    """The whole page; of several ablation files, the newest row of each trick counts."""
+    rows: dict[str, tuple[Mapping[str, Any], Record]] = {}
+    for record in sorted((r for r in records if r["benchmark"] == ABLATION), key=lambda record: str(record["date"])):
+        rows |= {row["trick"]: (row, record) for row in record["results"]}
+    unknown = rows.keys() - {trick.name for trick in TRICKS}
+    if unknown:
+        raise ValueError(f"measured, but not described in {__name__}.TRICKS: {', '.join(sorted(unknown))}")
+    parts = [INTRODUCTION, _whole(records), *(_section(trick, rows.get(trick.name)) for trick in TRICKS)]
+    return "\n".join(part for part in parts if part)
+
+
+def _whole(records: Sequence[Record]) -> str:
+    suites = sorted((r for r in records if r["benchmark"] == SUITE), key=lambda record: str(record["date"]))
+    measured = [row for row in suites[-1]["results"] if row["status"] == "measured"] if suites else []
+    lines = [
+        [row["case"], f"{row['tokens_per_second']:,.0f}", f"{row['peak_gib']:.1f} GiB"]
+        for row in sorted(measured, key=lambda row: -float(row["tokens_per_second"]))
+        if row["model"] == "8b" and row["batch"] == 4 and row["data"] == "full"
+    ]
+    if not lines:
+        return ""
+    where = "All settings are in [benchmarks.md](benchmarks.md)."
+    table = markdown_table(["8B, 4 x 2048 tokens", "tokens/s", "peak"], lines)
+    return "\n".join(["## The whole", "", where, "", *table, ""])
+
+
+def _section(trick: Trick, found: tuple[Mapping[str, Any], Record] | None) -> str:
+    share = _share(*found) if found else "Not measured yet."
+    return "\n".join([f"## {trick.title}", "", textwrap.fill(trick.text, width=118), "", share, ""])
+
+
+def _share(row: Mapping[str, Any], record: Record) -> str:
+    gpus = record["hardware"]["gpus"]
+    where = gpus[0] if gpus else record["hardware"]["cpu"]
+    changes = [f"**{_speed(row)}**"] if row.get("off_tokens_per_second") else []
+    changes += [f"**{_memory(row)}**"] if row.get("off_peak_gib") else []
+    setting = f", {row['setting']}" if row.get("setting") else ""
+    return f"Measured ({where}, {record['date'][:10]}{setting}): {'; '.join(changes) or 'no figures'}."
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    off, on = row["off_tokens_per_second"], row["on_tokens_per_second"]
+    return f"{off:,.0f} tokens/s without, {on:,.0f} with ({on / off - 1:+.1%})"
+
+
+def _memory(row: Mapping[str, Any]) -> str:
+    off, on = row["off_peak_gib"], row["on_peak_gib"]
+    return f"{off:.1f} GiB without, {on:.1f} with ({on - off:+.1f} GiB)"

@@ -1,0 +1,173 @@
+"""Runs a suite: systems side by side on one machine, every case in a process of its own.
+
+    pantheraml bench --suite h200                    run all of it
+    pantheraml bench --suite h200 --minutes 9        start nothing that will not end in that time
+    pantheraml bench --suite h200 --resume           go on with the newest result file: what is not measured yet
+
+The result file is written after every case, so that nothing is lost when time runs out. It has a row for every case of
+the suite, also for those that failed, were skipped or had no time, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # benchmarks are scripts beside this one, not a package
+
+import run as runner  # noqa: E402
+from suites.case import Case  # noqa: E402
+from suites.run_case import Workshop, run_case, tail  # noqa: E402
+
+PEERS = ("trl", "datasets", "liger-kernel", "unsloth", "unsloth-zoo", "bitsandbytes", "xformers", "torchao", "triton")
+DONE = "measured"
+LOG_LINES = 15
+"""Of a failed case's log, shown at once: the machine may be gone when somebody asks."""
+
+
+def suite_names() -> list[str]:
+    """The modules in `suites` that have cases."""
+    found = sorted(path.stem for path in (HERE / "suites").glob("*.py"))
+    return [name for name in found if "CASES" in vars(importlib.import_module(f"suites.{name}"))]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which cases, and for how long."""
+
+    only: tuple[str, ...]
+    minutes: float | None
+    again: bool
+
+    def names(self, case: Case) -> bool:
+        return not self.only or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.only)
+
+
+class ResultFile:
+    """A suite's record on disk, with a row for every case from the start."""
+
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        self.path, self.record = path, record
+
+    @classmethod
+    def new(cls, folder: Path, suite: str, cases: tuple[Case, ...], commit: str | None) -> ResultFile:
+        now = datetime.now(UTC)
+        record = {
+            "benchmark": suite,
+            "script": f"pantheraml bench --suite {suite}",
+            "date": now.isoformat(timespec="seconds"),
+            "commit": commit,
+            "dirty": runner.commit()["dirty"],
+            "load_before": os.getloadavg()[0],
+            "hardware": runner.hardware(),
+            "versions": runner.versions(*PEERS),
+            "parameters": {"lora_rank": 16, "lora_alpha": 16},
+            "results": [case.row(status="not run", reason="its turn did not come") for case in cases],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder / f"{suite}-{now:%Y%m%dT%H%M%SZ}.json", record)
+
+    @classmethod
+    def newest(cls, folder: Path, suite: str) -> ResultFile | None:
+        paths = sorted(folder.glob(f"{suite}-*.json"))
+        return cls(paths[-1], json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else None
+
+    def status(self, case: Case) -> str | None:
+        return next((row["status"] for row in self.record["results"] if row["case"] == case.name), None)
+
+    def put(self, row: dict[str, Any]) -> None:
+        rows = self.record["results"]
+        place = next((i for i, old in enumerate(rows) if old["case"] == row["case"]), len(rows))
+        rows[place : place + 1] = [row]
+        self.write()
+
+    def write(self) -> None:
+        aside = self.path.with_suffix(".unfinished")
+        aside.write_text(json.dumps(self.record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        aside.rename(self.path)
+
+
+def run_suite(
+    cases: tuple[Case, ...], wanted: Wanted, file: ResultFile, workshop: Workshop, commit: str | None
+) -> None:
+    end = None if wanted.minutes is None else time.monotonic() + 60 * wanted.minutes
+    file.write()
+    for case in cases:
+        if not wanted.names(case) or (file.status(case) == DONE and not wanted.again):
+            continue
+        if end is not None and time.monotonic() + 60 * case.minutes > end:
+            if file.status(case) != DONE:
+                file.put(case.row(status="not run", reason=f"no time left of {wanted.minutes:g} minutes"))
+            continue
+        print(f"{case.name} ...", file=sys.stderr, flush=True)
+        row = run_case(case, workshop, commit)
+        file.put(row)
+        print(f"{case.name}: {describe(row)}", file=sys.stderr, flush=True)
+        if row["status"] in ("failed", "timed out"):
+            print(tail(workshop.log(case.name), lines=LOG_LINES), file=sys.stderr, flush=True)
+
+
+def describe(row: dict[str, Any]) -> str:
+    if row["status"] != DONE:
+        return f"{row['status']}: {row['reason']}"
+    peak = "" if row["peak_gib"] is None else f", {row['peak_gib']:.2f} GiB"
+    return f"{row['tokens_per_second']:,.0f} tokens/s{peak}, first step after {row['seconds_to_first_step']:.1f} s"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("pantheraml bench", description="Run a suite of benchmarks.")
+    parser.add_argument("--suite", required=True)
+    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--commit")
+    parser.add_argument("--device", choices=["cpu"])
+    parser.add_argument("--work", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--results", type=Path, default=runner.RESULTS)
+    given = parser.parse_args(arguments)
+    if given.suite not in suite_names():
+        parser.error(f"there is no suite {given.suite!r}; known: {', '.join(suite_names())}")
+    cases: tuple[Case, ...] = importlib.import_module(f"suites.{given.suite}").CASES
+    wanted = Wanted(tuple(given.only), given.minutes, given.again)
+    chosen = [case for case in cases if wanted.names(case)]
+    if not chosen:
+        parser.error(f"no case of {given.suite} is named {' or '.join(given.only)}; --list shows them")
+    if given.list:
+        show_list(chosen, as_json=given.json)
+        return 0
+    file = ResultFile.newest(given.results, given.suite) if given.resume else None
+    commit = given.commit or runner.commit()["commit"]
+    file = file or ResultFile.new(given.results, given.suite, cases, commit)
+    run_suite(cases, wanted, file, Workshop(given.work.resolve() / given.suite, given.device), commit)
+    if given.results == runner.RESULTS:
+        runner.write_pages()
+    rows = [row for row in file.record["results"] if row["case"] in {case.name for case in chosen}]
+    print(json.dumps(file.record, indent=1) if given.json else file.path)
+    return 0 if all(row["status"] == DONE for row in rows) else 1
+
+
+def show_list(cases: list[Case], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([case.row(status="not run") | {"minutes": case.minutes} for case in cases], indent=1))
+        return
+    width = max(len(case.name) for case in cases)
+    for case in cases:
+        print(f"{case.name:{width}}  {case.minutes:g} min")
+    print(f"{len(cases)} cases, about {sum(case.minutes for case in cases):.0f} minutes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

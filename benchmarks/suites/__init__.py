@@ -1,0 +1,1 @@
+"""Suites: lists of cases that compare systems in one go; `benchmarks/suite.py` runs them."""

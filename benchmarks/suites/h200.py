@@ -1,0 +1,148 @@
+"""The peers and us on one H200: every setting of the comparison, in the order of worth.
+
+GPU time runs out, and what has been measured by then should be what matters most: what a target names first, then
+our second path through TRL, then peers that are neither the fastest nor the leanest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from table import Table
+
+from suites.case import Case
+from suites.comparison import COLUMNS, Comparison, StartLimit, Targets
+
+LEAN = "offload"
+"""Our memory-lean mode: what a layer starts from waits in page-locked host memory, the rest is computed again."""
+
+OURS = Case("", system="pantheraml", path="cli", model="8b", method="lora", precision="fp8", minutes=1.2)
+OURS_TRL = replace(OURS, path="trl")
+UNSLOTH = replace(OURS_TRL, system="unsloth", precision="bf16", minutes=1.2)
+UNSLOTH_FP8 = replace(UNSLOTH, precision="fp8", minutes=4)
+LIGER = replace(UNSLOTH, system="liger", minutes=1.2)
+HF = replace(UNSLOTH, system="hf", minutes=1.2)
+OURS_1B, OURS_TRL_1B, UNSLOTH_1B, LIGER_1B, HF_1B = (
+    replace(case, model="1b", minutes=0.7) for case in (OURS, OURS_TRL, UNSLOTH, LIGER, HF)
+)
+
+CASES = (
+    # 8B LoRA, 4 x 2048: the headline, and how long a start takes without and with compiled kernels
+    replace(OURS, name="ours-8b-lora-fp8", cache="fresh", minutes=1.5),
+    replace(UNSLOTH, name="unsloth-8b-lora"),
+    replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8"),
+    replace(OURS, name="ours-8b-lora-bf16", precision="bf16"),
+    replace(OURS_TRL, name="ours-trl-8b-lora-fp8"),
+    replace(OURS, name="ours-8b-lora-fp8-warm", steps=4, minutes=1),
+    # memory-lean
+    replace(OURS, name="ours-8b-lora-lean", checkpointing=LEAN),
+    replace(UNSLOTH, name="unsloth-8b-lora-lean", checkpointing="unsloth"),
+    replace(OURS, name="ours-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
+    replace(UNSLOTH, name="unsloth-8b-qlora-lean", method="qlora", precision="nf4", checkpointing="unsloth"),
+    # uneven documents, packed
+    replace(OURS, name="ours-8b-lora-uneven", data="uneven"),
+    replace(UNSLOTH, name="unsloth-8b-lora-uneven", data="uneven"),
+    # 1B
+    replace(OURS_1B, name="ours-1b-lora-fp8"),
+    replace(UNSLOTH_1B, name="unsloth-1b-lora"),
+    replace(OURS_1B, name="ours-1b-lora-bf16", precision="bf16"),
+    replace(
+        OURS_1B,
+        name="ours-1b-full",
+        method="full",
+        precision="bf16",
+        settings={"train.weights": "bf16", "train.optimizer": "adamw_bf16"},
+    ),
+    replace(LIGER_1B, name="liger-1b-full", method="full"),
+    replace(
+        OURS_1B,
+        name="ours-1b-full-lean",
+        method="full",
+        precision="bf16",
+        checkpointing=LEAN,
+        settings={"train.weights": "bf16", "train.optimizer": "adamw8bit"},
+    ),
+    replace(UNSLOTH_1B, name="unsloth-1b-full", method="full", checkpointing="unsloth"),
+    # longer sequences
+    replace(OURS, name="ours-8b-lora-fp8-4096", batch=2, seq=4096),
+    replace(UNSLOTH, name="unsloth-8b-lora-4096", batch=2, seq=4096),
+    replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8-4096", batch=2, seq=4096),
+    # our second path, and the other peers
+    replace(OURS_TRL, name="ours-trl-8b-lora-uneven", data="uneven"),
+    replace(OURS_TRL, name="ours-trl-8b-lora-fp8-4096", batch=2, seq=4096),
+    replace(OURS_TRL, name="ours-trl-8b-lora-lean", checkpointing=LEAN),
+    replace(OURS_TRL, name="ours-trl-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
+    replace(OURS_TRL_1B, name="ours-trl-1b-lora-fp8"),
+    replace(OURS_TRL_1B, name="ours-trl-1b-full", method="full", precision="bf16"),
+    replace(LIGER, name="liger-8b-lora"),
+    replace(HF, name="hf-8b-lora"),
+    replace(UNSLOTH_FP8, name="unsloth-8b-lora-uneven-fp8", data="uneven"),
+    replace(HF, name="hf-8b-qlora-lean", method="qlora", precision="nf4", checkpointing="full"),
+    replace(LIGER_1B, name="liger-1b-lora"),
+    replace(HF_1B, name="hf-1b-lora"),
+    replace(HF_1B, name="hf-1b-full", method="full"),
+)
+
+TARGETS = Targets(
+    comparisons=(
+        Comparison("8B LoRA 4x2048", "ours-8b-lora-fp8", ("unsloth-8b-lora", "unsloth-8b-lora-fp8"), 1.6, 0.95),
+        Comparison("8B LoRA 4x2048", "ours-trl-8b-lora-fp8", ("unsloth-8b-lora", "unsloth-8b-lora-fp8"), 1.6, 0.95),
+        Comparison("8B LoRA 4x2048, Unsloth's default", "ours-8b-lora-fp8", ("unsloth-8b-lora",), 1.8, None),
+        Comparison("8B LoRA 4x2048, both bf16", "ours-8b-lora-bf16", ("unsloth-8b-lora",), 1.1, None),
+        Comparison(
+            "8B LoRA 2x4096",
+            "ours-8b-lora-fp8-4096",
+            ("unsloth-8b-lora-4096", "unsloth-8b-lora-fp8-4096"),
+            1.6,
+            0.95,
+        ),
+        Comparison(
+            "8B LoRA 2x4096",
+            "ours-trl-8b-lora-fp8-4096",
+            ("unsloth-8b-lora-4096", "unsloth-8b-lora-fp8-4096"),
+            1.6,
+            0.95,
+        ),
+        Comparison("8B LoRA 4x2048, lean", "ours-8b-lora-lean", ("unsloth-8b-lora-lean",), 1.8, 0.8),
+        Comparison("8B LoRA 4x2048, lean", "ours-trl-8b-lora-lean", ("unsloth-8b-lora-lean",), 1.8, 0.8),
+        Comparison("8B QLoRA 4x2048, lean", "ours-8b-qlora-lean", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
+        Comparison("8B QLoRA 4x2048, lean", "ours-trl-8b-qlora-lean", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
+        Comparison("1B LoRA 4x2048", "ours-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
+        Comparison("1B LoRA 4x2048", "ours-trl-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
+        Comparison("1B LoRA 4x2048, both bf16", "ours-1b-lora-bf16", ("unsloth-1b-lora",), 1.15, None),
+        Comparison("1B full 4x2048", "ours-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
+        Comparison("1B full 4x2048", "ours-trl-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
+        Comparison("1B full 4x2048, lean", "ours-1b-full-lean", ("liger-1b-full", "unsloth-1b-full"), None, 1.0),
+        Comparison(
+            "8B LoRA, uneven documents, packed",
+            "ours-8b-lora-uneven",
+            ("unsloth-8b-lora-uneven", "unsloth-8b-lora-uneven-fp8"),
+            1.6,
+            0.95,
+        ),
+        Comparison(
+            "8B LoRA, uneven documents, packed",
+            "ours-trl-8b-lora-uneven",
+            ("unsloth-8b-lora-uneven", "unsloth-8b-lora-uneven-fp8"),
+            1.6,
+            0.95,
+        ),
+    ),
+    starts=(
+        StartLimit("8B LoRA, nothing compiled yet", "ours-8b-lora-fp8", 60),
+        StartLimit("8B LoRA, compiled before", "ours-8b-lora-fp8-warm", 30),
+    ),
+)
+
+TABLE = Table(
+    title="One H200: us and the peers",
+    how=(
+        "Random weights in Llama-3.1-8B's and Llama-3.2-1B's shapes, random tokens, LoRA of rank 16 on all linear"
+        " layers, fused AdamW; every case in a process of its own, peers through TRL's SFTTrainer. Tokens that are not"
+        " padding per second: median of the steps after the third. Peak: the most that torch had allocated while"
+        " training (ours: since the start of the process). First step: from the start of the process to the end of the"
+        " first optimizer step."
+    ),
+    columns=COLUMNS,
+    summary=TARGETS.markdown,
+)

@@ -1,0 +1,39 @@
+"""A suite small enough for a CPU: it shows that a suite runs, and measures nothing worth knowing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from table import Table
+
+from suites.case import Case
+from suites.comparison import COLUMNS, Comparison, StartLimit, Targets
+
+OURS = Case(
+    "ours-tiny-lora",
+    system="pantheraml",
+    path="cli",
+    model="tiny",
+    method="lora",
+    precision="fp32",
+    minutes=1,
+    batch=2,
+    seq=64,
+    steps=5,
+)
+HF = replace(OURS, name="hf-tiny-lora", system="hf", path="trl", precision="bf16")
+
+CASES = (
+    OURS,
+    replace(OURS, name="ours-tiny-uneven", method="full", data="uneven", seq=512, steps=4),
+    HF,
+    replace(HF, name="ours-trl-tiny-lora", system="pantheraml"),
+    replace(HF, name="unsloth-tiny-lora", system="unsloth"),
+)
+
+TARGETS = Targets(
+    comparisons=(Comparison("tiny LoRA", "ours-tiny-lora", ("hf-tiny-lora",), 1.0, None),),
+    starts=(StartLimit("tiny LoRA", "ours-tiny-lora", 60),),
+)
+
+TABLE = Table(title="Smoke", how="A tiny model on whatever there is.", columns=COLUMNS, summary=TARGETS.markdown)

@@ -1,0 +1,194 @@
+"""One run of TRL's SFTTrainer: a peer, or our fast model in its place; a process of its own.
+
+    python trl_run.py JOB      a JSON file: the case, its model and data, when it started, where the result goes
+
+All systems get the same call: `FastLanguageModel` where they have one (Unsloth's shape, which ours shares), else
+AutoModelForCausalLM and PEFT. Weights are in bf16, adapters as PEFT makes them, and the loss is logged at every step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pantheraml.readers.summary import WARM_UP_STEPS
+
+LORA = {
+    "r": 16,
+    "lora_alpha": 16,
+    "lora_dropout": 0,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+FAST = {"unsloth": "unsloth", "pantheraml": "pantheraml"}
+"""The module whose FastLanguageModel a system is; it is imported before trl and transformers, which it may patch."""
+OUT_OF_MEMORY = 15
+LEAST_FILL = 0.8
+"""Packed batches hold at least this share of batch times sequence."""
+
+
+def load_fast(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
+    import torch
+
+    fast = importlib.import_module(FAST[case["system"]]).FastLanguageModel
+    checkpointing: Any = False if case["checkpointing"] == "none" else case["checkpointing"]
+    wanted: dict[str, Any] = {"local_files_only": True} if case["system"] == "unsloth" else {}
+    if case["method"] == "full":
+        wanted |= {"full_finetuning": True, "use_gradient_checkpointing": checkpointing}
+    elif case["precision"] == "fp8":
+        wanted |= {"load_in_fp8": True}
+    model, tokenizer = fast.from_pretrained(
+        folder,
+        max_seq_length=case["seq"],
+        dtype=torch.bfloat16,
+        load_in_4bit=case["precision"] == "nf4",
+        **wanted,
+    )
+    if case["method"] != "full":
+        model = fast.get_peft_model(
+            model, **LORA, bias="none", use_gradient_checkpointing=checkpointing, random_state=0
+        )
+    return model, tokenizer
+
+
+def load_plain(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    quantised: Any = None
+    if case["precision"] == "nf4":
+        quantised = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_use_double_quant=True,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        device_map={"": 0} if torch.cuda.is_available() else None,
+        attn_implementation="sdpa",
+        quantization_config=quantised,
+    )
+    if case["method"] != "full":
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+        if quantised is not None:
+            checkpointing = case["checkpointing"] != "none"
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def dataset(case: dict[str, Any], path: str) -> Any:
+    """Full sequences as tokens, so that no trainer needs to prepare them; uneven documents as text, which it packs."""
+    from datasets import Dataset
+
+    texts = [json.loads(line)["text"] for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    if case["data"] == "uneven":
+        return Dataset.from_dict({"text": texts})
+    ids = [[int(word[1:]) for word in [*text.split(), "t0"]] for text in texts]  # t0 in the place of an end token
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": [[1] * len(row) for row in ids]})
+
+
+def trainer(case: dict[str, Any], model: Any, tokenizer: Any, data: Any, clock: Any, output: str) -> Any:
+    import torch
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+    packed = case["data"] == "uneven"
+    arguments = SFTConfig(
+        output_dir=output,
+        per_device_train_batch_size=case["batch"],
+        gradient_accumulation_steps=1,
+        max_steps=case["steps"],
+        learning_rate=2e-4,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        max_length=case["seq"],
+        packing=packed,
+        dataset_kwargs=None if packed else {"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        gradient_checkpointing=case["system"] not in FAST and case["checkpointing"] != "none",
+        use_liger_kernel=case["system"] == "liger",
+    )
+    return SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+
+
+def counting(collate: Callable[..., Any], tokens: list[int]) -> Callable[..., Any]:
+    """The collator, which also writes down how many tokens each batch really has, before any padding."""
+
+    def counted(examples: Any, *rest: Any, **named: Any) -> Any:
+        tokens.append(sum(len(example["input_ids"]) for example in examples))
+        return collate(examples, *rest, **named)
+
+    return counted
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from transformers import TrainerCallback
+
+    case = job["case"]
+    synchronize: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.time())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            synchronize()
+            ends.append(time.time())
+
+    torch.manual_seed(0)
+    load = load_fast if case["system"] in FAST else load_plain
+    model, tokenizer = load(case, job["model"])
+    run = trainer(case, model, tokenizer, dataset(case, job["data"]), Clock(), job["output"])
+    tokens: list[int] = []
+    # On the instance: a collator of another class would change what the trainer does.
+    run.data_collator.torch_call = counting(run.data_collator.torch_call, tokens)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    run.train()
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    # batches are collated ahead of their step, in order: the counts have at least as many entries as there are steps
+    speeds = [count / (end - begin) for count, begin, end in zip(tokens, ends, ends[1:], strict=False)]
+    fill = statistics.mean(tokens) / (case["batch"] * case["seq"])
+    return {
+        # A trainer may turn packing off, with no more than a line in its log: then the row must say what it measured.
+        "reason": f"not packed: batches are {fill:.0%} full" if fill < LEAST_FILL else None,
+        "tokens_per_second": statistics.median(speeds[WARM_UP_STEPS:]),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+        "seconds_to_first_step": ends[1] - job["started"],
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+    }
+
+
+def main() -> int:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if job["case"]["system"] in FAST:
+        importlib.import_module(FAST[job["case"]["system"]])
+    import torch
+
+    try:
+        measured = measure(job)
+    except torch.OutOfMemoryError as err:
+        print(str(err).split(". ")[0], file=sys.stderr)
+        return OUT_OF_MEMORY
+    Path(job["result"]).write_text(json.dumps(measured), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

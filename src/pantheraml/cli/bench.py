@@ -1,0 +1,67 @@
+"""`pantheraml bench`: runs a suite of benchmarks, ours and other systems side by side.
+
+Suites, their results and the pages made from them belong to the source tree (`benchmarks/`), not to the installed
+package: they measure other people's programs beside ours. So this needs a checkout, and only starts what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import ConfigError
+
+SCRIPT = Path("benchmarks") / "suite.py"
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="compare speed and memory with other systems",
+        description="Run a suite of benchmarks and write its results, the tables in docs/ included. Needs a checkout.",
+    )
+    parser.add_argument("--suite", required=True, metavar="NAME", help="which suite: h200, smoke")
+    parser.add_argument("--list", action="store_true", help="list the suite's cases and run nothing")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="only cases so named (`ours-8b-*`); repeatable"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the newest result file: what is missing in it"
+    )
+    parser.add_argument("--again", action="store_true", help="with --resume: also measure what it has already")
+    parser.add_argument("--minutes", type=float, metavar="N", help="start no case that would not end within N minutes")
+    parser.add_argument("--results", metavar="DIR", help="where results go (default: benchmarks/results)")
+    parser.add_argument("--work", metavar="DIR", help="where models and runs go (default: runs/bench)")
+    parser.add_argument(
+        "--device", choices=["cpu"], help="run our cases on the CPU (default: the GPU, if there is one)"
+    )
+    parser.add_argument("--commit", metavar="HASH", help="the commit to record, where there is no git to ask")
+    parser.add_argument("--json", action="store_true", help="print the result (or the list) as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    script = find_script(Path.cwd())
+    command = [sys.executable, str(script), "--suite", arguments.suite]
+    command += [word for pattern in arguments.only for word in ("--only", pattern)]
+    for name in ("list", "resume", "again", "json"):
+        command += [f"--{name}"] if getattr(arguments, name) else []
+    for name in ("minutes", "results", "work", "device", "commit"):
+        value = getattr(arguments, name)
+        command += [] if value is None else [f"--{name}", str(value)]
+    return subprocess.run(command, check=False).returncode
+
+
+def find_script(folder: Path) -> Path:
+    """In the checkout that this package is part of, or that `folder` is in."""
+    for place in (Path(__file__).parents[3], folder, *folder.parents):
+        if (place / SCRIPT).is_file():
+            return place / SCRIPT
+    raise ConfigError(
+        "The suites are not part of the installed package.",
+        where=str(folder),
+        todo="Run it in a checkout of the source: there they are, in benchmarks/suites.",
+    )

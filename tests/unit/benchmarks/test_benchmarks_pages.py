@@ -1,0 +1,56 @@
+"""docs/performance.md: figures come from result files alone, and every measured trick is described."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.unit.benchmarks.conftest import Python
+
+PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+
+ABLATION: dict[str, Any] = {
+    "benchmark": "ablation",
+    "date": "2030-01-02T03:04:05+00:00",
+    "hardware": {"gpus": ["A GPU"], "cpu": None},
+    "results": [
+        {
+            "trick": "loss",
+            "off_tokens_per_second": 10000,
+            "on_tokens_per_second": 12500,
+            "off_peak_gib": 60.0,
+            "on_peak_gib": 48.5,
+        },
+        {"trick": "offload", "off_peak_gib": 40.0, "on_peak_gib": 12.0},
+    ],
+}
+
+
+def test_the_page_is_what_the_result_files_generate(python: Python) -> None:
+    generated = python("import run; sys.stdout.write(run.performance_page.page(run.records()))")
+    assert PAGE.read_text(encoding="utf-8") == generated, "run `python benchmarks/run.py --table`"
+
+
+MADE = "import json, performance_page\nprint(performance_page.page(json.loads(sys.argv[1])))"
+
+
+def test_a_trick_is_shown_with_its_newest_share(python: Python) -> None:
+    newer = {**ABLATION, "date": "2031-01-01", "results": [{**ABLATION["results"][0], "on_tokens_per_second": 13000}]}
+    lines = python(MADE, json.dumps([newer, ABLATION])).splitlines()
+    assert (
+        "Measured (A GPU, 2031-01-01): **10,000 tokens/s without, 13,000 with (+30.0%)**;"
+        " **60.0 GiB without, 48.5 with (-11.5 GiB)**." in lines
+    )
+    assert "Measured (A GPU, 2030-01-02): **40.0 GiB without, 12.0 with (-28.0 GiB)**." in lines
+    assert "Not measured yet." in lines
+
+
+def test_a_trick_that_nobody_described_is_an_error(python: Python) -> None:
+    unknown = {**ABLATION, "results": [{"trick": "magic"}]}
+    code = (
+        "import json, performance_page\n"
+        "try: performance_page.page(json.loads(sys.argv[1]))\n"
+        "except ValueError as err: print(err)"
+    )
+    assert "magic" in python(code, json.dumps([unknown]))
