@@ -93,6 +93,8 @@ def test_running_out_of_memory_says_what_to_change(root: Path) -> None:
         train_task(run.path, emit)
     assert f"train.micro_batch_size={2**14}" in str(err.value)
     assert "train.activation_checkpointing=full" in str(err.value)
+    assert "more were asked for" in str(err.value)
+    assert "activations" in str(err.value)
 
 
 def test_the_command_line_finds_the_gpu_by_itself(root: Path) -> None:
@@ -104,3 +106,25 @@ def test_the_command_line_finds_the_gpu_by_itself(root: Path) -> None:
     assert "1 process on cuda, bf16" in ended.err
     spoken = playground("generate", "cli", "--prompt", "1+2=", "--max-new-tokens", "4", "--json")
     assert spoken.code == 0, spoken.err
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_fused_layers_give_the_same_losses(root: Path, precision: str) -> None:
+    plain = train_here(prepared_run(root, f"unfused-{precision}", precision, train={"fused": "off"}))
+    fused = train_here(prepared_run(root, f"fused-{precision}", precision, train={"fused": "on"}))
+    assert values(fused, "train.step", "loss") == pytest.approx(values(plain, "train.step", "loss"), rel=2e-2)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize(("kind", "precision"), [("lora", "fp8"), ("lora", "bf16"), ("full", "bf16")])
+def test_a_recorded_step_gives_the_same_losses(root: Path, kind: str, precision: str, checkpointing: str) -> None:
+    """Two micro-batches a step, documents of many lengths, more steps than it takes to record all shapes."""
+    losses = []
+    for graph in ("off", "on"):
+        fused = "on" if kind == "lora" else "off"
+        train = {"cuda_graph": graph, "activation_checkpointing": checkpointing, "fused": fused}
+        name = f"graph-{graph}-{kind}-{precision}-{checkpointing}"
+        events = train_here(prepared_run(root, name, precision, method={"kind": kind}, train=train))
+        losses.append(values(events, "train.step", "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1][-1] < losses[1][0]

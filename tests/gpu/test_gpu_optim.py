@@ -1,0 +1,87 @@
+"""The optimizer's kernels on a GPU: against the reference, and without allocating."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pantheraml.engine.optim import build_optimizer, clip, total_norm
+from pantheraml.kernels.adamw import AdamWStep, Moments8bit, adamw8bit_, adamw_, reference_adamw8bit_, reference_adamw_
+from pantheraml.specs.train import TrainSettings
+
+DTYPES = (torch.float32, torch.bfloat16)
+SIZE = (1 << 20) + 100
+
+
+def step(count: int) -> AdamWStep:
+    return AdamWStep(
+        learning_rate=1e-2,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.1,
+        count=count,
+        gradient_factor=0.7,
+        key=1234567 * count,
+    )
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """float32: the last bits. bf16: one spacing at most, in the few places where those bits decide the rounding (more,
+    where two large terms nearly cancel)."""
+    if ours.dtype == torch.float32:
+        torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=3e-8)
+        return
+    assert (ours != theirs).float().mean() < 1e-3
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "moments"), itertools.product(DTYPES, DTYPES))
+def test_the_kernel_is_the_reference(dtype: torch.dtype, moments: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parameter, gradient = torch.randn(SIZE, device="cuda").to(dtype), torch.randn(SIZE, device="cuda").to(dtype)
+    first, second = torch.randn(SIZE, device="cuda").to(moments), torch.rand(SIZE, device="cuda").to(moments)
+    ours, theirs = ([t.clone() for t in (parameter, first, second)] for _ in range(2))
+    adamw_(ours[0], gradient, ours[1], ours[2], step(5))
+    reference_adamw_(theirs[0], gradient, theirs[1], theirs[2], step(5))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        close(mine, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_8bit_kernel_is_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parameter = torch.randn(SIZE, device="cuda").to(dtype)
+    ours, theirs = parameter.clone(), parameter.clone()
+    mine, wanted = Moments8bit.zeros(parameter), Moments8bit.zeros(parameter)
+    for count in range(1, 4):
+        gradient = (torch.randn(SIZE, device="cuda") * 10 ** (-4 * torch.rand(SIZE, device="cuda"))).to(dtype)
+        adamw8bit_(ours, gradient, mine, step(count))
+        reference_adamw8bit_(theirs, gradient, wanted, step(count))
+    last_bits = 1e-6 if dtype == torch.float32 else 0.0
+    assert ((ours - theirs).abs() > last_bits * theirs.abs()).float().mean() < 1e-2
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7, atol=1e-3)
+    for codes, expected in ((mine.first, wanted.first), (mine.root, wanted.root)):
+        differ = (codes.int() - expected.int()).abs()
+        assert (differ > 0).float().mean() < 1e-3
+        assert ((differ <= 1) | (differ == 128)).all()  # the next cell; the sign of a first moment that is nearly zero
+    torch.testing.assert_close(mine.root_scale, wanted.root_scale, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16", "adamw8bit"])
+def test_norm_clip_and_step_allocate_next_to_nothing(kind: str) -> None:
+    parameters = [
+        (str(n), torch.nn.Parameter(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16))) for n in range(4)
+    ]
+    optimizer = build_optimizer(parameters, TrainSettings.model_validate({"optimizer": kind}))
+    for _, parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        clip(optimizer, parameters, total_norm(parameters).item(), 1.0)
+        optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20  # one parameter takes 32 MiB

@@ -1,0 +1,92 @@
+"""Losses and scores of an output head on a GPU: right, in the memory of one chunk, and without making the host wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.linear_cross_entropy import fp8_linear_cross_entropy, head, linear_cross_entropy
+from pantheraml.kernels.token_scores import fp8_token_scores, reference_token_scores, token_scores
+from tests.gpu.waiting import no_waiting
+
+VOCABULARY, WIDTH, TOKENS = 32_000, 512, 4096
+# torch says so whenever the mode is set
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+
+
+def inputs(masked: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(VOCABULARY, WIDTH, generator=generator, device="cuda") / 16).bfloat16()
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator, device="cuda")
+    with torch.no_grad():
+        targets[::3] = (hidden[::3] @ weight.T).argmax(-1)
+    targets[:masked] = -100
+    return hidden, weight, targets
+
+
+def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().max().float() / 448
+    return (weight.float() / scale).to(E4M3), scale
+
+
+def operations(fp8: bool, hidden: Tensor, weight: Tensor, targets: Tensor, count: int) -> Any:
+    """Scores, summed loss, and the arguments of both."""
+    if fp8:
+        return fp8_token_scores, fp8_linear_cross_entropy, (hidden, *packed(weight), targets, count)
+    return token_scores, linear_cross_entropy, (hidden, weight, targets, None, count)
+
+
+@pytest.mark.parametrize("masked", [4, 2000], ids=["nearly all count", "some count"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_against_full_logits(fp8: bool, masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2**24)  # 512 of 32,000 logits: 8 chunks
+    hidden, weight, targets = inputs(masked)
+    exact = hidden.detach().float().requires_grad_()
+    by_token = torch.linspace(0.5, 2, TOKENS, device="cuda")
+    count = TOKENS - masked
+    score, sum_up, arguments = operations(fp8, hidden, weight, targets, count)
+    loss = sum_up(*arguments)
+    score(*arguments)  # kernels are compiled at their first call
+    with no_waiting():
+        sum_up(*arguments)
+        scores = score(*arguments)
+    dense = arguments[1].float() * arguments[2] if fp8 else weight.float()
+    full = reference_token_scores(exact, dense, targets)
+    (scores.log_probs * by_token).sum().backward()
+    (full[0] * by_token).sum().backward()
+    close = 0.03 if fp8 else 0.005
+    torch.testing.assert_close(loss, -full[0].sum(), rtol=close / 10, atol=0)
+    torch.testing.assert_close(-scores.log_probs.sum(), loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(scores.entropy.sum(), full[1].sum(), rtol=close, atol=0)
+    # a third of the targets is the likeliest token, unless rounding makes another one so
+    assert (scores.is_top1 != full[2]).float().mean() < 0.1
+    assert 0.2 * count < scores.is_top1.sum() < 0.4 * count
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    assert not hidden.grad[:masked].any()
+    assert (hidden.grad.float() - exact.grad).norm() / exact.grad.norm() < (0.05 if fp8 else 0.02)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kind", ["scores", "sum"])
+def test_memory_of_one_chunk(kind: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 2**27  # bytes, in bf16; the tokens take two such chunks
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", logits // 2)
+    hidden, weight, targets = inputs(0)
+    score, sum_up, arguments = operations(fp8, hidden, weight, targets, TOKENS)
+    op = score if kind == "scores" else sum_up
+    op(*arguments)  # Triton and cuBLAS take what they need once
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    op(*arguments)
+    room = logits + 2 * TOKENS * WIDTH
+    if fp8:
+        room += logits // 2 + VOCABULARY * WIDTH
+    workspace = 48 * 2**20  # of cuBLAS
+    assert torch.cuda.max_memory_allocated() - before < room + workspace, "more than one chunk of logits"

@@ -1,0 +1,106 @@
+"""TRL's SFTTrainer over our model on a GPU: the losses of the plain model, and no full logits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import toy
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from pantheraml import FastLanguageModel
+from pantheraml.kernels.linear_cross_entropy import head
+from pantheraml.models.quantise.fp8 import FP8Linear
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("trl") / "model"
+    return toy.write_llama(place, hidden_size=128, intermediate_size=256, initializer_range=0.05)
+
+
+@pytest.fixture(autouse=True)
+def _trainers_write_to_the_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def fast_model(folder: Path, **arguments: Any) -> Any:
+    model, _ = FastLanguageModel.from_pretrained(str(folder), dtype=torch.bfloat16, **arguments)
+    return FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32)
+
+
+def plain_model(folder: Path, like: Any) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")
+    targets = like.peft_config["default"].target_modules
+    plain = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"))
+    set_peft_model_state_dict(plain, get_peft_model_state_dict(like))
+    return plain
+
+
+def losses(model: Any, folder: Path, output: Path, **settings: Any) -> list[float]:
+    fixed = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 5e-3,
+        "max_length": 128,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "bf16": True,
+    }
+    run = SFTTrainer(
+        model=model,
+        args=SFTConfig(output_dir=str(output), **{**fixed, **settings}),
+        train_dataset=Dataset.from_list(toy.arithmetic(400)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    run.train()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": True}, {"gradient_checkpointing": False}])
+def test_bf16_gives_the_losses_of_the_plain_model(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    fast = fast_model(folder)
+    plain = plain_model(folder, fast)
+    ours = losses(fast, folder, tmp_path / "fast", **settings)
+    assert ours == pytest.approx(losses(plain, folder, tmp_path / "plain", **settings), rel=2e-2)
+    assert ours[-1] < ours[0]
+
+
+@pytest.mark.parametrize("packed", ["load_in_4bit", "load_in_8bit", "load_in_fp8"])
+def test_packed_weights_learn(folder: Path, tmp_path: Path, packed: str) -> None:
+    found = losses(fast_model(folder, **{packed: True}), folder, tmp_path / "run")
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_step_holds_full_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    vocabulary, tokens = 2**17, 4096
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2**24)
+    wide = toy.write_llama(tmp_path / "wide", vocab_size=vocabulary, hidden_size=128)
+    model = fast_model(wide, load_in_fp8=fp8)
+    assert isinstance(model.get_output_embeddings(), FP8Linear) == fp8
+    model.train()
+    ids = torch.randint(2, vocabulary, (4, tokens // 4), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scores = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    (-scores.log_probs.sum() / tokens).backward()
+    assert torch.cuda.max_memory_allocated() - before < vocabulary * tokens * 2 / 2, "half of the logits, in bf16"
