@@ -22,8 +22,10 @@ install-dev: .venv/.installed-dev
 demo: install
 	$(BIN)/pantheraml demo
 
+# Triton decides when it is imported whether kernels are interpreted, so the interpreter gets a process of its own.
 test: install-dev
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,23 @@ def test_the_layout_in_the_readme_is_the_layout() -> None:
     listed = set(re.findall(r"^    (\w+)/ ", (ROOT / "README.md").read_text(), re.MULTILINE))
     present = {p.name for p in (ROOT / "src/pantheraml").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert listed == present
+
+
+def test_the_readme_shows_the_code_that_the_trl_page_runs() -> None:
+    shown, run = (
+        re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        for page in ("README.md", "docs/trl.md")
+    )
+    assert len(run) == 1
+    assert shown == run
+
+
+def test_make_test_runs_every_folder_of_tests() -> None:
+    """Pytest's own folders and, in a second process, the interpreter's."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    recipe = (ROOT / "Makefile").read_text().partition("\ntest: ")[2].partition("\n\n")[0]
+    run = {*settings["testpaths"], *re.findall(r"TRITON_INTERPRET=1 .* -m pytest (\S+)", recipe)}
+    present = {
+        f"tests/{found.parent.relative_to(ROOT / 'tests').parts[0]}" for found in ROOT.glob("tests/*/**/test_*.py")
+    }
+    assert run == present
