@@ -79,7 +79,7 @@ class StepGraph:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # a recording has memory of its own, and the first step's is not needed any more
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._run(static, factor)
         return _Recorded(graph, static, factor, loss)
 

@@ -1,6 +1,6 @@
 """Checkpoints that are packed already: read to the last bit where that can be, and refused in words where it cannot.
 
-`data/bitsandbytes.safetensors` holds weights that bitsandbytes packed, with the SHA-256 of what it dequantises them to.
+`data/bitsandbytes.json` holds weights that bitsandbytes packed, with the SHA-256 of what it dequantises them to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -32,7 +31,7 @@ from pantheraml.specs.train import MethodConfig, ModelConfig
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12) * 7
-BITSANDBYTES = Path(__file__).with_name("data") / "bitsandbytes.safetensors"
+BITSANDBYTES = Path(__file__).with_name("data") / "bitsandbytes.json"
 Tensors = dict[str, torch.Tensor]
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
@@ -40,9 +39,13 @@ FP8 = {"quant_method": "fp8"}
 
 
 def bitsandbytes_layer(name: str) -> tuple[Tensors, torch.Size, dict[str, str]]:
-    with safe_open(BITSANDBYTES, framework="pt") as file:
-        parts = {key.removeprefix(f"{name}."): file.get_tensor(key) for key in file.keys() if key.startswith(name)}  # noqa: SIM118
-        facts = file.metadata()
+    recorded = json.loads(BITSANDBYTES.read_text())
+    parts = {}
+    for key, tensor in recorded["tensors"].items():
+        if key.startswith(name):
+            values = torch.frombuffer(bytearray.fromhex("".join(tensor["hex"])), dtype=getattr(torch, tensor["dtype"]))
+            parts[key.removeprefix(f"{name}.")] = values.view(tensor["shape"])
+    facts = recorded["metadata"]
     return parts, torch.Size(json.loads(facts[f"{name}.shape"])), facts
 
 
