@@ -24,9 +24,8 @@ from pantheraml.hooks import trl
 from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
-from pantheraml.models.fast import fuse
+from pantheraml.models.fast import fuse, quantise_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
-from pantheraml.models.quantise.fp8 import FP8Linear, quantise_head
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.packed import Packing
 from pantheraml.planner.choose import FP8_CAPABILITY
@@ -157,9 +156,11 @@ class FastLanguageModel:
 
 
 def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode) -> None:
-    fused = fuse(whole).fused > 0
-    if _head_in_fp8(fast, fused):
-        quantise_head(fast)
+    nf4 = any(isinstance(layer, NF4Linear) for layer in whole.modules())
+    on_cpu = next(whole.parameters()).device.type == "cpu"
+    # On a CPU fusing gains nothing, and products of nf4 weights in fp8 would round where the plain ones do not.
+    fused = not (nf4 and on_cpu) and fuse(whole).fused > 0
+    quantise_head_like_layers(fast, fused=fused)
     if checkpointing is False:
         return
     if checkpointing not in _CHECKPOINTING:
@@ -167,15 +168,6 @@ def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: Checkpointing
         raise ConfigError(f"use_gradient_checkpointing={checkpointing!r} is not one of {known}.")
     apply_checkpointing(whole, _CHECKPOINTING[checkpointing])
     fast.keep_checkpointing(_CHECKPOINTING[checkpointing])
-
-
-def _head_in_fp8(model: Any, fused: bool) -> bool:
-    """Whether the frozen output head is multiplied in fp8, as the decoder layers are."""
-    kinds = {type(layer) for layer in model.modules()}
-    # 4-bit weights are for those short of memory: there a head that is the embedding too gets no copy of its own.
-    head = model.get_output_embeddings()
-    tied = isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight
-    return FP8Linear in kinds or (NF4Linear in kinds and fused and not tied)
 
 
 def _refuse(others: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], function: str) -> None:

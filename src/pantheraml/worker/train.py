@@ -27,9 +27,8 @@ from pantheraml.models.adapters import (
     trained_form,
 )
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.fast import fuse
+from pantheraml.models.fast import fuse, quantise_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
-from pantheraml.models.quantise.fp8 import quantise_head
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
@@ -123,11 +122,11 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     if masked is not None:
         emit("notice", message=f"documents are kept apart by an attention mask: {masked}")
     model = apply_method(model, config.method, seed=config.train.seed)
-    if _head_in_fp8(model, plan):
-        quantise_head(model.get_base_model())
     if plan.fused:
         for reason, count in fuse(model).reasons.items():
             emit("notice", message=f"{count} decoder layers are not fused: {reason}")
+    if not full:
+        quantise_head_like_layers(model.get_base_model(), fused=plan.fused)
     apply_checkpointing(model, plan.activation_checkpointing)
     emit(
         "model.ready",
@@ -139,14 +138,3 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
         seconds=time.perf_counter() - begin,
     )
     return model
-
-
-def _head_in_fp8(model: Any, plan: Plan) -> bool:
-    """Whether the frozen output head is multiplied in fp8, as the decoder layers are."""
-    if plan.frozen_weights == "fp8":
-        return True
-    if plan.frozen_weights != "nf4" or not plan.fused:
-        return False
-    # 4-bit weights are for those short of memory: there a head that is the embedding too gets no copy of its own.
-    base = model.get_base_model()
-    return base.get_output_embeddings().weight is not base.get_input_embeddings().weight

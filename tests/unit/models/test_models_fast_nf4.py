@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.nf4 import NF4Weight
 from pantheraml.models.adapters import apply_method, trainable_parameters
-from pantheraml.models.fast import fuse, is_fused
+from pantheraml.models.fast import fuse, is_fused, quantise_head_like_layers
 from pantheraml.models.fast.groups import ProjectionGroup, why_not_fused
 from pantheraml.models.fast.storage import Extent, RebuiltMatrix
 from pantheraml.models.loader import load_model
@@ -206,3 +206,13 @@ def test_weights_packed_elsewhere_are_filled_from_their_own_table() -> None:
     rebuilt = storage.forward_matrix().float() * storage.scales[:, None]
     assert difference(rebuilt, base.dequantise()) < 0.03
     assert difference(rebuilt, dense) > 0.1, "the table is another one"
+
+
+@pytest.mark.parametrize(
+    ("tied", "fused", "kind"), [(False, True, FP8Linear), (True, True, nn.Linear), (False, False, nn.Linear)]
+)
+def test_the_head_follows_unless_that_takes_memory(tiny_model: Any, tied: bool, fused: bool, kind: type) -> None:
+    model = adapted(tiny_model("llama", **SIZES, vocab_size=272, tie_word_embeddings=tied))
+    base: Any = model.get_base_model()
+    assert quantise_head_like_layers(base, fused=fused) == (kind is FP8Linear)
+    assert type(base.get_output_embeddings()) is kind
