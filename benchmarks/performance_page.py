@@ -40,15 +40,17 @@ TRICKS = (
         "fp8_base",
         "Frozen weights in fp8, forward and backward",
         "LoRA never needs the gradient of the base weights, so both products that they take part in, the forward one"
-        " and the one for the gradient of the input, run on fp8 tensor cores (e4m3, one scale per row of either side)."
+        " and the one for the gradient of the input, run on fp8 tensor cores (e4m3; a scale per row of activations and"
+        " gradients, and one power of two for the weights of a product, unless their rows are too unlike)."
         " Asked for with `model.precision=fp8`.",
     ),
     Trick(
         "one_layout",
         "One copy of each weight",
         "The tensor cores read a weight along its inputs on the way forward and along its outputs on the way back."
-        " Only the first layout is kept; the backward pass transposes the bytes just before the product. The weight's"
-        " scales then lie along the inner dimension, so they go into the gradient before it is quantised.",
+        " Only the first layout is kept; the backward pass transposes the bytes just before the product. Scales that"
+        " differ from row to row then lie along the inner dimension, so they go into the gradient before it is"
+        " quantised; reading them takes as long as reading the gradient, which is why one scale for all is preferred.",
     ),
     Trick(
         "nf4_fill",
@@ -61,9 +63,15 @@ TRICKS = (
         "lora_in_product",
         "The adapter inside the same product",
         "`y = x W' + s (x A') B'` is one product of `[x | x A']` with `[W | s B]`, and its way back one of"
-        " `[g | s g B]` with `[W over A]`: the adapter rides along as 128 extra columns and takes no pass over the"
+        " `[g | s g B]` with `[W over A]`: the adapter rides along as 64 extra columns and takes no pass over the"
         " output. Before each forward pass two kernel launches write the current values of all adapters into their"
         " places.",
+    ),
+    Trick(
+        "fused_layers",
+        "Fused decoder layers as a whole",
+        "All that the next six sections describe, against the layers as transformers has them with PEFT's adapters,"
+        " over the same fp8 weights. (`train.fused`)",
     ),
     Trick(
         "merged_projections",
@@ -121,6 +129,12 @@ TRICKS = (
         " finds depends on types, integers and alignments alone, so for those it is asked once.",
     ),
     Trick(
+        "cuda_graph",
+        "A step recorded and replayed",
+        "Packed batches have one shape, so the launches of a step's forward and backward pass are recorded once, as a"
+        " CUDA graph, and replayed as a whole: small models no longer wait for the CPU. (`train.cuda_graph`)",
+    ),
+    Trick(
         "compile",
         "torch.compile where layers are not fused",
         "By default the layers of a full fine-tune in one process over packed data are compiled, one decoder layer for"
@@ -136,7 +150,8 @@ TRICKS = (
         "offload",
         "Layer inputs in host memory",
         "`train.activation_checkpointing=offload`, the memory-lean mode, is `full` with the layers' inputs in"
-        " page-locked host memory. They are copied out beside the computation, and back one layer ahead of their use.",
+        " page-locked host memory. They are copied out beside the computation, and back one layer ahead of their use."
+        " Fused layers leave out the MLP's last product when they are computed again.",
     ),
     Trick(
         "stochastic_rounding",

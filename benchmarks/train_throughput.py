@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +63,26 @@ def run(
         folder = Path(name)
         write_model(folder / "model", shape)
         write_full_sequences(folder / "data.jsonl", shape=shape, sequences=batch * steps, seq_len=seq_len)
-        settings = [
-            f"data.seq_len={seq_len}",
-            f"data.cache_dir={folder / 'cache'}",
-            f"train.global_batch_size={batch}",
-            f"train.micro_batch_size={batch}",
-            f"train.max_steps={steps}",
-            f"train.activation_checkpointing={checkpointing}",
-            f"model.precision={precision}",
-            "method.rank=16",
-            "method.alpha=16",
-        ]
-        words = [word for setting in settings for word in ("--set", setting)]
-        fixed = [
-            "--model",
-            str(folder / "model"),
-            "--data",
-            str(folder / "data.jsonl"),
-            "--output",
-            str(folder / "run"),
-        ]
-        command = [sys.executable, "-m", "pantheraml.cli.main", "train", *fixed, "--method", method, *words]
-        subprocess.run(command, check=True)
-        return {"parameters": parameters, "results": _read(folder / "run")}
+        settings = {
+            "data.seq_len": seq_len,
+            "train.global_batch_size": batch,
+            "train.micro_batch_size": batch,
+            "train.max_steps": steps,
+            "train.activation_checkpointing": checkpointing,
+            "model.precision": precision,
+        }
+        return {"parameters": parameters, "results": train(folder, "run", method, settings)}
+
+
+def train(folder: Path, name: str, method: str, settings: Mapping[str, object]) -> dict[str, Any]:
+    """`pantheraml train` on `model` and `data.jsonl` in `folder`, into `name` there: what came of it."""
+    always = {"data.cache_dir": folder / "cache", "method.rank": 16, "method.alpha": 16}
+    words = [word for key, value in {**always, **settings}.items() for word in ("--set", f"{key}={value}")]
+    places = {"--model": folder / "model", "--data": folder / "data.jsonl", "--output": folder / name}
+    fixed = [str(word) for pair in places.items() for word in pair]
+    command = [sys.executable, "-m", "pantheraml.cli.main", "train", *fixed, "--method", method, *words]
+    subprocess.run(command, check=True)
+    return _read(folder / name)
 
 
 def _read(run: Path) -> dict[str, Any]:
