@@ -36,7 +36,7 @@ def load_fast(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
     import torch
 
     fast = importlib.import_module(FAST[case["system"]]).FastLanguageModel
-    checkpointing: Any = False if case["checkpointing"] == "none" else case["checkpointing"]
+    checkpointing: Any = {"none": False, "full": True}.get(case["checkpointing"], case["checkpointing"])
     wanted: dict[str, Any] = {"local_files_only": True} if case["system"] == "unsloth" else {}
     if case["method"] == "full":
         wanted |= {"full_finetuning": True, "use_gradient_checkpointing": checkpointing}
