@@ -50,7 +50,7 @@ TRICKS = (
         "The tensor cores read a weight along its inputs on the way forward and along its outputs on the way back."
         " Only the first layout is kept; the backward pass transposes the bytes just before the product. Scales that"
         " differ from row to row then lie along the inner dimension, so they go into the gradient before it is"
-        " quantised; reading them takes as long as reading the gradient, which is why one scale for all is preferred.",
+        " quantised. One scale for all spares the kernels that, and is preferred.",
     ),
     Trick(
         "nf4_fill",

@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pantheraml.kernels import e4m3
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # The interpreter multiplies bf16 matrices as if they were integers (triton 3.6 to 3.9), so there it gets float32.
 DOT: Any = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
-LARGEST = tl.constexpr(448.0)
-LIMIT = tl.constexpr(112.0)
-SMALLEST_SCALE = tl.constexpr(1e-30)
+LARGEST = tl.constexpr(e4m3.LARGEST)
+LIMIT = tl.constexpr(e4m3.LIMIT)
+SMALLEST_SCALE = tl.constexpr(e4m3.SMALLEST_SCALE)
 
 
 @triton.jit

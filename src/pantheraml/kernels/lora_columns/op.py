@@ -36,7 +36,7 @@ COLUMNS = 64
 """Extra columns come in multiples of this."""
 DIVISOR = 16
 """Widths and heights of all layers are multiples of this."""
-_BLOCK = 128
+BLOCK = 128
 """Columns that one program of the gradient takes."""
 
 
@@ -109,9 +109,9 @@ def segments_of(spans: Sequence[tuple[int, int, int, int]], device: torch.device
 def blocks_of(spans: Sequence[tuple[int, int, int, int]], device: torch.device) -> Tensor:
     """The same spans cut into (start, end, first column, rank) for `adapter_gradient`."""
     blocks = [
-        (begin, min(begin + _BLOCK, start + width), column, rank)
+        (begin, min(begin + BLOCK, start + width), column, rank)
         for start, width, column, rank in spans
-        for begin in range(start, start + width, _BLOCK)
+        for begin in range(start, start + width, BLOCK)
     ]
     return torch.tensor(blocks, dtype=torch.int32).view(-1, 4).to(device)
 

@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pantheraml.kernels.lora_columns.op import BLOCK
 from pantheraml.kernels.triton_support import DOT, INTERPRETED, LARGEST, block_of, ceil_div, launch, to_e4m3
 
 _DOWN_TILE, _UP_TILE = 1024, 64
 _PROJECT_ROWS, _PROJECT_STEP = 128, 128
 _PLACE_ROWS, _PLACE_CHUNK = 32, 512
-BLOCK = 128
-"""Columns of one program of `gradient`."""
 _GRADIENT_STEP, _GATHER_WIDTH = 64, 32
 
 

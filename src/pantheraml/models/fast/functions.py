@@ -62,7 +62,7 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
-    """While layers are run a second time for their activations: saves an eighth of a layer's forward pass."""
+    """While layers are run a second time for their activations: the MLP's last product is left out."""
     token = _RECOMPUTING.set(True)
     try:
         yield
