@@ -1,10 +1,11 @@
 """Forward and backward of a micro-batch as one CUDA graph.
 
 A step of a small model is more than a thousand short kernels, and a server's CPU may take longer to launch them than
-the GPU to run them (1B LoRA on an H200: 59 ms of kernels, 68 to 80 ms of launching). Packed batches have one shape, so their launches are recorded once and then replayed as a whole.
-What a graph reads and writes stays where it was: batches are copied into the tensors that it was recorded with, and
-gradients are zeroed, not dropped. Batches that differ in shape have graphs of their own, in one memory; those of which
-too few targets count run as ever, because how many decides about shapes.
+the GPU to run them (1B LoRA on an H200: 59 ms of kernels, 68 to 80 ms of launching). Packed batches have one shape, so
+their launches are recorded once and then replayed as a whole. What a graph reads and writes stays where it was: batches
+are copied into the tensors that it was recorded with, and gradients are zeroed, not dropped. Batches that differ in
+shape have graphs of their own, in one memory; those of which too few targets count run as ever, because how many
+decides about shapes.
 """
 
 from __future__ import annotations
