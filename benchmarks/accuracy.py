@@ -16,6 +16,7 @@ import gc
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -92,8 +93,13 @@ def run(*, size: str = "small", seeds: int = 3, precisions: str = "bf16,fp8,nf4,
         facts = bench.train_base()
         results: list[dict[str, Any]] = []
         for seed in range(seeds):
-            rows = [bench.fine_tune(name, seed) for name in names]
-            results += [_against(row, rows[0]) for row in rows]
+            reference: dict[str, Any] | None = None
+            for name in names:
+                row = bench.fine_tune(name, seed)
+                reference = reference or row
+                results.append(_against(row, reference))
+                told = {key: results[-1][key] for key in ("precision", "seed", "eval_loss", "gradient_cosine")}
+                print(told, file=sys.stderr, flush=True)  # minutes pass, and the machine may be taken away
     parameters = {"size": size, "seeds": seeds, "precisions": precisions, **asdict(SIZES[size]), **facts}
     return {"parameters": parameters, "results": results}
 
