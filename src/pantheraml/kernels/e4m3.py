@@ -1,4 +1,4 @@
-"""The number format that all fp8 ops share: e4m3 values with one float32 scale per row.
+"""The number format that the fp8 ops share: e4m3 values with one float32 scale per row.
 
 Scales bring a row's largest magnitude to a quarter of e4m3's range. The format is a floating one, so that costs no
 precision, and it leaves the columns that an adapter adds to a row (see `lora_columns`) room to be larger.
@@ -14,6 +14,11 @@ LARGEST = 448.0
 """The largest e4m3 value; a cast of anything larger gives NaN, so values are clamped first."""
 LIMIT = LARGEST / 4
 """Where a row's largest magnitude is put."""
+E5M2 = torch.float8_e5m2
+"""For the gradient of logits, most of which are small probabilities beside the label's gradient: one bit of mantissa
+less, and a range of 2**31 down to the last normal value, where e4m3 has 2**15. In e4m3 the small ones vanish, which
+taught a model with 8,192 tokens less: its loss after 300 steps was 0.6 to 0.8 % higher than with a bf16 head."""
+LARGEST_E5M2 = 57344.0
 MOST_UNLIKE = 256.0
 """How much smaller a row may be than another that has the same scale."""
 SMALLEST_SCALE = 1e-30

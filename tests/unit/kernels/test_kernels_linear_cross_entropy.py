@@ -133,8 +133,26 @@ def test_a_head_in_fp8(told: bool, masked: int) -> None:
     (expected * 0.37).backward()
     assert hidden.grad is not None
     assert theirs.grad is not None
-    assert (hidden.grad - theirs.grad).norm() / theirs.grad.norm() < 0.03
+    assert (hidden.grad - theirs.grad).norm() / theirs.grad.norm() < 0.05  # e5m2 has two bits of mantissa
     assert not hidden.grad[0, :masked].any()
+
+
+def test_improbable_tokens_of_a_head_in_fp8_keep_their_gradient() -> None:
+    """A large vocabulary: thousands of tokens with a probability around 1e-7 each, and weights that have a direction in
+    common. Their gradient is small beside the label's, and yet it is all there is along that direction."""
+    vocabulary, width = 20_000, 16
+    weight = torch.zeros(vocabulary, width)
+    weight[:, 0] = -16.0
+    weight[:2, 0], weight[0, 1], weight[1, 1] = 0.0, 1.0, -1.0
+    hidden = torch.zeros(1, 1, width)
+    hidden[0, 0, 0] = 1.0
+    narrow, wide = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    targets = torch.zeros(1, 1, dtype=torch.int64)
+    fp8_linear_cross_entropy(narrow, *packed(weight), targets).backward()
+    reference_linear_cross_entropy(wide, weight, targets).backward()
+    assert narrow.grad is not None
+    assert wide.grad is not None
+    torch.testing.assert_close(narrow.grad[0, 0, 0], wide.grad[0, 0, 0], rtol=0.15, atol=0)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

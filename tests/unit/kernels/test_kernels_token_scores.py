@@ -108,7 +108,7 @@ def test_a_head_in_fp8(masked: int) -> None:
     (reference[0] * UNEVEN).sum().backward()
     assert hidden.grad is not None
     assert theirs.grad is not None
-    assert (hidden.grad - theirs.grad).norm() / theirs.grad.norm() < 0.03
+    assert (hidden.grad - theirs.grad).norm() / theirs.grad.norm() < 0.05  # e5m2 has two bits of mantissa
     assert not hidden.grad[0, :masked].any()
 
 

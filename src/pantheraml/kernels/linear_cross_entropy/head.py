@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.e4m3 import E5M2
 from pantheraml.kernels.fp8_product import fp8_product, transposed
 from pantheraml.kernels.linear_cross_entropy.softmax import Scores, softmax
 from pantheraml.kernels.quantise_rows import quantise_rows
@@ -103,6 +103,12 @@ class Rows(NamedTuple):
     kept: Tensor | None = None
 
 
+def chunk_rows(vocabulary: int) -> int:
+    """How many tokens' logits may be in memory at a time."""
+    chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+    return chunk if chunk < _TILE else chunk // _TILE * _TILE
+
+
 class HeadPass(ABC):
     """What is wanted of gradients is summed up while `scores` goes through the chunks."""
 
@@ -113,8 +119,7 @@ class HeadPass(ABC):
     def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted) -> None:
         self.rows, self.wanted = rows, wanted
         count, vocabulary = rows.hidden.shape[0], head.weight.shape[0]
-        chunk = max(1, CHUNK_ELEMENTS // vocabulary)
-        self._chunk = chunk if chunk < _TILE else chunk // _TILE * _TILE
+        self._chunk = chunk_rows(vocabulary)
         self._logits = rows.hidden.new_empty(min(self._chunk, count), vocabulary)
         if wanted.hidden:
             self.d_rows = torch.empty_like(rows.hidden)
@@ -154,7 +159,7 @@ class DensePass(HeadPass):
             torch.mm(x, self._weight.t(), out=logits)
         else:
             torch.addmm(self._bias, x, self._weight.t(), out=logits)
-        softmax(logits, labels, scores, logits if any(self.wanted) else None)
+        self._softmax(logits, labels, scores, logits if any(self.wanted) else None)
         if self._weights is not None:
             logits *= self._weights[span, None]
         if self.d_rows is not None:
@@ -164,11 +169,14 @@ class DensePass(HeadPass):
         if self.d_bias is not None:
             self.d_bias += logits.sum(0, dtype=self.d_bias.dtype)
 
+    def _softmax(self, logits: Tensor, labels: Tensor, scores: Scores, gradient: Tensor | None) -> None:
+        softmax(logits, labels, scores, gradient)
+
 
 class FP8Pass(HeadPass):
     """A frozen head in e4m3: both products run in fp8.
 
-    The gradient in e4m3 is half as large as the logits. The transposed head (0.5 GiB for 128k x 4096) is made once a
+    The gradient in e5m2 is half as large as the logits. The transposed head (0.5 GiB for 128k x 4096) is made once a
     pass, not once a chunk.
     """
 
@@ -181,7 +189,7 @@ class FP8Pass(HeadPass):
         self._gradient: Tensor | None = None
         if wanted.hidden:
             self._turned = transposed(head.weight)
-            self._gradient = torch.empty_like(self._logits, dtype=E4M3)
+            self._gradient = torch.empty_like(self._logits, dtype=E5M2)
             self._gradient_scales = self._logits.new_empty(self._logits.shape[0], dtype=torch.float32)
 
     def _score(self, span: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:

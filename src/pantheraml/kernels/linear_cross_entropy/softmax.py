@@ -1,4 +1,4 @@
-"""From the logits of a chunk to the scores of its labels and to the gradient of its logits, in place or in e4m3."""
+"""From the logits of a chunk to the scores of its labels and to the gradient of its logits, in place or in e5m2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.dispatch import runs_triton
-from pantheraml.kernels.e4m3 import LARGEST, SMALLEST_SCALE, to_e4m3
+from pantheraml.kernels.e4m3 import E5M2, LARGEST_E5M2, SMALLEST_SCALE
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def softmax(
 ) -> None:
     """Writes `scores`, and to `gradient` that of each loss with respect to its logits (0 for negative labels).
 
-    `gradient` may be `logits` itself. With `gradient_scales`, one a row, it is in e4m3 and uses the whole range: the
+    `gradient` may be `logits` itself. With `gradient_scales`, one a row, it is in e5m2 and uses the whole range: the
     probabilities of a large vocabulary are small beside the label's gradient.
     """
     if runs_triton(logits):
@@ -86,5 +86,6 @@ def reference_softmax(
     if gradient_scales is None:
         gradient.copy_(d)
     else:
-        gradient_scales.copy_((d.abs().amax(dim=1) / LARGEST).clamp(min=SMALLEST_SCALE))
-        gradient.copy_(to_e4m3(d.float() * (1 / gradient_scales)[:, None]))
+        gradient_scales.copy_((d.abs().amax(dim=1) / LARGEST_E5M2).clamp(min=SMALLEST_SCALE))
+        scaled = d.float() * (1 / gradient_scales)[:, None]
+        gradient.copy_(scaled.clamp(-LARGEST_E5M2, LARGEST_E5M2).to(E5M2))

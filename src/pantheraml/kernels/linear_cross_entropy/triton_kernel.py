@@ -7,9 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pantheraml.kernels.triton_support import LARGEST, SMALLEST_SCALE, block_of, launch, row_warps, to_e4m3
+from pantheraml.kernels import e4m3
+from pantheraml.kernels.triton_support import SMALLEST_SCALE, block_of, launch, row_warps
 
 _BLOCK = 8192
+_LARGEST = tl.constexpr(e4m3.LARGEST_E5M2)
+
+
+@triton.jit
+def _to_e5m2(values):
+    """The bytes of float32 values, none larger than e5m2's largest: the upper half of float16, rounded to even."""
+    half = values.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    rounded = (half + 0x7F + ((half >> 8) & 1)) >> 8
+    # a NaN's bits would run over into a zero
+    return tl.where(values == values, rounded, 0x7E).to(tl.uint8)
 
 
 @triton.jit
@@ -50,7 +61,7 @@ def _softmax(
         inverse = 1.0
         if QUANTISE:
             found = tl.maximum(tl.exp(largest_other - log_z), 1.0 - tl.exp(-loss))
-            scale = tl.maximum(tl.where(counted, found, 0.0) / LARGEST, SMALLEST_SCALE)
+            scale = tl.maximum(tl.where(counted, found, 0.0) / _LARGEST, SMALLEST_SCALE)
             tl.store(scales + row, scale)
             inverse = 1.0 / scale
         for start in range(0, columns, BLOCK):
@@ -58,7 +69,9 @@ def _softmax(
             z = tl.load(logits + at, mask=at < columns, other=-float("inf")).to(tl.float32)
             d = tl.where(counted, tl.exp(z - log_z) - tl.where(at == label, 1.0, 0.0), 0.0)
             if QUANTISE:
-                tl.store(gradient + at, to_e4m3(d * inverse), mask=at < columns)
+                scaled = tl.minimum(tl.maximum(d * inverse, -_LARGEST), _LARGEST)
+                # minimum and maximum may drop a NaN
+                tl.store(gradient + at, _to_e5m2(tl.where(d == d, scaled, d)), mask=at < columns)
             else:
                 tl.store(gradient + at, d.to(gradient.dtype.element_ty), mask=at < columns)
 
@@ -71,9 +84,12 @@ def softmax(
     gradient: Tensor | None,
     scales: Tensor | None,
 ) -> None:
-    """`details` are entropies and hits; `gradient` may be `logits`; with `scales` it is e4m3."""
+    """`details` are entropies and hits; `gradient` may be `logits`; with `scales` it is e5m2."""
     rows, columns = logits.shape
     block = min(_BLOCK, block_of(columns))
+    if scales is not None:
+        assert gradient is not None
+        gradient = gradient.view(torch.uint8)
     entropies, hits = (None, None) if details is None else (details[0], details[1].view(torch.uint8))
     launch(
         _softmax, (rows,), logits, labels, gradient, scales, losses, entropies, hits, columns,
