@@ -12,12 +12,13 @@ from pantheraml.specs.train import TrainConfig
 
 if TYPE_CHECKING:
     from pantheraml.api import FastLanguageModel
+    from pantheraml.multigpu import enable_multi_gpu
 
 __version__ = "0.1.0"
 
-__all__ = ["FastLanguageModel", "MultiGPUConfig", "MultiGPUMode", "TrainConfig", "__version__"]
+__all__ = ["FastLanguageModel", "MultiGPUConfig", "MultiGPUMode", "TrainConfig", "__version__", "enable_multi_gpu"]
 
-_LOADED_AT_FIRST_USE = {"FastLanguageModel": "pantheraml.api"}
+_LOADED_AT_FIRST_USE = {"FastLanguageModel": "pantheraml.api", "enable_multi_gpu": "pantheraml.multigpu"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
+from pantheraml import multigpu
 from pantheraml.base import log
-from pantheraml.base.env import process_rank
+from pantheraml.base.env import launched_rank, multi_gpu_requested, process_rank
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.hooks import trl
@@ -69,6 +70,8 @@ class FastLanguageModel:
         revision: str | None = None,
         trust_remote_code: bool = False,
         use_gradient_checkpointing: CheckpointingMode = False,
+        enable_multi_gpu: bool | None = None,
+        use_multi_gpu: bool | None = None,
         **others: Any,
     ) -> tuple[PreTrainedModel, Any]:
         """The model on one device, and its tokenizer.
@@ -77,8 +80,12 @@ class FastLanguageModel:
         `max_seq_length` is the length at which the tokenizer truncates; None leaves the tokenizer's own.
         `dtype` None: bf16 or fp16, as the GPU can; float32 on a CPU and for full fine-tuning.
         `load_in_fp8` None: no. `device_map`: a device; None is this process's GPU, or the CPU if there is none.
+        `enable_multi_gpu` (or `use_multi_gpu`) True: a script that was started alone is started again as one process
+        per GPU, see `pantheraml.multigpu`; None: as PANTHERAML_ENABLE_MULTIGPU says.
         """
         _refuse(others, _LOADING_NEUTRAL, "from_pretrained")
+        if _multi_gpu(enable_multi_gpu, use_multi_gpu):
+            multigpu.enable_multi_gpu()
         device = _device(device_map)
         packing = _packing(load_in_4bit, load_in_8bit, load_in_fp8)
         _check_kind(packing, full_finetuning, use_gradient_checkpointing, device)
@@ -197,10 +204,10 @@ def _device(device_map: str | torch.device | Mapping[str, Any] | None) -> torch.
     asked: Any = device_map[""] if isinstance(device_map, Mapping) else device_map
     count = torch.cuda.device_count()
     if asked in _ONE_DEVICE:
-        if count > 1:
+        if count > 1 and launched_rank() is None:
             raise ConfigError(
                 f"device_map={asked!r} may spread the model over {count} GPUs, which is not supported.",
-                todo="Leave device_map out, and start one process per GPU (torchrun, accelerate launch).",
+                todo="Leave device_map out, and start one process per GPU (enable_multi_gpu=True, or torchrun).",
             )
         asked = None
     if asked is None:
@@ -212,6 +219,15 @@ def _device(device_map: str | torch.device | Mapping[str, Any] | None) -> torch.
     if device.type == "cuda" and (device.index or 0) >= count:
         raise DeviceError(f"There is no device {device}: {count} GPUs are visible.")
     return device
+
+
+def _multi_gpu(enable: bool | None, use: bool | None) -> bool:
+    if enable is not None and use is not None and enable != use:
+        raise ConfigError(
+            "enable_multi_gpu and use_multi_gpu are two names of one thing, and differ.", todo="Keep one."
+        )
+    asked = use if enable is None else enable
+    return multi_gpu_requested() if asked is None else asked
 
 
 def _packing(four_bit: bool, eight_bit: bool, fp8: bool | None) -> Packing | None:

@@ -80,7 +80,7 @@ class Playground:
 def workers_of(pid: int) -> list[psutil.Process]:
     """The training ranks below a command line process, without the agent between them."""
     everyone = psutil.Process(pid).children(recursive=True)
-    return [p for p in everyone if "pantheraml.worker" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+    return [p for p in everyone if "pantheraml.worker" in p.cmdline() and "pantheraml.worker.agent" not in p.cmdline()]
 
 
 @pytest.fixture(scope="session")

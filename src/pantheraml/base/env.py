@@ -11,23 +11,108 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pantheraml.base.errors import LaunchError
+
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """Where this process stands among its peers, as torchrun tells it; a lone process is rank 0 of 1."""
+    """Where this process stands among its peers; a lone process is rank 0 of 1."""
 
     rank: int
     local_rank: int
     world_size: int
 
 
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where the ranks of a run find the key-value store through which they meet."""
+
+    host: str
+    port: int
+    hosted_by_agent: bool
+    """torchrun's agent hosts the store; otherwise rank 0 does."""
+    attempt: int
+    """How often the agent has started the ranks again."""
+
+
+def launched_rank() -> ProcessRank | None:
+    """This process's rank, if torchrun, accelerate or Slurm started it as one of several; None for a lone process."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        whose, missing = "the launcher", [name for name in names if name not in os.environ]
+    elif _number("SLURM_STEP_NUM_TASKS", default=1) > 1:
+        # srun's own step; a plain batch script sees SLURM_NTASKS and SLURM_PROCID too, but nobody beside it
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+        whose, missing = "Slurm", [name for name in names if name not in os.environ]
+    else:
+        return None
+    if missing:
+        raise LaunchError(
+            f"This process was started as one of several, but {whose} did not tell it {', '.join(missing)}.",
+            todo=f"Start it with torchrun or accelerate launch, or set {', '.join(names)} on every process.",
+        )
+    rank, local_rank, world_size = (_number(name) for name in names)
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"{names[0]}={rank} is not a rank of {names[2]}={world_size} processes.")
+    return ProcessRank(rank=rank, local_rank=local_rank, world_size=world_size)
+
+
 def process_rank() -> ProcessRank:
-    get = os.environ.get
-    return ProcessRank(
-        rank=int(get("RANK", "0")),
-        local_rank=int(get("LOCAL_RANK", "0")),
-        world_size=int(get("WORLD_SIZE", "1")),
+    return launched_rank() or ProcessRank(rank=0, local_rank=0, world_size=1)
+
+
+def started_by_agent() -> bool:
+    """Whether the parent of this process is an elastic agent (ours or torchrun's), without which it has no purpose."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def store_address() -> StoreAddress:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise LaunchError(
+            "Several processes were started, but MASTER_ADDR and MASTER_PORT do not say where they meet.",
+            todo="Set both to an address of the machine of rank 0 and a free port on it.",
+        )
+    return StoreAddress(
+        host=host,
+        port=_number("MASTER_PORT"),
+        hosted_by_agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", default=0),
     )
+
+
+def rank_variables(place: ProcessRank) -> dict[str, str]:
+    """A rank in torchrun's words, for a child that is to be that rank; Slurm has other words."""
+    return {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "WORLD_SIZE": str(place.world_size)}
+
+
+def _number(name: str, *, default: int | None = None) -> int:
+    text = os.environ.get(name, None if default is None else str(default))
+    assert text is not None, name
+    if not text.isdigit():
+        raise LaunchError(f"The environment variable {name}={text!r} is not a number.")
+    return int(text)
+
+
+def multi_gpu_requested() -> bool:
+    """`PANTHERAML_ENABLE_MULTIGPU=1`, or the name that scripts written for Unsloth know, switches several GPUs on."""
+    own = os.environ.get("PANTHERAML_ENABLE_MULTIGPU")
+    asked = os.environ.get("UNSLOTH_ENABLE_MULTIGPU", "") if own is None else own
+    return asked not in ("", "0")
+
+
+def processes_requested() -> int | None:
+    """`PANTHERAML_NPROC`: how many processes a script starts itself as; None = one per GPU."""
+    return _number("PANTHERAML_NPROC") if os.environ.get("PANTHERAML_NPROC") else None
+
+
+def relaunch_allowed() -> bool:
+    """`PANTHERAML_RELAUNCH=0` keeps a script in the process that it was started in."""
+    return os.environ.get("PANTHERAML_RELAUNCH", "1") != "0"
+
+
+def was_relaunched() -> bool:
+    return "PANTHERAML_RELAUNCHED" in os.environ
 
 
 def cache_root() -> Path:

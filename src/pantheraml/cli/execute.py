@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml import __version__
+from pantheraml.base import env
 from pantheraml.base.errors import (
     InterruptedRunError,
     PantheraError,
@@ -27,7 +28,7 @@ from pantheraml.base.errors import (
 )
 from pantheraml.base.events import Event, EventWriter, emit_error
 from pantheraml.devices.probe import probe
-from pantheraml.launch import local
+from pantheraml.launch import local, ranks
 from pantheraml.planner.choose import choose
 from pantheraml.readers.follow import Follower, Reader
 from pantheraml.readers.progress import ProgressBar
@@ -36,7 +37,7 @@ from pantheraml.readers.sinks import open_sink
 from pantheraml.readers.summary import write_run_json
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.resume import check_resumable, with_absolute_paths
-from pantheraml.specs.run_dir import CONTENTS, RunDir
+from pantheraml.specs.run_dir import CONTENTS, Replacement, RunDir
 from pantheraml.specs.tasks import Request
 from pantheraml.specs.train import TrainConfig
 
@@ -56,8 +57,13 @@ def run_training(
     config: TrainConfig, output: Path, *, resume: bool = False, overwrite: bool = False, screen: Screen
 ) -> dict[str, Any]:
     """Train, and return what run.json holds. Raises what stopped the run, after everything was written down."""
+    place = env.launched_rank()
+    if place is not None:
+        config = ranks.with_world_size(config, place)
     plan = choose(config, probe())
     config = with_absolute_paths(config)
+    if place is not None and place.rank > 0:
+        ranks.become_worker(output, config, plan, place)
     run = RunDir(output)
     _refuse_inputs_inside(run, config, overwrite=overwrite)
     with run.claim(resume=resume, overwrite=overwrite) as replacement:
@@ -72,9 +78,12 @@ def run_training(
             emit("run.started", command=shlex.join(sys.argv), pantheraml=__version__, output=str(output))
             emit("plan.made", plan=plan.model_dump(mode="json"))
             with _written_down(run, config, emit, leg):
-                _run_task("prepare", run, None, config, stops, leg)
-                replacement.commit()
-                _run_task("train", run, plan, config, stops, leg)
+                if place is None:
+                    _run_task("prepare", run, None, config, stops, leg)
+                    replacement.commit()
+                    _run_task("train", run, plan, config, stops, leg)
+                else:
+                    _run_rank(run, plan, config, place, stops, leg, replacement)
                 if leg.stopped_by == "request":
                     raise _stopped(run)
     return write_run_json(output)
@@ -136,17 +145,30 @@ def _not_hiding_the_cause() -> Iterator[None]:
             raise
 
 
+def run_prepare(run: RunDir, config: TrainConfig, screen: Screen) -> None:
+    """The data of a run folder that no training will follow in."""
+    with local.StopRequests().installed() as stops:
+        leg = _Leg(Follower(run.path, screen.readers()))
+        try:
+            _run_task("prepare", run, None, config, stops, leg)
+        finally:
+            leg.close()
+
+
 def run_request(
     task: str, request: Request, *, plan: Plan | None = None, screen: Screen, answer: Callable[[Path], Any]
 ) -> Any:
-    """A task beside a run, in a folder of its own, which stays if it fails; `answer` reads the result out of it."""
+    """A task beside a run, in a folder of its own, which stays if it fails; `answer` reads the result out of it.
+
+    With a plan it runs in as many processes as that says.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"pantheraml-{task}-"))
     with local.StopRequests().installed() as stops:
         request.write(folder)
         leg = _Leg(Follower(folder, screen.readers()))
         try:
             status = local.run_workers(
-                local.task_command(task, folder),
+                local.command_for(task, folder, plan),
                 folder,
                 environment=local.worker_environment(plan),
                 stops=stops,
@@ -168,16 +190,66 @@ def run_request(
 def _run_task(
     task: str, run: RunDir, plan: Plan | None, config: TrainConfig, stops: local.StopRequests, leg: _Leg
 ) -> None:
+    """Processes that this one starts: a single one, or, with a plan, one per device."""
+    command = local.training_command(run.path, plan) if plan is not None else local.task_command(task, run.path)
+    environment = local.worker_environment(plan, grace_seconds=config.parallel.grace_seconds)
+    ask_to_stop = run.stop_file.touch if plan is not None else None
+    _supervise(run, leg, stops, command=command, environment=environment, ask_to_stop=ask_to_stop, config=config)
+
+
+def _run_rank(
+    run: RunDir,
+    plan: Plan,
+    config: TrainConfig,
+    place: env.ProcessRank,
+    stops: local.StopRequests,
+    leg: _Leg,
+    replacement: Replacement,
+) -> None:
+    """This process's own rank; whoever started this process has started the others. The worker prepares first."""
+
+    def commit_when_prepared() -> None:
+        if run.data_file.exists():
+            replacement.commit()
+
+    _supervise(
+        run,
+        leg,
+        stops,
+        command=ranks.join_command(run.path, config),
+        environment=ranks.rank_environment(plan, config, place),
+        ask_to_stop=run.stop_file.touch,
+        config=config,
+        on_tick=commit_when_prepared,
+    )
+
+
+def _supervise(
+    run: RunDir,
+    leg: _Leg,
+    stops: local.StopRequests,
+    *,
+    command: list[str],
+    environment: dict[str, str],
+    ask_to_stop: Callable[[], None] | None,
+    config: TrainConfig,
+    on_tick: Callable[[], None] = lambda: None,
+) -> None:
     log = run.path / local.LOG_FILE
     log_from = log.stat().st_size if log.exists() else 0
+
+    def tick() -> None:
+        leg.poll()
+        on_tick()
+
     status = local.run_workers(
-        local.training_command(run.path, plan) if plan is not None else local.task_command(task, run.path),
+        command,
         run.path,
-        environment=local.worker_environment(plan, grace_seconds=config.parallel.grace_seconds),
+        environment=environment,
         stops=stops,
-        ask_to_stop=run.stop_file.touch if plan is not None else None,
+        ask_to_stop=ask_to_stop,
         grace_seconds=config.parallel.grace_seconds,
-        on_tick=leg.poll,
+        on_tick=tick,
     )
     leg.poll()
     if stops.count and status and not leg.foreseen:

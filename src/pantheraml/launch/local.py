@@ -1,6 +1,6 @@
 """Worker processes on this machine: started, watched, stopped in order, never left behind.
 
-Training runs under torchrun's elastic agent, one process per device; the other tasks are a single worker process. The
+Training runs under torch's elastic agent, one process per device; the other tasks are a single worker process. The
 parent that calls this never imports torch. Ctrl-C or SIGTERM asks the workers to save and leave (a file in the run
 folder, which they look at between steps); a second Ctrl-C, or the end of the grace period, kills them. If the parent
 itself dies, the kernel sends SIGTERM to the child, so that an orphaned run saves and ends too.
@@ -25,6 +25,7 @@ import psutil
 
 from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
+from pantheraml.launch.script import agent_command
 from pantheraml.specs.plan import Plan
 
 LOG_FILE = "worker.log"
@@ -42,14 +43,13 @@ def task_command(task: str, run_dir: Path) -> list[str]:
 
 def training_command(run_dir: Path, plan: Plan) -> list[str]:
     """One worker per device under the elastic agent."""
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={plan.world_size}",
-        "--max-restarts=0",
-    ]
-    return [sys.executable, *torchrun, "-m", "pantheraml.worker", "train", str(run_dir)]
+    return agent_command(plan.world_size, task_command("train", run_dir))
+
+
+def command_for(task: str, folder: Path, plan: Plan | None) -> list[str]:
+    """One worker per process of the plan, or one alone."""
+    command = task_command(task, folder)
+    return command if plan is None or plan.world_size == 1 else agent_command(plan.world_size, command)
 
 
 def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -> dict[str, str]:
@@ -187,11 +187,13 @@ def die_with_parent() -> None:
 
 
 def explain_death(run_dir: Path, status: int, *, log_from: int = 0) -> str | None:
-    """Which signal killed a worker, as far as the log (from byte `log_from` on) and the exit status tell."""
-    killed = re.search(r"Signal (\d+) \((SIG\w+)\)", log_tail(run_dir, lines=200, begin=log_from))
-    if killed is None and status >= 0:
+    """Which rank was killed by which signal, as the log (from byte `log_from` on) or the exit status tells."""
+    told = re.findall(r"^Rank \d+ was killed by SIG.*$", log_tail(run_dir, lines=200, begin=log_from), re.MULTILINE)
+    if told:
+        return str(told[-1])
+    if status >= 0:
         return None
-    name = killed.group(2) if killed else signal.Signals(-status).name
+    name = signal.Signals(-status).name
     hint = " (most often the kernel, out of memory)" if name == "SIGKILL" else ""
     return f"A worker process was killed by {name}{hint}."
 

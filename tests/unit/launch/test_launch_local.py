@@ -88,9 +88,11 @@ def test_deaths_by_signal_are_explained(tmp_path: Path) -> None:
     assert explain_death(tmp_path, 5) is None
     assert "SIGKILL (most often the kernel, out of memory)" in (explain_death(tmp_path, -9) or "")
     log = tmp_path / "worker.log"
-    log.write_text("exitcode: -11\n  traceback : Signal 11 (SIGSEGV) received by PID 4\n")
-    assert "SIGSEGV" in (explain_death(tmp_path, 1) or "")
-    assert explain_death(tmp_path, 1, log_from=log.stat().st_size) is None, "an earlier start's death is not this one's"
+    log.write_text("some text\nRank 3 was killed by SIGSEGV.\nmore\n")
+    assert explain_death(tmp_path, 139) == "Rank 3 was killed by SIGSEGV."
+    assert explain_death(tmp_path, 139, log_from=log.stat().st_size) is None, (
+        "an earlier start's death is not this one's"
+    )
 
 
 def test_commands_use_this_interpreter(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""The command line as a rank: torchrun, accelerate or srun started it several times, and it launches nobody.
+
+Rank 0 carries out the run as always, except that its only worker is itself as a rank. The others turn into their worker
+at once; there they meet rank 0, which tells them the run folder when the data is ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from pantheraml.base import env
+from pantheraml.base.errors import ConfigError
+from pantheraml.launch.local import worker_environment
+from pantheraml.specs.plan import Plan
+from pantheraml.specs.train import TrainConfig
+
+
+def with_world_size(config: TrainConfig, place: env.ProcessRank) -> TrainConfig:
+    """The launcher has decided how many processes there are."""
+    asked = config.parallel.world_size
+    if asked not in (None, place.world_size):
+        raise ConfigError(
+            f"{asked} processes were asked for (--nproc, parallel.world_size), but the launcher started"
+            f" {place.world_size}.",
+            todo="Leave --nproc out, or start that many.",
+        )
+    parallel = dataclasses.replace(config.parallel, world_size=place.world_size)
+    return config.model_copy(update={"parallel": parallel})
+
+
+def join_command(output: Path, config: TrainConfig) -> list[str]:
+    """This process's worker, which meets its peers before it does anything else."""
+    fingerprint = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+    return [
+        *(sys.executable, "-m", "pantheraml.worker.join", str(output)),
+        f"--timeout-seconds={config.parallel.timeout_seconds}",
+        f"--max-retries={config.parallel.max_retries}",
+        f"--config-fingerprint={fingerprint}",
+    ]
+
+
+def rank_environment(plan: Plan, config: TrainConfig, place: env.ProcessRank) -> dict[str, str]:
+    return worker_environment(plan, grace_seconds=config.parallel.grace_seconds) | env.rank_variables(place)
+
+
+def become_worker(output: Path, config: TrainConfig, plan: Plan, place: env.ProcessRank) -> NoReturn:
+    """For ranks other than 0, which have nothing to show: signals of the launcher then reach the worker itself."""
+    command = join_command(output, config)
+    os.execve(command[0], command, rank_environment(plan, config, place))

@@ -1,0 +1,25 @@
+"""`python -m pantheraml.worker.agent N COMMAND...`: N ranks of a command, ended together, judged by the first to fail.
+
+The exit code is 0, that of the rank that failed first, or 128 + the number of the signal that stopped this process.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pantheraml.parallel.agent import run_command
+
+
+def main() -> int:
+    processes, command = int(sys.argv[1]), sys.argv[2:]
+    ended = run_command(command, processes=processes)
+    if ended.stopped_by is not None:
+        return 128 + ended.stopped_by
+    if ended.failure is not None:
+        print(ended.failure, file=sys.stderr, flush=True)
+        return ended.failure.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

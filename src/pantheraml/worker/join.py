@@ -1,0 +1,108 @@
+"""`python -m pantheraml.worker.join FOLDER ...`: one rank of a run that torchrun, accelerate or srun started.
+
+All ranks meet before anything else, so that one that never comes is told after the timeout and not after an hour of
+tokenising. Then rank 0 prepares the data while the others wait, and tells them the run folder, which only it claimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from transformers.utils.logging import disable_progress_bar
+
+from pantheraml.base import env, log
+from pantheraml.base.errors import ConfigError, LaunchError, PantheraError, WorkerError
+from pantheraml.base.events import EventWriter
+from pantheraml.launch.local import LOG_FILE, die_with_parent
+from pantheraml.parallel.process_group import PATIENCE
+from pantheraml.parallel.rendezvous import meet
+from pantheraml.worker.prepare import prepare_task
+from pantheraml.worker.process import run_reporting
+from pantheraml.worker.train import train_task
+
+
+def lead(asked: argparse.Namespace, events: EventWriter) -> None:
+    """Rank 0: prepare, tell the others, train."""
+    store = _meet(asked)
+    try:
+        prepare_task(asked.folder, events)
+    except BaseException as err:
+        code = err.exit_code if isinstance(err, PantheraError) else WorkerError.exit_code
+        store.set("run", json.dumps({"exit_code": code}))
+        raise
+    store.set("run", json.dumps({"folder": str(asked.folder.resolve())}))
+    train_task(asked.folder, events)
+
+
+def follow(asked: argparse.Namespace) -> int:
+    """The other ranks: learn the folder, then train as rank 0 does; the exit code."""
+    try:
+        store = _meet(asked)
+        store.wait(["run"], PATIENCE)
+        told = json.loads(store.get("run"))
+    except (dist.DistStoreError, dist.DistNetworkError) as err:
+        raise LaunchError("Rank 0 ended before the run began.", todo="Its own message says why.") from err
+    if "folder" not in told:
+        return int(told["exit_code"])
+    folder = Path(told["folder"])
+    if not folder.is_dir():
+        raise LaunchError(
+            "The run folder of rank 0 is not there on this machine.",
+            where=str(folder),
+            todo="Put --output on a file system that all machines share.",
+        )
+    _write_to(folder / LOG_FILE)
+    return run_reporting("train", folder, lambda events: train_task(folder, events))
+
+
+def _meet(asked: argparse.Namespace) -> Store:
+    place = env.process_rank()
+    store = meet(place, env.store_address(), timeout_seconds=asked.timeout_seconds, max_retries=asked.max_retries)
+    store.set(f"config/{place.rank}", asked.config_fingerprint)
+    configs = [store.get(f"config/{rank}").decode() for rank in range(place.world_size)]
+    others = [str(rank) for rank, config in enumerate(configs) if config != configs[0]]
+    if others:
+        raise ConfigError(
+            f"Rank {', '.join(others)} was started with another configuration than rank 0.",
+            todo="Give every process the same config file and flags.",
+        )
+    return store
+
+
+def _write_to(path: Path) -> None:
+    """From here on this process's output goes where rank 0's goes; the terminal is rank 0's alone."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--timeout-seconds", type=int, required=True)
+    parser.add_argument("--max-retries", type=int, required=True)
+    parser.add_argument("--config-fingerprint", required=True)
+    asked = parser.parse_args()
+    if env.started_by_agent():
+        die_with_parent()
+    log.start(debug=env.debug_requested())
+    disable_progress_bar()
+    place = env.process_rank()
+    if place.rank == 0:
+        return run_reporting("train", asked.folder, lambda events: lead(asked, events))
+    try:
+        return follow(asked)
+    except PantheraError as err:
+        print(f"rank {place.rank}: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
+        return err.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""The border of a worker process: whatever happens inside leaves it as events, a log and an exit code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from pantheraml.base import env
+from pantheraml.base.errors import PantheraError, WorkerError
+from pantheraml.base.events import EventWriter, emit_error
+from pantheraml.launch.local import LOG_FILE
+
+
+def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) -> int:
+    """The exit code of `work`, which writes its events, errors included, into `folder`."""
+    with EventWriter(folder, rank=env.process_rank().rank) as emit:
+        try:
+            work(emit)
+        except PantheraError as err:
+            traceback.print_exc()
+            emit_error(emit, err, traceback=traceback.format_exc())
+            return err.exit_code
+        except Exception as err:  # noqa: BLE001 - the border of the process: anything unforeseen is reported, not lost
+            unforeseen = WorkerError(
+                f"The {name} worker failed: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}",
+                where=str(folder / LOG_FILE),
+                todo="The full traceback is in that log; `--debug` prints it.",
+            )
+            traceback.print_exc()
+            emit_error(emit, unforeseen, traceback=traceback.format_exc())
+            return unforeseen.exit_code
+    return 0

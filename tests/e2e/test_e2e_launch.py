@@ -1,0 +1,322 @@
+"""Every way to start several processes, with real ones, and every way in which that goes wrong: told, never a hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pantheraml.base.events import read_events
+from tests.e2e.conftest import Ended, Playground
+
+PAGE = Path(__file__).parents[2] / "docs/launching.md"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Starts commands beside the playground's model and data, and leaves none of their processes behind."""
+
+    playground: Playground
+
+    def start(self, command: list[str], stdin: str | None = None, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            cwd=self.playground.root,
+            env={**self.playground.environment, **environment},
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, command: list[str], stdin: str | None = None, **environment: str) -> Ended:
+        process = self.start(command, stdin, **environment)
+        try:
+            out, err = process.communicate(stdin, timeout=240)
+        except subprocess.TimeoutExpired:
+            end_all(process)
+            raise
+        return Ended(process.returncode, out, err)
+
+    def script(self, name: str, code: str) -> list[str]:
+        path = self.playground.root / name
+        path.write_text(code)
+        return [sys.executable, str(path)]
+
+    def training(self, output: str, *arguments: str) -> list[str]:
+        fixed = ["--model", self.playground.model, "--data", self.playground.data, "--device", "cpu"]
+        sizes = ["data.seq_len=64", "train.global_batch_size=4", "train.max_steps=3", *arguments]
+        return ["train", *fixed, "--output", output, *(word for size in sizes for word in ("--set", size))]
+
+
+def end_all(process: subprocess.Popen[str]) -> None:
+    everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in everyone:
+        member.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def starter(playground: Playground) -> Starter:
+    return Starter(playground)
+
+
+@pytest.fixture
+def no_ranks_left() -> Iterator[None]:
+    """The elastic agent's ranks have sessions of their own; nobody's child is lost when its parent is killed."""
+    yield
+
+    def ours() -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline"])
+        return [p for p in found if "ranks_left_behind" in " ".join(p.info["cmdline"] or [])]
+
+    wait_until(lambda: not ours(), 20)
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def losses(playground: Playground, run: str) -> list[float]:
+    return [event["loss"] for event in read_events(playground.root / run) if event["kind"] == "train.step"]
+
+
+# The command line as a rank -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_launch(starter: Starter) -> list[float]:
+    """The losses of `pantheraml train --nproc 2`, which every other way must give too."""
+    ended = starter.playground(*starter.training("runs/own"), "--nproc", "2")
+    assert ended.code == 0, ended
+    return losses(starter.playground, "runs/own")
+
+
+@pytest.mark.parametrize(
+    "launcher", [[*TORCHRUN, "--standalone", "-m"], [*ACCELERATE, "-m"]], ids=["torchrun", "accelerate"]
+)
+def test_other_launchers(starter: Starter, own_launch: list[float], launcher: list[str]) -> None:
+    output = f"runs/{len(launcher)}"
+    extra = ["--main_process_port", free_port()] if "--multi_gpu" in launcher else []
+    command = [*launcher[:-1], *extra, "-m", "pantheraml", *starter.training(output)]
+    ended = starter(command)
+    assert ended.code == 0, ended
+    assert ended.out.count("Trained weights") == 1, "rank 0 speaks for all"
+    assert losses(starter.playground, output) == own_launch
+    events = read_events(starter.playground.root / output)
+    assert [e["world_size"] for e in events if e["kind"] == "train.started"] == [2]
+    own, other = (starter.playground.root / run / "adapter/adapter_model.safetensors" for run in ("runs/own", output))
+    assert own.read_bytes() == other.read_bytes()
+
+
+def as_rank(rank: int, port: str) -> dict[str, str]:
+    """What a person sets who starts ranks by hand."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port}  # fmt: skip
+
+
+def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter) -> None:
+    """Nobody ends rank 1 for us here: it must learn that rank 0 could not prepare."""
+    bad = starter.playground.root / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "completion": "b"}\nnot JSON\n')
+    port = free_port()
+    command = [sys.executable, "-m", "pantheraml", *starter.training("runs/bad", f"data.path={bad}")]
+    second = starter.start(command, **as_rank(1, port))
+    first = starter(command, **as_rank(0, port))
+    out, err = second.communicate(timeout=60)
+    assert first.code == 3, first
+    assert "line 2" in first.err
+    assert second.returncode == 3, err
+    assert "Trained" not in out
+    assert "Traceback" not in first.err + err
+
+
+def test_a_peer_that_never_comes(starter: Starter) -> None:
+    settings = starter.training("runs/lonely", "parallel.timeout_seconds=3")
+    ended = starter([sys.executable, "-m", "pantheraml", *settings], **as_rank(0, free_port()))
+    assert ended.code == 6, ended
+    assert "1 of 2 processes came within 3 s; missing: rank 1." in ended.err
+    assert "Traceback" not in ended.err
+    assert not (starter.playground.root / "runs/lonely/data.json").exists(), "ranks meet before data is prepared"
+
+
+def test_ranks_with_different_settings(starter: Starter) -> None:
+    port = free_port()
+    one, other = (
+        [sys.executable, "-m", "pantheraml", *starter.training("runs/differ", f"train.seed={seed}")] for seed in (1, 2)
+    )
+    second = starter.start(other, **as_rank(1, port))
+    first = starter(one, **as_rank(0, port))
+    _, err = second.communicate(timeout=60)
+    assert first.code == 2, first
+    assert "Rank 1 was started with another configuration" in first.err
+    assert second.returncode in (2, 6), err
+
+
+# A script that starts itself again ------------------------------------------------------------------------------------
+
+LIGHT = """
+import os, signal, sys, time
+from pantheraml import enable_multi_gpu
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # a line of its own, also beside other ranks
+
+say("started", os.environ.get("RANK"))
+enable_multi_gpu({arguments})
+say("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"))
+ranks_left_behind = True
+rank = os.environ.get("RANK")
+{body}
+"""
+WAIT = """
+open(f"ready-{rank}", "w").close()
+try:
+    time.sleep(100)
+except KeyboardInterrupt:
+    with open(f"interrupted-{rank}", "a") as file:
+        file.write("once ")
+    sys.exit(5)
+"""
+
+
+def test_a_script_starts_itself_once_and_ends_with_the_code_of_its_ranks(starter: Starter) -> None:
+    body = """
+open(f"here-{rank}", "w").close()
+while rank == "1" and not os.path.exists("here-0"):
+    time.sleep(0.05)
+sys.exit(7 if rank == "1" else 0)
+"""
+    ended = starter(starter.script("light.py", LIGHT.format(arguments=2, body=body)))
+    assert ended.code == 7, ended
+    assert sorted(ended.out.splitlines()) == ["rank 0 of 2", "rank 1 of 2", "started 0", "started 1", "started None"]
+    assert "Rank 1 ended with status 7." in ended.err
+
+
+def test_a_script_whose_rank_is_killed_names_it(starter: Starter) -> None:
+    body = "os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(100)"
+    begin = time.monotonic()
+    ended = starter(starter.script("ranks_left_behind.py", LIGHT.format(arguments=2, body=body)))
+    assert ended.code == 137, ended
+    assert "Rank 1 was killed by SIGKILL" in ended.err
+    assert time.monotonic() - begin < 90, "the other rank did not sleep to its end"
+
+
+@pytest.mark.usefixtures("no_ranks_left")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_ranks_end_with_the_script(starter: Starter, number: signal.Signals) -> None:
+    folder = starter.playground.root
+    for name in ("ready", "interrupted"):
+        for rank in (0, 1):
+            (folder / f"{name}-{rank}").unlink(missing_ok=True)
+    process = starter.start(starter.script("ranks_left_behind.py", LIGHT.format(arguments=2, body=WAIT)))
+    wait_until(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)), 90)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130, err
+        assert [(folder / f"interrupted-{rank}").read_text() for rank in (0, 1)] == ["once ", "once "]
+
+
+def test_when_a_script_stays_one_process(starter: Starter) -> None:
+    """No GPU and no number; forbidden; or started as ranks already."""
+    alone = "started None\nrank None of None\n"
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert starter(starter.script("light.py", LIGHT.format(arguments="", body="")), **hidden).out == alone
+    command = starter.script("light.py", LIGHT.format(arguments=2, body=""))
+    assert starter(command, PANTHERAML_RELAUNCH="0", **hidden).out == alone
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    assert starter(command, **rank, **hidden).out == "started 0\nrank 0 of 1\n"
+
+
+def test_code_from_standard_input_cannot_start_itself_again(starter: Starter) -> None:
+    ended = starter([sys.executable, "-"], LIGHT.format(arguments=2, body=""), CUDA_VISIBLE_DEVICES="")
+    assert ended.code == 1
+    assert "it was not started from a file" in ended.err
+    assert "pantheraml.multigpu.launch(function, nproc=2)" in ended.err
+
+
+# Notebooks ------------------------------------------------------------------------------------------------------------
+
+NOTEBOOK = """
+import os
+import torch
+import torch.distributed as dist
+from pantheraml.base.errors import PantheraError
+from pantheraml.multigpu import launch
+
+def add(number):
+    dist.init_process_group("gloo")
+    total = torch.tensor([number + dist.get_rank()])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(os.environ["RANK"]), int(total)
+
+def fail():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no good")
+    dist.init_process_group("gloo")
+
+print(launch(add, 10, nproc=2))
+try:
+    launch(fail, nproc=2)
+except PantheraError as err:
+    print(type(err).__name__, err)
+print(os.environ.get("RANK"), sorted(name for name in os.environ if name.startswith("TORCHELASTIC")))
+"""
+
+
+@pytest.mark.parametrize("how", ["stdin", "-c"])
+def test_launch_from_a_session_without_a_file(starter: Starter, how: str) -> None:
+    command = [sys.executable, "-"] if how == "stdin" else [sys.executable, "-c", NOTEBOOK]
+    ended = starter(command, NOTEBOOK if how == "stdin" else None)
+    assert ended.code == 0, ended
+    assert ended.out == "[(0, 21), (1, 21)]\nWorkerError Rank 1 failed: ValueError: no good.\nNone []\n"
+
+
+def test_launch_of_a_function_of_a_module(starter: Starter) -> None:
+    (starter.playground.root / "my_module.py").write_text("import os\ndef rank(): return os.environ['RANK']\n")
+    code = "import my_module\nfrom pantheraml.multigpu import launch\n"
+    ended = starter([sys.executable, "-c", code + "print(launch(my_module.rank, nproc=2))"])
+    assert ended.out == "['0', '1']\n", ended
+    ended = starter(
+        [sys.executable, "-c", code + "my_module.rank.x = 1\nlaunch(my_module.rank, print, open('x', 'w'))"]
+    )
+    assert "cannot be sent to other processes" in ended.err
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_runs(starter: Starter) -> None:
+    """Its script with TRL's trainer, by the command that it gives for a machine without GPUs."""
+    blocks = dict(re.findall(r"<!-- (\S+) -->\n```\w+\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    root = starter.playground.root
+    (root / "train.py").write_text(blocks["train.py"])
+    command = blocks["script"].strip().replace("my-model", "model").replace("my-data", "data")
+    ended = starter(["bash", "-c", command], PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert ended.code == 0, ended
+    assert sorted(re.findall(r"rank \d of \d", ended.out)) == ["rank 0 of 2", "rank 1 of 2"]
+    assert (root / "my-adapter/adapter_model.safetensors").is_file()

@@ -1,0 +1,182 @@
+"""Ranks that meet, and every way in which they do not: an error in time, that says who or what was missing.
+
+The ranks are threads here: a store neither knows nor cares.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from pantheraml.base.env import ProcessRank, StoreAddress
+from pantheraml.base.errors import DeviceError, LaunchError
+from pantheraml.parallel.device_vote import Agreement, agree_on_devices, device_problem
+from pantheraml.parallel.rendezvous import meet
+
+
+def place(rank: int, world_size: int = 2) -> ProcessRank:
+    return ProcessRank(rank=rank, local_rank=rank, world_size=world_size)
+
+
+@pytest.fixture
+def address() -> StoreAddress:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return StoreAddress("127.0.0.1", probe.getsockname()[1], hosted_by_agent=False, attempt=0)
+
+
+@pytest.fixture
+def foreign_listener() -> Iterator[StoreAddress]:
+    """A port where somebody else listens and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield StoreAddress("127.0.0.1", server.getsockname()[1], hosted_by_agent=False, attempt=0)
+
+
+def on_ranks(count: int, work: Callable[[int], Any]) -> list[Future[Any]]:
+    with ThreadPoolExecutor(count) as pool:
+        return [pool.submit(work, rank) for rank in range(count)]
+
+
+def failure(seconds: float, rank: int, where: StoreAddress, **options: Any) -> str:
+    """What a lone rank is told, which must not take longer than `seconds`."""
+    begin = time.monotonic()
+    with pytest.raises(LaunchError) as raised:
+        meet(place(rank), where, **options)
+    assert time.monotonic() - begin < seconds
+    return str(raised.value)
+
+
+def test_all_ranks_share_one_store_and_may_meet_again(address: StoreAddress) -> None:
+    def work(rank: int) -> list[str]:
+        seen = []
+        stores = []  # the first one is kept, as a process that hosts it would
+        for turn in range(2):
+            store = meet(place(rank, 3), address, timeout_seconds=20)
+            stores.append(store)
+            assert not store.check([f"word/{rank}"]), "each meeting starts with an empty store"
+            store.set(f"word/{rank}", f"{turn}-{rank}")
+            seen += [store.get(f"word/{peer}").decode() for peer in range(3)]
+            store.set(f"done/{rank}", "")
+            store.wait([f"done/{peer}" for peer in range(3)])
+        return seen
+
+    for future in on_ranks(3, work):
+        assert future.result() == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
+
+
+def test_a_rank_that_comes_late_is_waited_for(address: StoreAddress) -> None:
+    def work(rank: int) -> Any:
+        time.sleep(1.0 if rank == 0 else 0.0)
+        return meet(place(rank), address, timeout_seconds=20)
+
+    assert all(future.result() for future in on_ranks(2, work))
+
+
+def test_a_peer_that_never_comes_is_named(address: StoreAddress) -> None:
+    def work(rank: int) -> str:
+        with pytest.raises(LaunchError) as raised:
+            meet(place(rank, 4), address, timeout_seconds=2)
+        return str(raised.value)
+
+    told = [future.result() for future in on_ranks(2, work)]
+    assert "2 of 4 processes came within 2 s; missing: ranks 2, 3." in told[0]
+    assert "2 of 4" in told[1] or "lost the store" in told[1]
+
+
+def test_a_rank_0_that_never_comes(address: StoreAddress) -> None:
+    said = failure(4, 1, address, timeout_seconds=2)
+    assert f"Rank 1 of 2 could not reach the store at 127.0.0.1:{address.port} within 2 s" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_that_is_none(rank: int) -> None:
+    nowhere = StoreAddress("no-such-machine.invalid", 29500, hosted_by_agent=False, attempt=0)
+    assert "MASTER_ADDR=no-such-machine.invalid" in failure(10, rank, nowhere, timeout_seconds=5, max_retries=1)
+
+
+def test_a_port_that_is_taken(foreign_listener: StoreAddress) -> None:
+    said = failure(5, 0, foreign_listener, timeout_seconds=3, max_retries=1)
+    assert f"port {foreign_listener.port} is taken" in said
+
+
+def test_a_port_where_somebody_else_listens(foreign_listener: StoreAddress) -> None:
+    """The store's own client would wait for ever."""
+    assert "it is not the store of this run" in failure(5, 1, foreign_listener, timeout_seconds=2)
+
+
+def test_a_port_that_is_taken_for_a_moment_only(address: StoreAddress) -> None:
+    """`max_retries` is for this."""
+    server = socket.socket()
+    server.bind((address.host, address.port))
+    server.listen()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, place(0), address, timeout_seconds=20, max_retries=5)
+        time.sleep(0.6)
+        assert not first.done()
+        server.close()
+        second = pool.submit(meet, place(1), address, timeout_seconds=20)
+        assert first.result() is not None
+        assert second.result() is not None
+
+
+def vote(address: StoreAddress, problems: list[str | None], *, strict: bool) -> list[Future[Agreement]]:
+    def work(rank: int) -> Agreement:
+        mine = place(rank, len(problems))
+        store = meet(mine, address, timeout_seconds=20)
+        return agree_on_devices(store, mine, problems[rank], strict=strict, timeout_seconds=20)
+
+    return on_ranks(len(problems), work)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_all_devices_well(address: StoreAddress, strict: bool) -> None:
+    for future in vote(address, [None, None], strict=strict):
+        assert future.result() == Agreement(world_size=2, takes_part=True, fallback_reason=None)
+
+
+def test_rank_0_goes_on_alone_if_all_agree_to_that(address: StoreAddress) -> None:
+    votes = [future.result() for future in vote(address, [None, "ECC error", None], strict=False)]
+    assert [agreed.takes_part for agreed in votes] == [True, False, False]
+    assert {agreed.world_size for agreed in votes} == {1}
+    assert {agreed.fallback_reason for agreed in votes} == {"rank 1 cannot use its device: ECC error"}
+
+
+@pytest.mark.parametrize(
+    ("problems", "strict"), [([None, "ECC error"], True), (["gone", None], False)], ids=["strict", "rank 0 itself"]
+)
+def test_otherwise_all_stop_with_the_same_error(
+    address: StoreAddress, problems: list[str | None], strict: bool
+) -> None:
+    said = set()
+    for future in vote(address, problems, strict=strict):
+        with pytest.raises(DeviceError) as raised:
+            future.result()
+        said.add(str(raised.value))
+    (text,) = said
+    assert "1 of 2 processes have no usable device: rank" in text
+
+
+def test_a_rank_that_does_not_vote_is_an_error_too(address: StoreAddress) -> None:
+    def work(rank: int) -> None:
+        store = meet(place(rank), address, timeout_seconds=20)
+        if rank == 0:
+            with pytest.raises(LaunchError, match="Not all 2 processes said within 1 s"):
+                agree_on_devices(store, place(0), None, strict=False, timeout_seconds=1)
+
+    for future in on_ranks(2, work):
+        future.result()
+
+
+def test_what_is_wrong_with_a_device() -> None:
+    import torch
+
+    assert device_problem(torch.device("cpu")) is None
+    missing = torch.device("cuda", torch.cuda.device_count())
+    assert device_problem(missing)
