@@ -296,15 +296,14 @@ def first_gradients(config: Any, random_up: float | None) -> dict[str, Any]:
     with open_world(plan, timeout_seconds=60) as world:
         torch.manual_seed(config.train.seed)
         model = build_model(config, plan, world, _silent)
-        parameters = trainable_parameters(model)
         if random_up is not None:
             generator = torch.Generator().manual_seed(config.train.seed)
             with torch.no_grad():
-                for name, parameter in parameters:
+                for name, parameter in trainable_parameters(model):
                     if "lora_B" in name:
                         parameter.copy_(random_up * torch.randn(parameter.shape, generator=generator))
-        stepper = Stepper(model, parameters, config, world, plan.precision)
-        stepper.wrapped.train()
+        stepper = Stepper(model, config, world, plan.model_copy(update={"cuda_graph": False}))
+        model.train()
         size = config.train.global_batch_size
         feed = Feed(
             TokenDataset.open(prepared.train),
@@ -316,10 +315,8 @@ def first_gradients(config: Any, random_up: float | None) -> dict[str, Any]:
         )
         with feed:
             stepper.backward(feed.step(0), stop_requested=False)
-        gradients = {
-            name: parameter.grad.double().cpu() for name, parameter in parameters if parameter.grad is not None
-        }
-    del model, stepper, parameters
+        gradients = {name: part.grad.double().cpu() for name, part in stepper.parts if part.grad is not None}
+    del model, stepper
     _free()
     return gradients
 

@@ -46,7 +46,6 @@ def _measure(folder: Path, *, steps: int, hidden: int, layers: int, seq_len: int
     from pantheraml.engine.guard.signals import StopFlag
     from pantheraml.engine.loop import Job, TrainingLoop
     from pantheraml.engine.step import Stepper
-    from pantheraml.models.adapters import trainable_parameters
     from pantheraml.parallel.process_group import World
     from pantheraml.specs.run_dir import RunDir
 
@@ -55,7 +54,7 @@ def _measure(folder: Path, *, steps: int, hidden: int, layers: int, seq_len: int
     config, plan, data = _run_parts(folder, steps=2 * steps, seq_len=seq_len, batch=batch, device=device.type)
     dataset = TokenDataset.open(data)
     model = _model(hidden, layers, seq_len).to(device)
-    stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision)
+    stepper = Stepper(model, config, world, plan)
     bare = _BareLoop(hidden, layers, seq_len, device, plan.precision)
     bare.take(dataset, batch)
     engine_times: list[float] = []

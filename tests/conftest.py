@@ -17,6 +17,12 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_i
 IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--equality", choices=["chosen", "full"], default="chosen", help="how much of the equality matrix to go through"
+    )
+
+
 def _children() -> set[int]:
     """Child processes that are alive; zombies nobody waited for count too, multiprocessing's own helpers do not."""
     found = set()

@@ -12,6 +12,7 @@ from pantheraml.data.prepare import prepare
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.process_group import open_world
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
@@ -27,6 +28,7 @@ def make_plan(
     config: TrainConfig,
     *,
     world: int = 1,
+    dims: ParallelDims | None = None,
     micro: int | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     precision: str = "fp32",
@@ -35,7 +37,8 @@ def make_plan(
     values = {
         "device": device,
         "device_ids": (0,) if device == "cuda" else (),
-        "world_size": world,
+        "world_size": world if dims is None else dims.world_size,
+        "dims": dims or ParallelDims(replicate=world),
         "backend": "gloo",
         "precision": "bf16" if precision == "fp8" else precision,
         "frozen_weights": "fp8" if precision == "fp8" else "nf4" if config.method.kind == "qlora" else None,

@@ -61,3 +61,41 @@ def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def write_qwen3(folder: Path, *, seed: int = 0) -> Path:
+    """A Qwen3 of 2 layers, whose queries and keys are normalised, with tied embeddings."""
+    from transformers import Qwen3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen3Config(
+        **sizes,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=320,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return _write(folder, config, seed)
+
+
+def write_gpt2(folder: Path, *, seed: int = 0) -> Path:
+    """A GPT-2 of 2 layers without dropout."""
+    from transformers import GPT2Config
+
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=320, n_positions=256, n_embd=32, n_layer=2, n_head=4, **still, eos_token_id=1)
+    return _write(folder, config, seed)
+
+
+def _write(folder: Path, config: Any, seed: int) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    write_tokenizer(folder, chat_template=TEMPLATE)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder

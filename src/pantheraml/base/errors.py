@@ -11,7 +11,9 @@
     ├── CheckpointError               7   a checkpoint that is damaged, or does not fit this run
     │   └── StorageError             17   the disk: full, read-only, gone
     ├── TrainingError                 8   the training itself
-    │   └── NonFiniteError           18   NaN or infinity in loss or gradient
+    │   ├── NonFiniteError           18   NaN or infinity in loss or gradient
+    │   ├── DriftError               28   ranks that should hold the same weights do not
+    │   └── EqualityError            38   several processes came to another result than one (`verify`)
     ├── RunDirectoryError             9   an output folder that holds something else, or a run that is not there
     ├── MissingExtraError            10   an optional dependency that was asked for is not installed
     ├── WorkerError                  70   a process met something nobody foresaw (a bug, the OOM killer)
@@ -89,6 +91,14 @@ class TrainingError(PantheraError):
 
 class NonFiniteError(TrainingError):
     exit_code = 18
+
+
+class DriftError(TrainingError):
+    exit_code = 28
+
+
+class EqualityError(TrainingError):
+    exit_code = 38
 
 
 class RunDirectoryError(PantheraError):

@@ -43,6 +43,10 @@ class Batch:
         """In page-locked memory, from where a copy to a GPU runs beside its work."""
         return self._each(torch.Tensor.pin_memory)
 
+    def without_targets(self) -> Batch:
+        """The same shapes, but nothing to learn: for a rank that has no samples and must keep its peers company."""
+        return replace(self, targets=torch.full_like(self.targets, NO_LOSS), tokens=0, target_count=0)
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         return replace(
             self,
@@ -53,11 +57,13 @@ class Batch:
         )
 
 
-def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | None) -> Batch:
-    """Lay `sequences` side by side, padded to `width`; None = the longest of them, rounded up to a multiple of 8."""
+def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | None, parts: int = 1) -> Batch:
+    """Lay `sequences` side by side, padded to `width`; None = the longest of them, rounded up so that each of `parts`
+    equal parts of a row is a multiple of 8."""
     longest = max(len(sequence.input_ids) for sequence in sequences)
     if width is None:
-        width = -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+        multiple = parts * _WIDTH_MULTIPLE
+        width = -(-longest // multiple) * multiple
     if longest > width:
         raise ValueError(f"a sequence of {longest} tokens does not fit into a batch of width {width}")
     shape = (len(sequences), width)
@@ -78,14 +84,15 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | Non
         input_ids=torch.from_numpy(input_ids),
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(position_ids),
-        boundaries=None if (every[every > 0] == width).all() else _boundaries(every[every > 0]),
+        boundaries=None if (every[every > 0] == width).all() else document_ends(every[every > 0]),
         max_length=int(every.max()),
         tokens=sum(len(sequence.input_ids) for sequence in sequences),
         target_count=int((targets != NO_LOSS).sum()),
     )
 
 
-def _boundaries(lengths: Ints) -> torch.Tensor:
+def document_ends(lengths: Ints) -> torch.Tensor:
+    """`Batch.boundaries` of documents of these lengths."""
     room = 1 << (len(lengths) - 1).bit_length()
     ends = np.full(room + 1, lengths.sum(), dtype=np.int32)
     ends[0] = 0

@@ -44,31 +44,27 @@ def evaluate(
 ) -> Evaluation | None:
     """The evaluation, or None if a rank was asked to stop meanwhile: all ranks leave in the same round."""
     begin = last_event = time.perf_counter()
-    model, world = stepper.loss_model, stepper.world
+    model, world, layout = stepper.model, stepper.world, stepper.world.layout
     was_training = model.training
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    batches = eval_batches(dataset, world, micro_batch=micro_batch)
-    rounds = math.ceil(math.ceil(len(dataset) / world.size) / micro_batch)
     targets = done = 0
     stopped = False
-    for number in range(rounds):
-        batch = next(batches, None)  # the last round may leave some ranks without work
-        if batch is not None:
-            loss += stepper.loss_sum(model, batch)
-            targets += int((batch.targets >= 0).sum())
-            done += len(batch.input_ids)
+    for number, batch in enumerate(eval_batches(dataset, world, micro_batch=micro_batch)):
+        loss += stepper.passes.evaluate(batch)
+        targets += batch.target_count
+        done += len(batch.input_ids)
         if number % ROUNDS_BETWEEN_VOTES == ROUNDS_BETWEEN_VOTES - 1:
             stopped = bool(world.gather([float(stop_requested())]).any())
         if stopped:
             break
         if time.perf_counter() - last_event > SECONDS_BETWEEN_EVENTS:
             last_event = time.perf_counter()
-            emit("eval.progress", step=step, done=min(len(dataset), done * world.size), total=len(dataset))
+            emit("eval.progress", step=step, done=min(len(dataset), done * layout.dims.data), total=len(dataset))
     model.train(was_training)
     if stopped:
         return None
-    rows = world.gather([float(loss), float(targets)])
+    rows = world.gather([float(loss) if layout.counts_loss else 0.0, float(targets) if layout.counts_tokens else 0.0])
     total_targets = int(rows[:, 1].sum())
     result = Evaluation(
         loss=math.fsum(rows[:, 0].tolist()) / max(1, total_targets),

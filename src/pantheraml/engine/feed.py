@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,8 +12,8 @@ import torch
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.order import step_samples
-from pantheraml.parallel.data import Ids, shard
 from pantheraml.parallel.process_group import World
+from pantheraml.parallel.shard_batch import Ids, shards
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,27 @@ class StepBatches:
     target_tokens: int
     """Loss-bearing tokens of the global batch."""
     micro_batches: list[Batch]
-    counted: bool
-    """False on a rank that got no sample of a short batch: it computes on a stand-in whose loss has weight zero."""
+    """At least one: a rank that got no sample computes on one without targets, since its peers meet it in the step."""
 
     @property
     def tokens(self) -> int:
-        return sum(batch.tokens for batch in self.micro_batches) if self.counted else 0
+        return sum(batch.tokens for batch in self.micro_batches)
 
 
 class Feed:
     def __init__(
-        self, dataset: TokenDataset, world: World, *, seed: int, global_batch: int, micro_batch: int, limit: int | None
+        self,
+        dataset: TokenDataset,
+        world: World,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        limit: int | None,
+        weights_at: Callable[[int], Sequence[float] | None] = lambda step: None,
     ) -> None:
-        self._dataset, self._world = dataset, world
+        """`weights_at`: how the batch of a step is shared among the data ranks; None is evenly."""
+        self._dataset, self._world, self._weights_at = dataset, world, weights_at
         self._seed, self._global_batch, self._micro_batch, self._limit = seed, global_batch, micro_batch, limit
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: tuple[int, Future[StepBatches]] | None = None
@@ -60,28 +68,36 @@ class Feed:
         return step_samples(self._dataset.fingerprint, self._seed, size, self._global_batch, step, self._limit)
 
     def _make(self, step: int) -> StepBatches:
-        ids = self.samples(step)
-        mine = shard(ids, rank=self._world.rank, size=self._world.size, micro_batch=self._micro_batch)
-        counted = bool(mine)
-        if not counted:
-            mine = [ids[:1]] if len(ids) else []
-        return StepBatches(
-            sample_ids=ids,
-            target_tokens=int(self._dataset.target_tokens(ids).sum()),
-            micro_batches=[read_batch(self._dataset, part, self._world.device) for part in mine],
-            counted=counted,
-        )
+        ids, layout = self.samples(step), self._world.layout
+        everyone = shards(ids, layout.dims.data, micro_batch=self._micro_batch, weights=self._weights_at(step))
+        mine = everyone[layout.data_rank]
+        batches = [read_batch(self._dataset, part, self._world) for part in mine]
+        # Ranks that hold parts of each other's weights have to run equally often; others once, to exchange gradients.
+        wanted = max(map(len, everyone)) if layout.dims.shard > 1 else 1
+        if len(ids) and len(batches) < wanted:
+            idle = read_batch(self._dataset, ids[:1], self._world).without_targets()
+            batches += [idle] * (wanted - len(batches))
+        return StepBatches(ids, int(self._dataset.target_tokens(ids).sum()), batches)
 
 
-def read_batch(dataset: TokenDataset, ids: Ids, device: torch.device) -> Batch:
+def read_batch(dataset: TokenDataset, ids: Ids, world: World) -> Batch:
     """Collated sequences, in page-locked memory if they are to travel to a GPU."""
     sequences = [dataset.sequence(int(index)) for index in ids]
-    batch = collate(sequences, pad_id=dataset.pad_id, width=dataset.seq_len if dataset.packed else None)
-    return batch.pin_memory() if device.type == "cuda" else batch
+    batch = collate(
+        sequences,
+        pad_id=dataset.pad_id,
+        width=dataset.seq_len if dataset.packed else None,
+        parts=world.layout.dims.context,
+    )
+    return batch.pin_memory() if world.device.type == "cuda" else batch
 
 
 def eval_batches(dataset: TokenDataset, world: World, *, micro_batch: int) -> Iterator[Batch]:
-    """This rank's share of the evaluation data, in order."""
-    ids = torch.arange(len(dataset)).numpy()
-    for part in shard(ids, rank=world.rank, size=world.size, micro_batch=micro_batch):
-        yield read_batch(dataset, part, world.device)
+    """This rank's share of the evaluation data, in order; one with less than others ends with batches of no targets."""
+    ids, layout = torch.arange(len(dataset)).numpy(), world.layout
+    everyone = shards(ids, layout.dims.data, micro_batch=micro_batch)
+    mine = everyone[layout.data_rank]
+    for part in mine:
+        yield read_batch(dataset, part, world)
+    for _ in range(max(map(len, everyone)) - len(mine)):
+        yield read_batch(dataset, ids[:1], world).without_targets()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from pantheraml.engine.out_of_memory import explained_out_of_memory
 from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, load_weights, restore
 from pantheraml.engine.step import Stepper, StepReport
+from pantheraml.parallel.shard_batch import Adaptive
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
@@ -100,12 +101,17 @@ class TrainingLoop:
         self.length = run_length(job.config, len(job.train_data))
         self.progress = Progress()
         self._unreported = _Work()
+        parallel, ranks = job.config.parallel, job.plan.dims.data
+        adapts = parallel.batch_shares == "adaptive" and ranks > 1
+        self._adaptive = Adaptive(ranks, global_batch=job.config.train.global_batch_size) if adapts else None
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
         steps = self.store.steps()
         if steps:
             self.progress = restore(self.job.stepper, self.store.load(steps[-1]), self.job.identity)
+            if self._adaptive is not None and self.progress.shares is not None:
+                self._adaptive.from_state(self.progress.shares)
 
     def run(self) -> StoppedBy:
         job, total = self.job, self.length.steps
@@ -117,7 +123,7 @@ class TrainingLoop:
             device=job.plan.device,
             global_batch_size=job.config.train.global_batch_size,
         )
-        job.stepper.wrapped.train()
+        job.stepper.model.train()
         with explained_out_of_memory(job.stepper, job.config, job.plan):
             stopped_by = self._take_steps()
         if self._unreported.last is not None:
@@ -150,7 +156,15 @@ class TrainingLoop:
             global_batch=train.global_batch_size,
             micro_batch=plan.micro_batch_size,
             limit=self.length.samples,
+            weights_at=self._weights_at,
         )
+
+    def _weights_at(self, step: int) -> Sequence[float] | None:
+        """How the batch of a step is shared among the data ranks; None is evenly."""
+        if self._adaptive is not None:
+            return self._adaptive.weights_at(step)
+        shares = self.job.config.parallel.batch_shares
+        return shares if isinstance(shares, list) else None
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -171,11 +185,16 @@ class TrainingLoop:
             self._report_verdict(verdict, report.numbers, batches)
         if verdict.action == "stop":
             self._stop_on(verdict)
+        if report.left_out:
+            job.emit("aggregation.left_out", step=step + 1, ranks=list(report.left_out))
+        if self._adaptive is not None:
+            self._adaptive.observe(step, report.rank_tokens, report.rank_seconds)
         if verdict.action == "step":
+            stepper.check_copies(step + 1)
             stepper.apply(report.numbers, rate)
             self.progress.skipped_in_a_row = 0
         else:
-            stepper.skip()
+            stepper.skip(report.numbers)
             self.progress.skipped_in_a_row += 1
         self.progress.step += 1
         self._count_step(report, rate, time.perf_counter() - begin)
@@ -205,7 +224,7 @@ class TrainingLoop:
         )
 
     def _report_verdict(self, verdict: Verdict, numbers: StepNumbers, batches: StepBatches) -> None:
-        gradients = [(name, p.grad) for name, p in self.job.stepper.parameters if p.grad is not None]
+        gradients = [(name, part.grad) for name, part in self.job.stepper.parts if part.grad is not None]
         self.job.emit(
             "verdict",
             step=self.progress.step + 1,
@@ -277,12 +296,12 @@ class TrainingLoop:
     def _save(self) -> None:
         begin = time.perf_counter()
         stepper, step = self.job.stepper, self.progress.step
-        # All ranks hold the same weights and so come to the same answer.
-        broken = first_nonfinite([(name, parameter.detach()) for name, parameter in stepper.parameters])
-        if broken is not None:
-            raise self._not_finite(
-                f"After step {step} the weights are not finite (first: {broken}); they are not saved."
-            )
+        broken = first_nonfinite([(name, part.detach()) for name, part in stepper.parts])
+        ranks = stepper.world.gather([float(broken is not None)]).flatten().nonzero().flatten().tolist()
+        if ranks:
+            first = f"first: {broken}" if broken is not None else f"on rank {ranks[0]}"
+            raise self._not_finite(f"After step {step} the weights are not finite ({first}); they are not saved.")
+        self.progress.shares = None if self._adaptive is None else self._adaptive.to_state()
         tensors, state = capture(stepper, self.progress, self.job.identity)
         if stepper.world.is_main:
             path = self.store.save(step, tensors, state)

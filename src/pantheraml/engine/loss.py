@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pantheraml.models.attention import DocumentLayout, uses_document_attention
-from pantheraml.models.families import plain_head
+from pantheraml.models.families import Head, plain_head
 
 
 class LossModel(nn.Module):
@@ -37,9 +37,15 @@ class LossModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if max_length is not None and uses_document_attention(self.model):
             inputs |= DocumentLayout(boundaries, max_length).arguments()
-        if head is None:
-            logits = self.model(**inputs).logits
-            wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-            return F.cross_entropy(wide, targets.flatten(), ignore_index=-100, reduction="sum")
-        hidden = head.body(**inputs).last_hidden_state
-        return head.loss(hidden, targets, target_count)
+        return summed_loss(self.model, head, inputs, targets, target_count)
+
+
+def summed_loss(
+    model: nn.Module, head: Head | None, inputs: dict[str, Any], targets: Tensor, target_count: int | None
+) -> Tensor:
+    """From what a model takes to its summed token loss; by way of full logits if it has no plain `head`."""
+    if head is not None:
+        return head.loss(head.body(**inputs).last_hidden_state, targets, target_count)
+    logits = model(**inputs).logits
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets.flatten(), ignore_index=-100, reduction="sum")

@@ -54,8 +54,8 @@ def _size(pattern: str, message: str) -> int | None:
 
 def memory_use(stepper: Stepper) -> MemoryUse:
     """What the allocator's peak was made of. (By now the failed step's own tensors may be gone.)"""
-    trained = [parameter for _, parameter in stepper.parameters]
-    everything = [*stepper.loss_model.parameters(), *stepper.loss_model.buffers()]
+    trained = [part for _, part in stepper.parts]
+    everything = [*stepper.model.parameters(), *stepper.model.buffers()]
     weights, trained_weights = _bytes(everything), _bytes(trained)
     # DDP's buckets, or what backward is about to fill: as large as the weights, whether they are there yet or not.
     gradients = trained_weights

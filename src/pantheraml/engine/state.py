@@ -18,8 +18,9 @@ from pantheraml.base.errors import CheckpointError
 from pantheraml.checkpoint.store import Checkpoint, Tensors
 from pantheraml.engine import optim
 from pantheraml.engine.step import Stepper
+from pantheraml.parallel.gather import full_tensors, load_full, own_part, spread_like
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 @dataclass
@@ -32,20 +33,23 @@ class Progress:
     best_eval_loss: float | None = None
     best_step: int | None = None
     evals_without_gain: int = 0
+    shares: dict[str, Any] | None = None
+    """What adaptive batch shares go by; None if they are not adaptive."""
 
 
 def capture(stepper: Stepper, progress: Progress, identity: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
     """Tensors and JSON state of a checkpoint. A collective: every rank calls it, rank 0 saves the result."""
+    layout, group = stepper.world.layout, stepper.world.patient_group
     tensors: Tensors = {
-        "weights": {name: parameter.detach() for name, parameter in stepper.parameters},
-        "optimizer": optim.optimizer_tensors(stepper.optimizer, stepper.parameters),
+        "weights": dict(full_tensors(stepper.parameters, layout, group)),
+        "optimizer": dict(full_tensors(_spread_moments(stepper), layout, group)),
         "rng": _gather_generators(stepper),
     }
     state = {
         "version": STATE_VERSION,
         "progress": asdict(progress),
         "scaler": stepper.scaler.state_dict(),
-        "world_size": stepper.world.size,
+        "dims": layout.dims.model_dump(),
         "identity": dict(identity),
     }
     return tensors, state
@@ -70,31 +74,58 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, identity: Mapping[str, Any
             todo="Undo the change, or start a new run in another folder.",
         )
     load_weights(stepper, checkpoint)
-    optim.load_optimizer_tensors(stepper.optimizer, stepper.parameters, checkpoint.tensors["optimizer"])
+    optim.load_optimizer_tensors(stepper.optimizer, stepper.parts, _own_moments(stepper, checkpoint))
     if checkpoint.state["scaler"]:
         stepper.scaler.load_state_dict(checkpoint.state["scaler"])
-    if checkpoint.state["world_size"] == stepper.world.size:
+    if checkpoint.state["dims"] == stepper.world.layout.dims.model_dump():
         _set_generators(checkpoint.tensors["rng"], stepper)
     return Progress(**checkpoint.state["progress"])
 
 
 def load_weights(stepper: Stepper, checkpoint: Checkpoint) -> None:
     saved, wanted = checkpoint.tensors["weights"], dict(stepper.parameters)
-    if saved.keys() != wanted.keys():
-        odd = sorted(saved.keys() ^ wanted.keys())
+    # A stage of a pipeline holds some of the weights only.
+    odd = sorted(
+        wanted.keys() - saved.keys() if stepper.world.layout.dims.pipeline > 1 else saved.keys() ^ wanted.keys()
+    )
+    if odd:
         raise CheckpointError(
             f"The checkpoint holds other trainable weights than this run ({len(odd)} differ, first: {odd[0]}).",
             todo="Resume with the method and target modules that the checkpoint was trained with.",
         )
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            if saved[name].shape != parameter.shape:
-                shapes = f"{tuple(saved[name].shape)} in the checkpoint, {tuple(parameter.shape)} here"
-                raise CheckpointError(
-                    f"`{name}` has another shape: {shapes}.",
-                    todo="Resume with the model and the rank that the checkpoint was trained with.",
-                )
-            parameter.copy_(saved[name])
+    for name, parameter in wanted.items():
+        if saved[name].shape != parameter.shape:
+            shapes = f"{tuple(saved[name].shape)} in the checkpoint, {tuple(parameter.shape)} here"
+            raise CheckpointError(
+                f"`{name}` has another shape: {shapes}.",
+                todo="Resume with the model and the rank that the checkpoint was trained with.",
+            )
+    load_full(stepper.parameters, saved)
+
+
+def _spread_moments(stepper: Stepper) -> list[tuple[str, Tensor]]:
+    """The optimizer's tensors, those that have a value for each of a parameter's spread as it is."""
+    parameters, parts = dict(stepper.parameters), dict(stepper.parts)
+    found = []
+    for full_name, tensor in optim.optimizer_tensors(stepper.optimizer, stepper.parts).items():
+        name, _, _ = full_name.rpartition(optim.SEPARATOR)
+        like = parameters[name]
+        found.append((full_name, spread_like(tensor, like) if tensor.shape == parts[name].shape else tensor))
+    return found
+
+
+def _own_moments(stepper: Stepper, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """This process's part of the saved optimizer tensors."""
+    parameters = dict(stepper.parameters)
+    staged = stepper.world.layout.dims.pipeline > 1
+    own = {}
+    for full_name, whole in checkpoint.tensors["optimizer"].items():
+        name, _, _ = full_name.rpartition(optim.SEPARATOR)
+        like = parameters.get(name)
+        if like is None and staged:
+            continue
+        own[full_name] = whole if like is None or whole.shape != like.shape else own_part(whole, like)
+    return own
 
 
 def _own_generators(stepper: Stepper) -> dict[str, Tensor]:

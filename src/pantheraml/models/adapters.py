@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,7 +18,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -157,20 +158,36 @@ def _initialise(model: nn.Module, seed: int) -> None:
             layer.lora_magnitude_vector[ADAPTER].weight.data = norm
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What training has to show: its model, and the trained weights by their names in it, whole and on the CPU (the
+    model may hold only parts of them)."""
+
+    model: nn.Module
+    weights: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Trained:
+        """A model that holds its weights whole."""
+        return cls(model, {name: parameter.detach().cpu() for name, parameter in trainable_parameters(model)})
+
+
 def save_trained(
-    model: nn.Module, path: Path, *, method: MethodConfig, model_config: ModelConfig, tokenizer: Any
+    trained: Trained, path: Path, *, method: MethodConfig, model_config: ModelConfig, tokenizer: Any
 ) -> None:
     """Writes what was trained, and the tokenizer, to the folder `path`: whole or not at all."""
     with committed_folder(path) as folder:
         if method.kind == "full":
-            save_full_model(cast(PreTrainedModel, model), folder, model_config)
+            save_full_model(cast(PreTrainedModel, trained.model), folder, model_config, weights=trained.weights)
         else:
-            _save_adapter(cast(PeftModel, model), folder, model_config)
+            _save_adapter(cast(PeftModel, trained.model), trained.weights, folder, model_config)
         tokenizer.save_pretrained(folder)
 
 
-def _save_adapter(model: PeftModel, folder: Path, model_config: ModelConfig) -> None:
-    weights = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+def _save_adapter(model: PeftModel, trained: Mapping[str, Tensor], folder: Path, model_config: ModelConfig) -> None:
+    weights = get_peft_model_state_dict(
+        model, state_dict=dict(trained), adapter_name=ADAPTER, save_embedding_layers=False
+    )
     weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.copy(model.peft_config[ADAPTER])
@@ -181,13 +198,18 @@ def _save_adapter(model: PeftModel, folder: Path, model_config: ModelConfig) -> 
     config.save_pretrained(str(folder))
 
 
-def save_full_model(model: PreTrainedModel, folder: Path, model_config: ModelConfig) -> None:
-    """A plain Hugging Face folder. Training had the cache off; the file says what the base model says about it."""
+def save_full_model(
+    model: PreTrainedModel, folder: Path, model_config: ModelConfig, *, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """A plain Hugging Face folder, of `weights` or the model's own.
+
+    Training had the cache off; the file says what the base model says about it.
+    """
     text_config = model.config.get_text_config()
     during = text_config.use_cache
     text_config.use_cache = read_config(model_config).get_text_config().use_cache
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     finally:
         text_config.use_cache = during
 

@@ -5,6 +5,7 @@ an [S, S] mask for each row, which shuts out the fast kernels and computes the w
 boundaries go to a kernel that knows them. `use_document_attention` puts a model on it: it registers the implementation
 with transformers under `NAME`, and gives the model's body a hook which finds the boundaries where the caller does not
 hand them over (`cu_seq_lens_q` and `max_length_q`, as transformers names them for its own flash attention).
+`use_context_parallel` adds that each process holds a part of every row (see `parallel/context.py`).
 
 Which way a call goes: rows that are one document each take torch's causal attention; packed rows on a GPU in half
 precision take the variable-length kernel; what that kernel lacks (CPU, float32, dropout, wide heads) is computed
@@ -14,6 +15,7 @@ document by document, or with a mask. All ways give the same numbers up to round
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
@@ -29,7 +32,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.modes import observed
+from pantheraml.parallel.context import cut_sequence, heads_to_sequence, sequence_to_heads
 
 NAME = "pantheraml_documents"
 
@@ -103,6 +108,68 @@ def use_document_attention(model: nn.Module) -> str | None:
     handle.remove()
     whole.set_attn_implementation(before)
     return f"{type(whole).__name__} {reason}"
+
+
+def use_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Put the model on document attention between the processes of `group`, in place; all of them call it together.
+
+    From now on a call that tells its documents (`DocumentLayout.arguments`) is about this process's part of every row,
+    as `cut_sequence` gives it, while the documents are those of the whole rows. A call that tells none is about whole
+    rows, and each process answers it by itself, as before.
+    """
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    reason = use_document_attention(model) or _context_obstacle(whole.config.get_text_config())
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"Context parallelism is not possible: {reason}.",
+            todo="Use parallel.context=1, and another way to divide the work: replicate, shard, tensor or pipeline.",
+        )
+    body = getattr(whole, whole.base_model_prefix, whole)
+    hook = functools.partial(_hand_over_group, group)
+    handle = body.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    with observed(model):
+        same = _agrees_in_parts(whole, body, group)
+    if not same:
+        handle.remove()
+        raise UnsupportedModelError(
+            f"{type(whole).__name__} gives other results when its sequences are cut into parts.",
+            todo="Use parallel.context=1.",
+        )
+
+
+def _context_obstacle(config: Any) -> str | None:
+    for dropout in ("attention_dropout", "attn_pdrop"):  # as families call it
+        if getattr(config, dropout, 0.0):
+            return f"{dropout} is not 0 in the model's config, and processes would all drop the same scores"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    varying = sorted(kind for kind in kinds if kind == "longrope" or "dynamic" in kind)
+    if varying:
+        return f"its rotary embedding ({varying[0]}) depends on the longest sequence, which no process sees whole"
+    return None
+
+
+def _hand_over_group(
+    group: dist.ProcessGroup, _body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before the body runs, and before documents are looked for."""
+    return (args, {**kwargs, "context_group": group}) if "max_length_q" in kwargs else None
+
+
+def _agrees_in_parts(whole: Any, body: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether all processes find in their parts of two rows what each finds in the rows as a whole."""
+    embedding = whole.get_input_embeddings().weight
+    width = 2 * group.size()
+    ids = torch.arange(2 * width, device=embedding.device).view(2, width) % embedding.shape[0]
+    positions = torch.arange(width, device=embedding.device).repeat(2, 1)
+    positions[0, width // 2 + 1 :] -= width // 2 + 1
+    documents = documents_from_positions(positions, 2)
+    expected = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    parts = {"input_ids": cut_sequence(ids, group), "position_ids": cut_sequence(positions, group)}
+    found = body(**parts, use_cache=False, **documents.arguments()).last_hidden_state
+    differ = torch.tensor(float(not _agree(found, cut_sequence(expected, group))), device=embedding.device)
+    dist.all_reduce(differ, group=group)
+    return not differ.item()
 
 
 def _obstacle(whole: Any, body: nn.Module) -> str | None:
@@ -218,6 +285,12 @@ def document_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """For transformers' AttentionInterface: query [B, H, S, D], key and value [B, K, S, D] -> [B, S, H, D]."""
+    group = kwargs.pop("context_group", None)
+    if group is not None:
+        query, key, value = _as_autocast(query, key, value)
+        query, key, value = sequence_to_heads(query, key, value, group)
+        mixed, _ = document_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return heads_to_sequence(mixed, group), None
     for unknown in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(unknown) is not None:
             raise UnknownScoresError(f"changes attention scores by {unknown!r}, which document attention does not know")

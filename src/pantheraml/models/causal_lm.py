@@ -66,11 +66,18 @@ class FastCausalLM:
         """From now on, what a trainer asks about activation checkpointing does not replace `mode`."""
         self._checkpointing = mode
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        if self._checkpointing is None:
-            super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
-        else:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._checkpointing is not None:
             logger.info("activations are checkpointed already (%s), whatever the trainer asks", self._checkpointing)
+            return
+        asked = gradient_checkpointing_kwargs or {}
+        if asked.get("use_reentrant"):
+            # transformers' trainer has DDP look for unused parameters of PEFT models, and then the reentrant kind fails
+            # ("marked ready only once"). The gradients are the same.
+            logger.info("checkpointing does not re-enter autograd, though the trainer asks for that: DDP could not")
+        super().gradient_checkpointing_enable({**asked, "use_reentrant": False}, *args, **kwargs)  # type: ignore[misc]
 
 
 def make_fast(model: PreTrainedModel) -> FastCausalLM:

@@ -20,6 +20,7 @@ from pantheraml.kernels.linear_cross_entropy import fp8_linear_cross_entropy, li
 from pantheraml.kernels.token_scores import TokenScores, fp8_token_scores, token_scores
 from pantheraml.models.modes import observed
 from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.parallel.vocabulary import is_vocabulary_parallel, sharded_head_loss
 
 _PROBE_TOKENS = 5
 
@@ -41,6 +42,8 @@ def head_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: i
     if isinstance(layer, FP8Linear):
         return fp8_linear_cross_entropy(hidden, layer.qweight, layer.scale[0], targets, target_count)
     assert isinstance(layer, nn.Linear)
+    if is_vocabulary_parallel(layer):
+        return sharded_head_loss(layer, hidden, targets, target_count)
     return linear_cross_entropy(hidden, layer.weight, targets, layer.bias, target_count)
 
 

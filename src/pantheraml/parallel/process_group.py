@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import torch.distributed as dist
 
 from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
+from pantheraml.parallel.device_vote import agree_on_devices, device_problem
+from pantheraml.parallel.layout import ALONE, Layout, make_layout
+from pantheraml.parallel.rendezvous import meet
 from pantheraml.specs.plan import Plan
 
 # If a peer dies meanwhile, the elastic agent ends the others at once; this bounds only waiting for live ones.
@@ -27,6 +31,10 @@ class World:
     device: torch.device
     patient_group: dist.ProcessGroup | None = None
     """A gloo group with a long timeout, for waiting on files; None in a run of one process."""
+    layout: Layout = ALONE
+    """How the processes divide the work."""
+    fallback_reason: str | None = None
+    """Why this process goes on alone although there were others."""
 
     @property
     def is_main(self) -> bool:
@@ -49,9 +57,18 @@ class World:
             dist.barrier(group=self.patient_group)
 
 
+class NotNeededError(Exception):
+    """All ranks agreed to go on without this process; it should end, and it has done nothing wrong."""
+
+
 @contextmanager
-def open_world(plan: Plan, *, timeout_seconds: int) -> Iterator[World]:
-    """Join the other ranks (if there are any) for the length of a `with` block."""
+def open_world(plan: Plan, *, timeout_seconds: int, max_retries: int = 3, strict: bool = True) -> Iterator[World]:
+    """Join the other ranks (if there are any) for the length of a `with` block.
+
+    A rank that does not come is a LaunchError that names it, after `timeout_seconds`; see `rendezvous.meet`. A device
+    that is not usable is a DeviceError on all ranks, or, unless the run is `strict` or its model divided, the end of
+    all but rank 0; see `device_vote`.
+    """
     place = env.process_rank()
     if place.world_size != plan.world_size:
         raise LaunchError(
@@ -60,25 +77,44 @@ def open_world(plan: Plan, *, timeout_seconds: int) -> Iterator[World]:
         )
     device = torch.device("cpu")
     if plan.device == "cuda":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
+        # `verify` may put several processes on one GPU
+        device = torch.device("cuda", place.local_rank % max(1, len(plan.device_ids)))
     torch.set_num_threads(plan.threads_per_process)
-    if place.world_size == 1:
-        yield World(rank=0, size=1, device=device)
+    reason = None
+    if place.world_size > 1:
+        store = meet(place, env.store_address(), timeout_seconds=timeout_seconds, max_retries=max_retries)
+        divided = plan.dims.world_size > plan.dims.replicate
+        agreed = agree_on_devices(
+            store, place, device_problem(device), strict=strict or divided, timeout_seconds=timeout_seconds
+        )
+        if not agreed.takes_part:
+            raise NotNeededError
+        reason = agreed.fallback_reason
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if place.world_size == 1 or reason is not None:
+        yield World(rank=0, size=1, device=device, fallback_reason=reason)
         return
     try:
         dist.init_process_group(
             backend=plan.backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
             device_id=device if plan.backend == "nccl" else None,
         )
         patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        layout = make_layout(plan.dims, device.type)
     except (dist.DistError, RuntimeError, ValueError) as err:
         raise LaunchError(
-            f"The {place.world_size} processes could not meet: {err}",
-            todo="Check that all of them started (worker.log) and raise parallel.timeout_seconds if they are slow.",
+            f"The {place.world_size} processes could not connect to each other: {err}",
+            todo="See worker.log, and raise parallel.timeout_seconds if some are slow.",
         ) from err
     try:
-        yield World(rank=place.rank, size=place.world_size, device=device, patient_group=patient_group)
+        yield World(place.rank, place.world_size, device, patient_group, layout)
     finally:
+        # A DDP wrapper that is still about would be the last owner of the group, and end gloo's threads while it holds
+        # the interpreter's lock, for which one of them may be waiting.
+        gc.collect()
         dist.destroy_process_group()

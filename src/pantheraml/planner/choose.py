@@ -6,7 +6,9 @@ import math
 from typing import Any, Literal
 
 from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.planner.dims import check_together, choose_dims
 from pantheraml.specs.multi_gpu import MultiGPUMode
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import GPU, Choice, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -41,14 +43,15 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
         raise ConfigError("parallel.device_ids names GPUs, but the run is on the CPU.", todo="Drop one of them.")
     gpus = _gpus(config, devices, choices) if device == "cuda" else ()
     world_size = _world_size(config, devices, gpus, device, choices)
+    dims = _dims(config, world_size, choices)
     backend = _backend(config, device, choices)
     precision = _precision(config, device, gpus, choices)
     _trained_weights(config, precision, choices)
     frozen = _frozen_weights(config, device, gpus, choices)
-    fused = _fused(config, device, gpus, (precision, frozen), choices)
+    fused = _fused(config, device, gpus, (precision, frozen, dims), choices)
     graph = _cuda_graph(config, device, world_size, fused, choices)
     compiled = _compile(config, device, world_size, fused, choices)
-    micro_batch = _micro_batch(config, world_size, device, choices)
+    micro_batch = _micro_batch(config, dims, device, choices)
     threads = max(1, devices.cpu_count // world_size)
     choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {world_size} process(es)")
     checkpointing = config.train.activation_checkpointing
@@ -57,6 +60,7 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
         device=device,
         device_ids=tuple(gpu.index for gpu in gpus[:world_size]),
         world_size=world_size,
+        dims=dims,
         backend=backend,
         precision=precision,
         frozen_weights=frozen,
@@ -131,9 +135,9 @@ def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...],
         size = 1
         choices.automatic("parallel.world_size", 1, "parallel.mode is none")
     elif device == "cuda":
-        size = min(room, config.train.global_batch_size)
-        reason = f"one process per GPU ({room})"
-        if size < room:
+        size, reason = room, f"one process per GPU ({room})"
+        if not _divides_the_model(config) and config.train.global_batch_size < room:
+            size = config.train.global_batch_size
             reason = f"{room} GPUs, but a global batch of {size} gives work to {size} only"
         choices.automatic("parallel.world_size", size, reason)
     else:
@@ -144,12 +148,27 @@ def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...],
             f"parallel.mode=distributed needs at least two processes, but the run would have {size}.",
             todo="Use parallel.mode=auto, more GPUs or a larger global batch.",
         )
-    if size > config.train.global_batch_size:
+    return size
+
+
+def _divides_the_model(config: TrainConfig) -> bool:
+    """Whether processes may work on the same samples."""
+    parallel = config.parallel
+    degrees = (parallel.tensor, parallel.pipeline, parallel.context)
+    return parallel.mode is MultiGPUMode.HYBRID or any(degree is not None for degree in degrees)
+
+
+def _dims(config: TrainConfig, world_size: int, choices: _Choices) -> ParallelDims:
+    dims, reason = choose_dims(config.parallel, world_size)
+    check_together(config, dims)
+    if dims.data > config.train.global_batch_size:
         raise ConfigError(
-            f"{size} processes cannot share a global batch of {config.train.global_batch_size} sequence(s).",
+            f"{dims.data} processes cannot share a global batch of {config.train.global_batch_size} sequence(s).",
             todo="Raise train.global_batch_size or lower --nproc.",
         )
-    return size
+    if world_size > 1:
+        choices.automatic("parallel", str(dims), reason)
+    return dims
 
 
 def _backend(config: TrainConfig, device: str, choices: _Choices) -> Literal["nccl", "gloo"]:
@@ -225,11 +244,18 @@ def _frozen_weights(
 
 
 def _fused(
-    config: TrainConfig, device: str, gpus: tuple[GPU, ...], numbers: tuple[Precision, str | None], choices: _Choices
+    config: TrainConfig,
+    device: str,
+    gpus: tuple[GPU, ...],
+    numbers: tuple[Precision, str | None, ParallelDims],
+    choices: _Choices,
 ) -> bool:
-    """`numbers`: arithmetic and frozen weights."""
+    """`numbers`: arithmetic, frozen weights, and how the work is divided."""
     asked = config.train.fused
-    lacking = _why_not_fused(gpus, *numbers) if device == "cuda" else None
+    precision, frozen, dims = numbers
+    lacking = _why_not_fused(gpus, precision, frozen) if device == "cuda" else None
+    if dims.world_size > dims.replicate:
+        lacking = f"fused layers hold their weights whole, and the model is divided ({dims})"
     if asked != "auto":
         if asked == "on" and lacking is not None:
             raise DeviceError(f"train.fused=on is not possible here: {lacking}.", todo="Leave it out.")
@@ -246,7 +272,7 @@ def _fused(
         choices.automatic("train.fused", False, reason)
         return False
     what = "base and adapter are one product, few passes over memory"
-    nf4 = ", in fp8 straight from nf4" if numbers[1] == "nf4" else ""
+    nf4 = ", in fp8 straight from nf4" if frozen == "nf4" else ""
     choices.automatic("train.fused", True, f"weights are frozen: {what}{nf4}")
     return True
 
@@ -313,21 +339,23 @@ def _compile(config: TrainConfig, device: str, world_size: int, fused: bool, cho
     return True
 
 
-def _micro_batch(config: TrainConfig, world_size: int, device: str, choices: _Choices) -> int:
-    share = math.ceil(config.train.global_batch_size / world_size)
+def _micro_batch(config: TrainConfig, dims: ParallelDims, device: str, choices: _Choices) -> int:
+    share = math.ceil(config.train.global_batch_size / dims.data)
     asked = config.train.micro_batch_size
     if asked != "auto":
         if asked > share:
             raise ConfigError(
                 f"train.micro_batch_size={asked} is more than one process gets of the global batch"
-                f" ({config.train.global_batch_size} over {world_size} = {share}).",
+                f" ({config.train.global_batch_size} over {dims.data} = {share}).",
                 todo=f"Set train.micro_batch_size to {share} or less, or to auto.",
             )
         choices.asked("train.micro_batch_size", asked)
         return asked
     budget = GPU_TOKENS_PER_MICRO_BATCH if device == "cuda" else CPU_TOKENS_PER_MICRO_BATCH
     largest = max(1, min(share, budget // config.data.seq_len))
-    passes = math.ceil(share / largest)
+    # A pipeline is idle for (stages - 1) of (passes + stages - 1) turns; with four passes per stage, for about a fifth.
+    wanted = 4 * dims.pipeline if dims.pipeline > 1 else 1
+    passes = min(share, max(math.ceil(share / largest), wanted))
     size = math.ceil(share / passes)
     choices.automatic(
         "train.micro_batch_size",

@@ -89,6 +89,8 @@ class ProgressBar:
             "model.saved": self._model_saved,
             "generate.progress": self._generate_progress,
             "generate.done": self._generate_done,
+            "verify.progress": self._verify_progress,
+            "aggregation.left_out": self._left_out,
             "verdict": self._verdict,
             "notice": lambda event: self._display.line(event["message"], ""),
             "warning": lambda event: self._display.line(f"warning: {event['message']}", "yellow"),
@@ -194,6 +196,16 @@ class ProgressBar:
 
     def _model_saved(self, event: Event) -> None:
         self._done(f"{event['form']} saved: {self._output / event['path']}")
+
+    def _verify_progress(self, event: Event) -> None:
+        new = Stage("comparing with one process", "modes", event["time"], total=event["total"])
+        self._update("verify", event, new, done=event["done"])
+
+    def _left_out(self, event: Event) -> None:
+        ranks = ", ".join(map(str, event["ranks"]))
+        self._display.line(
+            f"step {event['step']}: the gradient of rank {ranks} is not finite and was left out", "yellow"
+        )
 
     def _generate_progress(self, event: Event) -> None:
         new = Stage("generating", "prompts", event["time"], total=event["total"])

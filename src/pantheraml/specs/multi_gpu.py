@@ -5,37 +5,102 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+
+from pantheraml.specs.parallel import DIMENSIONS, Degree
 
 
 class MultiGPUMode(StrEnum):
     """Values are what YAML, flags and REST write."""
 
     NONE = "none"
+    DATAPARALLEL = "dataparallel"
     DISTRIBUTED = "distributed"
+    HYBRID = "hybrid"
     AUTO = "auto"
+
+
+Aggregation = Literal["mean", "weighted", "median", "trimmed_mean"]
+
+_ALIASES = {"weighted_mean": "weighted"}
 
 
 @dataclass(config=ConfigDict(extra="forbid", use_attribute_docstrings=True), kw_only=True)
 class MultiGPUConfig:
     mode: MultiGPUMode = MultiGPUMode.AUTO
-    """none: one process; distributed: one process per device (DDP); auto: distributed when there is more than one."""
+    """none: one process; dataparallel: one process that copies the model to each GPU for every batch (simple, slow);
+    distributed: one process per device, each with the whole model (DDP) unless degrees say otherwise; hybrid: two kinds
+    of parallelism, see hybrid_strategy; auto: distributed when there is more than one device."""
     world_size: Annotated[int, Field(ge=1)] | None = None
     """Number of processes; None = one per visible GPU, or one on a machine without GPUs."""
     device_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """GPU indices to use, as `pantheraml gpus` numbers them; None = all visible ones."""
+    replicate: Degree | None = None
+    """Copies of the model, each with other samples (DDP; with `shard`, HSDP); None = as many as processes allow."""
+    shard: Degree | None = None
+    """Parts that weights, gradients and optimizer state are cut into, each with other samples (FSDP2)."""
+    tensor: Degree | None = None
+    """Parts that every weight matrix is cut into (tensor parallel)."""
+    pipeline: Degree | None = None
+    """Groups of layers, one after another (pipeline parallel)."""
+    context: Degree | None = None
+    """Parts that every sequence is cut into (context parallel)."""
+    hybrid_strategy: Literal["pipeline", "model_parallel", "data_parallel"] = "pipeline"
+    """What mode=hybrid puts beside copies: pipeline stages, tensor parallel, or sharded weights."""
+    stages_per_process: Annotated[int, Field(ge=1)] = 1
+    """Pipeline stages that each process holds: 1 is the 1F1B schedule, more the interleaved one (a smaller bubble)."""
     backend: Literal["nccl", "gloo"] = "nccl"
     """Communication between GPUs; processes on CPUs always use gloo."""
+    aggregation: Aggregation = "mean"
+    """How gradients of the copies become one: mean (over tokens: equal to one GPU), weighted (by aggregation_weights),
+    median or trimmed_mean (robust against a few bad ranks; no longer equal to one GPU)."""
+    aggregation_weights: list[Annotated[float, Field(ge=0)]] | None = None
+    """One per copy, for aggregation=weighted."""
+    leave_out_nonfinite: bool = False
+    """Leave out a rank whose gradient is not finite and go on with the others, instead of judging the whole step."""
+    batch_shares: Literal["even", "adaptive"] | list[Annotated[int, Field(ge=0)]] = "even"
+    """How a global batch is split over copies: even; adaptive (a slower rank gets less); or by hand, as 2,2,2,15."""
+    check_every: Annotated[int, Field(ge=0)] = 100
+    """Steps between two comparisons of the copies' weights and gradients; drift stops the run. 0: never."""
     find_unused_parameters: bool = False
     """DDP looks for parameters that a step did not use (slower); needed only when some are skipped."""
     gradient_as_bucket_view: bool = True
     """Gradients share memory with DDP's communication buckets."""
     broadcast_buffers: bool = True
     """DDP sends rank 0's buffers to all ranks before each forward pass."""
+    static_graph: bool = True
+    """Allow DDP's static graph; it is used where reentrant checkpointing needs it."""
+    sync_bn: bool = True
+    """Batch normalisation, where a model has it, over all ranks of a GPU run."""
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
     """Size of a DDP communication bucket in MiB."""
     timeout_seconds: Annotated[int, Field(ge=1)] = 300
     """How long a rank waits for its peers before the run stops with an error."""
+    max_retries: Annotated[int, Field(ge=0)] = 3
+    """How often processes that could not meet try again, before anything was computed."""
+    strict: bool = False
+    """Stop if a rank cannot use its device, instead of going on with one device after a warning."""
     grace_seconds: Annotated[int, Field(ge=1)] = 120
     """How long workers may take to save after Ctrl-C or SIGTERM before they are killed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_aliases(cls, given: object) -> object:
+        values = given.kwargs if hasattr(given, "kwargs") else given
+        if isinstance(values, dict) and values.get("aggregation") in _ALIASES:
+            values["aggregation"] = _ALIASES[values["aggregation"]]
+        return given
+
+    @model_validator(mode="after")
+    def _check_together(self) -> MultiGPUConfig:
+        asked = [name for name in DIMENSIONS if getattr(self, name) is not None]
+        if asked and self.mode in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL, MultiGPUMode.HYBRID):
+            raise ValueError(
+                f"parallel.{asked[0]} is for mode=distributed or auto; mode={self.mode} decides about that by itself"
+            )
+        if (self.aggregation == "weighted") != (self.aggregation_weights is not None):
+            raise ValueError("aggregation=weighted and aggregation_weights go together")
+        if self.stages_per_process > 1 and (self.pipeline or 1) == 1 and self.mode is not MultiGPUMode.HYBRID:
+            raise ValueError("stages_per_process > 1 needs parallel.pipeline > 1")
+        return self

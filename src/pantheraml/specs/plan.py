@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import Checkpointing
 
 
@@ -51,6 +52,8 @@ class Plan(Value):
     device_ids: tuple[int, ...]
     """GPU indices, one per local rank; empty on CPU."""
     world_size: int
+    dims: ParallelDims
+    """How the processes divide the work."""
     backend: Literal["nccl", "gloo"]
     precision: Literal["fp32", "bf16", "fp16"]
     frozen_weights: Literal["fp8", "int8", "nf4"] | None

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
 from pantheraml.base import env, log
-from pantheraml.base.errors import PantheraError, WorkerError
-from pantheraml.base.events import EventWriter, emit_error
-from pantheraml.launch.local import LOG_FILE, die_with_parent
+from pantheraml.base.errors import WorkerError
+from pantheraml.base.events import EventWriter
+from pantheraml.launch.local import die_with_parent
+from pantheraml.worker.process import run_reporting
 
 Task = Callable[[Path, EventWriter], None]
 
-TASKS = ("prepare", "train", "generate", "export")
+TASKS = ("prepare", "train", "generate", "export", "verify")
 
 
 def load_task(name: str) -> Task:
@@ -37,23 +37,7 @@ def main() -> int:
     name, folder = sys.argv[1], Path(sys.argv[2])
     die_with_parent()
     log.start(debug=env.debug_requested())
-    with EventWriter(folder, rank=env.process_rank().rank) as emit:
-        try:
-            load_task(name)(folder, emit)
-        except PantheraError as err:
-            traceback.print_exc()
-            emit_error(emit, err, traceback=traceback.format_exc())
-            return err.exit_code
-        except Exception as err:  # noqa: BLE001 - the border of the process: anything unforeseen is reported, not lost
-            unforeseen = WorkerError(
-                f"The {name} worker failed: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}",
-                where=str(folder / LOG_FILE),
-                todo="The full traceback is in that log; `--debug` prints it.",
-            )
-            traceback.print_exc()
-            emit_error(emit, unforeseen, traceback=traceback.format_exc())
-            return unforeseen.exit_code
-    return 0
+    return run_reporting(name, folder, lambda events: load_task(name)(folder, events))
 
 
 if __name__ == "__main__":

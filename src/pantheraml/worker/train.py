@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,14 @@ from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
 from pantheraml.engine.out_of_memory import explain
 from pantheraml.engine.step import Stepper
-from pantheraml.models.adapters import (
-    apply_method,
-    parameter_count,
-    save_trained,
-    trainable_parameters,
-    trained_form,
-)
+from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse, quantise_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
-from pantheraml.parallel.process_group import World, open_world
+from pantheraml.parallel.gather import full_tensors
+from pantheraml.parallel.process_group import NotNeededError, World, open_world
+from pantheraml.specs.multi_gpu import MultiGPUConfig
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
@@ -41,12 +40,26 @@ def train_task(folder: Path, events: EventWriter) -> None:
     run = RunDir(folder)
     config, plan = run.config(), run.plan()
     stop = StopFlag(run.stop_file)
-    with stop.listening(), open_world(plan, timeout_seconds=config.parallel.timeout_seconds) as world:
+    with stop.listening(), contextlib.suppress(NotNeededError), join(config.parallel, plan) as world:
         emit: Emit = events if world.is_main else _silent
+        if world.fallback_reason is not None:
+            plan = alone(plan)
+            emit("warning", message=f"one process goes on instead of {run.plan().world_size}: {world.fallback_reason}")
         try:
             train_rank(run, config, plan, world, emit, stop)
         except torch.OutOfMemoryError as err:
             raise explain(err, config, plan) from err
+
+
+def join(parallel: MultiGPUConfig, plan: Plan) -> AbstractContextManager[World]:
+    return open_world(
+        plan, timeout_seconds=parallel.timeout_seconds, max_retries=parallel.max_retries, strict=parallel.strict
+    )
+
+
+def alone(plan: Plan) -> Plan:
+    """The plan for the one process that is left; the global batch, and so the result, stays."""
+    return plan.model_copy(update={"world_size": 1, "dims": ParallelDims()})
 
 
 def _silent(kind: str, /, **fields: Any) -> None:
@@ -55,17 +68,19 @@ def _silent(kind: str, /, **fields: Any) -> None:
 
 def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit: Emit, stop: StopFlag) -> None:
     """This rank's part of the run, inside a process group that is already open."""
-    torch.manual_seed(config.train.seed + world.rank)
+    layout = world.layout
+    # Processes that see the same tokens drop the same ones.
+    torch.manual_seed(config.train.seed + layout.data_rank * layout.dims.context + layout.place["context"])
     model = build_model(config, plan, world, emit)
-    world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
-    stepper = Stepper(model, trainable_parameters(model), config, world, plan.precision, graph=plan.cuda_graph)
-    if plan.compile:
-        compile_layers(model)
-    if stepper.loss_model.full_logits_reason:
-        emit("notice", message=f"the loss needs full logits: {stepper.loss_model.full_logits_reason}")
     train_data, eval_data = open_data(run)
     for dataset in (train_data, eval_data):
         check_vocabulary(model, dataset)
+    world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
+    stepper = Stepper(model, config, world, plan)
+    if plan.compile:
+        compile_layers(model)
+    if stepper.passes.full_logits_reason:
+        emit("notice", message=f"the loss needs full logits: {stepper.passes.full_logits_reason}")
     loop = TrainingLoop(
         Job(
             config=config,
@@ -81,12 +96,24 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
     )
     loop.resume()
     stopped_by = loop.run()
-    if stopped_by != "request" and world.is_main:
-        form = trained_form(config.method)
-        tokenizer = load_tokenizer(config.model)
-        save_trained(model, run.path / form, method=config.method, model_config=config.model, tokenizer=tokenizer)
-        emit("model.saved", path=form, form=form)
+    if stopped_by != "request":
+        save_result(run, config, stepper, emit)
     world.wait_for_main()
+
+
+def save_result(run: RunDir, config: TrainConfig, stepper: Stepper, emit: Emit) -> None:
+    """The adapter or the whole model, from wherever its parts are. A collective; rank 0 writes."""
+    world, form = stepper.world, trained_form(config.method)
+    weights = dict(full_tensors(stepper.parameters, world.layout, world.patient_group))
+    if world.is_main:
+        save_trained(
+            Trained(stepper.model, weights),
+            run.path / form,
+            method=config.method,
+            model_config=config.model,
+            tokenizer=load_tokenizer(config.model),
+        )
+        emit("model.saved", path=form, form=form)
 
 
 def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:

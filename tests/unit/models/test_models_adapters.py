@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.adapters import (
+    Trained,
     apply_method,
     parameter_count,
     quantisation,
@@ -56,7 +57,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def save(model: Any, method: MethodConfig, base: Path, path: Path) -> str:
     config = ModelConfig(path=str(base))
-    save_trained(model, path, method=method, model_config=config, tokenizer=load_tokenizer(config))
+    save_trained(Trained.of(model), path, method=method, model_config=config, tokenizer=load_tokenizer(config))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.engine.loss import LossModel
-from pantheraml.models.adapters import apply_method, parameter_count, save_trained, trainable_parameters
+from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trainable_parameters
 from pantheraml.models.families import head_loss, plain_head
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.quantise.fp8 import FP8Linear, FP8LoraLinear, quantise_head
@@ -162,7 +162,11 @@ def test_adapters_load_in_plain_peft(folder: Path, tmp_path: Path) -> None:
     model = adapted(folder, "fp8")
     config = ModelConfig(path=str(folder))
     save_trained(
-        model, tmp_path / "a", method=MethodConfig(rank=4), model_config=config, tokenizer=load_tokenizer(config)
+        Trained.of(model),
+        tmp_path / "a",
+        method=MethodConfig(rank=4),
+        model_config=config,
+        tokenizer=load_tokenizer(config),
     )
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(tmp_path / "a"))
     dense = adapted(folder, None)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pantheraml.base.errors import ModelError, RunDirectoryError
-from pantheraml.models.adapters import apply_method, quantisation, save_trained, trainable_parameters
+from pantheraml.models.adapters import Trained, apply_method, quantisation, save_trained, trainable_parameters
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.trained import export_merged, load_trained, merge_adapter
@@ -41,7 +41,7 @@ def train(base: Path, method: MethodConfig, path: Path) -> tuple[ModelConfig, to
     generator = torch.Generator().manual_seed(3)
     for _, parameter in trainable_parameters(model):
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    save_trained(model, path, method=method, model_config=config, tokenizer=load_tokenizer(config))
+    save_trained(Trained.of(model), path, method=method, model_config=config, tokenizer=load_tokenizer(config))
     return config, logits(model)
 
 

@@ -1,28 +1,150 @@
 from __future__ import annotations
 
-import numpy as np
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from pantheraml.parallel.data import gradient_scale, shard
+from pantheraml.engine.checkpointing import apply_checkpointing
+from pantheraml.parallel.data import (
+    OwnTime,
+    decide_static_graph,
+    synchronise_batch_norm,
+    uses_reentrant_checkpointing,
+    without_sync,
+    wrap,
+)
 from pantheraml.parallel.process_group import World
 
-
-@pytest.mark.parametrize(("samples", "size", "micro"), [(8, 1, 8), (7, 2, 2), (3, 4, 1), (10, 3, 4), (16, 4, 4)])
-def test_shards_cover_the_batch_once_in_order(samples: int, size: int, micro: int) -> None:
-    ids = np.arange(100, 100 + samples)
-    parts = [shard(ids, rank=rank, size=size, micro_batch=micro) for rank in range(size)]
-    assert np.concatenate([part for rank in parts for part in rank]).tolist() == ids.tolist()
-    counts = [sum(len(part) for part in rank) for rank in parts]
-    assert max(counts) - min(counts) <= 1
-    assert all(1 <= len(part) <= micro for rank in parts for part in rank)
-
-
-def test_gradient_scale_undoes_the_mean_over_ranks() -> None:
-    world = World(rank=0, size=4, device=torch.device("cpu"))
-    assert gradient_scale(world, 100) == pytest.approx(4 / 100)
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+IN_FAVOUR = {
+    "allowed": True,
+    "reentrant_checkpointing": True,
+    "unused_parameters": False,
+    "accumulates": False,
+    "compiled": False,
+    "mixture_of_experts": False,
+}
 
 
 def test_one_process_gathers_itself() -> None:
-    rows = World(rank=0, size=1, device=torch.device("cpu")).gather([1.0, 2.0])
+    rows = ALONE.gather([1.0, 2.0])
     assert rows.tolist() == [[1.0, 2.0]]
+
+
+def test_one_process_is_not_wrapped() -> None:
+    model = nn.Linear(2, 2)
+    settings = SimpleNamespace(
+        find_unused_parameters=False, gradient_as_bucket_view=True, broadcast_buffers=True, bucket_cap_mb=25
+    )
+    assert wrap(model, ALONE, settings) is model
+    with without_sync(model):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_static_graph_is_on_for_reentrant_checkpointing() -> None:
+    assert decide_static_graph(**IN_FAVOUR).value
+
+
+@pytest.mark.parametrize(
+    ("against", "reason"),
+    [
+        ({"allowed": False}, "parallel.static_graph"),
+        ({"reentrant_checkpointing": False}, "nothing needs it"),
+        ({"unused_parameters": True}, "find_unused_parameters"),
+        ({"accumulates": True}, "local"),
+        ({"compiled": True}, "compiled"),
+        ({"mixture_of_experts": True}, "experts"),
+    ],
+)
+def test_static_graph_is_off_for_a_reason(against: dict[str, bool], reason: str) -> None:
+    decision = decide_static_graph(**{**IN_FAVOUR, **against})
+    assert not decision.value
+    assert reason in decision.reason
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=11, num_key_value_heads=1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [({"use_reentrant": True}, True), ({"use_reentrant": False}, False), ({}, True), (None, False)],
+)
+def test_reentrant_checkpointing_is_seen(llama: Any, arguments: dict[str, bool] | None, expected: bool) -> None:
+    llama.gradient_checkpointing_enable(arguments)
+    assert uses_reentrant_checkpointing(llama) is expected
+    llama.gradient_checkpointing_disable()
+    assert not uses_reentrant_checkpointing(llama)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+def test_our_own_checkpointing_is_not_reentrant(llama: Any, mode: Any) -> None:
+    apply_checkpointing(llama, mode)
+    assert not uses_reentrant_checkpointing(llama)
+    apply_checkpointing(llama, "none")
+
+
+def test_reentrant_checkpointing_around_another_function_is_seen(llama: Any) -> None:
+    def offloading(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **kwargs)
+
+    llama.gradient_checkpointing_enable()
+    for layer in llama.model.layers:
+        layer._gradient_checkpointing_func = partial(offloading, use_reentrant=True)
+    assert uses_reentrant_checkpointing(llama)
+    llama.gradient_checkpointing_disable()
+
+
+def test_batch_norm_is_left_alone_where_there_is_none_or_no_gpu() -> None:
+    plain, normed = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for model, device, reason in ((plain, "cuda", "no batch norm"), (normed, "cpu", "between GPUs only")):
+        same, decision = synchronise_batch_norm(model, torch.device(device))
+        assert same is model
+        assert not decision.value
+        assert decision.reason.startswith("not applicable")
+        assert reason in decision.reason
+
+
+def test_batch_norm_is_converted_for_gpus() -> None:
+    """Converting needs no GPU, only running does."""
+    normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    converted, decision = synchronise_batch_norm(normed, torch.device("cuda"))
+    assert decision.value
+    assert isinstance(converted[1], nn.SyncBatchNorm)
+
+
+def test_own_time_ends_with_the_first_parameters_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    clock = OwnTime(list(model.named_parameters()), torch.device("cpu"))
+    clock.start()
+    time.sleep(0.05)
+    model(torch.ones(1, 4)).sum().backward()
+    worked = clock.seconds()
+    time.sleep(0.01)  # waiting for peers is not counted
+    assert clock.seconds() == worked >= 0.05
+    clock.start()
+    assert clock.seconds() == 0, "nothing was computed since"
+    clock.close()
+    model(torch.ones(1, 4)).sum().backward()
+    assert clock.seconds() == 0
+
+
+def test_own_time_spans_all_passes_of_a_step() -> None:
+    model = nn.Linear(4, 4)
+    clock = OwnTime(list(model.named_parameters()), torch.device("cpu"))
+    clock.start()
+    for _ in range(3):
+        time.sleep(0.02)
+        model(torch.ones(1, 4)).sum().backward()
+    assert clock.seconds() >= 0.06
+    clock.close()

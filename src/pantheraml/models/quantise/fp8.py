@@ -12,12 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.kernels.e4m3 import E4M3, shared_scale, to_e4m3
 from pantheraml.kernels.fp8_product import fp8_product, transposed
 from pantheraml.kernels.quantise_rows import quantise_rows
 from pantheraml.models.quantise.lora import PackedLoraLinear
 
 _PIECE = 8192
+_TENSOR_CORE = 16
+"""Sizes of fp8 products must be multiples of this."""
 
 
 class FP8Linear(nn.Module):
@@ -39,6 +42,26 @@ class FP8Linear(nn.Module):
         self.register_buffer("qweight", payload, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def keep_rows(self, rows: slice) -> None:
+        """Become the layer of these outputs alone."""
+        self._keep(self.qweight[rows])
+        self.scale = self.scale[rows].clone()
+        self.bias = None if self.bias is None else self.bias[rows].clone()
+
+    def keep_columns(self, columns: slice) -> None:
+        """Become the layer of these inputs alone. The bias stays."""
+        self._keep(self.qweight[:, columns])
+
+    def _keep(self, part: Tensor) -> None:
+        if part.is_cuda and any(size % _TENSOR_CORE for size in part.shape):
+            raise UnsupportedModelError(
+                f"An fp8 layer cannot be cut to {part.shape[0]} outputs of {part.shape[1]} inputs:"
+                f" the tensor cores take multiples of {_TENSOR_CORE}.",
+                todo="Use a smaller parallel.tensor, or model.precision=bf16.",
+            )
+        self.qweight = part.clone(memory_format=torch.contiguous_format)
+        self.out_features, self.in_features = part.shape
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -89,7 +112,7 @@ def quantise_head(model: Any) -> bool:
     kind = type(head)
     if kind is not nn.Linear or head.bias is not None or head.weight.requires_grad:
         return False
-    if head.in_features % 16 or head.out_features % 16:  # what the tensor cores take
+    if head.in_features % _TENSOR_CORE or head.out_features % _TENSOR_CORE:
         return False
     model.set_output_embeddings(FP8Linear(head.weight, None, scales="one"))
     return True

@@ -75,6 +75,17 @@ class Int8Linear(nn.Module):
         """A plain layer of the kind this one was made from, with the weight that int8 left of the original."""
         return plain_linear(self.dequantise(dtype), self.bias, from_conv1d=self.from_conv1d)
 
+    def keep_rows(self, rows: slice) -> None:
+        """Become the layer of these outputs alone."""
+        self.qweight, self.scale = self.qweight[rows].clone(), self.scale[rows].clone()
+        self.bias = None if self.bias is None else self.bias[rows].clone()
+        self.out_features = self.qweight.shape[0]
+
+    def keep_columns(self, columns: slice) -> None:
+        """Become the layer of these inputs alone. The bias stays."""
+        self.qweight = self.qweight[:, columns].clone(memory_format=torch.contiguous_format)
+        self.in_features = self.qweight.shape[1]
+
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

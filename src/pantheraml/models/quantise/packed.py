@@ -68,6 +68,18 @@ def unpack_linears(model: nn.Module, dtype: torch.dtype) -> int:
     return len(names)
 
 
+def constant_buffers(model: nn.Module) -> list[str]:
+    """Full names of buffers that no step changes and all ranks make alike: packed weights, and what is computed from
+    the config and never saved (rotary frequencies)."""
+    computed = [
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+        if getattr(module, buffer) is not None
+    ]
+    return sorted({*packed_buffers(model), *computed})
+
+
 def packed_buffers(model: nn.Module) -> list[str]:
     """Full names of the packed weights. No rank changes them on its own, so DDP must not send them at every step."""
     return [

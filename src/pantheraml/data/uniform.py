@@ -1,0 +1,89 @@
+"""The micro-batches of one step in one shape, for stages of a pipeline, which agree on shapes before they send.
+
+Rows keep their order and their documents; what fills up a row, or a whole micro-batch, is a document of its own without
+targets. So the sum of token losses is the same, and every rank that reads the same batches finds the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pantheraml.data.batch import Batch, document_ends
+from pantheraml.data.documents import NO_LOSS, Ints
+
+
+@dataclass(frozen=True)
+class UniformBatches:
+    """n micro-batches: [n, B, S] LongTensors, and of each micro-batch what `Batch` says of itself."""
+
+    input_ids: Tensor
+    targets: Tensor
+    position_ids: Tensor
+    boundaries: tuple[Tensor | None, ...]
+    max_lengths: tuple[int, ...]
+    target_counts: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        count, rows, width = self.input_ids.shape
+        return count, rows, width
+
+    def to(self, device: torch.device) -> UniformBatches:
+        ends = (ends if ends is None else ends.to(device, non_blocking=True) for ends in self.boundaries)
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            boundaries=tuple(ends),
+        )
+
+
+def uniform(batches: Sequence[Batch], *, at_least: int = 1, multiple_of: int = 1) -> UniformBatches:
+    """All rows of `batches` (on the CPU), as wide as the widest, in as many micro-batches as there were.
+
+    There are more if `at_least` or `multiple_of` ask for it: rows are dealt out anew, never more to a micro-batch than
+    the fullest had, and micro-batches without any row are made up.
+    """
+    count = -(-max(len(batches), at_least) // multiple_of) * multiple_of
+    width = max(batch.input_ids.shape[1] for batch in batches)
+    rows = -(-sum(len(batch.input_ids) for batch in batches) // count)
+    input_ids = np.zeros((count * rows, width), dtype=np.int64)  # any token will do where nothing comes of it
+    targets = np.full_like(input_ids, NO_LOSS)
+    position_ids = np.tile(np.arange(width), (count * rows, 1))
+    documents: list[Ints] = [np.array([width])] * len(input_ids)
+    place = 0
+    for batch in batches:
+        for row, lengths in enumerate(_document_lengths(batch)):
+            filled = batch.input_ids.shape[1]
+            input_ids[place, :filled] = batch.input_ids[row].numpy()
+            targets[place, :filled] = batch.targets[row].numpy()
+            position_ids[place, :filled] = batch.position_ids[row].numpy()
+            position_ids[place, filled:] = np.arange(width - filled)
+            documents[place] = np.append(lengths, width - filled) if filled < width else lengths
+            place += 1
+    parts = [np.concatenate(documents[first : first + rows]) for first in range(0, len(documents), rows)]
+    shape = (count, rows, width)
+    return UniformBatches(
+        input_ids=torch.from_numpy(input_ids.reshape(shape)),
+        targets=torch.from_numpy(targets.reshape(shape)),
+        position_ids=torch.from_numpy(position_ids.reshape(shape)),
+        boundaries=tuple(None if (lengths == width).all() else document_ends(lengths) for lengths in parts),
+        max_lengths=tuple(int(lengths.max()) for lengths in parts),
+        target_counts=tuple((targets.reshape(count, -1) != NO_LOSS).sum(axis=1).tolist()),
+    )
+
+
+def _document_lengths(batch: Batch) -> list[Ints]:
+    """Row by row, the tokens of each document."""
+    rows, width = batch.input_ids.shape
+    edges = np.arange(0, rows * width + 1, width)
+    if batch.boundaries is not None:
+        edges = np.union1d(edges, batch.boundaries.numpy())
+    lengths, starts = np.diff(edges), edges[:-1]
+    return [lengths[starts // width == row] for row in range(rows)]

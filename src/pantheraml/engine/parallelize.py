@@ -1,0 +1,140 @@
+"""Spreading a model over the processes of a run: what is done to it, in which order.
+
+Each line of `parallelize` is a plain function of `parallel/` that changes the model in place. Before it, the model was
+loaded, quantised and given its adapters; after it, the trainable parameters have to be taken by name again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pantheraml.engine.loss import LossModel
+from pantheraml.engine.passes import Autocast, Passes, Peers, WholePasses
+from pantheraml.engine.pipeline_run import PipelineRun
+from pantheraml.models.attention import use_context_parallel
+from pantheraml.models.quantise.packed import constant_buffers, packed_buffers
+from pantheraml.parallel import data, fsdp
+from pantheraml.parallel.aggregate import Finish, attach, nothing_to_finish
+from pantheraml.parallel.layout import Layout
+from pantheraml.parallel.process_group import World
+from pantheraml.parallel.tensor import shard_tensors
+from pantheraml.specs.multi_gpu import MultiGPUConfig
+
+
+@dataclass(frozen=True)
+class Parallelised:
+    passes: Passes
+    mean_over: int = 1
+    """What a loss has to be multiplied by, because gradients come out as the mean over so many processes."""
+    finish: Finish = nothing_to_finish
+    """Ends the exchange of gradients after the last backward pass of a step."""
+    held_twice: frozenset[str] = frozenset()
+    """Trainable parameters of this process that another pipeline stage counts."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What else is known about a run that bears on how its passes are made."""
+
+    graph: bool = False
+    """A step's kernels are recorded and replayed."""
+    compiled: bool = False
+    """Layers will be compiled."""
+    accumulates: bool = False
+    """A step may take more than one pass."""
+
+
+def parallelize(
+    model: nn.Module, world: World, config: MultiGPUConfig, autocast: Autocast, traits: Traits
+) -> Parallelised:
+    """Spread `model` over the processes of `world`, in place. A collective of all of them."""
+    layout, dims = world.layout, world.layout.dims
+    if dims.pipeline > 1:
+        return _pipelined(model, world, config, autocast)
+    loss_model = LossModel(model)  # looks at the output head, so before anything is cut
+    if dims.context > 1:
+        use_context_parallel(model, layout.group("context"))
+    if dims.tensor > 1:
+        shard_tensors(model, layout.submesh("tensor"))
+    wrapped: nn.Module = loss_model
+    peers: dict[str, Any] = {"parts_of_rows": layout.group("context") if dims.context > 1 else None}
+    mean_over, finish = 1, nothing_to_finish
+    if dims.shard > 1:
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        fsdp.shard_parameters(loss_model, layers, _sharding_mesh(layout), packed_buffers=packed_buffers(loss_model))
+        peers["without_sync"] = partial(fsdp.without_sync, loss_model)
+    elif dims.tensor > 1:
+        peers["sum_over"] = _copies(layout)
+    elif dims.replicate * dims.context > 1:
+        wrapped = _with_ddp(loss_model, world, config, traits)
+        mean_over = dims.replicate * dims.context
+        finish = attach(
+            wrapped,
+            config.aggregation,
+            weights=config.aggregation_weights,
+            leave_out_nonfinite=config.leave_out_nonfinite,
+        )
+        peers["without_sync"] = partial(data.without_sync, wrapped)
+    passes = WholePasses(
+        loss_model, wrapped, Peers(**peers), device=world.device, autocast=autocast, graph=traits.graph
+    )
+    return Parallelised(passes, mean_over, finish)
+
+
+def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast: Autocast) -> Parallelised:
+    layout = world.layout
+    run = PipelineRun(
+        model,
+        layout.group("pipeline"),
+        device=world.device,
+        stages_per_process=config.stages_per_process,
+        data_group=_copies(layout),
+        autocast=autocast,
+    )
+    twice = run.shared_parameters if layout.place["pipeline"] > 0 else frozenset()
+    return Parallelised(run, held_twice=twice)
+
+
+def _with_ddp(loss_model: LossModel, world: World, config: MultiGPUConfig, traits: Traits) -> nn.Module:
+    static = data.decide_static_graph(
+        allowed=config.static_graph,
+        reentrant_checkpointing=data.uses_reentrant_checkpointing(loss_model),
+        unused_parameters=config.find_unused_parameters,
+        accumulates=traits.accumulates,
+        compiled=traits.compiled,
+        mixture_of_experts=has_experts(loss_model),
+    )
+    loss_model, _ = data.synchronise_batch_norm(loss_model, world.device, _copies(world.layout))
+    return data.wrap(
+        loss_model,
+        world,
+        config,
+        constant_buffers=constant_buffers(loss_model),
+        group=_copies(world.layout),
+        static_graph=static.value,
+    )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether some layers choose among experts, by the names that transformers gives to those."""
+    return any(name.endswith("experts") for name, _ in model.named_modules())
+
+
+def _copies(layout: Layout) -> dist.ProcessGroup | None:
+    """The processes that hold the same weights and see other tokens."""
+    names = [name for name in ("replicate", "context") if getattr(layout.dims, name) > 1]
+    return layout.group(*names) if names else None
+
+
+def _sharding_mesh(layout: Layout) -> DeviceMesh:
+    if layout.dims.replicate > 1:
+        assert layout.mesh is not None
+        return layout.mesh["replicate", "shard"]
+    return layout.submesh("shard", "context") if layout.dims.context > 1 else layout.submesh("shard")

@@ -1,0 +1,118 @@
+"""Forward and backward passes over the batches of a step, by a process that holds every layer, in whole or in part.
+
+`Passes` is what a step asks for, however the model is spread; a process that holds some layers only has
+`engine.pipeline_run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pantheraml.data.batch import Batch
+from pantheraml.engine.graph import StepGraph
+from pantheraml.engine.loss import LossModel
+from pantheraml.parallel.context import cut_sequence
+from pantheraml.parallel.gradient_sum import sum_gradients
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+class Passes(Protocol):
+    full_logits_reason: str | None
+    """Why the loss needs full logits; None if it does not."""
+
+    def backward(self, batches: Sequence[Batch], factor: float) -> Tensor:
+        """Add the gradient of `factor` times the summed loss of `batches`; that sum, as far as it was found here."""
+        ...
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The summed loss of `batch`, as far as it is found here."""
+        ...
+
+
+@dataclass(frozen=True)
+class Peers:
+    """How a process that holds every layer goes about its peers; by default it has none."""
+
+    without_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside, gradients stay local: for all micro-batches of a step but the last."""
+    sum_over: dist.ProcessGroup | None = None
+    """Whose gradients are added up after the last backward pass, where no wrapper does so meanwhile."""
+    parts_of_rows: dist.ProcessGroup | None = None
+    """Who shares the rows of every batch, each with a part of their tokens."""
+
+
+class WholePasses:
+    def __init__(
+        self,
+        loss_model: LossModel,
+        wrapped: nn.Module,
+        peers: Peers,
+        *,
+        device: torch.device,
+        autocast: Autocast,
+        graph: bool = False,
+    ) -> None:
+        """`wrapped` is what training calls: `loss_model` itself, or what holds it together with that of its peers."""
+        self._loss_model, self._wrapped, self._peers = loss_model, wrapped, peers
+        self._device, self._autocast = device, autocast
+        self.full_logits_reason = loss_model.full_logits_reason
+        self._trained = [p for p in loss_model.parameters() if p.requires_grad]
+        self.graph = StepGraph(self._run, self._trained, device) if graph else None
+
+    def backward(self, batches: Sequence[Batch], factor: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        last = len(batches) - 1
+        for index, batch in enumerate(batches):
+            if self.graph is not None:
+                total += self.graph(batch, factor)
+                continue
+            with nullcontext() if index == last else self._peers.without_sync():
+                total += self._run(self._own_part(batch), factor)
+        if self._peers.sum_over is not None:
+            sum_gradients(self._trained, self._peers.sum_over)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        return self._loss(self._loss_model, self._own_part(batch))
+
+    def _run(self, batch: Batch, factor: float | Tensor) -> Tensor:
+        """Forward and backward of one micro-batch, its loss times `factor`; the summed loss."""
+        loss = self._loss(self._wrapped, batch)
+        (loss * factor).backward()
+        return loss.detach()
+
+    def _loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        batch = batch.to(self._device)
+        with self._autocast():
+            loss: Tensor = module(
+                batch.input_ids,
+                batch.position_ids,
+                batch.targets,
+                batch.boundaries,
+                batch.max_length,
+                batch.target_count,
+            )
+        return loss
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """This process's tokens of every row; the documents stay those of whole rows, as attention sees them."""
+        group = self._peers.parts_of_rows
+        if group is None:
+            return batch
+        targets = cut_sequence(batch.targets, group)
+        return replace(
+            batch,
+            input_ids=cut_sequence(batch.input_ids, group),
+            position_ids=cut_sequence(batch.position_ids, group),
+            targets=targets,
+            target_count=int((targets >= 0).sum()),
+        )

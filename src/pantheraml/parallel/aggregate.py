@@ -1,0 +1,252 @@
+"""How the gradients of all ranks become one: DDP communication hooks.
+
+    mean            of all tokens: DDP's own all-reduce, for the engine scales each rank's loss by tokens
+    weighted        the same, where a token of rank i counts weights[i] times
+    median          of the ranks' mean token gradients, value by value (of an even number: midway between two)
+    trimmed_mean    of the same, less the largest and the smallest values
+
+A median needs every rank's value in one place. And whether a rank is to be left out, because its gradient is not
+finite, is known only when its last bucket is there, after others have been sent. Both therefore exchange slices: while
+backward runs, rank r gets slice r of each bucket from every peer; then the ranks agree on who takes part, for the whole
+step; then each reduces its slices, and all gather the results. That moves the bytes of a ring all-reduce, half of them
+beside backward; it holds one more copy of the gradients, and there is never anything to undo.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from pantheraml.base.errors import ConfigError
+
+Method = Literal["mean", "weighted", "median", "trimmed_mean"]
+ALIASES = {"weighted_mean": "weighted"}
+
+TRIM = 0.1
+"""Part of the ranks that a trimmed mean drops at either end; at least one rank."""
+
+
+class Finish(Protocol):
+    """To be called by all ranks after the last backward pass of a step: their gradients are the same then.
+
+    This rank's loss was the sum over its `target_tokens` times `factor`, which is one number for all ranks. The answer
+    is the ranks that were left out, by their number in the whole run. If no rank's gradient is finite then none is left
+    out, and the aggregate is not finite either.
+    """
+
+    def __call__(self, *, target_tokens: int, factor: float) -> tuple[int, ...]: ...
+
+
+def method_named(name: str) -> Method:
+    """The method that people mean by `name`."""
+    known = get_args(Method)
+    method = ALIASES.get(name, name)
+    if method not in known:
+        raise ConfigError(
+            f"There is no gradient aggregation `{name}`.", todo=f"Use one of {', '.join([*known, *ALIASES])}."
+        )
+    return cast(Method, method)
+
+
+def attach(
+    model: nn.Module, method: Method, *, weights: Sequence[float] | None = None, leave_out_nonfinite: bool = False
+) -> Finish:
+    """Have `model`, just wrapped for DDP, aggregate by `method`. A model that is not wrapped has no peers to heed.
+
+    `weights` (one per rank of DDP's group) are for `weighted`. `leave_out_nonfinite`: a rank whose gradient is not
+    finite does not take part in that step, and the others' weights are renormalised.
+    """
+    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    check_method(method, 1 if group is None else dist.get_world_size(group), weights)
+    if not isinstance(model, DistributedDataParallel) or (method == "mean" and not leave_out_nonfinite):
+        return nothing_to_finish
+    if method == "weighted" and not leave_out_nonfinite:
+        assert weights is not None, "checked above"
+        exchange: _WeightedSums | _Slices = _WeightedSums(model.process_group, weights)
+    else:
+        exchange = _Slices(model.process_group, _COMBINE[method], weights, leave_out_nonfinite)
+    # DDP compares a hook's annotations with classes, and those of this module are strings; a lambda has none.
+    model.register_comm_hook(None, lambda _, bucket: exchange.send(bucket))
+    return exchange.finish
+
+
+def check_method(method: Method, ranks: int, weights: Sequence[float] | None) -> None:
+    """ConfigError unless `ranks` ranks can aggregate that way."""
+    if (weights is not None) != (method == "weighted"):
+        raise ConfigError(
+            "Weights per rank belong to the gradient aggregation `weighted`, which needs them.",
+            todo="Give both, or neither.",
+        )
+    if weights is not None and (
+        len(weights) != ranks or not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights)
+    ):
+        raise ConfigError(
+            f"{list(weights)} are not weights for {ranks} rank(s).",
+            todo="Give one number for each rank, none below 0 and not all 0.",
+        )
+    if method == "trimmed_mean" and ranks < 3:
+        raise ConfigError(
+            f"The gradient aggregation `trimmed_mean` drops the largest and the smallest value; {ranks} rank(s) have no"
+            " others.",
+            todo="Use it with three ranks or more, or use `mean`.",
+        )
+
+
+def nothing_to_finish(*, target_tokens: int, factor: float) -> tuple[int, ...]:
+    return ()
+
+
+def _gather(values: list[Tensor], group: dist.ProcessGroup) -> list[list[float]]:
+    """Every rank's `values`, in rank order; the one place where the host waits for the device."""
+    mine = torch.stack([value.double() for value in values])
+    everyone = mine.new_empty(dist.get_world_size(group), len(values))
+    dist.all_gather(list(everyone), mine, group=group)
+    return cast(list[list[float]], everyone.tolist())
+
+
+class _WeightedSums:
+    """All-reduce of weight times gradient while backward runs, divided in the end by the weight of all tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, weights: Sequence[float]) -> None:
+        self._group = group
+        self._weight = weights[dist.get_rank(group)] / max(weights)  # up to 1, so that no gradient overflows
+        self._parameters: list[Tensor] = []
+
+    def send(self, bucket: GradBucket) -> Future[Tensor]:
+        if bucket.index() == 0:
+            self._parameters.clear()
+        self._parameters += bucket.parameters()
+        weighted = bucket.buffer().mul_(self._weight)
+        work = dist.all_reduce(weighted, group=self._group, async_op=True)
+        return _then_return(work, weighted)
+
+    def finish(self, *, target_tokens: int, factor: float) -> tuple[int, ...]:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        self._parameters.clear()
+        own = torch.tensor(self._weight * target_tokens, dtype=torch.float64, device=gradients[0].device)
+        total = math.fsum(mass for (mass,) in _gather([own], self._group))
+        torch._foreach_mul_(gradients, 1 / (factor * total) if total else 1.0)
+        return ()
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """One bucket on its way."""
+
+    parameters: list[Tensor]
+    sent: Tensor
+    rows: Tensor
+    """This rank's slice of it, a row from each rank."""
+    work: dist.Work
+
+
+class _Slices:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        combine: Callable[[Tensor, Tensor], Tensor],
+        weights: Sequence[float] | None,
+        leave_out_nonfinite: bool,
+    ) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
+        self._combine = combine
+        self._weights = [1.0] * self._size if weights is None else list(weights)
+        self._leave_out_nonfinite = leave_out_nonfinite
+        self._buckets: list[_Bucket] = []
+        self._finite: list[Tensor] = []
+
+    def send(self, bucket: GradBucket) -> Future[Tensor]:
+        if bucket.index() == 0:  # what a backward pass that failed left behind is void
+            self._buckets.clear()
+            self._finite.clear()
+        own = bucket.buffer()
+        self._finite.append(own.isfinite().all())
+        excess = -own.numel() % self._size
+        sent = F.pad(own, (0, excess)) if excess else own
+        rows = torch.empty_like(sent).view(self._size, -1)
+        work = dist.all_to_all_single(rows.view(-1), sent, group=self._group, async_op=True)
+        assert work is not None, "it is asynchronous"
+        self._buckets.append(_Bucket(bucket.parameters(), sent, rows, work))
+        return _then_return(work, own)
+
+    def finish(self, *, target_tokens: int, factor: float) -> tuple[int, ...]:
+        buckets, finite = self._buckets, torch.stack(self._finite).all()
+        self._buckets, self._finite = [], []
+        tokens = torch.tensor(target_tokens, device=finite.device)
+        everyone = _gather([tokens, finite], self._group)
+        masses = [weight * count for weight, (count, _) in zip(self._weights, everyone, strict=True)]
+        present = [rank for rank, mass in enumerate(masses) if mass > 0]
+        sound = [rank for rank in present if everyone[rank][1]]
+        partakers = sound if self._leave_out_nonfinite and sound else present
+        # A row times its scale is that rank's mean token gradient.
+        scales = torch.tensor([1 / (factor * everyone[rank][0]) for rank in partakers], dtype=torch.float64)
+        shares = torch.tensor([masses[rank] for rank in partakers], dtype=torch.float64)
+        for bucket in buckets:
+            self._replace_gradients(bucket, partakers, scales, shares / shares.sum())
+        left_out = sorted(set(present) - set(partakers))
+        return tuple(dist.get_global_rank(self._group, rank) for rank in left_out)
+
+    def _replace_gradients(self, bucket: _Bucket, partakers: list[int], scales: Tensor, shares: Tensor) -> None:
+        bucket.work.wait()
+        wide = torch.promote_types(bucket.rows.dtype, torch.float32)
+        if partakers:
+            rows = bucket.rows[partakers].to(wide) * scales.to(bucket.rows.device, wide).unsqueeze(1)
+            own = self._combine(rows, shares.to(bucket.rows.device, wide).unsqueeze(1)).to(bucket.rows.dtype)
+        else:
+            own = torch.zeros_like(bucket.rows[0])
+        whole = torch.empty_like(bucket.sent)
+        # Into parts of one tensor: its own form of all_gather has one name up to torch 2.12 and another one since.
+        dist.all_gather(list(whole.view(self._size, -1)), own, group=self._group)
+        offset = 0
+        for parameter in bucket.parameters:
+            gradient = parameter.grad
+            if gradient is not None:  # it is None where no rank used the parameter
+                part = whole[offset : offset + gradient.numel()]
+                gradient.copy_(part.as_strided(gradient.size(), gradient.stride()))  # a bucket keeps the strides
+            offset += parameter.numel()
+
+
+def _then_return(work: dist.Work | None, tensor: Tensor) -> Future[Tensor]:
+    assert work is not None, "it is asynchronous"
+    return work.get_future().then(lambda _: tensor)
+
+
+def mean(rows: Tensor, shares: Tensor) -> Tensor:
+    """Of one row per rank, by the ranks' shares of 1."""
+    return (rows * shares).sum(0)
+
+
+def median(rows: Tensor, shares: Tensor) -> Tensor:
+    """All ranks count alike."""
+    ordered, count = rows.sort(dim=0).values, len(rows)
+    return _where_finite(rows, (ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
+
+
+def trimmed_mean(rows: Tensor, shares: Tensor) -> Tensor:
+    """Without the `TRIM` largest and smallest of every column; of one or two rows, which have no middle, the mean."""
+    count = len(rows)
+    drop = min(max(1, int(TRIM * count)), (count - 1) // 2)
+    return _where_finite(rows, rows.sort(dim=0).values[drop : count - drop].mean(0))
+
+
+def _where_finite(rows: Tensor, combined: Tensor) -> Tensor:
+    """A NaN must not vanish among the values that are not used: the verdict on the step has to see it."""
+    return torch.where(rows.isfinite().all(0), combined, torch.nan)
+
+
+_COMBINE: dict[Method, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": mean,
+    "weighted": mean,
+    "median": median,
+    "trimmed_mean": trimmed_mean,
+}

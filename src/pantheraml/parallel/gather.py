@@ -1,0 +1,126 @@
+"""From sharded tensors to whole ones and back, to write and read files that know nothing of any sharding.
+
+Whole tensors exist one at a time: what a rank needs beside its own part is the largest of them, not the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pantheraml.parallel.layout import Layout
+
+NamedTensors = Sequence[tuple[str, Tensor]]
+
+
+class _Entry(NamedTuple):
+    """A tensor of the model, and the first pipeline stage that has it."""
+
+    stage: int
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def full_tensors(
+    named: NamedTensors, layout: Layout, group: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model, whole and on the CPU, one at a time on rank 0; nothing on other ranks.
+
+    A collective: all ranks run to its end, each with every tensor that it holds a part of. Stages of a pipeline hold
+    different ones and send theirs through `group`, a gloo group of all ranks; a name that two stages have comes once,
+    from the first of them. A tensor that is whole on rank 0's CPU already is given out as it is, not copied.
+    """
+    own, own_stage = dict(named), layout.place["pipeline"]
+    leads_stage = all(index == 0 for dimension, index in layout.place.items() if dimension != "pipeline")
+    for stage, name, shape, dtype in _inventory(named, layout, group):
+        whole = _whole(own[name]) if stage == own_stage else None
+        if not leads_stage:
+            continue
+        if own_stage == 0:
+            yield name, _receive(_first_rank(stage, layout), shape, dtype, group) if whole is None else whole.cpu()
+        elif whole is not None:
+            dist.send(whole.cpu(), dst=0, group=group)
+
+
+def load_full(named: NamedTensors, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse, on every rank by itself: each tensor takes its part of the whole one with its name."""
+    with torch.no_grad():
+        for name, tensor in named:
+            whole = tensors[name]
+            assert whole.shape == tensor.shape, f"{name}: {tuple(whole.shape)} does not fit {tuple(tensor.shape)}"
+            _local(tensor).copy_(own_part(whole, tensor))
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of `whole` where it is spread in the way `like` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    place = like.device_mesh.get_coordinate()
+    assert place is not None, "this rank is in the mesh of its own parameters"
+    # Tensor parallelism, on the right in a mesh, cuts first, and FSDP then cuts what that has left.
+    for dimension in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[dimension]
+        if placement.is_replicate():
+            continue
+        rows: int = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind have no base with it
+        pieces = whole.chunk(like.device_mesh.size(dimension), dim=rows)  # fewer than ranks where there are few rows
+        index = place[dimension]
+        whole = pieces[index] if index < len(pieces) else whole.narrow(rows, 0, 0)
+    return whole
+
+
+def spread_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor that belongs to `parameter` value by value (a moment) as one that can be gathered
+    and loaded as the parameter can. The memory is `local`'s."""
+    if not isinstance(parameter, DTensor):
+        return local
+    assert local.shape == parameter.to_local().shape, "a value for each of the parameter's"
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _inventory(named: NamedTensors, layout: Layout, group: dist.ProcessGroup | None) -> list[_Entry]:
+    """All tensors of all stages, in the order in which every rank comes to them."""
+    stage = layout.place["pipeline"]
+    entries = [_Entry(stage, name, tensor.shape, tensor.dtype) for name, tensor in named]
+    if layout.dims.pipeline == 1:
+        return entries
+    assert group is not None, "stages of a pipeline send their tensors through a group of all ranks"
+    everyone: list[list[_Entry]] = [[] for _ in range(layout.dims.world_size)]
+    dist.all_gather_object(everyone, entries, group=group)
+    found: dict[str, _Entry] = {}
+    for number in range(layout.dims.pipeline):
+        for entry in everyone[_first_rank(number, layout)]:
+            found.setdefault(entry.name, entry)
+    return list(found.values())
+
+
+def _first_rank(stage: int, layout: Layout) -> int:
+    return stage * layout.stage_ranks
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.contiguous()
+
+
+def _receive(source: int, shape: torch.Size, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    dist.recv(whole, src=source, group=group)
+    return whole
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,224 @@
+"""What each process runs for test_ddp_checkpointing: LoRA under DDP with every kind of activation checkpointing.
+
+`engine FOLDER` trains in our own wrapper, and writes what differs from one process without checkpointing;
+`trl FOLDER MODEL` trains by TRL's SFTTrainer, in as many processes as were started, and writes the losses.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.trainer_utils import set_seed
+from trl import SFTConfig, SFTTrainer
+
+from pantheraml import FastLanguageModel
+from pantheraml.base.env import process_rank
+from pantheraml.engine.checkpointing import apply_checkpointing
+from pantheraml.engine.loss import LossModel
+from pantheraml.parallel import aggregate
+from pantheraml.parallel.data import decide_static_graph, uses_reentrant_checkpointing, without_sync, wrap
+from pantheraml.parallel.process_group import World
+from tests import toy
+
+STEPS = 4
+LENGTH = 12
+Prepare = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    find_unused_parameters: bool = False
+    bucket_cap_mb: float = 0.002
+    gradient_as_bucket_view: bool = True
+    broadcast_buffers: bool = True
+
+
+def torch_checkpointing(model: Any, *, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()  # else reentrant checkpointing sees frozen inputs, and gives no gradient
+
+
+# name -> how to checkpoint, how many micro-batches a rank has, how gradients are aggregated
+CASES: dict[str, tuple[Prepare, int, aggregate.Method]] = {
+    "reentrant": (partial(torch_checkpointing, reentrant=True), 1, "mean"),
+    "reentrant accumulated": (partial(torch_checkpointing, reentrant=True), 3, "mean"),
+    "reentrant median": (partial(torch_checkpointing, reentrant=True), 2, "median"),
+    "not reentrant": (partial(torch_checkpointing, reentrant=False), 1, "mean"),
+    "not reentrant accumulated": (partial(torch_checkpointing, reentrant=False), 3, "mean"),
+    "full": (partial(apply_checkpointing, mode="full"), 2, "mean"),
+    "selective": (partial(apply_checkpointing, mode="selective"), 2, "mean"),
+    "offload": (partial(apply_checkpointing, mode="offload"), 2, "mean"),
+}
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=97, num_key_value_heads=2))
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, lora)
+
+
+def loss_sum(module: nn.Module, index: int) -> Tensor:
+    tokens = torch.randint(97, (1, LENGTH + 1), generator=torch.Generator().manual_seed(index))
+    loss: Tensor = module(tokens[:, :-1], torch.arange(LENGTH)[None], tokens[:, 1:])
+    return loss
+
+
+def trained(model: nn.Module, step: Callable[[int], None]) -> dict[str, Tensor]:
+    """The adapter after some steps, `step` giving the gradients of each."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
+    for number in range(STEPS):
+        step(number)
+        assert all(p.grad is not None for p in parameters.values())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {name: p.detach() for name, p in parameters.items()}
+
+
+def trained_alone(samples: int) -> dict[str, Tensor]:
+    model = LossModel(make_model())
+
+    def step(number: int) -> None:
+        for index in range(samples):
+            (loss_sum(model, number * samples + index) / (samples * LENGTH)).backward()
+
+    return trained(model, step)
+
+
+def trained_together(world: World, name: str, settings: Settings) -> tuple[dict[str, Tensor], bool, str]:
+    """The adapter, and what was decided about the static graph."""
+    prepare, micro_batches, method = CASES[name]
+    plain = make_model()
+    prepare(plain)
+    plain.train()
+    model = LossModel(plain)
+    decision = decide_static_graph(
+        allowed=True,
+        reentrant_checkpointing=uses_reentrant_checkpointing(model),
+        unused_parameters=settings.find_unused_parameters,
+        accumulates=micro_batches > 1,
+        compiled=False,
+        mixture_of_experts=False,
+    )
+    ddp = wrap(model, world, settings, static_graph=decision.value)
+    finish = aggregate.attach(ddp, method)
+    samples = world.size * micro_batches
+    factor = world.size / (samples * LENGTH)
+
+    def step(number: int) -> None:
+        first = number * samples + world.rank * micro_batches
+        for index in range(micro_batches):
+            with nullcontext() if index == micro_batches - 1 else without_sync(ddp):
+                (loss_sum(ddp, first + index) * factor).backward()
+        finish(target_tokens=micro_batches * LENGTH, factor=factor)
+
+    return trained(model, step), *decision
+
+
+def run_engine(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
+    results: dict[str, Any] = {}
+    for name, (_, micro_batches, _) in CASES.items():
+        found, static, reason = trained_together(world, name, Settings())
+        expected = trained_alone(world.size * micro_batches)
+        assert found.keys() == expected.keys()
+        furthest = torch.stack([(found[key] - expected[key]).norm() / expected[key].norm() for key in expected]).max()
+        results[name] = {"difference": float(furthest), "static_graph": static, "reason": reason}
+    try:  # what the static graph is there to prevent
+        trained_together(world, "reentrant", Settings(find_unused_parameters=True))
+    except RuntimeError as err:
+        results["error"] = str(err)
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(results))
+    leave_group()
+
+
+def plain_model(folder: Path) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def our_model(folder: Path, **arguments: Any) -> Any:
+    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, device_map="cpu")
+    return FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, **arguments)
+
+
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+# name -> the model, and what its trainer is told
+TRL_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    # transformers looks for unused parameters of every PEFT model unless told otherwise
+    "reentrant": (plain_model, {**REENTRANT, "ddp_find_unused_parameters": False}),
+    "not reentrant": (plain_model, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    "ours, asked for reentrant": (our_model, REENTRANT),
+    "ours, selective": (partial(our_model, use_gradient_checkpointing="selective"), {}),
+}
+
+
+def train_by_trl(model: Any, model_folder: Path, output: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=str(output),
+            max_steps=STEPS,
+            per_device_train_batch_size=8 // process_rank().world_size,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+            learning_rate=1e-2,
+            max_length=64,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            **settings,
+        ),
+        train_dataset=Dataset.from_list(toy.arithmetic(64)),
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+    )
+    trainer.train()
+    logged = trainer.state.log_history
+    found = {key: [entry[key] for entry in logged if key in entry] for key in ("loss", "grad_norm")}
+    return {**found, "wrapped": type(trainer.model_wrapped).__name__}
+
+
+def run_trl(folder: Path, model_folder: Path) -> None:
+    results: dict[str, Any] = {}
+    for name, (make, settings) in TRL_CASES.items():
+        set_seed(0)
+        results[name] = train_by_trl(make(model_folder), model_folder, folder / "trainer", settings)
+    (folder / f"rank{process_rank().rank}.json").write_text(json.dumps(results))
+    leave_group()
+
+
+def leave_group() -> None:
+    """DDP's reducer must not be the last to hold a gloo group: it would join the group's threads with Python's lock
+    held, while one of them waits for that lock to free a tensor, and the process never ends (seen in torch 2.13)."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "engine":
+        run_engine(Path(sys.argv[2]))
+    else:
+        run_trl(Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,85 @@
+"""A model cut over ranks by tensor parallelism equals the same model in one piece, and sends what theory says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pantheraml.base.env import child_environment
+from tests.distributed.tensor_ranks import CASES
+
+RANKS = 4
+LAYERS = 2
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Case -> the worst relative differences that any rank saw, over five steps of two micro-batches."""
+    path = tmp_path_factory.mktemp("tensor") / "results.json"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(Path(__file__).with_name("tensor_ranks.py")), str(path)],
+        env=child_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_same_losses_gradients_weights_and_logits(results: dict[str, dict[str, Any]], name: str) -> None:
+    for what in ("loss", "gradient", "weights", "logits"):
+        assert results[name][what] <= TOLERANCE[CASES[name].dtype], what
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["logits", "gradients"])
+def test_fp8_is_as_near_to_plain_arithmetic_as_in_one_piece(results: dict[str, dict[str, Any]], what: str) -> None:
+    alone, cut = results["fp8"][what]
+    assert 1e-3 < alone < 0.2, "fp8 rounds"
+    assert cut <= 1.1 * alone
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_holds_its_share_of_the_weights(results: dict[str, dict[str, Any]], name: str) -> None:
+    """What adapters and norms are whole on every rank is at most a tenth of these small models."""
+    fair = 1 / CASES[name].degree
+    assert fair <= results[name]["share"] <= fair + 0.1
+
+
+@pytest.mark.timeout(300)
+def test_a_layer_sends_its_activations_twice_each_way(results: dict[str, dict[str, Any]]) -> None:
+    sent = results["llama full"]["collectives"]
+    # two a decoder layer, and the embedding; two numbers a token for the loss
+    assert sent["forward"] == {"all_reduce": 2 * LAYERS + 1, "allgather_": 1}
+    # two a decoder layer, and the gradient of the last hidden states
+    assert sent["backward"] == {"all_reduce": 2 * LAYERS, "allreduce_": 1}
+
+
+@pytest.mark.timeout(300)
+def test_whole_parameters_in_divided_work_send_their_gradients(results: dict[str, dict[str, Any]]) -> None:
+    sent = results["qwen3 full"]["collectives"]
+    assert sent["forward"] == {"all_reduce": 2 * LAYERS + 1, "allgather_": 1}
+    # and the gradients of the norms of queries and keys
+    assert sent["backward"] == {"all_reduce": (2 + 2) * LAYERS, "allreduce_": 1}
+
+
+@pytest.mark.timeout(300)
+def test_adapters_send_the_gradients_of_their_whole_halves_alone(results: dict[str, dict[str, Any]]) -> None:
+    sent = results["llama lora"]["collectives"]
+    assert sent["forward"] == {"all_reduce": 2 * LAYERS + 1, "allgather_": 1}
+    # one for each of seven adapted layers; nobody asks for the gradient of the first layer's input
+    assert sent["backward"] == {"all_reduce": (2 + 7) * LAYERS - 1, "allreduce_": 1}

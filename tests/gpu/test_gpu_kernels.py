@@ -1,0 +1,173 @@
+"""The fused layers' kernels where Triton compiles them: what the interpreter cannot show are instructions of the GPU's
+own, rows on their way to shared memory, and what becomes of NaN."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.fp8_product import transposed
+from pantheraml.kernels.gated_activation import (
+    Rows,
+    gated_activation,
+    gated_activation_backward,
+    reference_gated,
+    reference_gated_backward,
+)
+from pantheraml.kernels.lora_columns import adapter_gradient, blocks_of
+from pantheraml.kernels.lora_columns.reference import reference_gradient
+from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows
+from pantheraml.kernels.rms_norm import rms_norm
+from pantheraml.kernels.rotary import reference_rotate, unrotate_quantised
+from tests.interpreter.comparison import assert_close, assert_same_codes
+
+GPU = torch.device("cuda")
+BOTH = (False, True)
+WIDTHS = [14336, 16384, 11008, 8192, 3072, 80, 18944]
+"""Of MLPs: rows that fill a processor, that several have room on, and that the registers do not hold."""
+
+
+@pytest.fixture(autouse=True)
+def _needs_fp8() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("row-wise fp8 products need compute capability 9.0")
+    torch.manual_seed(0)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, device=GPU)).bfloat16()
+
+
+def assert_same_rows(payload: Tensor, scales: Tensor, wanted: Tensor, wanted_scales: Tensor) -> None:
+    torch.testing.assert_close(scales, wanted_scales, rtol=1e-5, atol=0)  # an exponential is right to 2**-22 or so
+    assert_same_codes(payload, wanted)
+
+
+def assert_rows(found: Rows, wanted: Tensor, multiplier: Tensor | None = None) -> None:
+    columns = wanted.shape[1]
+    if found.scales is None:
+        torch.testing.assert_close(found.payload[:, :columns], wanted.bfloat16(), rtol=2**-7, atol=1e-6)
+    else:
+        assert_same_rows(found.payload[:, :columns], found.scales, *reference_quantise_rows(wanted, multiplier))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("gelu", "quantise"), itertools.product(BOTH, BOTH))
+def test_gated_activation(width: int, gelu: bool, quantise: bool) -> None:
+    pair, g = normal(300, 2 * width, scale=3.0), normal(300, width)
+    assert_rows(gated_activation(pair, room=64, gelu=gelu, quantise=quantise), reference_gated(pair, gelu=gelu))
+    hidden, gradient = gated_activation_backward(g, pair, rooms=(0, 64), gelu=gelu, quantise=quantise)
+    assert_rows(hidden, reference_gated(pair, gelu=gelu))
+    assert_rows(gradient, reference_gated_backward(g, pair, gelu=gelu))
+
+
+def test_gated_activation_with_multipliers() -> None:
+    pair, g, multiplier = normal(300, 2 * 14336), normal(300, 14336), torch.rand(2 * 14336, device=GPU) + 0.5
+    hidden, gradient = gated_activation_backward(g, pair, multiplier=multiplier)
+    assert_rows(hidden, reference_gated(pair))
+    assert_rows(gradient, reference_gated_backward(g, pair), multiplier)
+
+
+def powers(rows: int) -> Tensor:
+    """Row scales by which bf16 is multiplied exactly."""
+    return torch.exp2(torch.randint(-12, -3, (rows,), device=GPU).float())
+
+
+@pytest.mark.parametrize("quantised", BOTH)
+@pytest.mark.parametrize("rows", [4096, 1000, 37])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 4096, 0, 48)],
+        [(0, 2048, 0, 16), (2048, 1024, 16, 16), (3072, 1024, 32, 16)],
+        [(0, 80, 0, 8), (112, 64, 8, 5)],
+        [(0, 512, 0, 200)],
+    ],
+    ids=["one", "three", "odd", "large"],
+)
+def test_adapter_gradient(spans: list[tuple[int, int, int, int]], rows: int, quantised: bool) -> None:
+    width = sum(spans[-1][:2])
+    ranks, rank = sum(spans[-1][2:]), max(span[3] for span in spans)
+    middle = normal(rows, ranks, scale=1e-2)
+    payload = normal(rows, width + 64, scale=30.0).to(E4M3 if quantised else torch.bfloat16)
+    scales = powers(rows) if quantised else None
+    blocks = blocks_of(spans, GPU)
+    ours, theirs = torch.zeros(2, rank, width, device=GPU)
+    adapter_gradient(middle, scales, payload, blocks, rank, None, ours)
+    exact = torch.zeros(rank, width, device=GPU, dtype=torch.float64)
+    left = middle.double() if scales is None else middle.double() * scales.double()[:, None]
+    for start, size, column, own in spans:
+        exact[:own, start : start + size] = left[:, column : column + own].T @ payload[:, start : start + size].double()
+    assert_close(ours, exact.float(), tolerance=1e-5)
+    if rows == 37:
+        reference_gradient(middle, scales, payload, blocks, None, theirs)
+        assert_close(theirs, exact.float(), tolerance=1e-5)
+
+
+def test_the_gradient_reads_every_code_exactly() -> None:
+    codes = torch.arange(256, device=GPU)
+    codes = codes[codes % 128 != 127]
+    codes = torch.cat([codes, codes[:2]]).to(torch.uint8).view(E4M3)
+    out = torch.zeros(1, 256, device=GPU)
+    middle = torch.zeros(64, 1, device=GPU, dtype=torch.bfloat16)
+    middle[5] = 1
+    for scale in (1.0, 2.0**-60, 2.0**20):
+        scales = torch.full((64,), scale, device=GPU)
+        adapter_gradient(
+            middle, scales, codes.expand(64, -1).contiguous(), blocks_of([(0, 256, 0, 1)], GPU), 1, None, out
+        )
+        assert torch.equal(out[0], codes.float() * scale)
+
+
+@pytest.mark.parametrize(("heads", "size"), [((32, 8, 8), 128), ((28, 4, 4), 128), ((32, 32, 32), 96), ((9, 3, 3), 64)])
+@pytest.mark.parametrize("scaled", BOTH)
+def test_unrotate_and_quantise(heads: tuple[int, int, int], size: int, scaled: bool) -> None:
+    tokens = 300
+    q, k, v = (normal(count, tokens, size, scale=1e-3).transpose(0, 1) for count in heads)
+    angle = 6 * torch.rand(tokens, size // 2, device=GPU)
+    cos, sin = (torch.cat([part, part], 1).bfloat16() for part in (angle.cos(), angle.sin()))
+    columns = sum(heads) * size
+    multiplier = torch.rand(columns, device=GPU) + 0.5 if scaled else None
+    payload, scales = unrotate_quantised((q, k, v), cos, sin, room=64, multiplier=multiplier)
+    turned = [reference_rotate(part.float(), cos, -sin).flatten(1) for part in (q, k)]
+    wanted = reference_quantise_rows(torch.cat([*turned, v.float().flatten(1)], 1), multiplier)
+    assert_same_rows(payload[:, :columns], scales, *wanted)
+
+
+@pytest.mark.parametrize("shape", [(4160, 4096), (200, 300), (16, 48), (3, 130)])
+def test_transposition(shape: tuple[int, int]) -> None:
+    source = torch.randint(0, 256, (shape[0], shape[1] + 64), dtype=torch.uint8, device=GPU)[:, : shape[1]].view(E4M3)
+    assert torch.equal(transposed(source).view(torch.uint8), source.view(torch.uint8).T)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_is_none_afterwards(value: float) -> None:
+    """In every e4m3 row that a kernel writes, and in the adapters' gradient after it."""
+    x, rows = normal(64, 4096), torch.arange(64, device=GPU)
+    x[7, 3000] = value
+    pair, g = normal(64, 2 * 14336), normal(64, 14336)
+    g[7, 14000] = value
+    heads = tuple(normal(64, count, 128) for count in (32, 8, 8))
+    heads[1][7, 3, 100] = value
+    turns = torch.ones(64, 128, device=GPU).bfloat16(), torch.zeros(64, 128, device=GPU).bfloat16()
+    normed = rms_norm(x, torch.ones(4096, device=GPU).bfloat16(), 1e-5)
+    assert normed.scales is not None
+    gradient = gated_activation_backward(g, pair)[1]
+    assert gradient.scales is not None
+    for payload, scales in (
+        quantise_rows(x),
+        unrotate_quantised((heads[0], heads[1], heads[2]), *turns),
+        (normed.payload, normed.scales),
+        (gradient.payload, gradient.scales),
+    ):
+        real = payload.float() * scales[:, None]
+        assert real[7].isnan().all()
+        assert real[rows != 7].isfinite().all()
+        out = torch.zeros(16, payload.shape[1], device=GPU)
+        blocks = blocks_of([(0, payload.shape[1], 0, 16)], GPU)
+        adapter_gradient(normal(64, 16), scales, payload, blocks, 16, None, out)
+        assert not out.isfinite().any()

@@ -1,0 +1,82 @@
+"""Who a process is told to be, by the variables of each launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from pantheraml.base import env
+from pantheraml.base.errors import LaunchError
+
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+             "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
+             "PANTHERAML_ENABLE_MULTIGPU", "UNSLOTH_ENABLE_MULTIGPU", "PANTHERAML_NPROC")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_lone_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.launched_rank() is None
+    assert env.process_rank() == env.ProcessRank(rank=0, local_rank=0, world_size=1)
+    # a batch script sees these, and is alone all the same
+    told(monkeypatch, SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="4")
+    assert env.launched_rank() is None
+
+
+def test_torchrun_and_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
+    assert env.launched_rank() == env.ProcessRank(rank=5, local_rank=1, world_size=8)
+
+
+def test_srun_in_torchruns_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_STEP_NUM_TASKS="4")
+    place = env.launched_rank()
+    assert place == env.ProcessRank(rank=3, local_rank=1, world_size=4)
+    assert env.rank_variables(place) == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "0"}, "LOCAL_RANK, WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK"),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
+        ({"RANK": "one", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "SLURM_LOCALID"),
+    ],
+)
+def test_half_a_rank_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str) -> None:
+    told(monkeypatch, **variables)
+    with pytest.raises(LaunchError, match=said):
+        env.launched_rank()
+
+
+def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="MASTER_ADDR and MASTER_PORT"):
+        env.store_address()
+    told(monkeypatch, MASTER_ADDR="node0", MASTER_PORT="29500")
+    assert env.store_address() == env.StoreAddress("node0", 29500, hosted_by_agent=False, attempt=0)
+    told(monkeypatch, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="2")
+    assert env.store_address() == env.StoreAddress("node0", 29500, hosted_by_agent=True, attempt=2)
+
+
+def test_the_switch_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not env.multi_gpu_requested()
+    told(monkeypatch, UNSLOTH_ENABLE_MULTIGPU="1")
+    assert env.multi_gpu_requested()
+    told(monkeypatch, PANTHERAML_ENABLE_MULTIGPU="0")
+    assert not env.multi_gpu_requested(), "our own name goes first"
+    assert env.processes_requested() is None
+    told(monkeypatch, PANTHERAML_NPROC="3")
+    assert env.processes_requested() == 3
+    told(monkeypatch, PANTHERAML_NPROC="all")
+    with pytest.raises(LaunchError, match="PANTHERAML_NPROC='all' is not a number"):
+        env.processes_requested()

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.parallel.context import check_heads, cut_sequence, heads_to_sequence, sequence_to_heads
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+def test_uneven_heads_are_refused_and_what_fits_is_named() -> None:
+    check_heads(12, 4)
+    with pytest.raises(UnsupportedModelError, match=r"5 processes.*12 attention heads") as caught:
+        check_heads(12, 5)
+    assert caught.value.todo == "Use a parallel.context that divides 12: 2, 3, 4, 6, 12."
+
+
+def test_a_model_of_one_head_has_no_degree_that_fits() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_heads(1, 2)
+    assert caught.value.todo == "Use parallel.context=1."
+
+
+def test_a_group_of_one_keeps_everything(alone: dist.ProcessGroup) -> None:
+    rows = torch.arange(12).view(2, 6)
+    assert torch.equal(cut_sequence(rows, alone), rows)
+    query, key, value = torch.rand(2, 4, 6, 8), torch.rand(2, 2, 6, 8), torch.rand(2, 2, 6, 5)
+    for found, given in zip(sequence_to_heads(query, key, value, alone), (query, key, value), strict=True):
+        assert torch.equal(found, given)
+    mixed = torch.rand(2, 6, 4, 5)
+    assert torch.equal(heads_to_sequence(mixed, alone), mixed)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pantheraml.parallel.gather import full_tensors, load_full, own_part, spread_like
+from pantheraml.parallel.layout import ALONE
+
+
+@contextmanager
+def as_rank(rank: int, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
+    """One process of several, of which only this one exists: for what needs no messages."""
+    world = int(torch.tensor(shape).prod())
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor")[-len(shape) :])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_parts_of_shards_tile_the_whole(rows: int) -> None:
+    whole = torch.arange(rows * 3).view(rows, 3)
+    parts = []
+    for rank in range(4):
+        with as_rank(rank, (4,)) as mesh:
+            like = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            part = own_part(whole, like)
+            assert part.shape == like.to_local().shape
+            parts.append(part)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, [0, 1]), (1, [3, 4]), (2, [2]), (3, [5])])
+def test_fsdp_cuts_what_tensor_parallelism_has_left(rank: int, rows: list[int]) -> None:
+    whole = torch.arange(6.0)
+    with as_rank(rank, (2, 2)) as mesh:
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        like = DTensor.from_local(torch.zeros(len(rows)), mesh, placements, run_check=False)
+        assert own_part(whole, like).tolist() == rows
+
+
+def test_loading_puts_each_part_in_its_place() -> None:
+    with as_rank(3, (2, 2)) as mesh:
+        target = DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate(), Shard(0)], run_check=False)
+        plain = torch.zeros(2)
+        load_full([("w", target), ("b", plain)], {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(2)})
+        assert target.to_local().tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+        assert plain.tolist() == [1.0, 1.0]
+
+
+def test_a_moment_lies_as_its_parameter_does_in_its_own_memory() -> None:
+    with as_rank(1, (2,)) as mesh:
+        parameter = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)], src_data_rank=None)
+        moment = torch.zeros(2, 3)
+        spread = spread_like(moment, parameter)
+        assert isinstance(spread, DTensor)
+        assert spread.shape == parameter.shape
+        assert spread.to_local().data_ptr() == moment.data_ptr()
+        with pytest.raises(AssertionError, match="a value for each"):
+            spread_like(torch.zeros(3, 3), parameter)
+
+
+def test_one_process_gives_out_what_it_has() -> None:
+    named = [("b", torch.ones(2)), ("a", torch.zeros(3, dtype=torch.bfloat16))]
+    found = list(full_tensors(named, ALONE))
+    assert [name for name, _ in found] == ["b", "a"]
+    assert all(torch.equal(tensor, expected) for (_, tensor), (_, expected) in zip(found, named, strict=True))
+    assert torch.equal(spread_like(named[0][1], torch.ones(2)), named[0][1])

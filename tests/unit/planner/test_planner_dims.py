@@ -1,0 +1,106 @@
+"""From modes and degrees to ParallelDims, and what does not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.planner.dims import check_together, choose_dims, named_modes
+from pantheraml.specs.config_file import validate
+from pantheraml.specs.multi_gpu import MultiGPUConfig
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.train import TrainConfig
+
+
+def config(**sections: Any) -> TrainConfig:
+    return validate({"model": {"path": "m"}, "data": {"path": "d", "seq_len": 64}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "expected"),
+    [
+        ({}, 1, ParallelDims()),
+        ({}, 4, ParallelDims(replicate=4)),
+        ({"shard": 4}, 4, ParallelDims(shard=4)),
+        ({"shard": 2}, 4, ParallelDims(replicate=2, shard=2)),
+        ({"tensor": 2, "shard": 2}, 8, ParallelDims(replicate=2, shard=2, tensor=2)),
+        ({"replicate": 1, "pipeline": 4}, 4, ParallelDims(pipeline=4)),
+        ({"mode": "hybrid"}, 4, ParallelDims(replicate=2, pipeline=2)),
+        ({"mode": "hybrid"}, 2, ParallelDims(pipeline=2)),
+        ({"mode": "hybrid"}, 3, ParallelDims(pipeline=3)),
+        ({"mode": "hybrid", "hybrid_strategy": "model_parallel"}, 8, ParallelDims(replicate=4, tensor=2)),
+        ({"mode": "hybrid", "hybrid_strategy": "data_parallel"}, 4, ParallelDims(replicate=2, shard=2)),
+    ],
+)
+def test_degrees(parallel: dict[str, Any], world: int, expected: ParallelDims) -> None:
+    dims, reason = choose_dims(MultiGPUConfig(**parallel), world)
+    assert dims == expected
+    assert reason
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "says"),
+    [
+        ({"shard": 3}, 4, "shard 3"),
+        ({"replicate": 2, "shard": 4}, 4, "= 8"),
+        ({"mode": "hybrid"}, 1, "several processes"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], world: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        choose_dims(MultiGPUConfig(**parallel), world)
+
+
+@pytest.mark.parametrize(
+    ("sections", "dims", "says"),
+    [
+        ({}, ParallelDims(pipeline=2, tensor=2), "pipeline goes together with copies"),
+        ({}, ParallelDims(replicate=2, shard=2, context=2), "sharded weights"),
+        ({"parallel": {"aggregation": "median"}}, ParallelDims(shard=2), "aggregation=median"),
+        ({"parallel": {"leave_out_nonfinite": True}}, ParallelDims(pipeline=2), "leave_out_nonfinite"),
+        ({"parallel": {"batch_shares": "adaptive"}}, ParallelDims(shard=2), "adaptive"),
+        ({"parallel": {"batch_shares": [2, 2]}}, ParallelDims(replicate=4), "each of the 4"),
+        ({"parallel": {"batch_shares": [0, 2]}}, ParallelDims(replicate=2), "at least 1"),
+        ({"data": {"path": "d", "seq_len": 66}}, ParallelDims(context=4), "66 tokens"),
+        ({"train": {"optimizer": "adamw8bit"}}, ParallelDims(tensor=2), "adamw8bit"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(
+    sections: dict[str, Any], dims: ParallelDims, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_together(config(**sections), dims)
+
+
+def test_what_goes_together_is_not() -> None:
+    check_together(config(parallel={"batch_shares": [2, 2, 2, 15]}), ParallelDims(replicate=4))
+    check_together(config(parallel={"aggregation": "median"}), ParallelDims(replicate=4))
+    for dims in named_modes(4).values():
+        check_together(config(), dims)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_every_named_mode_uses_all_processes(world: int) -> None:
+    for dims in named_modes(world).values():
+        dims.check(world)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"mode": "none", "shard": 2}, "parallel.shard is for mode=distributed"),
+        ({"aggregation": "weighted"}, "go together"),
+        ({"aggregation_weights": [1.0, 2.0]}, "go together"),
+        ({"stages_per_process": 2}, "parallel.pipeline"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(parallel=values)
+
+
+def test_the_other_name_of_weighted_is_known() -> None:
+    found = MultiGPUConfig(aggregation="weighted_mean", aggregation_weights=[1.0, 2.0])  # type: ignore[arg-type]
+    assert found.aggregation == "weighted"
