@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict
 
 from pantheraml.base.folders import write_text
+from pantheraml.specs.parallel import ParallelDims
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -38,6 +39,52 @@ class GenerateRequest(Request):
     temperature: float
     seed: int
     batch_size: int
+
+
+class VerifyRequest(Request):
+    """The first steps of a run in each mode and in one process; the answer goes to `verdicts.json`."""
+
+    modes: dict[str, ParallelDims]
+    steps: int
+    asked: bool
+    """The modes were named by the user: one that the model cannot do is an error, not a line in the table."""
+
+
+class ModeVerdict(BaseModel):
+    """How a mode compares with one process on the same global batches."""
+
+    mode: str
+    dims: ParallelDims
+    not_possible: str | None = None
+    """Why the model cannot be divided that way; nothing was measured then."""
+    loss: float | None = None
+    """Largest relative difference of a step's loss."""
+    gradient: float | None = None
+    """Largest relative difference of a parameter's gradient, at the first step."""
+    weights: float | None = None
+    """Relative difference of the trained weights after the last step."""
+    seconds: float | None = None
+    """Median of the steps after the first."""
+    passed: bool | None = None
+
+
+class Verdicts(BaseModel):
+    """What `verify` found."""
+
+    device: str
+    precision: str
+    steps: int
+    tolerance: float
+    """Of loss and gradient."""
+    weights_tolerance: float
+    tolerance_reason: str
+    seconds_of_one: float
+    """Median seconds of a step in one process."""
+    modes: list[ModeVerdict]
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed is not False for verdict in self.modes)
 
 
 class ExportRequest(Request):

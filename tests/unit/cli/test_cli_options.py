@@ -17,6 +17,7 @@ OPTIONS = {
     "train": [*CONFIG, "--json", "--output", "--overwrite", "--resume"],
     "resume": ["--json", "run_dir"],
     "plan": [*CONFIG, "--json"],
+    "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
     "generate": [
         "--base",
         "--device",
@@ -53,7 +54,18 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_the_commands_are_these() -> None:
-    assert list(commands()) == ["demo", "train", "resume", "plan", "generate", "export", "gpus", "schema", "bench"]
+    assert list(commands()) == [
+        "demo",
+        "train",
+        "resume",
+        "plan",
+        "verify",
+        "generate",
+        "export",
+        "gpus",
+        "schema",
+        "bench",
+    ]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

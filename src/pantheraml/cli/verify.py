@@ -1,0 +1,195 @@
+"""`pantheraml verify`: shows on this machine that several processes come to what one comes to, in every mode."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pantheraml.specs.plan import Plan
+from pantheraml.specs.tasks import ModeVerdict, Verdicts
+from pantheraml.specs.train import TrainConfig
+
+STEPS = 5
+EXAMPLES = 200
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "verify",
+        help="show that N processes equal one on this machine",
+        description="Takes the first steps of a run in one process and, on the same global batches, in every mode of"
+        " parallelism; compares losses, gradients and weights. Without --config it uses a small model of its own.",
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per GPU, at least 2)")
+    parser.add_argument("--modes", metavar="A,B", help="modes, such as ddp,fsdp,tp (default: all that are possible)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    parser.add_argument("--config", metavar="FILE", help="model, data and settings of a run, cut to its first steps")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps to compare (default: {STEPS})")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.base.errors import EqualityError
+
+    folder = Path(tempfile.mkdtemp(prefix="pantheraml-verify-"))
+    config = _config(arguments, folder)
+    plan = _plan(config, arguments)
+    verdicts = _verify(config, plan, arguments, folder)
+    shutil.rmtree(folder)
+    if arguments.json:
+        print(verdicts.model_dump_json(indent=1))
+    else:
+        show(verdicts)
+    if not verdicts.passed:
+        failed = [verdict.mode for verdict in verdicts.modes if verdict.passed is False]
+        raise EqualityError(
+            f"{', '.join(failed)}: the result differs from one process's by more than rounding.",
+            todo="Do not train in that mode on this machine; please report it with the output of `verify --json`.",
+        )
+    return 0
+
+
+def _config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
+    from pantheraml.specs.config_file import Key, load_config
+
+    if arguments.config is None:
+        return _built_in(folder, arguments.device)
+    overrides: dict[Key, Any] = {}
+    if arguments.device is not None:
+        overrides["device",] = arguments.device
+    return load_config(Path(arguments.config), overrides)
+
+
+def _built_in(folder: Path, device: str | None) -> TrainConfig:
+    """A Llama of four layers and its data, made on the spot: enough for every mode with up to eight processes."""
+    from pantheraml.data import synthetic
+    from pantheraml.specs.config_file import validate
+
+    (folder / "model").mkdir()
+    examples = synthetic.base_examples(EXAMPLES, seed=0)
+    synthetic.write_examples(folder / "data.jsonl", examples)
+    size = synthetic.write_tokenizer(folder / "model", examples, vocab_size=512)
+    synthetic.write_model_config(folder / "model", vocab_size=size, hidden_size=128, layers=8, heads=8, longest=128)
+    return validate(
+        {
+            "model": {"path": str(folder / "model"), "init": "random", "precision": "fp32"},
+            "data": {"path": str(folder / "data.jsonl"), "seq_len": 128, "cache_dir": str(folder / "cache")},
+            "method": {"kind": "full"},
+            "train": {"global_batch_size": 13, "learning_rate": 1e-3, "max_steps": 100, "warmup_steps": 2},
+            "device": device or "auto",
+        }
+    )
+
+
+def _plan(config: TrainConfig, arguments: argparse.Namespace) -> Plan:
+    """What one process would do, for as many as were asked for; if need be they share GPUs, and talk through gloo."""
+    from pantheraml.base.errors import ConfigError
+    from pantheraml.devices.probe import probe
+    from pantheraml.planner.choose import choose
+    from pantheraml.specs.parallel import ParallelDims
+
+    devices = probe()
+    alone = config.model_copy(update={"parallel": _one_process(config)})
+    plan = choose(alone, devices)
+    count = arguments.nproc or max(2, len(devices.gpus) if plan.device == "cuda" else 0)
+    if count < 2:
+        raise ConfigError("To compare with one process takes at least two.", todo="Use --nproc 2 or more.")
+    if count > config.train.global_batch_size:
+        raise ConfigError(
+            f"{count} processes cannot share a global batch of {config.train.global_batch_size} sequence(s).",
+            todo="Lower --nproc, or raise train.global_batch_size.",
+        )
+    gpus = [gpu.index for gpu in devices.gpus][:count] if plan.device == "cuda" else []
+    enough = len(gpus) == count and config.parallel.backend == "nccl"
+    return plan.model_copy(
+        update={
+            "world_size": count,
+            "dims": ParallelDims(replicate=count),
+            "device_ids": tuple(gpus),
+            "backend": "nccl" if enough else "gloo",
+            # uneven, and more than one pass: the harder case
+            "micro_batch_size": max(1, config.train.global_batch_size // count // 3),
+            "threads_per_process": max(1, devices.cpu_count // count),
+            "choices": (),
+        }
+    )
+
+
+def _one_process(config: TrainConfig) -> Any:
+    from pantheraml.specs.multi_gpu import MultiGPUConfig
+
+    return MultiGPUConfig(mode="none", device_ids=config.parallel.device_ids)  # type: ignore[arg-type]
+
+
+def _verify(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, folder: Path) -> Verdicts:
+    from pantheraml.cli.execute import Screen, run_prepare, run_request
+    from pantheraml.specs.run_dir import RunDir
+    from pantheraml.specs.tasks import VerifyRequest
+
+    screen = Screen(title="verify", quiet=arguments.json)
+    run = RunDir(folder / "run")
+    run.mark()
+    run.write_config(config)
+    run.write_plan(plan)
+    run_prepare(run, config, screen)
+    request = VerifyRequest(
+        run_dir=run.path,
+        modes=_modes(arguments, plan.world_size),
+        steps=arguments.steps,
+        asked=arguments.modes is not None,
+    )
+    verdicts: Verdicts = run_request(
+        "verify",
+        request,
+        plan=plan,
+        screen=screen,
+        answer=lambda answers: Verdicts.model_validate_json((answers / "verdicts.json").read_text()),
+    )
+    return verdicts
+
+
+def _modes(arguments: argparse.Namespace, count: int) -> Any:
+    from pantheraml.base.errors import ConfigError
+    from pantheraml.planner.dims import named_modes
+
+    known = named_modes(count)
+    if arguments.modes is None:
+        return known
+    names = arguments.modes.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"There is no mode {unknown[0]!r} for {count} processes.", todo=f"Choose from {', '.join(known)}."
+        )
+    return {name: known[name] for name in names}
+
+
+def show(verdicts: Verdicts) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("mode", "divides", "loss", "gradient", f"weights after {verdicts.steps} steps", "time", ""):
+        table.add_column(name, justify="left" if name in ("mode", "divides", "") else "right")
+    for verdict in verdicts.modes:
+        table.add_row(*_cells(verdict, verdicts))
+    console.print("Relative differences to one process on the same global batches:")
+    console.print(table)
+    console.print(
+        f"Allowed: {verdicts.tolerance:.1e} for loss and gradient, {verdicts.weights_tolerance:.1e} for weights"
+        f" ({verdicts.tolerance_reason}). Time: of a step, against one process."
+    )
+
+
+def _cells(verdict: ModeVerdict, verdicts: Verdicts) -> list[str]:
+    if verdict.not_possible is not None:
+        return [verdict.mode, str(verdict.dims), "-", "-", "-", "-", f"not possible: {verdict.not_possible}"]
+    numbers = (verdict.loss, verdict.gradient, verdict.weights)
+    told = [f"{number:.1e}" for number in numbers if number is not None]
+    ratio = f"{verdict.seconds / verdicts.seconds_of_one:.2f}x" if verdict.seconds is not None else "-"
+    return [verdict.mode, str(verdict.dims), *told, ratio, "equal" if verdict.passed else "DIFFERS"]

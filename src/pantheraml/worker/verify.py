@@ -1,0 +1,126 @@
+"""Task `verify`: the first steps of a run in every mode and in one process, and how far apart they are.
+
+All modes use the same processes, one mode after another. Rank 0 takes the steps alone first, while the others wait.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.base.events import Emit, EventWriter
+from pantheraml.base.folders import write_text
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.engine.trial import Difference, Trial, difference, trial
+from pantheraml.parallel.layout import ALONE, make_layout
+from pantheraml.parallel.process_group import World, open_world
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.plan import Plan
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.tasks import ModeVerdict, Verdicts, VerifyRequest
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import build_model, check_vocabulary, open_data
+
+TOLERANCE = 1e-5
+"""Of loss and gradient in float32: the same sums in another order."""
+
+WEIGHTS = 10
+"""Adam divides a gradient by its own size, so one near zero brings its last digits into the weight at full strength."""
+
+NARROW = 2
+"""In bf16 and fp16 two orders of the same sum on one device set the measure, and a mode may be this many times off."""
+
+
+def verify_task(folder: Path, events: EventWriter) -> None:
+    request = VerifyRequest.read(folder)
+    run = RunDir(request.run_dir)
+    config, plan = run.config(), run.plan()
+    train_data, _ = open_data(run)
+    patience = config.parallel.timeout_seconds
+    with open_world(plan, timeout_seconds=patience, max_retries=config.parallel.max_retries) as world:
+        verdicts = compare_modes(request, config, plan, world, train_data, events if world.is_main else _silent)
+        if verdicts is not None:
+            write_text(folder / "verdicts.json", verdicts.model_dump_json(indent=1))
+        world.wait_for_main()
+
+
+def _silent(kind: str, /, **fields: object) -> None:
+    """Ranks other than 0 say nothing."""
+
+
+def compare_modes(
+    request: VerifyRequest, config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset, emit: Emit
+) -> Verdicts | None:
+    """The verdicts, on rank 0. A collective."""
+    alone: Trial | None = None
+    tolerance, reason = TOLERANCE, "float32: the same sums in another order"
+    if world.is_main:
+        emit("verify.progress", done=0, total=len(request.modes), mode="one process")
+        whole = _plan_for(ParallelDims(), plan, config.train.global_batch_size)
+        alone = _trial(config, whole, _by_itself(world), dataset, request.steps)
+        if plan.precision != "fp32":
+            split = _trial(config, _plan_for(ParallelDims(), plan, 1), _by_itself(world), dataset, request.steps)
+            apart = difference(split, alone)
+            tolerance = max(TOLERANCE, NARROW * max(apart.loss, apart.gradient))
+            reason = f"{plan.precision}: {NARROW} times what another order of the same sums makes in one process"
+    world.wait_for_main()
+    found = []
+    for number, (mode, dims) in enumerate(request.modes.items()):
+        emit("verify.progress", done=number + 1, total=len(request.modes), mode=mode)
+        verdict = ModeVerdict(mode=mode, dims=dims)
+        try:
+            there = replace(world, layout=make_layout(dims, world.device.type))
+            made = _trial(config, _plan_for(dims, plan, plan.micro_batch_size), there, dataset, request.steps)
+        except UnsupportedModelError as err:  # for the same reason on every rank, before they meet
+            if request.asked:
+                raise
+            found.append(verdict.model_copy(update={"not_possible": err.what}))
+            continue
+        if alone is not None:
+            found.append(_judged(verdict, difference(made, alone), made.seconds, tolerance))
+    if alone is None:
+        return None
+    return Verdicts(
+        device=world.device.type,
+        precision=plan.precision,
+        steps=request.steps,
+        tolerance=tolerance,
+        weights_tolerance=WEIGHTS * tolerance,
+        tolerance_reason=reason,
+        seconds_of_one=alone.seconds,
+        modes=found,
+    )
+
+
+def _judged(verdict: ModeVerdict, apart: Difference, seconds: float, tolerance: float) -> ModeVerdict:
+    # written so that NaN fails
+    passed = apart.loss <= tolerance and apart.gradient <= tolerance and apart.weights <= WEIGHTS * tolerance
+    measured = {"loss": apart.loss, "gradient": apart.gradient, "weights": apart.weights}
+    return verdict.model_copy(update={**measured, "seconds": seconds, "passed": passed})
+
+
+def _by_itself(world: World) -> World:
+    return World(rank=0, size=1, device=world.device, layout=ALONE)
+
+
+def _plan_for(dims: ParallelDims, plan: Plan, micro_batch: int) -> Plan:
+    """Without what is only for speed in one process."""
+    changes = {"dims": dims, "world_size": dims.world_size, "micro_batch_size": micro_batch}
+    plain = {"cuda_graph": False, "compile": False, "fused": plan.fused and dims.world_size == dims.replicate}
+    return plan.model_copy(update={**changes, **plain})
+
+
+def _trial(config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset, steps: int) -> Trial:
+    torch.manual_seed(config.train.seed)
+    model = build_model(config, plan, world, _silent)
+    check_vocabulary(model, dataset)
+    made = trial(model, config, plan, world, dataset, steps=steps)
+    del model
+    gc.collect()  # a model holds itself in cycles, and the next mode needs its memory
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return made
