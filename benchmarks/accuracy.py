@@ -15,11 +15,13 @@ from __future__ import annotations
 import gc
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,22 +86,22 @@ SIZES = {
 }
 
 
-def run(*, size: str = "small", seeds: int = 3, precisions: str = "bf16,fp8,nf4,int8") -> dict[str, Any]:
+def run(
+    *, size: str = "small", seeds: int = 3, precisions: str = "bf16,fp8,nf4,int8", workers: int = 1
+) -> dict[str, Any]:
+    """`workers`: seeds that are fine-tuned beside each other; such a small model does not fill a GPU."""
     names = precisions.split(",")
     if names[0] != REFERENCE or not set(names) <= set(PRECISIONS):
         raise SystemExit(f"precisions begins with {REFERENCE}; known: {', '.join(PRECISIONS)}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), SIZES[size])
         facts = bench.train_base()
-        results: list[dict[str, Any]] = []
-        for seed in range(seeds):
-            reference: dict[str, Any] | None = None
-            for name in names:
-                row = bench.fine_tune(name, seed)
-                reference = reference or row
-                results.append(_against(row, reference))
-                told = {key: results[-1][key] for key in ("precision", "seed", "eval_loss", "gradient_cosine")}
-                print(told, file=sys.stderr, flush=True)  # minutes pass, and the machine may be taken away
+        if workers == 1:
+            results = [row for seed in range(seeds) for row in bench.fine_tunes(names, seed)]
+        else:
+            with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+                done = pool.map(bench.fine_tunes, [names] * seeds, range(seeds))
+                results = [row for rows in done for row in rows]
     parameters = {"size": size, "seeds": seeds, "precisions": precisions, **asdict(SIZES[size]), **facts}
     return {"parameters": parameters, "results": results}
 
@@ -165,6 +167,18 @@ class Bench:
             "base_eval_loss": _last(events, "eval.done", "loss"),
             "base_seconds": time.perf_counter() - begin,
         }
+
+    def fine_tunes(self, precisions: Sequence[str], seed: int) -> list[dict[str, Any]]:
+        """One in each of `precisions`, compared with the first."""
+        reference: dict[str, Any] | None = None
+        compared = []
+        for precision in precisions:
+            row = self.fine_tune(precision, seed)
+            reference = reference or row
+            compared.append(_against(row, reference))
+            told = {key: compared[-1][key] for key in ("precision", "seed", "eval_loss", "gradient_cosine")}
+            print(told, file=sys.stderr, flush=True)  # minutes pass, and the machine may be taken away
+        return compared
 
     def fine_tune(self, precision: str, seed: int) -> dict[str, Any]:
         """One fine-tune, and the gradients of its first step, without and with a random B."""

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from pantheraml.kernels import triton_support
 from pantheraml.kernels.gated_activation import (
     gated_activation,
     gated_activation_backward,
@@ -22,12 +23,16 @@ BOTH = (False, True)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 
-@pytest.fixture(params=["whole", "chunks"], autouse=True)
+@pytest.fixture(params=["whole", "pieces, ahead", "chunks"], autouse=True)
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in one block, or in four, the last of them not full."""
+    """Whole rows; rows in four pieces, the last of them not full, on the way forward, and whole rows with others on
+    their way to shared memory on the way back; rows that are read in four pieces twice."""
+    ahead = request.param == "pieces, ahead"
+    monkeypatch.setattr(triton_kernel, "processors", lambda _: triton_support.Processors(1, 16384 if ahead else 4096))
+    if request.param != "whole":
+        monkeypatch.setattr(triton_kernel, "_CHUNK", 64)
     if request.param == "chunks":
         monkeypatch.setattr(triton_kernel, "_WHOLE", 128)
-        monkeypatch.setattr(triton_kernel, "_CHUNK", 64)
 
 
 def pair() -> torch.Tensor:
@@ -75,6 +80,24 @@ def check_backward(*, gelu: bool, quantise: bool, scaled: bool = False, shift: f
 @pytest.mark.parametrize(("quantise", "scaled"), [(True, True), (True, False), (False, False)])
 def test_backward(gelu: bool, quantise: bool, scaled: bool) -> None:
     check_backward(gelu=gelu, quantise=quantise, scaled=scaled)
+
+
+@pytest.mark.parametrize(("gelu", "value"), itertools.product(BOTH, (torch.nan, torch.inf, -torch.inf)))
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_is_no_number_is_none_afterwards(gelu: bool, value: float) -> None:
+    """In gate, in up and in the gradient; rows without it are as before."""
+    values, g = pair(), torch.randn(ROWS, COLUMNS)
+    values[1, 3], values[3, COLUMNS + 150], g[5, 70] = value, value, value
+    plain = reference_gated(values, gelu=gelu), reference_gated_backward(g, values, gelu=gelu)
+    hidden, gradient = gated_activation_backward(g, values, gelu=gelu)
+    for found, wanted in zip((gated_activation(values, gelu=gelu), hidden, gradient), (plain[0], *plain), strict=True):
+        assert found.scales is not None
+        strange = ~wanted.isfinite().all(dim=1)
+        assert strange.sum() == (2 if wanted is plain[0] else 3)
+        real = found.payload.float() * found.scales[:, None]
+        assert not real[strange].isfinite().any()
+        normal = reference_quantise_rows(wanted[~strange])
+        assert_same_rows(found.payload[~strange], found.scales[~strange], *normal)
 
 
 @pytest.mark.parametrize(("gelu", "quantise"), itertools.product(BOTH, BOTH))

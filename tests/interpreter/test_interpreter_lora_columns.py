@@ -122,6 +122,15 @@ def test_a_second_write_forgets_the_first() -> None:
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, again, strict=True))
 
 
+def test_an_adapter_that_is_no_number_has_no_unit() -> None:
+    values, scales = parameters(), torch.rand(HEIGHT) + 0.5
+    values[0][0][2, 7] = values[1][1][9, 1] = torch.nan
+    ours, adapters = table(values, scales)
+    AdapterTable(adapters).write()
+    assert ours.unit_down.isnan().nonzero().tolist() == [[2]]
+    assert ours.unit_up.isnan().nonzero().tolist() == [[8 + 1]]
+
+
 def rows_of(width: int, *, quantised: bool) -> tuple[Tensor, Tensor | None]:
     if not quantised:
         return torch.randn(ROWS, width + ROOM), None
@@ -234,6 +243,44 @@ def test_gradient(quantised: bool, up: bool) -> None:
 
 def test_gradient_of_rows_in_several_parts() -> None:
     check_gradient(quantised=True, up=True, rows=700)
+
+
+@pytest.mark.parametrize(("quantised", "up"), itertools.product((True, False), (True, False)))
+def test_gradient_of_blocks_in_several_pieces(quantised: bool, up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_GRADIENT_SUMS", 16 * 64)  # as with a rank of 256
+    check_gradient(quantised=quantised, up=up)
+
+
+def gradient_of_codes(codes: Tensor, scales: Tensor) -> Tensor:
+    """One rank, whose values are 1 in the first row and 0 in the second, over rows of these e4m3 codes."""
+    payload = codes.to(torch.uint8).view(E4M3).expand(2, -1).contiguous()
+    out = torch.empty(1, codes.numel())
+    blocks = blocks_of([(0, codes.numel(), 0, 1)], CPU)
+    adapter_gradient(torch.tensor([[1.0], [0.0]]), scales, payload, blocks, 1, None, out)
+    return out[0]
+
+
+def test_the_gradient_reads_every_code_exactly() -> None:
+    codes = torch.arange(256)[torch.arange(256) % 128 != 127]
+    codes = torch.cat([codes, codes[:2]])  # a multiple of 16
+    for scale in (1.0, 2.0**-60, 2.0**20):
+        assert torch.equal(
+            gradient_of_codes(codes, torch.full((2,), scale)), codes.to(torch.uint8).view(E4M3).float() * scale
+        )
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # infinity times nought
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf])
+@pytest.mark.parametrize("code", [0x7F, 0x00, 0x7E])
+def test_a_row_without_a_scale_shows_in_the_gradient(scale: float, code: int) -> None:
+    """A row with a NaN has that for a scale (see `quantise_rows`), and with an infinity it has infinity."""
+    found = gradient_of_codes(torch.full((32,), code), torch.tensor([scale, 1.0]))
+    assert not found.isfinite().any()
+
+
+@pytest.mark.parametrize(("spans", "alignment"), [([(0, 64, 0, 16), (64, 32, 16, 16)], 8), (PIECES, 1), (WHOLE, 1)])
+def test_what_divides_all_columns_and_ranks(spans: list[tuple[int, int, int, int]], alignment: int) -> None:
+    assert blocks_of(spans, CPU).alignment == alignment
 
 
 def test_gradient_leaves_what_no_adapter_owns_alone() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from pantheraml.kernels import triton_support
 from pantheraml.kernels.e4m3 import E4M3, LIMIT
 from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows, triton_kernel
 
@@ -45,8 +46,24 @@ def test_every_code_and_every_border_between_two() -> None:
     assert_exact(torch.cat([values, -values])[None], None, room=0)  # the largest is LIMIT, so the scale is 1
 
 
+@pytest.mark.parametrize("widest", [16384, 64], ids=["whole", "chunks"])
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_is_no_number_is_none_afterwards(value: float, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_WIDEST", widest)
+    x = rows()
+    x[[0, 2], [3, 170]] = value
+    payload, scales = quantise_rows(x)
+    found = payload.float() * scales[:, None]
+    assert found[[0, 2]].isnan().all()
+    kept = [1, 3, 4, 5, 6, 7, 8]
+    wanted, wanted_scales = reference_quantise_rows(x)
+    assert torch.equal(found[kept], wanted[kept].float() * wanted_scales[kept, None])
+    assert not wanted_scales[[0, 2]].isfinite().any()
+
+
 @pytest.mark.parametrize("limit", [113.0, 111.9999])
 def test_a_small_error_would_show(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernel, "LIMIT", tl.constexpr(limit))
+    monkeypatch.setattr(triton_support, "LIMIT", tl.constexpr(limit))
     with pytest.raises(AssertionError):
         assert_exact(rows(), None, room=0)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.rotary import reference_rotate, rotate, unrotate
-from tests.interpreter.comparison import assert_close
+from pantheraml.kernels.quantise_rows import reference_quantise_rows
+from pantheraml.kernels.rotary import reference_rotate, rotate, unrotate, unrotate_quantised
+from tests.interpreter.comparison import assert_close, assert_same_rows
 
 TOKENS = 5
 SHAPES = [((4, 2, 2), 16), ((9, 3, 3), 24)]
@@ -15,6 +16,19 @@ SHAPES = [((4, 2, 2), 16), ((9, 3, 3), 24)]
 def angles(size: int) -> tuple[Tensor, Tensor]:
     turns = 6 * torch.rand(TOKENS, size // 2)
     return torch.cat([turns.cos()] * 2, 1), torch.cat([turns.sin()] * 2, 1)
+
+
+def gradients(heads: tuple[int, int, int], size: int, *, strided: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if strided:  # as attention hands them back: tokens and heads changed places
+        q, k, v = (torch.randn(count, TOKENS, size).transpose(0, 1) for count in heads)
+    else:
+        q, k, v = (torch.randn(TOKENS, count, size) for count in heads)
+    return q, k, v
+
+
+def turned_back(parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    turned = [reference_rotate(part, cos, -sin) for part in parts[:2]]
+    return torch.cat([part.flatten(1) for part in (*turned, parts[2])], 1)
 
 
 def check_rotate(heads: tuple[int, int, int], size: int, cos: Tensor, sin: Tensor, error: float = 0.0) -> None:
@@ -35,12 +49,41 @@ def test_rotate(heads: tuple[int, int, int], size: int) -> None:
 @pytest.mark.parametrize("strided", [False, True])
 def test_unrotate(heads: tuple[int, int, int], size: int, strided: bool) -> None:
     cos, sin = angles(size)
-    if strided:  # as attention hands them back: tokens and heads changed places
-        parts = tuple(torch.randn(count, TOKENS, size).transpose(0, 1) for count in heads)
-    else:
-        parts = tuple(torch.randn(TOKENS, count, size) for count in heads)
-    wanted = [reference_rotate(part, cos, -sin) for part in parts[:2]] + [parts[2]]
-    assert_close(unrotate((parts[0], parts[1], parts[2]), cos, sin), torch.cat([w.flatten(1) for w in wanted], 1))
+    parts = gradients(heads, size, strided=strided)
+    assert_close(unrotate(parts, cos, sin), turned_back(parts, cos, sin))
+
+
+def check_quantised(
+    heads: tuple[int, int, int], size: int, *, strided: bool = False, scaled: bool = False, error: float = 0.0
+) -> None:
+    cos, sin = angles(size)
+    parts = gradients(heads, size, strided=strided)
+    multiplier = torch.rand(sum(heads) * size) + 0.5 if scaled else None
+    payload, scales = unrotate_quantised(parts, cos, sin + error, room=64, multiplier=multiplier)
+    assert payload.shape == (TOKENS, sum(heads) * size + 64)
+    wanted = reference_quantise_rows(turned_back(parts, cos, sin), multiplier)
+    assert_same_rows(payload[:, :-64], scales, *wanted)
+
+
+@pytest.mark.parametrize(("heads", "size"), SHAPES)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_unrotate_and_quantise(heads: tuple[int, int, int], size: int, strided: bool, scaled: bool) -> None:
+    check_quantised(heads, size, strided=strided, scaled=scaled)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_what_is_no_number_is_none_afterwards(value: float, part: int) -> None:
+    heads, size = SHAPES[1]
+    cos, sin = angles(size)
+    parts = gradients(heads, size, strided=False)
+    parts[part][2, 1, 3] = value
+    payload, scales = unrotate_quantised(parts, cos, sin)
+    strange = (payload.float() * scales[:, None]).isnan()
+    assert strange[2].all()
+    assert not strange[[0, 1, 3, 4]].any()
 
 
 def test_unrotate_is_the_gradient_of_rotate() -> None:
@@ -56,3 +99,5 @@ def test_a_small_error_would_show() -> None:
     heads, size = SHAPES[0]
     with pytest.raises(AssertionError):
         check_rotate(heads, size, *angles(size), error=1e-4)
+    with pytest.raises(AssertionError):
+        check_quantised(heads, size, error=1e-3)

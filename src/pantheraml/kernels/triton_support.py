@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,15 +22,41 @@ SMALLEST_SCALE = tl.constexpr(e4m3.SMALLEST_SCALE)
 
 @triton.jit
 def to_e4m3(values):
-    """Float32 to e4m3, round to nearest even, clamped."""
-    values = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+    """Float32 to e4m3, round to nearest even; beyond the range its end, and NaN stays NaN."""
     if INTERPRETED:
         # The interpreter's cast loses the carry from mantissa to exponent, so it gets values that need no rounding.
-        bits = values.to(tl.int32, bitcast=True)
+        inside = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+        bits = inside.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
         magic = 24576.0  # 1.5 * 2**14: adding it leaves multiples of 2**-9, e4m3's smallest step
-        values = tl.where(tl.abs(values) < 0.015625, (values + magic) - magic, rounded.to(tl.float32, bitcast=True))
-    return values.to(tl.float8e4nv)
+        inside = tl.where(tl.abs(inside) < 0.015625, (inside + magic) - magic, rounded.to(tl.float32, bitcast=True))
+        codes = inside.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return tl.where(values == values, codes, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return values.to(tl.float8e4nv)  # saturates
+
+
+@triton.jit
+def larger(a, b):
+    """Of two magnitudes; NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(magnitudes, AXIS: tl.constexpr):
+    """Of magnitudes along AXIS; NaN if one is.
+
+    `tl.max` passes over NaN, but not if it compares bits: those of floats without a sign are in the order of the
+    floats, and NaN's come last.
+    """
+    return tl.max(magnitudes.to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_scale(magnitude):
+    """The scale of an e4m3 row whose largest magnitude this is. NaN for NaN: whatever is computed from the row is NaN
+    then, and somebody sees it."""
+    scale = magnitude / LIMIT
+    return tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
 
 
 def block_of(columns: int) -> int:
@@ -44,6 +72,20 @@ def ceil_div(a: int, b: int) -> int:
 def row_warps(block: int) -> int:
     """Warps for one row: about 16 values a thread."""
     return max(1, min(16, block // 512))
+
+
+class Processors(NamedTuple):
+    number: int
+    shared_memory: int
+    """Bytes that the programs on one of them can have together, and any one alone."""
+
+
+@functools.cache
+def processors(device: torch.device) -> Processors:
+    if INTERPRETED:
+        return Processors(1, 16384)  # few and small, so that tests need no more rows than that
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return Processors(found["multiprocessor_count"], found["max_shared_mem"])
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
@@ -67,6 +109,7 @@ def launch(
         id(kernel),
         arguments[0].device,
         num_warps,
+        num_stages,
         *constants.values(),
         *[_kind(argument) for argument in arguments],
     )

@@ -49,6 +49,8 @@ def transposed(source: Tensor) -> Tensor:
         return reference_transpose(source)
     from pantheraml.kernels.fp8_product import triton_kernel
 
+    if not triton_kernel.in_words(source):
+        return reference_transpose(source)
     out = torch.empty(source.shape[1], source.shape[0], dtype=source.dtype, device=source.device)
     triton_kernel.transpose(source, out)
     return out

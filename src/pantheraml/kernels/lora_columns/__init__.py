@@ -7,12 +7,11 @@ from pantheraml.kernels.lora_columns.op import (
     AdapterPlaces,
     AdapterTable,
     adapter_gradient,
-    blocks_of,
     place_columns,
     project,
-    segments_of,
     splits_for,
 )
+from pantheraml.kernels.lora_columns.spans import Blocks, blocks_of, segments_of
 
 __all__ = [
     "COLUMNS",
@@ -20,6 +19,7 @@ __all__ = [
     "Adapter",
     "AdapterPlaces",
     "AdapterTable",
+    "Blocks",
     "adapter_gradient",
     "blocks_of",
     "place_columns",

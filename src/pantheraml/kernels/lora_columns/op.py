@@ -31,13 +31,12 @@ from pantheraml.kernels.lora_columns.reference import (
     reference_project,
     reference_write,
 )
+from pantheraml.kernels.lora_columns.spans import Blocks
 
 COLUMNS = 64
 """Extra columns come in multiples of this."""
 DIVISOR = 16
 """Widths and heights of all layers are multiples of this."""
-BLOCK = 128
-"""Columns that one program of the gradient takes."""
 
 
 class AdapterPlaces(NamedTuple):
@@ -101,21 +100,6 @@ class AdapterTable:
         triton_kernel.write(self._pointers, self._numbers, self._scalings, self._rank, self._tiles, parameter, element)
 
 
-def segments_of(spans: Sequence[tuple[int, int, int, int]], device: torch.device) -> Tensor:
-    """(start, width, first column, rank) of each part of a row that has columns of its own, for `project`."""
-    return torch.tensor(spans, dtype=torch.int32).view(-1, 4).to(device)
-
-
-def blocks_of(spans: Sequence[tuple[int, int, int, int]], device: torch.device) -> Tensor:
-    """The same spans cut into (start, end, first column, rank) for `adapter_gradient`."""
-    blocks = [
-        (begin, min(begin + BLOCK, start + width), column, rank)
-        for start, width, column, rank in spans
-        for begin in range(start, start + width, BLOCK)
-    ]
-    return torch.tensor(blocks, dtype=torch.int32).view(-1, 4).to(device)
-
-
 def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
     """For each segment: payload[:, start:start + width] @ factor[:rank, start:start + width] transposed, into `out`
     [splits, rows, columns] from its first column on, to be summed over the splits. `rank` is the largest."""
@@ -160,7 +144,7 @@ def adapter_gradient(
     middle: Tensor,
     row_scales: Tensor | None,
     payload: Tensor,
-    blocks: Tensor,
+    blocks: Blocks,
     rank: int,
     divisors: Tensor | None,
     out: Tensor,

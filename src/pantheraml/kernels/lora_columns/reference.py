@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.e4m3 import LARGEST, to_e4m3
+from pantheraml.kernels.lora_columns.spans import Blocks
 
 
 def reference_write(
@@ -67,9 +68,9 @@ def reference_place(
 
 
 def reference_gradient(
-    middle: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Tensor, divisors: Tensor | None, out: Tensor
+    middle: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Blocks, divisors: Tensor | None, out: Tensor
 ) -> None:
     left = middle.float() if row_scales is None else middle.float() * row_scales[:, None]
-    for start, end, column, rank in blocks.tolist():
+    for start, end, column, rank in blocks.table.tolist():
         total = left[:, column : column + rank].T @ payload[:, start:end].float()
         out[:rank, start:end] = total if divisors is None else total / divisors[start:end]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pantheraml.kernels.triton_support import LIMIT, SMALLEST_SCALE, block_of, launch, row_warps, to_e4m3
+from pantheraml.kernels.triton_support import block_of, larger, largest, launch, row_scale, row_warps, to_e4m3
 
 _WIDEST = 16384
 
@@ -29,11 +29,11 @@ def _quantise(
     out += row * out_stride
     at = tl.arange(0, BLOCK)
     values = _values(x, multiplier, at, columns, SCALED)
-    largest = tl.abs(values)
+    most = tl.abs(values)
     if not WHOLE:
         for start in range(BLOCK, columns, BLOCK):
-            largest = tl.maximum(largest, tl.abs(_values(x, multiplier, start + at, columns, SCALED)))
-    scale = tl.maximum(tl.max(largest, 0) / LIMIT, SMALLEST_SCALE)
+            most = larger(most, tl.abs(_values(x, multiplier, start + at, columns, SCALED)))
+    scale = row_scale(largest(most, 0))
     tl.store(scales + row, scale)
     inverse = 1.0 / scale
     tl.store(out + at, to_e4m3(values * inverse), mask=at < columns)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pantheraml.kernels.triton_support import LIMIT, SMALLEST_SCALE, block_of, launch, row_warps, to_e4m3
+from pantheraml.kernels.triton_support import block_of, largest, launch, row_scale, row_warps, to_e4m3
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _forward(
     else:
         normal = ((values * inverse).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
     if QUANTISE:
-        scale = tl.maximum(tl.max(tl.abs(normal), 0) / LIMIT, SMALLEST_SCALE)
+        scale = row_scale(largest(tl.abs(normal), 0))
         tl.store(scales + row, scale)
         tl.store(out + row * out_stride + at, to_e4m3(normal * (1.0 / scale)), mask=live)
     else:

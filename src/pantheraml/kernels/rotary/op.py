@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.dispatch import runs_triton
+from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.quantise_rows.reference import reference_quantise_rows
 from pantheraml.kernels.rotary.reference import reference_rotate
 
 
@@ -53,3 +55,30 @@ def unrotate(parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor) -> 
         last = part if part.stride(2) == 1 else part.contiguous()
         triton_kernel.turn(last, out, cos, sin, part.shape[1] if rotated else 0, back=True)
     return merged
+
+
+def unrotate_quantised(
+    parts: tuple[Tensor, Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    room: int = 0,
+    multiplier: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`unrotate` (times `multiplier` [columns]) as e4m3 [tokens, columns + room] and float32 scales [tokens].
+
+    The room is not written. The matrix itself never exists: one launch instead of four, which took 108 us in
+    Llama-3.1-8B's shape and 8,192 tokens, and takes 44 us (H200).
+    """
+    tokens, size = cos.shape
+    columns = sum(part.shape[1] for part in parts) * size
+    out = torch.empty(tokens, columns + room, dtype=E4M3, device=parts[0].device)
+    if not runs_triton(out):
+        out[:, :columns], scales = reference_quantise_rows(unrotate(parts, cos, sin), multiplier)
+        return out, scales
+    from pantheraml.kernels.rotary import triton_kernel
+
+    scales = torch.empty(tokens, dtype=torch.float32, device=out.device)
+    q, k, v = (part if part.stride(2) == 1 else part.contiguous() for part in parts)
+    triton_kernel.turn_back_and_quantise((q, k, v), cos, sin, multiplier, out, scales)
+    return out, scales

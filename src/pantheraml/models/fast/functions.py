@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
 from pantheraml.kernels.rms_norm import rms_norm, rms_norm_backward
-from pantheraml.kernels.rotary import rotate, unrotate
+from pantheraml.kernels.rotary import rotate, unrotate, unrotate_quantised
 from pantheraml.models.fast.groups import Operand, ProjectionGroup
 
 
@@ -121,14 +121,15 @@ class _AttentionInput(torch.autograd.Function):
         x, payload, scales, inverse, middle, cos, sin = ctx.saved_tensors
         group: ProjectionGroup = ctx.group
         norm: Norm = ctx.norm
-        if cos is not None:
-            merged = unrotate((grads[0], grads[1], grads[2]), cos, sin)
+        parts = grads[0], grads[1], grads[2]
+        if cos is None:
+            g = group.gradient_operand(torch.cat([part.flatten(1) for part in parts], dim=1))
+        elif group.quantised:
+            g = Operand(*unrotate_quantised(parts, cos, sin, room=group.room, multiplier=group.multiplier))
         else:
-            merged = torch.cat([grad.flatten(1) for grad in grads[:3]], dim=1)
+            g = group.gradient_operand(unrotate(parts, cos, sin))
         wants_input = ctx.needs_input_grad[0]
-        d_normed, gradients = group.backward(
-            group.gradient_operand(merged), Operand(payload, scales), middle, wants_input=wants_input
-        )
+        d_normed, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=wants_input)
         dx = None
         if d_normed is not None:
             dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
