@@ -200,4 +200,4 @@ class FP8Pass(HeadPass):
             return
         gradient, scales = self._gradient[:count], self._gradient_scales[:count]
         softmax(logits, labels, scores, gradient, scales)
-        fp8_product(gradient, scales * self._scale, self._turned, None, x.dtype, out=self.d_rows[span])
+        fp8_product(gradient, scales * self._scale, self._turned, None, x.dtype, out=self.d_rows[span], long_sum=True)
