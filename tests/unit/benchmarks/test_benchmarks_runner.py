@@ -41,7 +41,7 @@ def test_a_result_file_says_where_and_with_what(python: Python, tmp_path: Path) 
 def test_an_unknown_benchmark_lists_the_known_ones() -> None:
     done = subprocess.run([sys.executable, str(RUN), "cli_stard"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "known: ablation, accuracy, cli_start" in done.stderr
+    assert "known: ablation, accuracy, checkpoint_save, cli_start" in done.stderr
 
 
 def test_running_all_leaves_out_what_needs_a_gpu_where_there_is_none(python: Python) -> None:

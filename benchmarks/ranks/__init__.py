@@ -1,0 +1,1 @@
+"""What the processes of benchmarks with several processes run, and how they are started."""

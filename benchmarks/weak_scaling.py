@@ -1,0 +1,55 @@
+"""How much of a second core a second process brings: twice the batch in two processes, against one process alone.
+
+One thread for each process, on CPUs: two processes of one thread on two cores stand for two GPUs that share nothing but
+what they send. Ideal is that a step with twice the global batch takes as long as before. The same is measured for plain
+PyTorch DDP on the same model, and for two processes that do not talk at all, which is what the machine itself allows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ranks.launch import run_ranks
+from table import Column, Table, milliseconds, percent
+
+TARGETS = {"lora": 0.95, "full": 0.85}
+"""Of the ideal."""
+
+TABLE = Table(
+    title="Weak scaling",
+    how="Step of one process with one thread, over that of two such processes with twice the global batch; median over"
+    " turns in one run. Ours: the engine's step under DDP. Plain: PyTorch's DDP around the same model. Machine: two"
+    " processes that do not talk.",
+    columns=(
+        Column("method", "method"),
+        Column("trained", "trained", lambda value: f"{value / 1e6:.2f} M"),
+        Column("tokens of a process", "tokens"),
+        Column("step alone", "alone_seconds", milliseconds),
+        Column("step of two", "together_seconds", milliseconds),
+        Column("ours", "efficiency", percent),
+        Column("target", "target", percent),
+        Column("plain DDP", "plain_efficiency", percent),
+        Column("machine", "machine_efficiency", percent),
+        Column("speed against plain DDP", "against_plain", lambda value: f"{value:.3f}x"),
+    ),
+)
+
+
+def run(
+    *,
+    hidden: int = 512,
+    layers: int = 6,
+    vocabulary: int = 4096,
+    seq_len: int = 256,
+    batch: int = 4,
+    repeats: int = 9,
+    steps: int = 1,
+) -> dict[str, Any]:
+    size = {"hidden": hidden, "layers": layers, "vocabulary": vocabulary, "seq_len": seq_len, "batch": batch}
+    request = {"size": size, "methods": list(TARGETS), "repeats": repeats, "steps": steps}
+    found = run_ranks("weak_scaling", request)
+    further = {"tokens": batch * seq_len}
+    return {
+        "parameters": {**size, "repeats": repeats, "steps": steps},
+        "results": [{**row, **further, "target": TARGETS[row["method"]]} for row in found],
+    }

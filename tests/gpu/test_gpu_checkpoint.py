@@ -1,0 +1,19 @@
+"""Copies for a checkpoint on a real GPU: page-locked, and not touched by what the device does next."""
+
+from __future__ import annotations
+
+import torch
+
+from pantheraml.checkpoint.host_copy import HostCopies
+
+
+def test_a_copy_holds_what_was_there_when_it_was_taken() -> None:
+    device = torch.device("cuda")
+    copies, live = HostCopies(device), torch.randn(4096, 4096, device=device)
+    for _ in range(3):
+        expected = live.sum(dim=1, dtype=torch.float64).cpu()
+        copy = copies.take("weight", live)
+        live.add_(1)  # queued behind the copy
+        copies.wait()
+        assert copy.is_pinned()
+        torch.testing.assert_close(copy.to(device).sum(dim=1, dtype=torch.float64).cpu(), expected, rtol=0, atol=0)

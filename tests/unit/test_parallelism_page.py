@@ -1,0 +1,84 @@
+"""docs/parallelism.md: its settings are accepted and mean what it says, its numbers are those of code and results."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pantheraml.parallel.pipeline import bubble_share
+from pantheraml.planner.dims import check_together, choose_dims
+from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
+from pantheraml.specs.train import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
+
+
+def table(first_title: str) -> list[list[str]]:
+    """The cells of the rows below the heading that begins so."""
+    after = TEXT.partition(f"\n| {first_title} |")[2].partition("\n\n")[0]
+    assert after, first_title
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in after.splitlines()[2:]]
+
+
+SETTINGS = [yaml.safe_load(row[2].strip("`")) for row in table("what you see")]
+SETTINGS += [yaml.safe_load(block)["parallel"] for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
+
+
+def config(parallel: dict[str, Any]) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"path": "d"}, "train": {"global_batch_size": 21}, "parallel": parallel}
+    )
+
+
+@pytest.mark.parametrize("parallel", SETTINGS, ids=str)
+def test_settings_are_accepted(parallel: dict[str, Any]) -> None:
+    world = math.prod(parallel.get(name, 1) for name in DIMENSIONS)
+    run = config(parallel)
+    dims, _ = choose_dims(run.parallel, world)
+    check_together(run, dims)
+    assert {name: degree for name in DIMENSIONS if (degree := getattr(dims, name)) > 1} == {
+        name: degree for name, degree in parallel.items() if name in DIMENSIONS
+    }
+
+
+def test_copies_are_filled_in() -> None:
+    dims, _ = choose_dims(config({"shard": 4, "tensor": 2}).parallel, 16)
+    assert dims == ParallelDims(replicate=2, shard=4, tensor=2)
+
+
+def test_hybrid_strategies_are_what_the_page_says() -> None:
+    expected = {"pipeline": "pipeline", "model_parallel": "tensor", "data_parallel": "shard"}
+    assert [row[0].strip("`") for row in table("`hybrid_strategy`")] == list(expected)
+    for strategy, beside in expected.items():
+        dims, _ = choose_dims(config({"mode": "hybrid", "hybrid_strategy": strategy}).parallel, 8)
+        assert dims == ParallelDims(replicate=4, **{beside: 2})
+
+
+def test_bubbles() -> None:
+    for processes, *cells in table("processes"):
+        count = int(processes)
+        shares = [bubble_share(count, turns * count) for turns in (1, 2, 4, 8)] + [bubble_share(count, 4 * count, 2)]
+        assert cells == [f"{100 * share:.0f} %" for share in shares]
+
+
+def test_counted_transfers_are_the_newest_result_s() -> None:
+    newest = max((ROOT / "benchmarks/results").glob("communication-*.json"))
+    record = json.loads(newest.read_text(encoding="utf-8"))
+    named = {"hidden": 256, "layers": 4, "vocabulary": 2048}
+    assert {name: record["parameters"][name] for name in named} == named
+    measured = []
+    for row in record["results"]:
+        assert row["counts"] == row["expected_counts"]
+        assert row["whole_bytes"] == row["expected_whole_bytes"]
+        assert row["tokens"] == 512
+        kinds = ", ".join(f"{count} {kind}" for kind, count in row["counts"].items())
+        sizes = [f"{row[name] / 1024:,.0f} KiB" for name in ("whole_bytes", "sent_bytes")]
+        measured.append([row["mode"], row["method"], kinds, *sizes])
+    assert table("mode | method") == measured
