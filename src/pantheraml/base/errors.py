@@ -9,7 +9,8 @@
     │   └── OutOfMemoryError         15   the device is there but too small
     ├── LaunchError                   6   worker processes that could not start or meet
     ├── CheckpointError               7   a checkpoint that is damaged, or does not fit this run
-    │   └── StorageError             17   the disk: full, read-only, gone
+    │   ├── StorageError             17   the disk: full, read-only, gone
+    │   └── DamagedCheckpointError   27   a checkpoint that is not what was written: torn, cut short, changed
     ├── TrainingError                 8   the training itself
     │   ├── NonFiniteError           18   NaN or infinity in loss or gradient
     │   ├── DriftError               28   ranks that should hold the same weights do not
@@ -83,6 +84,10 @@ class CheckpointError(PantheraError):
 
 class StorageError(CheckpointError):
     exit_code = 17
+
+
+class DamagedCheckpointError(CheckpointError):
+    exit_code = 27
 
 
 class TrainingError(PantheraError):

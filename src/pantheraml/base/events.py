@@ -49,6 +49,8 @@ KINDS: Mapping[str, frozenset[str]] = {
     "checkpoint.removed": frozenset({"step", "path"}),
     "model.saved": frozenset({"path", "form"}),
     "verdict": frozenset({"step", "action", "cause"}),
+    # what a replay of a bad step found, and the file that says more
+    "incident": frozenset({"step", "path", "finding", "rank", "module", "tensor", "samples"}),
     "aggregation.left_out": frozenset({"step", "ranks"}),
     "generate.progress": frozenset({"done", "total"}),
     "verify.progress": frozenset({"done", "total", "mode"}),

@@ -67,8 +67,7 @@ def run_training(
     run = RunDir(output)
     _refuse_inputs_inside(run, config, overwrite=overwrite)
     with run.claim(resume=resume, overwrite=overwrite) as replacement:
-        if resume and run.holds_work():
-            check_resumable(run.config(), config)
+        insisted = check_resumable(run.config(), config) if resume and run.holds_work() else []
         run.write_config(config)
         run.write_plan(plan)
         readers = screen.readers()
@@ -77,6 +76,8 @@ def run_training(
             leg = _Leg(Follower(output, readers, from_end=True))
             emit("run.started", command=shlex.join(sys.argv), pantheraml=__version__, output=str(output))
             emit("plan.made", plan=plan.model_dump(mode="json"))
+            for change in insisted:
+                emit("warning", message=f"the run goes on although {change}, as --allow-change says")
             with _written_down(run, config, emit, leg):
                 if place is None:
                     _run_task("prepare", run, None, config, stops, leg)
@@ -191,7 +192,7 @@ def _run_task(
     task: str, run: RunDir, plan: Plan | None, config: TrainConfig, stops: local.StopRequests, leg: _Leg
 ) -> None:
     """Processes that this one starts: a single one, or, with a plan, one per device."""
-    command = local.training_command(run.path, plan) if plan is not None else local.task_command(task, run.path)
+    command = local.command_for(task, run.path, plan)
     environment = local.worker_environment(plan, grace_seconds=config.parallel.grace_seconds)
     ask_to_stop = run.stop_file.touch if plan is not None else None
     _supervise(run, leg, stops, command=command, environment=environment, ask_to_stop=ask_to_stop, config=config)

@@ -1,4 +1,4 @@
-"""`pantheraml resume`: continue a stopped or failed run from its newest checkpoint."""
+"""`pantheraml resume`: continue a stopped or failed run from its newest checkpoint, on any number of processes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from pantheraml.cli.train import add_allow_change, resume_overrides, show_result
+
 
 def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "resume", help="continue a stopped run", description="Continue a run from its newest checkpoint."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
+    parser.add_argument("--nproc", metavar="auto|N", help="number of processes from now on (parallel.world_size)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="set any key; may be repeated"
+    )
+    add_allow_change(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     from pantheraml.cli.execute import Screen, run_training
-    from pantheraml.cli.train import show_result
+    from pantheraml.specs.config_file import load_config
     from pantheraml.specs.run_dir import RunDir
 
     output = Path(arguments.run_dir)
-    config = RunDir(output).config()
+    run = RunDir(output)
+    run.require()
+    config = load_config(run.config_file, resume_overrides(arguments))
     screen = Screen(title=f"resume {output}", quiet=arguments.json)
     summary = run_training(config, output, resume=True, screen=screen)
     show_result(summary, output, as_json=arguments.json)

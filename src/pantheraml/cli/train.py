@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pantheraml.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pantheraml.specs.config_file import Key
     from pantheraml.specs.train import TrainConfig
 
 FLAGS = {
@@ -28,7 +29,14 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     add_config_options(parser)
     parser.add_argument("--output", metavar="DIR", help="run folder (default: runs/<name of the config or model>)")
-    parser.add_argument("--resume", action="store_true", help="continue the run that the output folder holds")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        choices=["auto"],
+        help="continue the run that the output folder holds; if it holds none, begin one",
+    )
+    add_allow_change(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     return parser
@@ -51,21 +59,43 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_allow_change(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="FIELD",
+        help="resume although this key or section changed and the run cannot go on exactly; may be repeated",
+    )
+
+
 def config_from(arguments: argparse.Namespace) -> TrainConfig:
-    from pantheraml.specs.config_file import Key, load_config, parse_overrides
+    from pantheraml.specs.config_file import load_config
 
     overrides: dict[Key, Any] = {
         key: getattr(arguments, flag) for flag, key in FLAGS.items() if getattr(arguments, flag) is not None
     }
-    if arguments.nproc is not None:
-        overrides["parallel", "world_size"] = _processes(arguments.nproc)
-    overrides |= parse_overrides(arguments.set)
+    overrides |= _common_overrides(arguments)
     if arguments.config is None and not {("model", "path"), ("data", "path")} <= overrides.keys():
         raise ConfigError(
             "Nothing to train: give a config file, or --model and --data.",
             todo="For example: pantheraml train --model DIR --data FILE --output runs/first",
         )
     return load_config(Path(arguments.config) if arguments.config else None, overrides)
+
+
+def resume_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
+    """What `resume` lays over the configuration of the run; leave to change something holds for one start."""
+    return {("checkpoint", "allow_change"): arguments.allow_change, **_common_overrides(arguments)}
+
+
+def _common_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
+    from pantheraml.specs.config_file import parse_overrides
+
+    overrides: dict[Key, Any] = {}
+    if arguments.nproc is not None:
+        overrides["parallel", "world_size"] = _processes(arguments.nproc)
+    return overrides | parse_overrides(arguments.set)
 
 
 def _processes(text: str) -> int | None:
@@ -87,11 +117,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume and arguments.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.", todo="Keep one of them.")
     config = config_from(arguments)
+    if arguments.allow_change:
+        allowed = config.checkpoint.model_copy(update={"allow_change": arguments.allow_change})
+        config = config.model_copy(update={"checkpoint": allowed})
     output = Path(arguments.output) if arguments.output else default_output(arguments, config)
     summary = run_training(
         config,
         output,
-        resume=arguments.resume,
+        resume=arguments.resume is not None,
         overwrite=arguments.overwrite,
         screen=Screen(title=f"train {output}", quiet=arguments.json),
     )

@@ -26,6 +26,8 @@ class StepBatches:
     """Loss-bearing tokens of the global batch."""
     micro_batches: list[Batch]
     """At least one: a rank that got no sample computes on one without targets, since its peers meet it in the step."""
+    own_samples: list[Ids]
+    """Those of each micro-batch, less the ones without targets."""
 
     @property
     def tokens(self) -> int:
@@ -77,7 +79,7 @@ class Feed:
         if len(ids) and len(batches) < wanted:
             idle = read_batch(self._dataset, ids[:1], self._world).without_targets()
             batches += [idle] * (wanted - len(batches))
-        return StepBatches(ids, int(self._dataset.target_tokens(ids).sum()), batches)
+        return StepBatches(ids, int(self._dataset.target_tokens(ids).sum()), batches, mine)
 
 
 def read_batch(dataset: TokenDataset, ids: Ids, world: World) -> Batch:

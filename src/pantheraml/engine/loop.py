@@ -8,21 +8,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pantheraml.base.errors import NonFiniteError
+from pantheraml.base.errors import DamagedCheckpointError, NonFiniteError, TrainingError
 from pantheraml.base.events import FILE_NAME, Emit
-from pantheraml.checkpoint.store import CheckpointStore
+from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.evaluate import evaluate
 from pantheraml.engine.feed import Feed, StepBatches
+from pantheraml.engine.guard.incident import culprit, investigate, write_incident
 from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.guard.verdict import StepNumbers, Verdict, decide, first_nonfinite
+from pantheraml.engine.guard.verdict import StepNumbers, Verdict, first_nonfinite
 from pantheraml.engine.out_of_memory import explained_out_of_memory
+from pantheraml.engine.saving import Saver, newest_whole
 from pantheraml.engine.schedule import learning_rate
-from pantheraml.engine.state import Progress, capture, load_weights, restore
+from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
 from pantheraml.engine.step import Stepper, StepReport
 from pantheraml.parallel.shard_batch import Adaptive
 from pantheraml.specs.plan import Plan
@@ -100,16 +102,28 @@ class TrainingLoop:
         self.store = CheckpointStore(RunDir(job.run_dir).checkpoints)
         self.length = run_length(job.config, len(job.train_data))
         self.progress = Progress()
+        self._saver = Saver(self.store, job.config.checkpoint, job.stepper.world, job.emit)
+        self._saved: int | None = None
+        """The step of the newest checkpoint; all ranks know it, also while it is being written."""
+        self._incident: str | None = None
+        """What was found out about the last step that was not finite."""
         self._unreported = _Work()
         parallel, ranks = job.config.parallel, job.plan.dims.data
         adapts = parallel.batch_shares == "adaptive" and ranks > 1
         self._adaptive = Adaptive(ranks, global_batch=job.config.train.global_batch_size) if adapts else None
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
-        steps = self.store.steps()
-        if steps:
-            self.progress = restore(self.job.stepper, self.store.load(steps[-1]), self.job.identity)
+        """Continue from the newest whole checkpoint, if there is one."""
+        checkpoint = newest_whole(self.store, self.job.stepper.world, self.job.emit)
+        if checkpoint is not None:
+            allowed = self.job.config.checkpoint.allow_change
+            self.progress = restore(self.job.stepper, checkpoint, self.job.identity, allowed=allowed)
+            self._saved = self.progress.step
+            for change in identity_changes(checkpoint, self.job.identity):
+                self.job.emit("warning", message=f"the run goes on although {change}, as --allow-change says")
+            for name, here in library_versions().items() - checkpoint.state["versions"].items():
+                was = checkpoint.state["versions"].get(name)
+                self.job.emit("notice", message=f"{name} was {was}, is {here}: the last digits of numbers may differ")
             if self._adaptive is not None and self.progress.shares is not None:
                 self._adaptive.from_state(self.progress.shares)
 
@@ -124,26 +138,32 @@ class TrainingLoop:
             global_batch_size=job.config.train.global_batch_size,
         )
         job.stepper.model.train()
-        with explained_out_of_memory(job.stepper, job.config, job.plan):
-            stopped_by = self._take_steps()
-        if self._unreported.last is not None:
-            self._report(*self._unreported.last)
-        if stopped_by != "request" and job.eval_data is not None and not self._eval_is_due():
-            self._evaluate()
-        if self.progress.step not in self.store.steps():
-            self._save()
+        with self._saver:
+            with explained_out_of_memory(job.stepper, job.config, job.plan):
+                stopped_by = self._take_steps()
+            if self._unreported.last is not None:
+                self._report(*self._unreported.last)
+            if stopped_by != "request" and job.eval_data is not None and not self._eval_is_due():
+                self._evaluate()
+            if self.progress.step != self._saved:
+                self._save()
+        job.stepper.world.wait_for_main()
         self._use_best_weights(stopped_by)
         job.emit("train.finished", steps=self.progress.step, stopped_by=stopped_by)
         return stopped_by
 
     def _take_steps(self) -> StoppedBy:
         with self._feed() as feed:
+            if self._owes_evaluation() and self._evaluate_and_save():
+                return "request"
             while self.progress.step < self.length.steps:
                 if self._patience_is_out():
                     return "early_stopping"
+                self._saver.poll()
                 stop = self._step(feed.step(self.progress.step))
-                stop = stop or self._evaluate_and_save()
                 if stop and self.progress.step < self.length.steps:
+                    return "request"
+                if self._evaluate_and_save():
                     return "request"
         return "end"
 
@@ -172,30 +192,27 @@ class TrainingLoop:
         """Take (or skip) one step; whether some rank was asked to stop."""
         begin = time.perf_counter()
         job, stepper, step = self.job, self.job.stepper, self.progress.step
-        rate = learning_rate(job.config.train, step, self.length.steps)
         report = stepper.backward(batches, stop_requested=job.stop.is_raised())
         scale = stepper.scaler.get_scale() if stepper.scaler.is_enabled() else None
-        verdict = decide(
-            report.numbers,
-            job.config.stability,
-            skipped_in_a_row=self.progress.skipped_in_a_row,
-            loss_scale=scale,
-        )
-        if verdict.action != "step":
+        policy = stepper.guard.policy
+        known = policy.last_was_nonfinite
+        verdict = policy.decide(report.numbers, loss_scale=scale)
+        rate = learning_rate(job.config.train, step, self.length.steps) * policy.rate_factor
+        if verdict.anomaly is not None:
             self._report_verdict(verdict, report.numbers, batches)
+        if verdict.anomaly == "nonfinite" and not known:  # the next ones in a row have most likely the same cause
+            self._record_incident(verdict, report.numbers, batches)
         if verdict.action == "stop":
             self._stop_on(verdict)
         if report.left_out:
             job.emit("aggregation.left_out", step=step + 1, ranks=list(report.left_out))
         if self._adaptive is not None:
             self._adaptive.observe(step, report.rank_tokens, report.rank_seconds)
-        if verdict.action == "step":
-            stepper.check_copies(step + 1)
-            stepper.apply(report.numbers, rate)
-            self.progress.skipped_in_a_row = 0
-        else:
+        if verdict.action == "skip":
             stepper.skip(report.numbers)
-            self.progress.skipped_in_a_row += 1
+        else:
+            stepper.check_copies(step + 1)
+            stepper.apply(report.numbers, rate, zero_nonfinite=verdict.action == "zero")
         self.progress.step += 1
         self._count_step(report, rate, time.perf_counter() - begin)
         return report.numbers.stop_requested
@@ -221,6 +238,7 @@ class TrainingLoop:
             seconds=work.seconds,
             tokens_per_second=work.tokens / work.seconds,
             memory_bytes=report.memory_bytes,
+            update_ratio=report.numbers.update_ratio,
         )
 
     def _report_verdict(self, verdict: Verdict, numbers: StepNumbers, batches: StepBatches) -> None:
@@ -235,28 +253,72 @@ class TrainingLoop:
             samples=batches.sample_ids.tolist(),
         )
 
+    def _record_incident(self, verdict: Verdict, numbers: StepNumbers, batches: StepBatches) -> None:
+        """Find out where the step went wrong, and write it down. A collective."""
+        job, step = self.job, self.progress.step + 1
+        findings = investigate(job.stepper, batches)
+        first = culprit(findings)
+        path = RunDir(job.run_dir).incidents / f"step-{step}.json"
+        finding = "nothing was found when the step was run again" if first is None else str(first)
+        self._incident = f"{finding}; see {path}"
+        if not job.stepper.world.is_main:
+            return
+        context = {
+            "verdict": asdict(verdict),
+            "numbers": asdict(numbers),
+            "samples": batches.sample_ids.tolist(),
+            "identity": job.identity,
+            "dims": job.plan.dims.model_dump(),
+            "precision": job.plan.precision,
+            "micro_batch_size": job.plan.micro_batch_size,
+            "checkpoint": self._saved,
+        }
+        write_incident(path, step, findings, context)
+        job.emit(
+            "incident",
+            step=step,
+            path=str(path.relative_to(job.run_dir)),
+            finding=finding,
+            rank=first and first.rank,
+            module=first and first.module,
+            tensor=first and first.tensor,
+            samples=first and first.samples,
+        )
+
     def _stop_on(self, verdict: Verdict) -> None:
         """The weights are those before the bad step: save them, then end the run with an error."""
         self.job.stepper.clear_gradients()
-        if self.progress.step > 0 and self.progress.step not in self.store.steps():
+        if self.progress.step > 0 and self.progress.step != self._saved:
             self._save()
-        raise self._not_finite(f"Training stopped at step {self.progress.step + 1}: {verdict.cause}.")
+        what = f"Training stopped at step {self.progress.step + 1}: {verdict.cause}."
+        if verdict.anomaly == "spike":
+            advice = "Lower train.learning_rate or train.max_grad_norm, or set stability.on_spike=skip."
+            raise TrainingError(what, todo=f"{advice} {self._kept()}")
+        raise self._not_finite(what)
 
     def _not_finite(self, what: str) -> NonFiniteError:
-        steps = self.store.steps()
-        kept = f"`pantheraml resume` continues from step {steps[-1]}." if steps else "There is no checkpoint yet."
         return NonFiniteError(
             what,
-            where=f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
+            where=self._incident or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
             todo="Lower train.learning_rate, use model.precision=bf16 or fp32, or set stability.on_nonfinite=skip;"
-            f" if it was the first step, check that the model's own weights are finite. {kept}",
+            f" if it was the first step, check that the model's own weights are finite. {self._kept()}",
         )
+
+    def _kept(self) -> str:
+        if self._saved is None:
+            return "There is no checkpoint yet."
+        return f"`pantheraml resume` continues from step {self._saved}."
 
     # Between steps ----------------------------------------------------------------------------------------------------
 
     def _eval_is_due(self) -> bool:
         every = self.job.config.train.eval_every_steps
         return every is not None and self.progress.step % every == 0
+
+    def _owes_evaluation(self) -> bool:
+        """Whether the run was stopped where an evaluation was due, before that was through."""
+        step = self.progress.step
+        return self.job.eval_data is not None and step > 0 and self._eval_is_due() and self.progress.evaluated != step
 
     def _patience_is_out(self) -> bool:
         patience = self.job.config.train.early_stopping_patience
@@ -285,6 +347,7 @@ class TrainingLoop:
         )
         if result is None:
             return True, False
+        self.progress.evaluated = self.progress.step
         best = self.progress.best_eval_loss
         if math.isfinite(result.loss) and (best is None or result.loss < best):
             self.progress.best_eval_loss, self.progress.best_step = result.loss, self.progress.step
@@ -296,32 +359,28 @@ class TrainingLoop:
     def _save(self) -> None:
         begin = time.perf_counter()
         stepper, step = self.job.stepper, self.progress.step
+        self._saver.finish()
+        stepper.world.wait_for_main()  # the disk may have taken longer than the ranks' timeout for each other
         broken = first_nonfinite([(name, part.detach()) for name, part in stepper.parts])
         ranks = stepper.world.gather([float(broken is not None)]).flatten().nonzero().flatten().tolist()
         if ranks:
             first = f"first: {broken}" if broken is not None else f"on rank {ranks[0]}"
             raise self._not_finite(f"After step {step} the weights are not finite ({first}); they are not saved.")
         self.progress.shares = None if self._adaptive is None else self._adaptive.to_state()
-        tensors, state = capture(stepper, self.progress, self.job.identity)
-        if stepper.world.is_main:
-            path = self.store.save(step, tensors, state)
-            self.job.emit(
-                "checkpoint.saved",
-                step=step,
-                path=str(path.relative_to(self.job.run_dir)),
-                bytes=self.store.bytes(step),
-                seconds=time.perf_counter() - begin,
-                best=self.progress.best_step == step,
-            )
-            kept = {self.progress.best_step} if self.progress.best_step is not None else set()
-            for removed in self.store.prune(keep=self.job.config.checkpoint.keep, also=kept):
-                path = self.store.path(removed).relative_to(self.job.run_dir)
-                self.job.emit("checkpoint.removed", step=removed, path=str(path))
-        stepper.world.wait_for_main()
+        tensors, state = capture(stepper, self.progress, self.job.identity, self._saver.copies)
+        self._saver.start(step, tensors, state, best_step=self.progress.best_step, begin=begin)
+        self._saved = step
 
     def _use_best_weights(self, stopped_by: StoppedBy) -> None:
         best = self.progress.best_step
         wants_best = self.job.config.checkpoint.final == "best" and stopped_by != "request"
         if wants_best and best is not None and best != self.progress.step:
-            load_weights(self.job.stepper, self.store.load(best))
+            load_weights(self.job.stepper, self._load_best(best))
             self.job.emit("notice", message=f"the final weights are those of step {best}, the best evaluation")
+
+    def _load_best(self, step: int) -> Checkpoint:
+        try:
+            return self.store.load(step)
+        except DamagedCheckpointError as err:
+            todo = "The last weights are saved: to have them, resume with --set checkpoint.final=last."
+            raise DamagedCheckpointError(err.what, where=err.where, todo=todo) from err

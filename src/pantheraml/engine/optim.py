@@ -73,9 +73,14 @@ def total_norm(parameters: NamedParameters) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
+def clip_factor(norm: float, limit: float) -> float:
+    """What brings `norm` down to `limit`; 1 if it is within, or the limit is 0."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
 def clip(optimizer: Optimizer, parameters: NamedParameters, norm: float, limit: float) -> None:
     """Have the next step see gradients of at most the norm `limit` (0: as they are); `norm` is what they have now."""
-    factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+    factor = clip_factor(norm, limit)
     if isinstance(optimizer, LeanAdamW):
         optimizer.gradient_factor = factor
     elif factor < 1:

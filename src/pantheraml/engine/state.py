@@ -6,21 +6,29 @@ continue as if it had not stopped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
+from pantheraml import __version__
 from pantheraml.base.errors import CheckpointError
+from pantheraml.checkpoint.host_copy import HostCopies
 from pantheraml.checkpoint.store import Checkpoint, Tensors
 from pantheraml.engine import optim
 from pantheraml.engine.step import Stepper
 from pantheraml.parallel.gather import full_tensors, load_full, own_part, spread_like
+from pantheraml.specs.resume import Change, is_allowed
 
-STATE_VERSION = 3
+STATE_VERSION = 4
+
+SEEDS_PER_STEP = 1_000_003
+"""More than there are processes, each of which has a seed of its own."""
 
 
 @dataclass
@@ -29,57 +37,82 @@ class Progress:
 
     step: int = 0
     """Optimizer steps behind us (skipped ones included: their samples are used up)."""
-    skipped_in_a_row: int = 0
     best_eval_loss: float | None = None
     best_step: int | None = None
+    evaluated: int | None = None
+    """The step of the last evaluation that was not broken off."""
     evals_without_gain: int = 0
     shares: dict[str, Any] | None = None
     """What adaptive batch shares go by; None if they are not adaptive."""
 
 
-def capture(stepper: Stepper, progress: Progress, identity: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and JSON state of a checkpoint. A collective: every rank calls it, rank 0 saves the result."""
-    layout, group = stepper.world.layout, stepper.world.patient_group
+def capture(
+    stepper: Stepper, progress: Progress, identity: Mapping[str, Any], copies: HostCopies | None = None
+) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and JSON state of a checkpoint. A collective: every rank calls it, rank 0 saves the result.
+
+    With `copies` the result stays as it is when training goes on; without, it may share memory with the run.
+    """
+    gathered = partial(full_tensors, layout=stepper.world.layout, group=stepper.world.patient_group)
+    if copies is not None:
+        gathered = partial(gathered, to_host=copies.take)
     tensors: Tensors = {
-        "weights": dict(full_tensors(stepper.parameters, layout, group)),
-        "optimizer": dict(full_tensors(_spread_moments(stepper), layout, group)),
+        "weights": dict(gathered(stepper.parameters)),
+        "optimizer": dict(gathered(_spread_moments(stepper))),
         "rng": _gather_generators(stepper),
     }
+    if copies is not None:
+        copies.wait()
     state = {
         "version": STATE_VERSION,
         "progress": asdict(progress),
         "scaler": stepper.scaler.state_dict(),
-        "dims": layout.dims.model_dump(),
+        "guard": stepper.guard.to_state(),
+        "dims": stepper.world.layout.dims.model_dump(),
         "identity": dict(identity),
+        "versions": library_versions(),
     }
     return tensors, state
 
 
-def restore(stepper: Stepper, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Progress:
-    """Put a checkpoint back; `identity` (what makes the samples and the model) has to be the one it was taken under."""
+def library_versions() -> dict[str, str]:
+    """Of what the numbers of a run depend on."""
+    return {"pantheraml": __version__, "torch": str(torch.__version__), "transformers": transformers.__version__}
+
+
+def restore(
+    stepper: Stepper, checkpoint: Checkpoint, identity: Mapping[str, Any], *, allowed: Sequence[str] = ()
+) -> Progress:
+    """Put a checkpoint back; `identity` (what makes the samples and the model) has to be the one it was taken under,
+    except where a change is `allowed`."""
     if checkpoint.state["version"] != STATE_VERSION:
         raise CheckpointError(
             f"The checkpoint has format {checkpoint.state['version']}; this version reads {STATE_VERSION}.",
             todo="Resume with the PantheraML version that wrote it.",
         )
-    changed = {
-        key: (checkpoint.state["identity"].get(key), value)
-        for key, value in identity.items()
-        if checkpoint.state["identity"].get(key) != value
-    }
-    if changed:
-        listing = "; ".join(f"{key}: was {old!r}, is {new!r}" for key, (old, new) in changed.items())
+    refused = [change for change in identity_changes(checkpoint, identity) if not is_allowed(change.key, allowed)]
+    if refused:
         raise CheckpointError(
-            f"The run changed since its checkpoint, so it cannot be continued exactly ({listing}).",
-            todo="Undo the change, or start a new run in another folder.",
+            f"The run changed since its checkpoint and cannot be continued exactly: {'; '.join(map(str, refused))}.",
+            todo="Undo the change, start a new run in another folder, or insist with"
+            f" {' '.join(f'--allow-change {change.key}' for change in refused)}.",
         )
     load_weights(stepper, checkpoint)
     optim.load_optimizer_tensors(stepper.optimizer, stepper.parts, _own_moments(stepper, checkpoint))
     if checkpoint.state["scaler"]:
         stepper.scaler.load_state_dict(checkpoint.state["scaler"])
+    stepper.guard.from_state(checkpoint.state["guard"])
     if checkpoint.state["dims"] == stepper.world.layout.dims.model_dump():
         _set_generators(checkpoint.tensors["rng"], stepper)
+    else:
+        # Nobody's generator is this process's; its own would drop at step k what it dropped at the run's first step.
+        torch.manual_seed(torch.initial_seed() + SEEDS_PER_STEP * checkpoint.step)
     return Progress(**checkpoint.state["progress"])
+
+
+def identity_changes(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> list[Change]:
+    before = checkpoint.state["identity"]
+    return [Change(key, before.get(key), value) for key, value in identity.items() if before.get(key) != value]
 
 
 def load_weights(stepper: Stepper, checkpoint: Checkpoint) -> None:

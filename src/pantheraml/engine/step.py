@@ -8,16 +8,19 @@ split and the model spread.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pantheraml.engine import optim
 from pantheraml.engine.feed import StepBatches
-from pantheraml.engine.guard.verdict import StepNumbers
+from pantheraml.engine.guard.norms import Spread
+from pantheraml.engine.guard.state import Guard
+from pantheraml.engine.guard.verdict import StepNumbers, first_nonfinite
 from pantheraml.engine.parallelize import Traits, parallelize
 from pantheraml.engine.passes import WholePasses
 from pantheraml.models.adapters import trainable_parameters
@@ -46,7 +49,7 @@ class StepReport:
 
 
 class Stepper:
-    """The parts that a step moves: the spread model, trainable parameters, optimizer, loss scaler."""
+    """The parts that a step moves: the spread model, trainable parameters, optimizer, loss scaler, guard."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, world: World, plan: Plan) -> None:
         """Spreads `model` over the processes, in place."""
@@ -65,8 +68,10 @@ class Stepper:
         """What this process holds of them, which is what the optimizer works on."""
         self.optimizer = optim.build_optimizer(self.parts, config.train)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
-        self._max_grad_norm = config.train.max_grad_norm
+        self._spread = Spread(self.parameters, self.parts, world.layout, self._parallelised.held_twice)
+        self.guard = Guard(config, self._spread)
         self._check_every = config.parallel.check_every
+        self._compiled = plan.compile
         self._process = psutil.Process()
         measured = config.parallel.batch_shares == "adaptive" and world.size > 1
         self._own_time = OwnTime(self.parameters, world.device) if measured else None
@@ -79,17 +84,11 @@ class Stepper:
 
     def backward(self, batches: StepBatches, *, stop_requested: bool) -> StepReport:
         """Gradients of the global batch on every rank, and what all ranks know about them."""
-        factor = self._parallelised.mean_over / max(1, batches.target_tokens)
         if self._own_time is not None:
             self._own_time.start()
-        if self.scaler.is_enabled():
-            factor = self.scaler.scale(torch.tensor(factor, device=self.world.device)).item()
-        total = self.passes.backward(batches.micro_batches, factor)
-        own_targets = sum(batch.target_count for batch in batches.micro_batches)
-        left_out = self._parallelised.finish(target_tokens=own_targets, factor=factor)
-        hand_over_gradients(self.parameters, self.parts)
+        total, left_out = self._passes(batches)
         self.scaler.unscale_(self.optimizer)
-        layout = self.world.layout
+        layout, own_targets = self.world.layout, _targets(batches)
         rows = self.world.gather(
             [
                 float(total) if layout.counts_loss else 0.0,
@@ -99,9 +98,10 @@ class Stepper:
                 float(stop_requested),
                 float(self._memory_bytes()),
                 self._own_time.seconds() if self._own_time is not None else 0.0,
+                *self.guard.updates.take(),
             ]
         )
-        losses, squares, tokens, targets, stops, memory, seconds = rows.unbind(dim=1)
+        losses, squares, tokens, targets, stops, memory, seconds, update, weights = rows.unbind(dim=1)
         # What a rank brought that was left out is neither in the gradient nor in the loss.
         losses[list(left_out)] = 0.0
         numbers = StepNumbers(
@@ -109,10 +109,57 @@ class Stepper:
             grad_norm=float(squares.sum().sqrt()),
             target_tokens=batches.target_tokens - int(targets[list(left_out)].sum()),
             stop_requested=bool(stops.any()),
+            update_ratio=float((update.sum() / weights.sum()).sqrt()) if weights.any() else None,
         )
         return StepReport(numbers, int(tokens.sum()), int(memory.max()), left_out, tokens.tolist(), seconds.tolist())
 
-    def _squares(self) -> torch.Tensor:
+    def _passes(self, batches: StepBatches) -> tuple[Tensor, tuple[int, ...]]:
+        """Gradients of the global batch, still times the loss scale; the loss found here, and the ranks left out."""
+        factor = self._parallelised.mean_over / max(1, batches.target_tokens)
+        if self.scaler.is_enabled():
+            factor = self.scaler.scale(torch.tensor(factor, device=self.world.device)).item()
+        total = self.passes.backward(batches.micro_batches, factor)
+        left_out = self._parallelised.finish(target_tokens=_targets(batches), factor=factor)
+        hand_over_gradients(self.parameters, self.parts)
+        return total, left_out
+
+    def replay(self, batches: StepBatches) -> tuple[Tensor, str | None]:
+        """Run the passes of a step again, for someone who watches the model: the loss found here, and the first
+        parameter whose gradient is not finite. A collective; the gradients and generators stay what they were."""
+        devices = list({part.device for part in self.model.parameters() if part.device.type == "cuda"})
+        with torch.random.fork_rng(devices), self._gradients_aside(), self._in_python():
+            total, _ = self._passes(batches)
+            return total, first_nonfinite([(name, part.grad) for name, part in self.parts if part.grad is not None])
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """In host memory, and back in the same tensors: DDP's are views of its buffers, a graph's are part of it."""
+        kept = [(part, part.grad, part.grad.to("cpu", copy=True)) for _, part in self.parts if part.grad is not None]
+        for part, _, _ in kept:
+            part.grad = None
+        try:
+            yield
+        finally:
+            for _, parameter in (*self.parameters, *self.parts):
+                parameter.grad = None
+            for part, gradient, values in kept:
+                part.grad = gradient.copy_(values)
+
+    @contextmanager
+    def _in_python(self) -> Iterator[None]:
+        """Nobody can watch a step that is a recorded graph, or layers that are compiled."""
+        with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
+            if self._graph is None:
+                yield
+                return
+            assert isinstance(self.passes, WholePasses)
+            self.passes.graph = None
+            try:
+                yield
+            finally:
+                self.passes.graph = self._graph
+
+    def _squares(self) -> Tensor:
         """This rank's share of the squared gradient norm."""
         twice = self._parallelised.held_twice
         counted = [index for index, (name, _) in enumerate(self.parameters) if name not in twice]
@@ -128,13 +175,29 @@ class Stepper:
         group = self.world.layout.group("replicate")
         check_copies(self.parts, gradients, step=step, device=self.world.device, group=group)
 
-    def apply(self, numbers: StepNumbers, learning_rate: float) -> None:
-        """Clip and take the step."""
-        optim.clip(self.optimizer, self.parts, numbers.grad_norm, self._max_grad_norm)
+    def apply(self, numbers: StepNumbers, learning_rate: float, *, zero_nonfinite: bool = False) -> None:
+        """Clip and take the step; with `zero_nonfinite`, after gradient values that are not finite were made 0."""
+        norm = self._zero_nonfinite() if zero_nonfinite else numbers.grad_norm
+        if math.isfinite(norm):
+            self.guard.clipping.clip(self.optimizer, norm)
+        else:
+            optim.clip(self.optimizer, self.parts, norm, 0.0)  # there is no norm to clip by, nor one to remember
         optim.set_learning_rate(self.optimizer, learning_rate)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        with self.guard.updates.measuring():
+            if numbers.finite:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:  # the scaler would leave out the step on just those ranks that found a value not finite
+                self.optimizer.step()
+                self.scaler.update(self.scaler.get_scale())
         self.clear_gradients()
+
+    def _zero_nonfinite(self) -> float:
+        """The global norm of what is left. A collective, which only a bad step takes."""
+        for _, part in self.parts:
+            if part.grad is not None:
+                torch.nan_to_num_(part.grad, nan=0.0, posinf=0.0, neginf=0.0)
+        return float(self.world.gather([float(self._squares())]).sum().sqrt())
 
     def skip(self, numbers: StepNumbers) -> None:
         """Drop the gradients; under fp16 an overflow on any rank lowers the loss scale on all."""
@@ -154,3 +217,8 @@ class Stepper:
         if self.world.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.world.device)
         return int(self._process.memory_info().rss)
+
+
+def _targets(batches: StepBatches) -> int:
+    """Of this rank's micro-batches."""
+    return sum(batch.target_count for batch in batches.micro_batches)

@@ -1,7 +1,7 @@
 """Worker processes on this machine: started, watched, stopped in order, never left behind.
 
-Training runs under torch's elastic agent, one process per device; the other tasks are a single worker process. The
-parent that calls this never imports torch. Ctrl-C or SIGTERM asks the workers to save and leave (a file in the run
+Several processes run under torch's elastic agent, one per device; one alone runs by itself. The parent that calls this
+never imports torch. Ctrl-C or SIGTERM asks the workers to save and leave (a file in the run
 folder, which they look at between steps); a second Ctrl-C, or the end of the grace period, kills them. If the parent
 itself dies, the kernel sends SIGTERM to the child, so that an orphaned run saves and ends too.
 """
@@ -41,13 +41,8 @@ def task_command(task: str, run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "pantheraml.worker", task, str(run_dir)]
 
 
-def training_command(run_dir: Path, plan: Plan) -> list[str]:
-    """One worker per device under the elastic agent."""
-    return agent_command(plan.world_size, task_command("train", run_dir))
-
-
 def command_for(task: str, folder: Path, plan: Plan | None) -> list[str]:
-    """One worker per process of the plan, or one alone."""
+    """One worker per process of the plan, under the elastic agent; one alone needs none, and starts sooner."""
     command = task_command(task, folder)
     return command if plan is None or plan.world_size == 1 else agent_command(plan.world_size, command)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -184,11 +184,15 @@ def save_trained(
         tokenizer.save_pretrained(folder)
 
 
+def _name_in_file(parameter: str) -> str:
+    """As PEFT writes it: without the adapter's name, and DoRA's magnitude as it was before it became a layer."""
+    magnitude = "lora_magnitude_vector"
+    return parameter.replace(f".{magnitude}.{ADAPTER}.weight", f".{magnitude}").replace(f".{ADAPTER}.", ".")
+
+
 def _save_adapter(model: PeftModel, trained: Mapping[str, Tensor], folder: Path, model_config: ModelConfig) -> None:
-    weights = get_peft_model_state_dict(
-        model, state_dict=dict(trained), adapter_name=ADAPTER, save_embedding_layers=False
-    )
-    weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    # Not PEFT's own selection: that leaves out layers that `model`, a stage of a pipeline perhaps, does not have.
+    weights = {_name_in_file(name): weight.detach().cpu().contiguous() for name, weight in trained.items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path = base_name(model_config)

@@ -92,6 +92,7 @@ class ProgressBar:
             "verify.progress": self._verify_progress,
             "aggregation.left_out": self._left_out,
             "verdict": self._verdict,
+            "incident": self._incident,
             "notice": lambda event: self._display.line(event["message"], ""),
             "warning": lambda event: self._display.line(f"warning: {event['message']}", "yellow"),
         }
@@ -217,6 +218,9 @@ class ProgressBar:
 
     def _verdict(self, event: Event) -> None:
         self._display.line(f"step {event['step']}: {event['action']} ({event['cause']})", "yellow")
+
+    def _incident(self, event: Event) -> None:
+        self._display.line(f"step {event['step']}: {event['finding']}; see {event['path']}", "yellow")
 
     def _done(self, text: str) -> None:
         self._display.line(text, "")

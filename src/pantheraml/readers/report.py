@@ -183,6 +183,8 @@ def _message(event: Event) -> tuple[str, str, str] | None:
         return at, event["kind"], event["message"]
     if event["kind"] == "verdict":
         return at, "verdict", f"step {event['step']}: {event['action']}: {event['cause']}"
+    if event["kind"] == "incident":
+        return at, "incident", f"step {event['step']}: {event['finding']}; see {event['path']}"
     if event["kind"] == "error":
         where = f" (rank {event['rank']})" if event["rank"] else ""
         return at, "error", f"{event['error']}{where}: {event['what']}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pantheraml.base.errors import CheckpointError
+from pantheraml.base.errors import CheckpointError, ConfigError
+from pantheraml.specs.config_file import all_keys, nearest_key
 from pantheraml.specs.train import TrainConfig
 
 # A resumed run gives the numbers it would have given without a stop. These keys do not enter those numbers, or say only
@@ -18,23 +21,63 @@ MAY_CHANGE = frozenset(
     }
 )
 SECTIONS_THAT_MAY_CHANGE = frozenset({"parallel", "stability", "checkpoint", "report"})
+WHERE_WEIGHTS_ARE = ("model.device_map", "model.max_memory")
+# Of those sections: several processes equal one only where gradients are summed over all tokens.
+MAY_NOT_CHANGE = frozenset({"parallel.aggregation", "parallel.aggregation_weights"})
 
 
-def check_resumable(old: TrainConfig, new: TrainConfig) -> None:
-    """Raise if `new` cannot continue what `old` began. (Whether the data's content is the same shows later.)"""
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs between two starts of a run."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before!r}, is {self.after!r}"
+
+
+def check_resumable(old: TrainConfig, new: TrainConfig) -> list[Change]:
+    """The changes that only `checkpoint.allow_change` of `new` lets pass; CheckpointError if it does not.
+
+    (Whether the data's content is the same shows later.)
+    """
+    _check_names(new.checkpoint.allow_change)
     before, after = _flat(old.to_dict()), _flat(new.to_dict())
     changed = [
-        f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
+        Change(key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-        and key not in MAY_CHANGE
-        and key.partition(".")[0] not in SECTIONS_THAT_MAY_CHANGE
+        if before.get(key) != after.get(key) and not _may_change(key)
     ]
-    if changed:
+    refused = [change for change in changed if not is_allowed(change.key, new.checkpoint.allow_change)]
+    if refused:
+        insist = " ".join(f"--allow-change {change.key}" for change in refused)
         raise CheckpointError(
-            f"The run cannot be continued exactly with another configuration: {'; '.join(changed)}.",
-            todo="Undo the change, or start a new run in another folder.",
+            f"The run cannot be continued exactly with another configuration: {'; '.join(map(str, refused))}.",
+            todo=f"Undo the change, start a new run in another folder, or insist with {insist}.",
         )
+    return changed
+
+
+def is_allowed(key: str, allowed: Sequence[str]) -> bool:
+    """Whether `key` (`train.seed`, or a section as a whole) is among keys and sections that may change."""
+    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in allowed)
+
+
+def _may_change(key: str) -> bool:
+    if is_allowed(key, WHERE_WEIGHTS_ARE):
+        return True
+    return key in MAY_CHANGE or (key.partition(".")[0] in SECTIONS_THAT_MAY_CHANGE and key not in MAY_NOT_CHANGE)
+
+
+def _check_names(allowed: Sequence[str]) -> None:
+    known = {".".join(key) for key in all_keys()}
+    for name in allowed:
+        if name not in known:
+            near = nearest_key(tuple(name.split(".")))
+            hint = f"Did you mean `{near}`?" if near else "`pantheraml schema` lists every key."
+            raise ConfigError(f"--allow-change takes a key or a section of the configuration, not {name!r}.", todo=hint)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ LOCK = "run.lock"
 REPLACED = ".replaced"
 CONTENTS = (
     *("config.yaml", "plan.json", "data.json", FILE_NAME, "run.json", "report.html", "worker.log", "stop-requested"),
-    *("checkpoints", "adapter", "model", "sinks", "tensorboard", "wandb", "mlflow", "trackio"),
+    *("checkpoints", "incidents", "adapter", "model", "sinks", "tensorboard", "wandb", "mlflow", "trackio"),
 )
 """Everything that a run writes."""
 
@@ -56,6 +56,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def incidents(self) -> Path:
+        """What was found out about steps that went wrong."""
+        return self.path / "incidents"
 
     @property
     def report(self) -> Path:

@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
-from pantheraml.specs.multi_gpu import MultiGPUConfig
+from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -25,7 +34,32 @@ def _as_switch(value: Any) -> Any:
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
 
+
+def _as_device(value: Any) -> Any:
+    """A GPU's number, as YAML or JSON has it, is short for its name."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return f"cuda:{value}" if number or (isinstance(value, str) and value.isdigit()) else value
+
+
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$"), BeforeValidator(_as_device)]
+SplitStrategy = Literal["auto", "balanced", "sequential"]
+
+
+def _checked_map(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """One message, not one for each kind of value."""
+    try:
+        return check(value)
+    except ValidationError as err:
+        raise ValueError("use auto, balanced, sequential, cuda:N, cpu, or a mapping from modules to devices") from err
+
+
+DeviceMap = Annotated[SplitStrategy | DeviceName | dict[str, DeviceName], WrapValidator(_checked_map)]
+Size = Positive | Annotated[str, Field(pattern=r"^\d+(\.\d+)? ?[KMG]i?B$")]
+
 Checkpointing = Literal["none", "selective", "full", "offload"]
+
+
+Clipping = Literal["none", "value", "norm", "global_norm", "adaptive", "percentile", "zclip", "adagc"]
 
 
 class Section(BaseModel):
@@ -49,6 +83,12 @@ class ModelConfig(Section):
     """Run Python code that comes with the model. Off unless you have read that code."""
     allow_pickle: bool = False
     """Accept `.bin` weights, which can run code when loaded. Prefer safetensors."""
+    device_map: DeviceMap | None = None
+    """Spread the layers over the devices of one process, to save memory, not time: auto, balanced, sequential; or a
+    device (cuda:1, cpu); or a mapping from modules to devices, GPU 0 being the first that the run may use. What is
+    spread is loaded by way of the host's memory."""
+    max_memory: dict[DeviceName, Size] | None = None
+    """With device_map: how much weights may take on each device, such as {0: 10GiB, 1: 20GiB}; others get none."""
 
 
 class DataConfig(Section):
@@ -139,10 +179,40 @@ class TrainSettings(Section):
 
 
 class StabilityConfig(Section):
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A NaN or infinite gradient: stop with the last good weights saved, or skip that step on all ranks."""
+    clipping: Clipping = "global_norm"
+    """How gradients are clipped: by train.max_grad_norm (norm: each tensor), or as the clip_ keys of the kind say."""
+    clip_value: Annotated[float, Field(gt=0)] = 1.0
+    """value: the largest absolute value of a gradient."""
+    clip_weight_ratio: Annotated[float, Field(gt=0)] = 0.01
+    """adaptive: the largest norm of a tensor's gradient, as a share of the norm of its weights."""
+    clip_percentile: Annotated[float, Field(gt=0, le=100)] = 90.0
+    """percentile: the limit is this percentile of the last clip_history global norms."""
+    clip_history: Positive = 100
+    """percentile: how many global norms are remembered."""
+    clip_zscore: Annotated[float, Field(gt=0)] = 2.5
+    """zclip: standard deviations above the moving mean of the global norm from which it is clipped."""
+    clip_growth: Annotated[float, Field(gt=0)] = 1.05
+    """adagc: the largest norm of a tensor's gradient, as a multiple of its moving mean."""
+    clip_decay: Fraction = 0.97
+    """zclip and adagc: how much of a moving mean a step keeps."""
+    clip_warmup_steps: Positive = 25
+    """percentile, zclip and adagc: for this many steps norms are learnt, and train.max_grad_norm is the limit."""
+    on_nonfinite: Literal["stop", "skip", "zero", "lower_rate", "detect"] = "stop"
+    """NaN or infinity: stop (last good weights saved), skip the step, zero those values, lower the rate, or report."""
+    on_spike: Literal["ignore", "detect", "skip", "lower_rate", "stop"] = "detect"
+    """A loss far above recent ones: ignore it, report it, skip the step, skip it and lower the rate, or stop."""
+    spike_zscore: Annotated[float, Field(gt=0)] = 6.0
+    """Standard deviations above its moving mean from which a loss is a spike."""
+    spike_warmup_steps: Annotated[int, Field(ge=2)] = 20
+    """Steps before the first loss can be a spike."""
+    rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """lower_rate: the step is skipped, and from there to the end the learning rate multiplied by this."""
     max_skipped_steps: NotNegative = 3
-    """With skip: after this many skipped steps in a row the run stops."""
+    """After this many bad steps in a row that were skipped or zeroed the run stops."""
+    max_skipped_total: NotNegative = 100
+    """The same, counted over the whole run."""
+    update_ratio_every: NotNegative = 0
+    """Steps between measurements of the update's norm over that of the weights; each copies what trains. 0 = never."""
 
 
 class CheckpointConfig(Section):
@@ -152,6 +222,10 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints stay on disk; the best one stays besides."""
     final: Literal["last", "best"] = "last"
     """Which weights become `adapter/` or `model/`: the last ones, or those with the lowest evaluation loss."""
+    background: bool = True
+    """Write while training goes on, from a copy in host memory of what is saved; false: training waits for the disk."""
+    allow_change: list[str] = []
+    """Keys or sections that may differ from what the run began with (`resume --allow-change`)."""
 
 
 class ReportConfig(Section):
@@ -195,6 +269,10 @@ class TrainConfig(Section):
             raise ValueError(
                 f"model.precision={packing} keeps LoRA's frozen weights in {packing}, which needs method.kind=lora"
             )
+        if self.model.max_memory is not None and self.model.device_map is None:
+            raise ValueError("model.max_memory needs model.device_map")
+        if self.model.device_map is not None and self.parallel.mode == MultiGPUMode.DATAPARALLEL:
+            raise ValueError("model.device_map spreads one model, and parallel.mode=dataparallel copies it; keep one")
         if self.train.weights == "bf16" and self.method.kind != "full":
             raise ValueError("train.weights=bf16 is for method.kind=full; adapters are small and stay in float32")
         if self.train.weights == "bf16" and self.model.precision in ("fp32", "fp16"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from pantheraml.launch.local import LOG_FILE
 
 def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) -> int:
     """The exit code of `work`, which writes its events, errors included, into `folder`."""
+    faulthandler.enable()  # a crash in native code (SIGSEGV) leaves every thread's stack in the log
     with EventWriter(folder, rank=env.process_rank().rank) as emit:
         try:
             work(emit)

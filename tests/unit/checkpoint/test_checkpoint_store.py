@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from pantheraml.base.errors import CheckpointError, StorageError
+from pantheraml.base.errors import DamagedCheckpointError, StorageError
 from pantheraml.checkpoint.store import CheckpointStore
 
 
@@ -25,23 +26,59 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert store.steps() == [7]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def flip_last_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flip": (lambda folder: flip_last_bit(folder / "weights.safetensors"), "another checksum"),
+    "flip in state": (lambda folder: flip_last_bit(folder / "state.json"), "another checksum"),
+    "cut": (lambda folder: (folder / "weights.safetensors").write_bytes(b"x"), "has 1 bytes, not"),
+    "file gone": (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
+    "manifest cut": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+    "manifest empty": (lambda folder: (folder / "manifest.json").write_text("[]"), "does not list"),
+    "manifest gone": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "manifest of another kind": (lambda folder: (folder / "manifest.json").write_text('{"version": 9}'), "version 9"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found_before_it_is_used(tmp_path: Path, damage: str) -> None:
     store = CheckpointStore(tmp_path)
-    path = store.save(1, tensors(1.0), {})
-    weights = path / "weights.safetensors"
-    if damage == "flip":
-        data = bytearray(weights.read_bytes())
-        data[-1] ^= 1
-        weights.write_bytes(data)
-    elif damage == "cut":
-        weights.write_bytes(weights.read_bytes()[:-1])
-    elif damage == "remove":
-        weights.unlink()
-    else:
-        (path / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="damaged"):
+    inflict, words = DAMAGES[damage]
+    inflict(store.save(1, tensors(1.0), {}))
+    with pytest.raises(DamagedCheckpointError, match=f"step-00000001 is damaged: .*{words}"):
         store.load(1)
+
+
+def test_no_flipped_bit_of_a_manifest_passes_for_something_else(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    manifest = store.save(1, tensors(1.0), {"x": 1}) / "manifest.json"
+    whole = manifest.read_bytes()
+    blanks = set(b" \n\t\r")
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 4
+        manifest.write_bytes(changed)
+        if {whole[place], changed[place]} <= blanks:
+            store.load(1)
+        else:
+            with pytest.raises(DamagedCheckpointError):
+                store.load(1)
+
+
+def test_a_damaged_one_can_be_set_aside_and_saved_anew(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, tensors(step), {})
+    for _ in range(2):  # a second one of the same step takes the place of the first
+        aside = store.set_aside(2)
+        assert (aside / "weights.safetensors").is_file()
+        assert store.steps() == [1]
+        store.save(2, tensors(2.0), {})
+    assert store.load(2).tensors["weights"]["a"][0] == 2.0
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -58,7 +95,6 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     store.save(1, tensors(1.0), {})
     partial = tmp_path / ".partial-step-00000002"
     partial.mkdir()
-    (tmp_path / "step-00000003").mkdir()  # no manifest: not committed
     assert store.steps() == [1]
     store.save(2, tensors(2.0), {})
     assert store.steps() == [1, 2]
@@ -71,13 +107,19 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        with pytest.raises(StorageError):
+        with pytest.raises(StorageError, match="the disk is full"):
             store.save(2, tensors(2.0, size=100_000), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert store.steps() == [1]
     assert store.load(1).tensors["weights"]["a"][0] == 1.0
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="Saving step-00000001 failed"):
+        CheckpointStore(tmp_path / "file" / "checkpoints").save(1, tensors(1.0), {})
 
 
 def test_the_manifest_lists_every_file(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ COMMON = ["--debug", "--help"]
 CONFIG = ["--data", "--device", "--eval-data", "--method", "--model", "--nproc", "--on-bad-row", "--set", "config"]
 OPTIONS = {
     "demo": ["--output"],
-    "train": [*CONFIG, "--json", "--output", "--overwrite", "--resume"],
-    "resume": ["--json", "run_dir"],
+    "train": [*CONFIG, "--allow-change", "--json", "--output", "--overwrite", "--resume"],
+    "resume": ["--allow-change", "--json", "--nproc", "--set", "run_dir"],
     "plan": [*CONFIG, "--json"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
     "generate": [

@@ -1,7 +1,6 @@
-"""After backward and before the step, all ranks take one decision: step, skip, or stop.
+"""What all ranks know of a step before it is taken, and what they decide on it.
 
-Every rank computes the verdict from the same gathered numbers, so they cannot disagree. A run whose loss or gradient is
-not finite never steps on it, and never ends as a success: it skips a bounded number of steps in a row, or stops.
+Every rank computes the verdict from the same gathered numbers, so they cannot disagree; how is `policy`'s matter.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from pantheraml.specs.train import StabilityConfig
+Action = Literal["step", "zero", "skip", "stop"]
+"""zero: take the step, with 0 in place of gradient values that are not finite."""
 
-Action = Literal["step", "skip", "stop"]
+Anomaly = Literal["overflow", "nonfinite", "spike"]
+"""overflow: of fp16's loss scale, which is in order now and then."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class StepNumbers:
     grad_norm: float
     target_tokens: int
     stop_requested: bool
+    update_ratio: float | None = None
+    """Norm of the last measured update over that of the weights; None if none was measured since the step before."""
 
     @property
     def loss(self) -> float:
@@ -43,25 +46,8 @@ class StepNumbers:
 class Verdict:
     action: Action
     cause: str
-
-
-def decide(
-    numbers: StepNumbers, policy: StabilityConfig, *, skipped_in_a_row: int, loss_scale: float | None
-) -> Verdict:
-    """`loss_scale` is the current fp16 loss scale, or None without loss scaling."""
-    if numbers.finite:
-        return Verdict("step", "loss and gradient are finite")
-    if numbers.bad_ranks:
-        cause = f"the loss is not finite on rank {', '.join(map(str, numbers.bad_ranks))}"
-    else:
-        cause = f"the gradient norm is {numbers.grad_norm}"
-        if loss_scale is not None and loss_scale > 1.0:
-            return Verdict("skip", f"fp16 overflow at loss scale {loss_scale:g}; the scale is lowered")
-    if policy.on_nonfinite == "stop":
-        return Verdict("stop", cause)
-    if skipped_in_a_row >= policy.max_skipped_steps:
-        return Verdict("stop", f"{cause}, after {skipped_in_a_row} skipped step(s) in a row")
-    return Verdict("skip", cause)
+    anomaly: Anomaly | None = None
+    """What is wrong with the step; None if nothing is."""
 
 
 def first_nonfinite(named: list[tuple[str, Tensor]]) -> str | None:

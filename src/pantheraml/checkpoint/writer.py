@@ -1,0 +1,74 @@
+"""Writing checkpoints beside the training: a thread saves one and removes those that are no longer kept.
+
+There is one at a time. What went wrong in the thread is raised by whoever asks for the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import StorageError
+from pantheraml.checkpoint.store import CheckpointStore, Tensors
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is committed."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+    removed: list[int]
+    """Steps whose checkpoints made room for it."""
+    lost: list[int]
+    """Steps whose checkpoints somebody else removed since the last save."""
+
+
+class CheckpointWriter:
+    def __init__(self, store: CheckpointStore, *, keep: int) -> None:
+        self._store, self._keep = store, keep
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[Written] | None = None
+        self._known: set[int] = set()
+
+    def start(self, step: int, tensors: Tensors, state: Mapping[str, Any], *, also_keep: set[int]) -> None:
+        """Begin to write. The tensors must not change until the result was collected."""
+        assert self._pending is None, "the one before was collected"
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending = self._thread.submit(self._write, step, tensors, copy.deepcopy(dict(state)), also_keep)
+
+    def collect(self, *, wait: bool) -> Written | None:
+        """The result of `start`, once; None if there is none (yet, unless `wait`). Raises what the thread raised."""
+        if self._pending is None or not (wait or self._pending.done()):
+            return None
+        pending, self._pending = self._pending, None
+        return pending.result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+
+    def _write(self, step: int, tensors: Tensors, state: Mapping[str, Any], also_keep: set[int]) -> Written:
+        begin = time.perf_counter()
+        run_folder = self._store.root.parent
+        if not run_folder.is_dir():
+            # Making it anew would leave a run without configuration and events, or fill the disk below a lost mount.
+            raise StorageError(
+                f"The checkpoint of step {step} cannot be saved: the run folder is gone.",
+                where=str(run_folder),
+                todo="Bring it back (was a disk unmounted?) and resume, or start the run again.",
+            )
+        lost = sorted(self._known - set(self._store.steps()) - {step})
+        path = self._store.save(step, tensors, state)
+        removed = self._store.prune(keep=self._keep, also=also_keep)
+        self._known = set(self._store.steps())
+        return Written(step, path, self._store.bytes(step), time.perf_counter() - begin, removed, lost)

@@ -1,0 +1,238 @@
+"""What went wrong in a step that was not finite: its passes are run once more, with every module watched.
+
+The first tensor that is not finite is named, forward before backward, with the rank and the samples it came from. A
+replay that finds nothing means that the fault was not in the model or the data: it passed (a bit that flipped, a race).
+Findings and what it takes to reproduce them go to `incidents/step-N.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pantheraml.base.errors import StorageError
+from pantheraml.base.folders import write_text
+from pantheraml.engine.feed import StepBatches
+from pantheraml.parallel.process_group import World
+
+VERSION = 1
+
+WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What can hold values that are not finite, and be asked for them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first thing that was not finite on a rank."""
+
+    rank: int
+    phase: Literal["forward", "backward"]
+    module: str | None
+    """Its name in the model; None if it was found outside of all modules."""
+    module_class: str | None
+    tensor: str
+    """`output`, a weight by name, `gradient of the output`, `loss`, or a parameter's gradient by name."""
+    shape: list[int] | None
+    """None, and so the next two, if it was found outside of all modules."""
+    nan: int | None
+    """Values of it that are NaN."""
+    infinite: int | None
+    micro_batch: int | None
+    """Its number on that rank; None where that cannot be told."""
+    samples: list[int]
+    """Numbers, in the prepared data, of the samples it came from, as closely as can be told."""
+
+    def __str__(self) -> str:
+        """`first not finite: output of model.layers.3.mlp (LlamaMLP), forward, rank 0, sample 17`."""
+        what = self.tensor if self.module is None or self.module in self.tensor else f"{self.tensor} of {self.module}"
+        kind = "" if self.module_class is None else f" ({self.module_class})"
+        samples = f"sample {', '.join(map(str, self.samples[:8]))}" if self.samples else "no sample"
+        more = ", ..." if len(self.samples) > 8 else ""
+        return f"first not finite: {what}{kind}, {self.phase}, rank {self.rank}, {samples}{more}"
+
+
+class Watched(Protocol):
+    """A step that can be run again."""
+
+    model: nn.Module
+    world: World
+
+    def replay(self, batches: StepBatches) -> tuple[Tensor, str | None]: ...
+
+
+def investigate(stepper: Watched, batches: StepBatches) -> list[Finding]:
+    """Run the passes of a step again, watched; what each rank found, in rank order. A collective."""
+    watch = _Watch(stepper.world, batches)
+    with watch.over(stepper.model):
+        loss, gradient = stepper.replay(batches)
+    found = watch.found or watch.outside(loss, gradient)
+    own = [] if found is None else [found]
+    if stepper.world.size == 1:
+        return own
+    everyone: list[list[Finding]] = [[] for _ in range(stepper.world.size)]
+    dist.all_gather_object(everyone, own, group=stepper.world.patient_group)
+    return [finding for findings in everyone for finding in findings]
+
+
+def culprit(findings: Sequence[Finding]) -> Finding | None:
+    """The finding that explains the others: ranks share gradients, so that of a forward pass comes before those."""
+    return min(findings, key=lambda finding: (finding.phase != "forward", finding.module is None), default=None)
+
+
+def write_incident(path: Path, step: int, findings: Sequence[Finding], context: Mapping[str, Any]) -> None:
+    """`context`: what else there is to say about the step."""
+    content = {
+        "version": VERSION,
+        "step": step,
+        **context,
+        "persistent": bool(findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as err:
+        raise StorageError(f"The folder for incidents cannot be made: {err.strerror}.", where=str(path.parent)) from err
+    write_text(path, json.dumps(_as_json(content), indent=1))
+
+
+class _Watch:
+    """Looks at what every module gives, and at the gradient of it, until something is not finite."""
+
+    def __init__(self, world: World, batches: StepBatches) -> None:
+        self._world, self._batches = world, batches
+        self._micro_batch: int | None = None
+        self.found: Finding | None = None
+
+    @contextmanager
+    def over(self, model: nn.Module) -> Iterator[None]:
+        handles = [
+            module.register_forward_hook(partial(self._after_forward, name)) for name, module in model.named_modules()
+        ]
+        # A pipeline lays the rows of its batches together anew, and copies of a model share them.
+        if self._world.layout.dims.pipeline == 1 and not self._world.copies_on:
+            embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+            # It is called once for each micro-batch, while layers may be called again in backward.
+            handles.append(embedding.register_forward_pre_hook(self._next_micro_batch))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _next_micro_batch(self, module: nn.Module, args: Any) -> None:
+        self._micro_batch = 0 if self._micro_batch is None else self._micro_batch + 1
+
+    def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if self.found is not None:
+                return
+            if not _finite(tensor):
+                weight = next((own for own, value in _weights(module) if not _finite(value)), None)
+                what = "output" if weight is None else f"{name}.{weight}"
+                self.found = self._finding("forward", name, module, what, tensor)
+            elif tensor.requires_grad:
+                tensor.register_hook(partial(self._in_backward, name, module, self._micro_batch))
+
+    def _in_backward(self, name: str, module: nn.Module, micro_batch: int | None, gradient: Tensor) -> None:
+        if self.found is None and not _finite(gradient):
+            self._micro_batch = micro_batch
+            self.found = self._finding("backward", name, module, "gradient of the output", gradient)
+
+    def outside(self, loss: Tensor, gradient: str | None) -> Finding | None:
+        """Of what no module saw."""
+        phase: Literal["forward", "backward"] = "backward" if _finite(loss) else "forward"
+        what = gradient if _finite(loss) else "loss"
+        if what is None:
+            return None
+        return Finding(
+            rank=self._world.rank,
+            phase=phase,
+            module=None,
+            module_class=None,
+            tensor=what,
+            shape=None,
+            nan=None,
+            infinite=None,
+            micro_batch=None,
+            samples=self._samples(None, None),
+        )
+
+    def _finding(
+        self, phase: Literal["forward", "backward"], name: str, module: nn.Module, what: str, bad: Tensor
+    ) -> Finding:
+        values = _local(bad)
+        return Finding(
+            rank=self._world.rank,
+            phase=phase,
+            module=name,
+            module_class=type(module).__name__,
+            tensor=what,
+            shape=list(values.shape),
+            nan=int(values.isnan().sum()),
+            infinite=int(values.isinf().sum()),
+            micro_batch=self._micro_batch,
+            samples=self._samples(self._micro_batch, values),
+        )
+
+    def _samples(self, micro_batch: int | None, values: Tensor | None) -> list[int]:
+        """Those in whose rows `values` are not finite, where rows can be told; else all that may have been it."""
+        own = self._batches.own_samples
+        if micro_batch is None:
+            return [int(sample) for samples in own for sample in samples]
+        if micro_batch >= len(own):
+            return []  # a batch without targets, to keep peers company
+        samples = [int(sample) for sample in own[micro_batch]]
+        if values is None or values.ndim < 2 or len(values) != len(samples):
+            return samples
+        bad = (~values.isfinite()).flatten(1).any(dim=1).tolist()
+        return [sample for sample, is_bad in zip(samples, bad, strict=True) if is_bad]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module gives."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part: ranks stop looking at different places, so none may ask another."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _finite(tensor: Tensor) -> bool:
+    values = _local(tensor)
+    return values.dtype not in WIDE or bool(values.isfinite().all())
+
+
+def _as_json(value: Any) -> Any:
+    """JSON has no NaN: a number that is not finite is written as the string 'nan', 'inf' or '-inf', as in events."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value

@@ -1,0 +1,30 @@
+"""Guard: what watches over the steps of a run and has to be remembered when it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pantheraml.engine.guard.clipping import build_clipping
+from pantheraml.engine.guard.norms import Spread
+from pantheraml.engine.guard.policy import Policy
+from pantheraml.engine.guard.updates import UpdateRatio
+from pantheraml.specs.train import TrainConfig
+
+
+class Guard:
+    def __init__(self, config: TrainConfig, spread: Spread) -> None:
+        self._kind = config.stability.clipping
+        self.policy = Policy(config.stability)
+        self.clipping = build_clipping(config.stability, config.train.max_grad_norm, spread)
+        self.updates = UpdateRatio(config.stability.update_ratio_every, spread)
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain values, the same on all ranks, that know nothing of how the model is spread. A collective."""
+        return {"policy": self.policy.to_state(), "clipping": {"kind": self._kind, **self.clipping.to_state()}}
+
+    def from_state(self, state: Mapping[str, Any]) -> None:
+        """What another kind of clipping has learnt is of no use to this one, which then starts afresh."""
+        self.policy.from_state(state["policy"])
+        if state["clipping"]["kind"] == self._kind:
+            self.clipping.from_state(state["clipping"])

@@ -1,0 +1,176 @@
+"""What each process of the guard's distributed test runs: every case of its number of processes, in one group."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.prepare import prepare
+from pantheraml.engine.feed import Feed
+from pantheraml.engine.guard.incident import culprit, investigate
+from pantheraml.engine.step import Stepper
+from pantheraml.engine.trial import Trial, difference, trial
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.parallel.layout import make_layout
+from pantheraml.parallel.process_group import World, open_world
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import build_model
+from tests import toy
+from tests.harness import make_plan, merged, silent
+
+MODES = {
+    "ddp x2": ParallelDims(replicate=2),
+    "fsdp x2": ParallelDims(shard=2),
+    "tp x2": ParallelDims(tensor=2),
+    "pp x2": ParallelDims(pipeline=2),
+    "fsdp 2 x tp 2": ParallelDims(shard=2, tensor=2),
+}
+STEPS = 3
+
+# Each is set so that it clips in every step after the first, by much.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "value": {"clip_value": 1e-3},
+    "norm": {},
+    "adaptive": {"clip_weight_ratio": 1e-3},
+    "percentile": {"clip_percentile": 5},
+    "zclip": {"clip_zscore": 1e-3},
+    "adagc": {"clip_growth": 0.5},
+}
+LEARNERS = ("zclip", "adagc")
+RARE = "~"
+"""A character of one sample, whose embedding in the model `poisoned` is infinite."""
+
+CASES = [
+    *((mode, kind) for mode in MODES for kind in ("adaptive", "adagc")),
+    # The rest goes by values or by the global norm alone, which other tests compare in every mode.
+    *(("fsdp x2", kind) for kind in ("value", "norm", "percentile")),
+    ("pp x2", "zclip"),
+]
+
+
+def config_of(root: Path, model: str = "qwen3", **changes: dict[str, Any]) -> TrainConfig:
+    """The model has tied embeddings, which two stages of a pipeline hold."""
+    base = {
+        "model": {"path": str(root / model)},
+        "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
+        "method": {"kind": "full"},
+        "train": {"global_batch_size": 7, "max_steps": STEPS, "learning_rate": 1e-2, "max_grad_norm": 0.02},
+    }
+    return TrainConfig.model_validate(merged(base, changes))
+
+
+def write_inputs(root: Path) -> None:
+    rows = toy.arithmetic(40)
+    rows[7]["prompt"] += RARE
+    toy.write_jsonl(root / "data.jsonl", rows)
+    toy.write_qwen3(root / "qwen3")
+    toy.write_llama(root / "poisoned")
+    weights = load_file(root / "poisoned" / "model.safetensors")
+    (token,) = load_tokenizer(config_of(root, "poisoned").model).encode(RARE)
+    weights["model.embed_tokens.weight"][token] = math.inf
+    save_file(weights, root / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+
+
+def dataset_of(config: TrainConfig) -> TokenDataset:
+    return TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
+
+
+def clipped(kind: str, mode: str | None, root: Path, world: World) -> Trial:
+    config = config_of(root, stability={"clipping": kind, "clip_warmup_steps": 1, **KINDS[kind]})
+    dims = ParallelDims() if mode is None else MODES[mode]
+    here = World(0, 1, world.device) if mode is None else replace(world, layout=make_layout(dims, "cpu"))
+    plan = make_plan(config, dims=dims, micro=4)
+    return trial(build_model(config, plan, here, silent), config, plan, here, dataset_of(config), steps=STEPS)
+
+
+def learnt(kind: str, mode: str, root: Path, world: World) -> list[dict[str, Any]]:
+    """What every rank would save after two steps."""
+    config = config_of(root, stability={"clipping": kind, "clip_warmup_steps": 1, **KINDS[kind]})
+    dims = MODES[mode]
+    here = replace(world, layout=make_layout(dims, "cpu"))
+    plan = make_plan(config, dims=dims, micro=4)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
+    with Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=4, limit=None) as feed:
+        for step in range(2):
+            report = stepper.backward(feed.step(step), stop_requested=False)
+            stepper.guard.policy.decide(report.numbers, loss_scale=None)
+            stepper.apply(report.numbers, 1e-2)
+    state = stepper.guard.to_state()
+    stepper.guard.from_state(state)
+    assert stepper.guard.to_state() == state
+    return everyones(state, world)
+
+
+def poisoned(mode: str, root: Path, world: World) -> dict[str, Any]:
+    """A run up to the step with the bad sample, whose gradient is then zeroed where it is not finite."""
+    config = config_of(root, "poisoned", method={"kind": "lora", "rank": 4}, stability={"on_nonfinite": "zero"})
+    dims, data = MODES[mode], dataset_of(config)
+    here = replace(world, layout=make_layout(dims, "cpu"))
+    plan = make_plan(config, dims=dims, micro=2)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
+    stepper.model.train()
+    (token,) = load_tokenizer(config.model).encode(RARE)
+    (bad,) = [index for index in range(len(data)) if token in data.sequence(index).input_ids]
+    with Feed(data, here, seed=0, global_batch=7, micro_batch=2, limit=None) as feed:
+        step = next(number for number in range(6) if bad in feed.samples(number))
+        batches = feed.step(step)
+        report = stepper.backward(batches, stop_requested=False)
+        verdict = stepper.guard.policy.decide(report.numbers, loss_scale=None)
+        findings = investigate(stepper, batches)
+        stepper.apply(report.numbers, 1e-2, zero_nonfinite=verdict.action == "zero")
+        after = stepper.backward(feed.step(step + 1), stop_requested=False)
+    found = culprit(findings)
+    assert found is not None
+    return {
+        "bad": bad,
+        "holders": everyones(bad in [int(i) for ids in batches.own_samples for i in ids], world),
+        "verdicts": everyones(asdict(verdict), world),
+        "culprit": asdict(found),
+        "culprits": everyones(asdict(found), world),
+        "finite": everyones(all(bool(part.isfinite().all()) for _, part in stepper.parts), world),
+        "finite next": after.numbers.finite,
+    }
+
+
+def everyones(value: Any, world: World) -> list[Any]:
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    root, size = Path(sys.argv[1]), int(sys.argv[2])
+    results: dict[str, Any] = {}
+    references: dict[str, Trial] = {}
+    with open_world(make_plan(config_of(root), world=size), timeout_seconds=120) as world:
+        for mode, kind in (case for case in CASES if MODES[case[0]].world_size == size):
+            if world.is_main and kind not in references:
+                references[kind] = clipped(kind, None, root, world)
+            world.wait_for_main()
+            found = clipped(kind, mode, root, world)
+            if world.is_main:
+                results[f"{mode} {kind}"] = asdict(difference(found, references[kind]))
+        if size == 2:
+            for mode in (name for name, dims in MODES.items() if dims.world_size == size):
+                results[f"{mode} poisoned"] = poisoned(mode, root, world)
+            for kind in LEARNERS:
+                results[f"learnt {kind}"] = {mode: learnt(kind, mode, root, world) for mode in ("fsdp x2", "pp x2")}
+        if world.is_main:
+            (root / f"results-{size}.json").write_text(json.dumps(results))
+        world.wait_for_main()
+
+
+if __name__ == "__main__":
+    main()

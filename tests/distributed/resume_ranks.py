@@ -1,0 +1,102 @@
+"""What each process of the resume test runs: legs of runs, in one process group, each with its division of the work.
+
+A leg is a start of a run: on the processes that its `dims` ask for (all, or the first alone), up to a step at which it
+is asked to stop, or to the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pantheraml.base.events import EventWriter
+from pantheraml.checkpoint.store import CheckpointStore
+from pantheraml.engine.feed import StepBatches
+from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.loop import Job, TrainingLoop
+from pantheraml.engine.step import Stepper, StepReport
+from pantheraml.parallel.layout import make_layout
+from pantheraml.parallel.process_group import World, open_world
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.worker.train import build_model, open_data, save_result
+from tests.harness import make_plan, silent
+
+
+class Witness(Stepper):
+    """A stepper that remembers which samples it was given."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.samples: list[list[int]] = []
+
+    def backward(self, batches: StepBatches, **arguments: Any) -> StepReport:
+        self.samples.append(batches.sample_ids.tolist())
+        return super().backward(batches, **arguments)
+
+
+def run_leg(run: RunDir, leg: dict[str, Any], world: World) -> None:
+    config, dims = run.config(), ParallelDims(**leg["dims"])
+    config = config.model_copy(update={"train": config.train.model_copy(update=leg.get("train", {}))})
+    plan = make_plan(config, dims=dims, micro=leg["micro"])
+    run.stop_file.unlink(missing_ok=True)
+    torch.manual_seed(config.train.seed + world.layout.data_rank)
+    with ExitStack() as stack:
+        events = stack.enter_context(EventWriter(run.path, rank=world.rank))
+
+        def emit(kind: str, /, **fields: Any) -> None:
+            events(kind, **fields)
+            if kind == "train.step" and fields["step"] + 1 == leg["stop_at"]:
+                run.stop_file.touch()  # seen at the next step, which is the last
+
+        tell = emit if world.is_main else silent
+        stepper = Witness(build_model(config, plan, world, silent), config, world, plan)
+        train_data, eval_data = open_data(run)
+        stop = StopFlag(run.stop_file)
+        loop = TrainingLoop(Job(config, plan, run.path, stepper, train_data, eval_data, "model", tell, stop))
+        loop.resume()
+        first = loop.progress.step
+        if first + 1 == leg["stop_at"]:
+            run.stop_file.touch()
+        world.wait_for_main()
+        stopped_by = loop.run()
+        assert (stopped_by == "request") == (leg["stop_at"] is not None), stopped_by
+        if stopped_by != "request":
+            save_result(run, config, stepper, tell)
+    if world.is_main:
+        with open(run.path / "samples.jsonl", "a") as file:
+            for step, samples in enumerate(stepper.samples, start=first + 1):
+                file.write(json.dumps({"step": step, "samples": samples}) + "\n")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def main() -> None:
+    legs = json.loads(Path(sys.argv[1]).read_text())
+    opening = make_plan(RunDir(Path(legs[0]["run"])).config(), world=2)
+    with open_world(opening, timeout_seconds=120) as world:
+        for leg in legs:
+            if "damage" in leg and world.is_main:
+                flip(CheckpointStore(RunDir(Path(leg["run"])).checkpoints).path(leg["damage"]) / "weights.safetensors")
+            alone = ParallelDims(**leg["dims"]).world_size == 1
+            if alone and world.is_main:
+                run_leg(RunDir(Path(leg["run"])), leg, World(rank=0, size=1, device=world.device))
+            world.wait_for_main()
+            if not alone:
+                layout = make_layout(ParallelDims(**leg["dims"]), "cpu")
+                run_leg(RunDir(Path(leg["run"])), leg, replace(world, layout=layout))
+            world.wait_for_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The guard over several processes: every kind of clipping equals that of one process, and all ranks decide alike.
+
+`--equality full` adds the cases of four processes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pantheraml.base.env import child_environment
+from tests.distributed.guard_ranks import CASES, LEARNERS, MODES, write_inputs
+
+REPOSITORY = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("guard")
+    write_inputs(root)
+    found: dict[str, Any] = {}
+    for size in (2, 4) if request.config.getoption("equality") == "full" else (2,):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        done = subprocess.run(
+            [sys.executable, *torchrun, "-m", "tests.distributed.guard_ranks", str(root), str(size)],
+            env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        found |= json.loads((root / f"results-{size}.json").read_text())
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        largest = 4 if metafunc.config.getoption("equality") == "full" else 2
+        metafunc.parametrize("case", [case for case in CASES if MODES[case[0]].world_size <= largest], ids=" ".join)
+
+
+@pytest.mark.timeout(700)
+def test_clipping_equals_that_of_one_process(results: dict[str, Any], case: tuple[str, str]) -> None:
+    found = results[" ".join(case)]
+    assert found["loss"] <= TOLERANCE
+    # Adam divides a gradient by its own size, so one near zero brings its last digits into the weight at full strength
+    assert found["weights"] <= 10 * TOLERANCE
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("mode", [mode for mode, dims in MODES.items() if dims.world_size == 2])
+def test_a_bad_sample_is_found_on_its_rank(results: dict[str, Any], mode: str) -> None:
+    found = results[f"{mode} poisoned"]
+    culprit, holders = found["culprit"], found["holders"]
+    assert any(holders)
+    assert holders[culprit["rank"]]
+    assert culprit["phase"] == "forward"
+    assert found["bad"] in culprit["samples"]
+    if mode != "pp x2":
+        assert culprit["samples"] == [found["bad"]]
+    assert "embed_tokens" in culprit["module"]
+    assert found["culprits"] == [culprit, culprit]
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("mode", [mode for mode, dims in MODES.items() if dims.world_size == 2])
+def test_all_ranks_decide_alike_and_go_on(results: dict[str, Any], mode: str) -> None:
+    found = results[f"{mode} poisoned"]
+    first, second = found["verdicts"]
+    assert first == second
+    assert (first["action"], first["anomaly"]) == ("zero", "nonfinite")
+    assert found["finite"] == [True, True]
+    assert found["finite next"]
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_all_ranks_would_save_the_same_whatever_the_mode(results: dict[str, Any], kind: str) -> None:
+    """So a checkpoint of one mode resumes in another."""
+    (sharded, other), (first, last) = results[f"learnt {kind}"].values()
+    assert sharded == other
+    assert first == last
+    assert flat(sharded) == pytest.approx(flat(first), rel=1e-4, abs=1e-9)
+
+
+def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers in a state, by name."""
+    found: dict[str, float] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            found |= flat(dict(enumerate(value)), f"{prefix}{key}.")  # type: ignore[arg-type]
+        elif not isinstance(value, str):
+            found[f"{prefix}{key}"] = value
+    return found

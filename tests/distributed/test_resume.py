@@ -1,0 +1,183 @@
+"""A run that was stopped and resumed equals the one that never stopped: bit for bit on the same processes, and within
+the tolerance of equality, with the same samples at every step, on others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pantheraml.base.env import child_environment
+from pantheraml.base.events import read_events
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from tests import toy
+from tests.harness import make_plan, make_run, merged, values
+
+REPOSITORY = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+STEPS = 8
+
+ALONE: dict[str, int] = {}
+DDP, FSDP, PIPELINE = {"replicate": 2}, {"shard": 2}, {"pipeline": 2}
+
+PADDED: dict[str, Any] = {"data": {"packing": False}}
+DROPOUT: dict[str, Any] = {"method": {"dropout": 0.2}}
+FULL: dict[str, Any] = {"method": {"kind": "full"}}
+ADAPTIVE: dict[str, Any] = {"parallel": {"batch_shares": "adaptive"}, "checkpoint": {"keep": 9}}
+
+T = TypeVar("T")
+Legs = list[tuple[dict[str, int], int | None]]
+
+# What a run differs in, where it runs without a stop, and where it runs with some, each up to which step.
+SAME: dict[str, tuple[dict[str, Any], dict[str, int], Legs]] = {
+    "one process": (DROPOUT, ALONE, [(ALONE, 3), (ALONE, None)]),
+    "one process padded": (merged(PADDED, DROPOUT), ALONE, [(ALONE, 4), (ALONE, 5), (ALONE, None)]),
+    "ddp": (DROPOUT, DDP, [(DDP, 3), (DDP, None)]),
+    "fsdp": (merged(PADDED, FULL), FSDP, [(FSDP, 5), (FSDP, None)]),
+    "pipeline": ({}, PIPELINE, [(PIPELINE, 4), (PIPELINE, None)]),
+    "ddp damaged": ({}, DDP, [(DDP, 5), (DDP, None)]),
+}
+OTHER: dict[str, tuple[dict[str, Any], dict[str, int], Legs]] = {
+    "lora ddp fsdp alone pipeline": ({}, ALONE, [(DDP, 2), (FSDP, 4), (ALONE, 6), (PIPELINE, None)]),
+    "full pipeline alone fsdp pipeline": (FULL, ALONE, [(PIPELINE, 2), (ALONE, 4), (FSDP, 6), (PIPELINE, None)]),
+    "adaptive": (merged(PADDED, ADAPTIVE), DDP, [(DDP, 3), (DDP, 5), (ALONE, None)]),
+}
+
+
+def config(changes: dict[str, Any], root: Path) -> TrainConfig:
+    base = {
+        "model": {"path": str(root / "model")},
+        "data": {
+            "path": str(root / "data.jsonl"),
+            "seq_len": 48,
+            "cache_dir": str(root / "cache"),
+            "eval_fraction": 0.2,
+        },
+        "method": {"rank": 4},
+        "train": {"global_batch_size": 7, "max_steps": STEPS, "learning_rate": 1e-2, "eval_every_steps": 2},
+        "checkpoint": {"every_steps": 3},
+    }
+    return TrainConfig.model_validate(merged(base, changes))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunDir, RunDir]]:
+    """Name -> the run without a stop, and the one with some."""
+    root = tmp_path_factory.mktemp("resume")
+    toy.write_llama(root / "model", num_hidden_layers=2)
+    toy.write_jsonl(root / "data.jsonl", toy.arithmetic(60))
+    found: dict[str, tuple[RunDir, RunDir]] = {}
+    legs: list[dict[str, Any]] = []
+    for name, (changes, place, stops) in (SAME | OTHER).items():
+        settings = config(changes, root)
+        pair = [make_run(root / name.replace(" ", "-") / kind, settings, make_plan(settings)) for kind in "ab"]
+        straight: Legs = [(place, None)]
+        for run, parts in zip(pair, (straight, stops), strict=True):
+            legs += [{"run": str(run.path), "dims": dims, "stop_at": stop, "micro": 2} for dims, stop in parts]
+        if name.endswith("damaged"):
+            legs[-1]["damage"] = 5
+        found[name] = (pair[0], pair[1])
+    (root / "legs.json").write_text(json.dumps(legs))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, "-m", "tests.distributed.resume_ranks", str(root / "legs.json")],
+        env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return found
+
+
+def samples(run: RunDir) -> dict[int, list[int]]:
+    lines = [json.loads(line) for line in (run.path / "samples.jsonl").read_text().splitlines()]
+    return _by_step((line["step"], line["samples"]) for line in lines)
+
+
+def _by_step(pairs: Iterable[tuple[int, T]]) -> dict[int, T]:
+    """Steps that were taken again after damage have to have come to the same."""
+    found: dict[int, T] = {}
+    for step, value in pairs:
+        assert found.setdefault(step, value) == value, step
+    return found
+
+
+def weights(run: RunDir) -> Path:
+    (file,) = run.trained().glob("*.safetensors")
+    return file
+
+
+def numbers(run: RunDir) -> dict[str, list[float]]:
+    events = read_events(run.path)
+    kinds = [("train.step", "loss"), ("train.step", "grad_norm"), ("eval.done", "loss")]
+    found = {}
+    for kind, field in kinds:
+        pairs = zip(values(events, kind, "step"), values(events, kind, field), strict=True)
+        found[f"{kind} {field}"] = list(_by_step(pairs).values())
+    return found
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", SAME)
+def test_on_the_same_processes_nothing_differs(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
+    straight, stopped = runs[name]
+    assert samples(stopped) == samples(straight)
+    assert list(samples(straight)) == list(range(1, STEPS + 1))
+    assert numbers(stopped) == numbers(straight)
+    assert len(numbers(straight)["eval.done loss"]) == STEPS / 2
+    assert weights(stopped).read_bytes() == weights(straight).read_bytes()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", OTHER)
+def test_on_other_processes_the_same_samples_give_the_same_losses(
+    runs: dict[str, tuple[RunDir, RunDir]], name: str
+) -> None:
+    straight, stopped = runs[name]
+    assert samples(stopped) == samples(straight)
+    expected = numbers(straight)
+    assert expected["train.step loss"][0] != expected["train.step loss"][-1]
+    for what, found in numbers(stopped).items():
+        assert found == pytest.approx(expected[what], rel=TOLERANCE), what
+    first, second = load_file(weights(straight)), load_file(weights(stopped))
+    assert first.keys() == second.keys()
+    for key in first:
+        difference = np.linalg.norm(first[key] - second[key]) / max(float(np.linalg.norm(first[key])), 1e-12)
+        # as among processes that did not stop: Adam brings the last digits of a gradient near zero into the weight
+        assert difference <= 10 * TOLERANCE, key
+
+
+def test_the_cases_stop_in_the_middle_of_an_epoch_and_of_an_order(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
+    for straight, _ in runs.values():
+        seen = [sample for step in samples(straight).values() for sample in step]
+        assert seen != sorted(seen), "the samples are shuffled"
+        assert len(seen) % len(set(seen)), "the last epoch is not whole"
+        assert len(seen) > len(set(seen)), "there is more than one epoch"
+
+
+@pytest.mark.timeout(400)
+def test_adaptive_shares_go_on_from_what_was_measured(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
+    _, stopped = runs["adaptive"]
+    state = json.loads((stopped.checkpoints / "step-00000005" / "state.json").read_text())["progress"]["shares"]
+    assert len(state["tokens"]) == 2
+    so_far = sum(values(read_events(stopped.path), "train.step", "tokens")[:5])
+    assert sum(state["tokens"]) == so_far, "measurements of both legs, from the run's first step on"
+
+
+@pytest.mark.timeout(400)
+def test_all_ranks_leave_a_damaged_checkpoint_together(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
+    events = read_events(runs["ddp damaged"][1].path)
+    (message,) = values(events, "warning", "message")
+    assert "step-00000005 is damaged" in message
+    assert values(events, "train.started", "first_step")[1] < 6

@@ -1,0 +1,310 @@
+"""Whole steps and runs under the guard: bad ones are explained and survived, clean ones are not touched."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pantheraml.base.errors import NonFiniteError, TrainingError
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.prepare import prepare
+from pantheraml.engine.feed import Feed, StepBatches
+from pantheraml.engine.guard.incident import culprit, investigate
+from pantheraml.engine.step import Stepper
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.parallel.process_group import World
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import build_model
+from tests import toy
+from tests.harness import make_plan, make_run, merged, silent, train_here, values
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+RARE = "~"
+"""A character that stands in one row only; the poisoned model's embedding of it is infinite."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guard")
+    toy.write_llama(folder / "model")
+    toy.write_llama(folder / "poisoned")
+    rows = toy.arithmetic(40)
+    rows[7]["prompt"] += RARE
+    toy.write_jsonl(folder / "data.jsonl", rows)
+    weights = load_file(folder / "poisoned" / "model.safetensors")
+    tokenizer = load_tokenizer(config_of(folder, model="poisoned").model)
+    weights["model.embed_tokens.weight"][tokenizer.encode(RARE)] = math.inf
+    save_file(weights, folder / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def config_of(root: Path, *, model: str = "model", **changes: dict[str, Any]) -> TrainConfig:
+    base = {
+        "model": {"path": str(root / model)},
+        "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
+        "method": {"kind": "lora", "rank": 4},
+        "train": {"global_batch_size": 8, "max_steps": 5, "learning_rate": 5e-3},
+    }
+    return TrainConfig.model_validate(merged(base, changes))
+
+
+def run_of(root: Path, name: str, **changes: Any) -> RunDir:
+    config = config_of(root, **changes)
+    return make_run(root / name, config, make_plan(config, micro=2))
+
+
+def adapter(run: RunDir) -> dict[str, Tensor]:
+    return load_file(run.path / "adapter" / "adapter_model.safetensors")
+
+
+def dataset_of(config: TrainConfig) -> TokenDataset:
+    return TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
+
+
+def poisoned_samples(config: TrainConfig) -> list[int]:
+    """Those that hold the rare token."""
+    data, (token,) = dataset_of(config), load_tokenizer(config.model).encode(RARE)
+    return [index for index in range(len(data)) if token in data.sequence(index).input_ids]
+
+
+def steps_of(config: TrainConfig, world: World = ALONE) -> Iterator[StepBatches]:
+    with Feed(dataset_of(config), world, seed=0, global_batch=8, micro_batch=2, limit=None) as feed:
+        for number in range(5):
+            yield feed.step(number)
+
+
+def stepper_of(config: TrainConfig) -> Stepper:
+    plan = make_plan(config, micro=2)
+    return Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan)
+
+
+# Bad steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_skipped_step_is_explained(root: Path) -> None:
+    run = run_of(root, "skipped", model="poisoned", stability={"on_nonfinite": "skip"})
+    events = train_here(run)
+    (bad,) = poisoned_samples(run.config())
+    (verdict,) = [event for event in events if event["kind"] == "verdict"]
+    (incident,) = [event for event in events if event["kind"] == "incident"]
+    assert verdict["action"] == "skip"
+    assert incident["step"] == verdict["step"]
+    assert incident["samples"] == [bad]
+    assert incident["module"].endswith("embed_tokens")
+    assert incident["tensor"] == f"{incident['module']}.weight"
+    assert incident["finding"].endswith(f"rank 0, sample {bad}")
+    written = json.loads((run.path / incident["path"]).read_text())
+    assert incident["path"] == f"incidents/step-{incident['step']}.json"
+    assert written["persistent"]
+    (finding,) = written["findings"]
+    assert finding["phase"] == "forward"
+    assert finding["infinite"] > 0
+    assert bad in written["samples"]
+    assert written["identity"]["train.seed"] == 0
+    assert all(weight.isfinite().all() for weight in adapter(run).values())
+    assert values(events, "train.finished", "steps") == [5]
+
+
+def test_a_run_that_stops_is_explained(root: Path) -> None:
+    run = run_of(root, "stopped", model="poisoned")
+    with pytest.raises(NonFiniteError, match="loss is not finite on rank 0") as err:
+        train_here(run)
+    (bad,) = poisoned_samples(run.config())
+    assert re.search(rf"embed_tokens\.weight \(Embedding\), forward, rank 0, sample {bad};", err.value.where or "")
+    assert str(run.incidents / "step-") in (err.value.where or "")
+    assert len(list(run.incidents.iterdir())) == 1
+    assert not (run.path / "adapter").exists()
+
+
+def test_zeroed_values_let_the_step_be_taken(root: Path) -> None:
+    run = run_of(root, "zeroed", model="poisoned", stability={"on_nonfinite": "zero", "clipping": "adagc"})
+    events = train_here(run)
+    assert values(events, "verdict", "action") == ["zero"]
+    assert all(weight.isfinite().all() for weight in adapter(run).values())
+
+
+def test_a_run_that_only_looks_on_does_not_end_as_a_success(root: Path) -> None:
+    run = run_of(root, "detected", model="poisoned", stability={"on_nonfinite": "detect", "clipping": "zclip"})
+    with pytest.raises(NonFiniteError, match="weights are not finite"):
+        train_here(run)
+    assert len(list(run.incidents.iterdir())) == 1, "those that follow in a row have the same cause"
+    assert not run.checkpoints.exists() or not any(run.checkpoints.glob("step-*"))
+
+
+def test_a_spike_stops_with_advice_of_its_own(root: Path) -> None:
+    stability = {"on_spike": "stop", "spike_warmup_steps": 2, "spike_zscore": 1e-6, "clipping": "none"}
+    run = run_of(root, "spike", stability=stability, train={"learning_rate": 5.0, "schedule": "constant"})
+    with pytest.raises(TrainingError, match="standard deviations above") as err:
+        train_here(run)
+    assert not isinstance(err.value, NonFiniteError)
+    assert "stability.on_spike=skip" in (err.value.todo or "")
+    assert not run.incidents.exists()
+
+
+def test_a_lowered_rate_is_the_steps_rate(root: Path) -> None:
+    stability = {"on_nonfinite": "lower_rate", "rate_factor": 0.25}
+    run = run_of(root, "lowered", model="poisoned", stability=stability, train={"schedule": "constant"})
+    events = train_here(run)
+    (at,) = values(events, "verdict", "step")
+    rates = values(events, "train.step", "learning_rate")
+    assert rates == [5e-3] * (at - 1) + [0.25 * 5e-3] * (6 - at)
+
+
+class _BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * math.nan
+
+
+class _Between(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        made: Tensor = _BadGradient.apply(value)
+        return made
+
+
+def test_a_gradient_that_goes_bad_is_found_in_backward(root: Path) -> None:
+    config = config_of(root)
+    stepper = stepper_of(config)
+    layer = stepper.model.get_submodule("base_model.model.model.layers.1")
+    layer.mlp = nn.Sequential(layer.get_submodule("mlp"), _Between())
+    batches = next(steps_of(config))
+    assert not stepper.backward(batches, stop_requested=False).numbers.finite
+    found = culprit(investigate(stepper, batches))
+    assert found is not None
+    assert (found.phase, found.tensor) == ("backward", "gradient of the output")
+    assert found.module == "base_model.model.model.layers.1.mlp.0.down_proj", "whose output the bad gradient is of"
+    assert found.micro_batch == 0
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full", "offload"])
+def test_layers_that_run_again_in_backward_do_not_confuse_the_search(root: Path, checkpointing: str) -> None:
+    config = config_of(root, model="poisoned", train={"activation_checkpointing": checkpointing})
+    stepper = stepper_of(config)
+    stepper.model.train()
+    (bad,) = poisoned_samples(config)
+    batches = next(step for step in steps_of(config) if bad in step.sample_ids)
+    assert not stepper.backward(batches, stop_requested=False).numbers.finite
+    found = culprit(investigate(stepper, batches))
+    assert found is not None
+    assert found.micro_batch == next(n for n, samples in enumerate(batches.own_samples) if bad in samples)
+    assert found.samples == [bad]
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_under_fp16_a_bad_step_that_is_taken_leaves_the_loss_scale_alone(root: Path, zero: bool) -> None:
+    """torch's scaler would leave out the step, and lower the scale, on just those ranks that found a bad value."""
+    config = config_of(root)
+    plan = make_plan(config, micro=2, precision="fp16")
+    stepper = Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan)
+    stepper.scaler.scale(torch.ones(()))  # makes its tensors
+    stepper.scaler.update(1.0)
+    name, poisoned = stepper.parts[1]
+    poisoned.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(0), math.nan))
+    before = poisoned.detach().clone()
+    report = stepper.backward(next(steps_of(config)), stop_requested=False)
+    assert not math.isfinite(report.numbers.grad_norm)
+    stepper.apply(report.numbers, 1e-2, zero_nonfinite=zero)
+    assert stepper.scaler.get_scale() == 1.0
+    assert not torch.equal(poisoned[1:], before[1:]), name
+    assert bool(poisoned.isfinite().all()) == zero
+
+
+def test_a_fault_that_passed_is_told_from_one_that_stays(root: Path) -> None:
+    config = config_of(root)
+    stepper = stepper_of(config)
+    batches = next(steps_of(config))
+    flip = stepper.parts[0][1].register_hook(lambda gradient: gradient * math.nan)
+    assert not stepper.backward(batches, stop_requested=False).numbers.finite
+    assert culprit(investigate(stepper, batches)) is not None
+    flip.remove()
+    assert investigate(stepper, batches) == []
+
+
+def test_a_replay_changes_nothing(root: Path) -> None:
+    config = config_of(root, method={"dropout": 0.5})
+    stepper = stepper_of(config)
+    stepper.model.train()
+    batches = next(steps_of(config))
+    stepper.backward(batches, stop_requested=False)
+    gradients = {name: part.grad.clone() for name, part in stepper.parts if part.grad is not None}
+    generator = torch.get_rng_state()
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in stepper.model.modules())
+    investigate(stepper, batches)
+    assert gradients
+    assert all(torch.equal(part.grad, gradients[name]) for name, part in stepper.parts if part.grad is not None)
+    assert torch.equal(torch.get_rng_state(), generator)
+    after = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in stepper.model.modules())
+    assert after == hooks
+
+
+# Clean runs -----------------------------------------------------------------------------------------------------------
+
+OFF = {"clipping": "none", "on_spike": "ignore"}
+
+
+@pytest.mark.parametrize(
+    ("name", "stability"),
+    [
+        ("default", {}),
+        ("all signals", {"update_ratio_every": 1, "on_spike": "skip"}),
+        ("zclip", {"clipping": "zclip"}),
+        ("adaptive", {"clipping": "adaptive", "clip_weight_ratio": 1e6}),
+    ],
+)
+def test_a_clean_run_with_the_guard_is_bit_equal_to_one_without(root: Path, name: str, stability: Any) -> None:
+    loose = {"max_grad_norm": 1e6}
+    bare = run_of(root, f"bare {name}", stability=OFF, train=loose)
+    guarded = run_of(root, f"guarded {name}", stability=stability, train=loose)
+    expected = values(train_here(bare), "train.step", "loss")
+    assert values(train_here(guarded), "train.step", "loss") == expected
+    ours, theirs = adapter(guarded), adapter(bare)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("kind", ["percentile", "zclip", "adagc"])
+def test_what_the_guard_learnt_resumes(root: Path, kind: str) -> None:
+    stability = {
+        "clipping": kind,
+        "clip_warmup_steps": 2,
+        "clip_percentile": 10,
+        "clip_growth": 0.5,
+        "clip_zscore": 0.1,
+    }
+    settings = {"schedule": "constant", "max_steps": 6}
+    straight = run_of(root, f"straight {kind}", stability=stability, train=settings)
+    expected = values(train_here(straight), "train.step", "loss")
+    halves = run_of(root, f"halves {kind}", stability=stability, train={**settings, "max_steps": 3})
+    train_here(halves)
+    config = halves.config()
+    halves.write_config(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 6})}))
+    assert values(train_here(halves), "train.step", "loss") == expected
+    assert all(torch.equal(value, adapter(straight)[key]) for key, value in adapter(halves).items())
+
+
+def test_the_update_ratio_is_that_of_the_step_before(root: Path) -> None:
+    config = config_of(root, stability={"update_ratio_every": 2})
+    stepper = stepper_of(config)
+    ratios, expected = [], []
+    for batches in steps_of(config):
+        report = stepper.backward(batches, stop_requested=False)
+        ratios.append(report.numbers.update_ratio)
+        before = torch.cat([part.detach().flatten().double() for _, part in stepper.parts])
+        stepper.apply(report.numbers, 1e-2)
+        after = torch.cat([part.detach().flatten().double() for _, part in stepper.parts])
+        expected.append(float((after - before).norm() / after.norm()))
+    assert ratios == [None, None, pytest.approx(expected[1], rel=1e-5), None, pytest.approx(expected[3], rel=1e-5)]

@@ -1,0 +1,209 @@
+"""Runs that meet damaged checkpoints, disks that fail, and changes since the last start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pantheraml.base.errors import CheckpointError, DamagedCheckpointError, StorageError
+from pantheraml.base.events import EventWriter, read_events
+from pantheraml.checkpoint.host_copy import HostCopies
+from pantheraml.checkpoint.store import CheckpointStore
+from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.state import Progress, capture
+from pantheraml.engine.step import Stepper
+from pantheraml.parallel.process_group import open_world
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import build_model, train_rank
+from tests import toy
+from tests.harness import make_plan, make_run, merged, silent, train_here, values
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saving")
+    toy.write_llama(folder / "model", num_hidden_layers=1)
+    toy.write_jsonl(folder / "data.jsonl", toy.arithmetic(60))
+    return folder
+
+
+@pytest.fixture
+def start(root: Path, tmp_path: Path) -> Callable[..., RunDir]:
+    def make(name: str = "run", **changes: Any) -> RunDir:
+        base = {
+            "model": {"path": str(root / "model")},
+            "data": {"path": str(root / "data.jsonl"), "seq_len": 48, "cache_dir": str(root / "cache")},
+            "method": {"rank": 4, "dropout": 0.2},
+            "train": {"global_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2},
+            "checkpoint": {"every_steps": 2, "keep": 3},
+        }
+        config = TrainConfig.model_validate(merged(base, changes))
+        return make_run(tmp_path / name, config, make_plan(config, micro=2))
+
+    return make
+
+
+def flip(run: RunDir, step: int, file: str = "weights.safetensors") -> None:
+    path = CheckpointStore(run.checkpoints).path(step) / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def adapter(run: RunDir) -> bytes:
+    return (run.path / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def change(run: RunDir, section: str, **fields: Any) -> None:
+    config = run.config()
+    run.write_config(config.model_copy(update={section: getattr(config, section).model_copy(update=fields)}))
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(start: Callable[..., RunDir]) -> None:
+    run = start()
+    losses = values(train_here(run), "train.step", "loss")
+    whole = adapter(run)
+    shutil.rmtree(run.path / "adapter")
+    flip(run, 6)
+    flip(run, 4, "optimizer.safetensors")
+    events = train_here(run)
+    first, second = values(events, "warning", "message")
+    assert "step-00000006 is damaged: weights.safetensors has another checksum" in first
+    assert "step-00000004 is damaged: optimizer.safetensors has another checksum" in second
+    assert "continues from step 2" in first
+    assert values(events, "train.started", "first_step") == [1, 3]
+    assert values(events, "train.step", "loss") == losses + losses[2:]
+    assert adapter(run) == whole
+    store = CheckpointStore(run.checkpoints)
+    assert store.steps() == [2, 4, 6]
+    assert store.load(6)
+    assert {path.name for path in run.checkpoints.glob("damaged-*")} == {
+        "damaged-step-00000004",
+        "damaged-step-00000006",
+    }
+
+
+def test_if_all_are_damaged_the_run_does_not_begin_anew(start: Callable[..., RunDir]) -> None:
+    run = start()
+    train_here(run)
+    for step in (2, 4, 6):
+        flip(run, step)
+    with pytest.raises(DamagedCheckpointError, match=r"No checkpoint of this run is whole.*00000006.*0004.*0002"):
+        train_here(run)
+    assert CheckpointStore(run.checkpoints).steps() == [2, 4, 6], "they stay as they are"
+
+
+def test_writing_in_the_background_changes_nothing_but_the_wait(start: Callable[..., RunDir]) -> None:
+    beside, inline = start("beside"), start("inline", checkpoint={"background": False})
+    told = [train_here(run) for run in (beside, inline)]
+    for events in told:
+        saved = [event for event in events if event["kind"] == "checkpoint.saved"]
+        assert [event["step"] for event in saved] == [2, 4, 6]
+    waits = [event["stall_seconds"] >= event["seconds"] for event in told[1] if event["kind"] == "checkpoint.saved"]
+    assert all(waits), "without a thread training waits for the disk"
+    assert adapter(beside) == adapter(inline)
+    for step in (2, 4, 6):
+        first, second = (CheckpointStore(run.checkpoints).load(step) for run in (beside, inline))
+        assert first.state == second.state
+        for group, tensors in first.tensors.items():
+            for name, tensor in tensors.items():
+                assert tensor.equal(second.tensors[group][name]), f"{group} {name} of step {step}"
+
+
+def test_what_was_captured_stays_as_it_is_when_training_goes_on(start: Callable[..., RunDir]) -> None:
+    run = start()
+    config, plan = run.config(), run.plan()
+    with open_world(plan, timeout_seconds=60) as world:
+        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
+        tensors, _ = capture(stepper, Progress(), {}, HostCopies(world.device))
+        before = {name: tensor.clone() for name, tensor in tensors["weights"].items()}
+        with torch.no_grad():
+            for _, parameter in stepper.parameters:
+                parameter.add_(1)
+    assert before
+    assert all(tensors["weights"][name].equal(tensor) for name, tensor in before.items())
+
+
+def train_with(run: RunDir, at_step: int, act: Callable[[], object]) -> None:
+    """Train, and do something once a step is told of."""
+    with open_world(run.plan(), timeout_seconds=60) as world, EventWriter(run.path) as events:
+
+        def emit(kind: str, /, **fields: Any) -> None:
+            events(kind, **fields)
+            if kind == "train.step" and fields["step"] == at_step:
+                act()
+
+        train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file))
+
+
+def test_a_disk_that_fails_meanwhile_ends_the_run_and_keeps_what_is_saved(start: Callable[..., RunDir]) -> None:
+    run = start(train={"max_steps": 50})
+
+    def block() -> None:
+        # Writing aside fails as on a read-only disk (permissions do not bind root): a file is where the folder goes.
+        (run.checkpoints / ".partial-step-00000004").write_text("")
+
+    with pytest.raises(StorageError, match="Saving step-00000004 failed"):
+        train_with(run, 3, block)
+    steps = values(read_events(run.path), "train.step", "step")
+    assert 4 <= steps[-1] <= 6, "the next save at the latest finds out"
+    store = CheckpointStore(run.checkpoints)
+    assert store.steps() == [2]
+    assert store.load(2)
+
+
+def test_checkpoints_that_somebody_removed_are_missed_and_the_next_one_is_saved(start: Callable[..., RunDir]) -> None:
+    run = start()
+    train_with(run, 5, lambda: shutil.rmtree(run.checkpoints))
+    assert CheckpointStore(run.checkpoints).steps() == [6]
+    (message,) = values(read_events(run.path), "warning", "message")
+    assert "step 2, 4 were removed while the run was at work" in message
+
+
+def test_a_change_of_data_is_refused_unless_allowed(start: Callable[..., RunDir], tmp_path: Path) -> None:
+    run = start(train={"max_steps": 2})
+    train_here(run)
+    toy.write_jsonl(tmp_path / "other.jsonl", toy.arithmetic(50))
+    other = start("other", data={"path": str(tmp_path / "other.jsonl")})
+    run.data_file.write_text(other.data_file.read_text())
+    change(run, "train", max_steps=4)
+    with pytest.raises(CheckpointError, match=r"data was '.*', is '.*'") as refused:
+        train_here(run)
+    assert "--allow-change data" in str(refused.value)
+    change(run, "checkpoint", allow_change=["data"])
+    events = train_here(run)
+    assert values(events, "train.step", "step") == [1, 2, 3, 4]
+    assert "although data was" in values(events, "warning", "message")[0]
+
+
+def test_another_library_version_is_told(start: Callable[..., RunDir]) -> None:
+    run = start(train={"max_steps": 2})
+    train_here(run)
+    store = CheckpointStore(run.checkpoints)
+    saved = store.load(2)
+    store.save(2, saved.tensors, {**saved.state, "versions": {**saved.state["versions"], "torch": "1.0"}})
+    (message,) = [text for text in values(train_here(run), "notice", "message") if "last digits" in text]
+    assert message.startswith("torch was 1.0, is ")
+
+
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(start: Callable[..., RunDir]) -> None:
+    settings: dict[str, Any] = {"data": {"eval_fraction": 0.2}, "train": {"eval_every_steps": 2}}
+    straight, stopped = start("straight", **settings), start("stopped", **settings)
+    expected = values(train_here(straight), "eval.done", "loss")
+    assert len(expected) == 3
+    train_with(stopped, 3, stopped.stop_file.touch)  # seen in step 4, after which an evaluation is due
+    assert values(read_events(stopped.path), "eval.done", "step") == [2]
+    stopped.stop_file.unlink()
+    assert values(train_here(stopped), "eval.done", "loss") == expected
+    states = [
+        json.loads((r.checkpoints / "step-00000006/state.json").read_text())["progress"] for r in (straight, stopped)
+    ]
+    assert states[0] == states[1]
+    assert adapter(straight) == adapter(stopped)
