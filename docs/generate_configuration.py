@@ -45,7 +45,7 @@ def rows(schema: dict[str, Any], fields: dict[str, Any], required: list[str]) ->
     lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
         field = resolved(schema, field)
-        cells = [f"`{name}`", kind(field), default(field, name in required), field["description"]]
+        cells = [f"`{name}`", kind(field), default(field, name in required), field["description"].replace("\n", " ")]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
 

@@ -29,6 +29,18 @@ from pantheraml.models.fast import fuse, quantise_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.packed import Packing
+from pantheraml.parallel.split import (
+    STRATEGIES,
+    Device,
+    DeviceMap,
+    MaxMemory,
+    free_room,
+    is_split,
+    named_devices,
+    place,
+    place_in_group,
+    split,
+)
 from pantheraml.planner.choose import FP8_CAPABILITY
 from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
 
@@ -40,7 +52,6 @@ _CHECKPOINTING: Mapping[CheckpointingMode, Checkpointing] = {
     True: "full", "unsloth": "offload", "offload": "offload", "selective": "selective",
 }  # fmt: skip
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_ONE_DEVICE = ("auto", "sequential", "balanced")
 
 # Arguments that scripts written for Unsloth pass, with the values that ask for nothing.
 _LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -65,28 +76,34 @@ class FastLanguageModel:
         load_in_8bit: bool = False,
         load_in_fp8: bool | None = None,
         full_finetuning: bool = False,
-        device_map: str | torch.device | Mapping[str, Any] | None = None,
+        device_map: DeviceMap | None = None,
         *,
         revision: str | None = None,
         trust_remote_code: bool = False,
         use_gradient_checkpointing: CheckpointingMode = False,
         enable_multi_gpu: bool | None = None,
         use_multi_gpu: bool | None = None,
+        max_memory: MaxMemory | None = None,
         **others: Any,
     ) -> tuple[PreTrainedModel, Any]:
-        """The model on one device, and its tokenizer.
+        """The model, and its tokenizer.
 
         Without `full_finetuning` every weight is frozen, for `get_peft_model` to add what is trained.
         `max_seq_length` is the length at which the tokenizer truncates; None leaves the tokenizer's own.
         `dtype` None: bf16 or fp16, as the GPU can; float32 on a CPU and for full fine-tuning.
-        `load_in_fp8` None: no. `device_map`: a device; None is this process's GPU, or the CPU if there is none.
+        `load_in_fp8` None: no.
+        `device_map` None: this process's GPU, or the CPU if there is none. Or a device, or a mapping from modules to
+        devices; or auto, balanced, sequential, which spread the layers over all GPUs if multi-GPU is switched on, and
+        mean the first if it is not. `max_memory` then says what weights may take on each. A rank has one device.
         `enable_multi_gpu` (or `use_multi_gpu`) True: a script that was started alone is started again as one process
-        per GPU, see `pantheraml.multigpu`; None: as PANTHERAML_ENABLE_MULTIGPU says.
+        per GPU, see `pantheraml.multigpu`, unless `device_map` spreads the model; None: as PANTHERAML_ENABLE_MULTIGPU
+        says.
         """
         _refuse(others, _LOADING_NEUTRAL, "from_pretrained")
-        if _multi_gpu(enable_multi_gpu, use_multi_gpu):
+        multi_gpu = _multi_gpu(enable_multi_gpu, use_multi_gpu)
+        if multi_gpu and not (_spreads(device_map) and launched_rank() is None):
             multigpu.enable_multi_gpu()
-        device = _device(device_map)
+        device, room = _devices(device_map, max_memory, multi_gpu=multi_gpu)
         packing = _packing(load_in_4bit, load_in_8bit, load_in_fp8)
         _check_kind(packing, full_finetuning, use_gradient_checkpointing, device)
         config = ModelConfig(path=model_name, revision=revision, trust_remote_code=trust_remote_code)
@@ -98,7 +115,7 @@ class FastLanguageModel:
         model = load_model(
             config,
             dtype=_dtype(dtype, full_finetuning, device),
-            device=device,
+            device=device if room is None else torch.device("cpu"),
             quantise="dense" if full_finetuning else packing,
         )
         model.config.get_text_config().use_cache = source.use_cache  # saved with the model, and not ours to change
@@ -108,6 +125,9 @@ class FastLanguageModel:
         if reason is not None:
             logger.info("attention in packed batches needs a mask: %s", reason)
         fast = make_fast(model)
+        if room is not None:
+            assert device_map is not None
+            split(model, place(model, device_map, room, max_memory))
         if full_finetuning:
             _speed_up(fast, model, use_gradient_checkpointing)
         trl.apply()
@@ -163,11 +183,15 @@ class FastLanguageModel:
 
 
 def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode) -> None:
-    nf4 = any(isinstance(layer, NF4Linear) for layer in whole.modules())
-    on_cpu = next(whole.parameters()).device.type == "cpu"
-    # On a CPU fusing gains nothing, and products of nf4 weights in fp8 would round where the plain ones do not.
-    fused = not (nf4 and on_cpu) and fuse(whole).fused > 0
-    quantise_head_like_layers(fast, fused=fused)
+    if is_split(whole):
+        logger.info("layers are not fused: they are on several devices")
+        if checkpointing in ("unsloth", "offload"):
+            raise ConfigError(
+                f"use_gradient_checkpointing={checkpointing!r} is for one device, and the model is on several.",
+                todo='Use True or "selective".',
+            )
+    else:
+        _fuse(fast, whole)
     if checkpointing is False:
         return
     if checkpointing not in _CHECKPOINTING:
@@ -175,6 +199,14 @@ def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: Checkpointing
         raise ConfigError(f"use_gradient_checkpointing={checkpointing!r} is not one of {known}.")
     apply_checkpointing(whole, _CHECKPOINTING[checkpointing])
     fast.keep_checkpointing(_CHECKPOINTING[checkpointing])
+
+
+def _fuse(fast: FastCausalLM, whole: nn.Module) -> None:
+    nf4 = any(isinstance(layer, NF4Linear) for layer in whole.modules())
+    on_cpu = next(whole.parameters()).device.type == "cpu"
+    # On a CPU fusing gains nothing, and products of nf4 weights in fp8 would round where the plain ones do not.
+    fused = not (nf4 and on_cpu) and fuse(whole).fused > 0
+    quantise_head_like_layers(fast, fused=fused)
 
 
 def _refuse(others: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], function: str) -> None:
@@ -195,30 +227,34 @@ def _method(**fields: Any) -> MethodConfig:
         raise ConfigError(f"{names.get(field, field)}={fields[field]!r}: {first['msg']}.") from err
 
 
-def _device(device_map: str | torch.device | Mapping[str, Any] | None) -> torch.device:
-    """One device for the whole model."""
-    if isinstance(device_map, Mapping) and list(device_map) != [""]:
-        raise ConfigError(
-            "device_map spreads the model over devices, which is not supported.", todo='Use a device, or {"": 0}.'
-        )
-    asked: Any = device_map[""] if isinstance(device_map, Mapping) else device_map
-    count = torch.cuda.device_count()
-    if asked in _ONE_DEVICE:
-        if count > 1 and launched_rank() is None:
-            raise ConfigError(
-                f"device_map={asked!r} may spread the model over {count} GPUs, which is not supported.",
-                todo="Leave device_map out, and start one process per GPU (enable_multi_gpu=True, or torchrun).",
-            )
-        asked = None
-    if asked is None:
-        return torch.device("cuda", process_rank().local_rank) if count else torch.device("cpu")
-    try:
-        device = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
-    except RuntimeError as err:
-        raise ConfigError(f"device_map={asked!r} is not a device.") from err
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise DeviceError(f"There is no device {device}: {count} GPUs are visible.")
-    return device
+def _spreads(device_map: DeviceMap | None) -> bool:
+    """Whether a device map may put one model on several devices."""
+    if isinstance(device_map, Mapping):
+        return list(device_map) != [""]
+    return isinstance(device_map, str) and device_map in STRATEGIES
+
+
+def _devices(
+    device_map: DeviceMap | None, max_memory: MaxMemory | None, *, multi_gpu: bool
+) -> tuple[torch.device, dict[Device, int] | None]:
+    """This process's device, and those that the model is to be placed on, if that is not simply all of it there."""
+    own = torch.device("cuda", process_rank().local_rank) if torch.cuda.device_count() else torch.device("cpu")
+    alone = launched_rank() is None
+    if max_memory is not None and (device_map is None or not alone):
+        raise ConfigError("max_memory goes with a device_map in a process that is alone.", todo="Leave it out.")
+    if device_map is None:
+        return own, None
+    room = free_room()
+    named = named_devices(device_map, room)
+    if named and not _spreads(device_map) and max_memory is None and (alone or named == [torch.device("cpu")]):
+        return named[0], None
+    if not alone:
+        place_in_group(device_map, "cpu" if own.type == "cpu" else own.index)
+        return own, None
+    if not named and not multi_gpu:
+        room = dict(list(room.items())[:1])
+    simple = not named and len(room) == 1 and max_memory is None
+    return named[0] if named else own, None if simple else room
 
 
 def _multi_gpu(enable: bool | None, use: bool | None) -> bool:

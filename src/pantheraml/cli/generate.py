@@ -94,8 +94,8 @@ def complete(
     # Where and in which precision to run is the planner's choice, as for training, but always one process.
     one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if device != "cpu" else None)
     here = {"device": device, "parallel": one}
-    if device != "auto":
-        here["model"] = config.model.model_copy(update={"precision": "auto"})
+    changes = {"device_map": None, "max_memory": None} | ({"precision": "auto"} if device != "auto" else {})
+    here["model"] = config.model.model_copy(update=changes)
     plan = choose(config.model_copy(update=here), probe())
     request = GenerateRequest.model_validate(
         {

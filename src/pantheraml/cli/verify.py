@@ -93,7 +93,8 @@ def _plan(config: TrainConfig, arguments: argparse.Namespace) -> Plan:
     from pantheraml.specs.parallel import ParallelDims
 
     devices = probe()
-    alone = config.model_copy(update={"parallel": _one_process(config)})
+    whole = config.model.model_copy(update={"device_map": None, "max_memory": None})
+    alone = config.model_copy(update={"parallel": _one_process(config), "model": whole})
     plan = choose(alone, devices)
     count = arguments.nproc or max(2, len(devices.gpus) if plan.device == "cuda" else 0)
     if count < 2:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pantheraml.models.attention import DocumentLayout, uses_document_attention
-from pantheraml.models.families import Head, plain_head
+from pantheraml.models.families import Head, head_of, plain_head
 
 
 class LossModel(nn.Module):
@@ -20,8 +20,6 @@ class LossModel(nn.Module):
         self.model = model
         head, reason = plain_head(model)
         self.full_logits_reason = None if head is not None else reason
-        # Kept out of the module tree: the head's parts are `model`'s own, and must not be registered twice.
-        self._head = (head,)
 
     def forward(
         self,
@@ -33,11 +31,13 @@ class LossModel(nn.Module):
         target_count: int | None = None,
     ) -> Tensor:
         """As `Batch` has them. What is None is found from the tensors, which makes the host wait for a GPU."""
-        (head,) = self._head
+        # Looked up in `model` each time: in a copy of this module that is the copy's own.
+        head = head_of(self.model) if self.full_logits_reason is None else None
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if max_length is not None and uses_document_attention(self.model):
             inputs |= DocumentLayout(boundaries, max_length).arguments()
-        return summed_loss(self.model, head, inputs, targets, target_count)
+        loss = summed_loss(self.model, head, inputs, targets, target_count)
+        return loss.to(input_ids.device)  # of a model on several devices it is where the head is
 
 
 def summed_loss(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.engine.loss import LossModel
-from pantheraml.engine.passes import Autocast, Passes, Peers, WholePasses
+from pantheraml.engine.passes import Autocast, CopiesPasses, Passes, Peers, WholePasses
 from pantheraml.engine.pipeline_run import PipelineRun
 from pantheraml.models.attention import use_context_parallel
 from pantheraml.models.quantise.packed import constant_buffers, packed_buffers
@@ -56,6 +56,9 @@ def parallelize(
 ) -> Parallelised:
     """Spread `model` over the processes of `world`, in place. A collective of all of them."""
     layout, dims = world.layout, world.layout.dims
+    if world.copies_on:
+        copies = CopiesPasses(LossModel(model), world.copies_on, device=world.device, autocast=autocast)
+        return Parallelised(copies)
     if dims.pipeline > 1:
         return _pipelined(model, world, config, autocast)
     loss_model = LossModel(model)  # looks at the output head, so before anything is cut

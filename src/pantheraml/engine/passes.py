@@ -20,6 +20,7 @@ from pantheraml.engine.graph import StepGraph
 from pantheraml.engine.loss import LossModel
 from pantheraml.parallel.context import cut_sequence
 from pantheraml.parallel.gradient_sum import sum_gradients
+from pantheraml.parallel.split import DataParallelLoss
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -116,3 +117,32 @@ class WholePasses:
             targets=targets,
             target_count=int((targets >= 0).sum()),
         )
+
+
+class CopiesPasses:
+    """By copies of the model on several devices of this process, which share the rows of every batch."""
+
+    def __init__(
+        self, loss_model: LossModel, device_ids: Sequence[int], *, device: torch.device, autocast: Autocast
+    ) -> None:
+        self.full_logits_reason = loss_model.full_logits_reason
+        self._device = device
+        self._loss = DataParallelLoss(loss_model, device_ids, autocast)
+
+    def backward(self, batches: Sequence[Batch], factor: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in batches:
+            loss = self._of(batch)
+            (loss * factor).backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        return self._of(batch)
+
+    def _of(self, batch: Batch) -> Tensor:
+        """Borders of documents are told for the rows as a whole; each copy finds those of its own rows by itself."""
+        batch = batch.to(self._device)
+        loss: Tensor = self._loss(batch.input_ids, batch.position_ids, batch.targets)
+        return loss

@@ -20,6 +20,7 @@ from pantheraml.kernels.linear_cross_entropy import fp8_linear_cross_entropy, li
 from pantheraml.kernels.token_scores import TokenScores, fp8_token_scores, token_scores
 from pantheraml.models.modes import observed
 from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.parallel.split import brings_inputs_only
 from pantheraml.parallel.vocabulary import is_vocabulary_parallel, sharded_head_loss
 
 _PROBE_TOKENS = 5
@@ -38,28 +39,47 @@ class Head:
 
 
 def head_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: int | None = None) -> Tensor:
-    """Summed cross entropy of a plain linear head, without full logits."""
-    if isinstance(layer, FP8Linear):
-        return fp8_linear_cross_entropy(hidden, layer.qweight, layer.scale[0], targets, target_count)
-    assert isinstance(layer, nn.Linear)
-    if is_vocabulary_parallel(layer):
+    """Summed cross entropy of a plain linear head, without full logits; on the device of `hidden`."""
+    if isinstance(layer, nn.Linear) and is_vocabulary_parallel(layer):
         return sharded_head_loss(layer, hidden, targets, target_count)
-    return linear_cross_entropy(hidden, layer.weight, targets, layer.bias, target_count)
+    here, wanted = hidden.to(_device(layer)), targets.to(_device(layer))
+    if isinstance(layer, FP8Linear):
+        loss = fp8_linear_cross_entropy(here, layer.qweight, layer.scale[0], wanted, target_count)
+    else:
+        assert isinstance(layer, nn.Linear)
+        loss = linear_cross_entropy(here, layer.weight, wanted, layer.bias, target_count)
+    return loss.to(hidden.device)
 
 
 def head_scores(layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: int | None = None) -> TokenScores:
-    """Log-probability, entropy and rank of each target under a plain linear head, without full logits."""
+    """Log-probability, entropy and rank of each target under a plain linear head, without full logits; likewise."""
+    here, wanted = hidden.to(_device(layer)), targets.to(_device(layer))
     if isinstance(layer, FP8Linear):
-        return fp8_token_scores(hidden, layer.qweight, layer.scale[0], targets, target_count)
-    assert isinstance(layer, nn.Linear)
-    return token_scores(hidden, layer.weight, targets, layer.bias, target_count)
+        scores = fp8_token_scores(here, layer.qweight, layer.scale[0], wanted, target_count)
+    else:
+        assert isinstance(layer, nn.Linear)
+        scores = token_scores(here, layer.weight, wanted, layer.bias, target_count)
+    return TokenScores(*(score.to(hidden.device) for score in scores))
+
+
+def _device(layer: nn.Module) -> torch.device:
+    """Of a model that is spread over devices, that of its head."""
+    weight = layer.qweight if isinstance(layer, FP8Linear) else layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.device
 
 
 def is_plain_layer(layer: Any) -> bool:
-    """Whether a layer is a linear one that the losses know, as it was made."""
-    if "forward" in vars(layer):
+    """Whether a layer is a linear one that the losses know, as it was made (or only given a device of its own)."""
+    if "forward" in vars(layer) and not brings_inputs_only(layer):
         return False
     return type(layer) is nn.Linear or (isinstance(layer, FP8Linear) and layer.shared_scale and layer.bias is None)
+
+
+def head_of(model: nn.Module) -> Head:
+    """Body and output layer of a model of which `plain_head` has found that its logits are made of these alone."""
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    return Head(getattr(whole, whole.base_model_prefix), whole.get_output_embeddings())
 
 
 def plain_head(model: nn.Module) -> tuple[Head | None, str]:
@@ -82,12 +102,13 @@ def plain_head(model: nn.Module) -> tuple[Head | None, str]:
 
 def _difference(model: nn.Module, body: nn.Module, layer: nn.Linear | FP8Linear) -> str | None:
     """Runs a few tokens; what the model does besides body and head, or None if nothing."""
-    device = layer.qweight.device if isinstance(layer, FP8Linear) else layer.weight.device
+    device = _device(layer)
     ids = torch.arange(_PROBE_TOKENS, device=device)[None] % layer.out_features
     inputs = {"input_ids": ids, "position_ids": torch.arange(_PROBE_TOKENS, device=device)[None]}
     hidden = getattr(body(**inputs, use_cache=False), "last_hidden_state", None)
     if not isinstance(hidden, Tensor):
         return "the body returns no last_hidden_state"
+    hidden = hidden.to(device)
     # Values up to 1e4 instead of the real output: a cap or a scale that is invisible on small logits shows on these.
     marked = torch.linspace(-1e4, 1e4, _PROBE_TOKENS * layer.out_features, device=device).to(hidden.dtype)
     marked = marked.view(1, _PROBE_TOKENS, layer.out_features)

@@ -61,7 +61,7 @@ def local_squares(parameters: NamedParameters, parts: NamedParameters, *, ranks:
     device = parts[0][1].device if parts else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for count, gradients in by_copies.items():
-        total += _squares(gradients) / count
+        total += _squares(gradients).to(device) / count
     return total
 
 
@@ -73,8 +73,8 @@ def _local_part(parameter: nn.Parameter) -> nn.Parameter:
 
 def _squares(gradients: list[Tensor]) -> Tensor:
     """Of all of them, in float64. Norms are taken in float32 unless gradients are wider: no copies are made of them."""
-    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        by_dtype[torch.promote_types(gradient.dtype, torch.float32)].append(gradient)
-    norms = [torch.stack(torch._foreach_norm(same, 2, dtype=dtype)).double() for dtype, same in by_dtype.items()]
-    return torch.cat(norms).square().sum()
+        alike[torch.promote_types(gradient.dtype, torch.float32), gradient.device].append(gradient)
+    norms = [torch.stack(torch._foreach_norm(same, 2, dtype=dtype)).double() for (dtype, _), same in alike.items()]
+    return torch.cat([norm.to(gradients[0].device) for norm in norms]).square().sum()

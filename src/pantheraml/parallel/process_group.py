@@ -35,6 +35,8 @@ class World:
     """How the processes divide the work."""
     fallback_reason: str | None = None
     """Why this process goes on alone although there were others."""
+    copies_on: tuple[int, ...] = ()
+    """GPUs of this one process that each get a copy of the model for every batch, `device` first; empty: no copies."""
 
     @property
     def is_main(self) -> bool:
@@ -93,7 +95,8 @@ def open_world(plan: Plan, *, timeout_seconds: int, max_retries: int = 3, strict
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size == 1 or reason is not None:
-        yield World(rank=0, size=1, device=device, fallback_reason=reason)
+        copies_on = tuple(range(len(plan.device_ids))) if plan.copies else ()
+        yield World(rank=0, size=1, device=device, fallback_reason=reason, copies_on=copies_on)
         return
     try:
         dist.init_process_group(

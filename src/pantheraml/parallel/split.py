@@ -15,22 +15,30 @@ every device holds the model, and gets some rows of each batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+import psutil
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import convert_file_size_to_int, find_tied_parameters, get_balanced_memory
 from torch import Tensor, nn
 
 from pantheraml.base.errors import ConfigError, DeviceError, OutOfMemoryError
+from pantheraml.specs.plan import LayerSplit
 
 Device = int | Literal["cpu"]
 """A GPU's index, or the host."""
 DeviceName = int | str | torch.device
 DeviceMap = DeviceName | Mapping[str, DeviceName]
+MaxMemory = Mapping[Any, int | str]
+"""By DeviceName; a size is bytes, or such as "10GiB"."""
 
 STRATEGIES = ("auto", "balanced", "sequential")
+FOR_WEIGHTS = 0.9
+"""Of a GPU's free memory; activations, gradients and optimizer states need the rest, and more with `max_memory`."""
 _NOWHERE: Any = "disk"  # accelerate's word for what no device has room for
 _LACKING = "Use more or larger devices, packed weights (method.kind=qlora, model.precision=fp8), or parallel.shard."
 
@@ -39,7 +47,7 @@ def place(
     model: nn.Module,
     device_map: DeviceMap,
     devices: Mapping[Device, int],
-    max_memory: Mapping[DeviceName, int | str] | None = None,
+    max_memory: MaxMemory | None = None,
 ) -> dict[str, Device]:
     """Module name -> device, for all of `model`.
 
@@ -60,11 +68,19 @@ def place(
     return placement
 
 
-def place_in_group(device_map: DeviceMap | None, device: Device, *, hybrid: bool) -> DeviceMap:
+def named_devices(device_map: DeviceMap, devices: Mapping[Device, int]) -> list[torch.device]:
+    """Those that a map names, GPUs first; none for a strategy."""
+    if isinstance(device_map, str) and device_map in STRATEGIES:
+        return []
+    names = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
+    found = {_device(name, devices) for name in names}
+    return [_as_torch(device) for device in sorted(found, key=lambda d: (1, 0) if d == "cpu" else (0, d))]
+
+
+def place_in_group(device_map: DeviceMap | None, device: Device) -> dict[str, DeviceName]:
     """The device map of a process that has peers: `device`, its own, for all, whatever strategy was asked for.
 
-    A map that names other devices would put several processes on one: refused, but for hybrid parallelism, where it
-    comes back as it is.
+    A map that names other devices would put several processes on one, and is refused.
     """
     whole: dict[str, DeviceName] = {"": device}
     if device_map is None or (isinstance(device_map, str) and device_map in STRATEGIES):
@@ -72,11 +88,9 @@ def place_in_group(device_map: DeviceMap | None, device: Device, *, hybrid: bool
     named = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
     if {_index(name) for name in named} <= {device, None}:
         return whole
-    if hybrid and isinstance(device_map, Mapping):
-        return device_map
     raise ConfigError(
         f"device_map={device_map!r} names other devices than {device!r}, which this process of a group has to itself.",
-        todo="Leave device_map out, run one process (parallel.mode=none), or map modules and use parallel.mode=hybrid.",
+        todo="Leave device_map out, or run one process.",
     )
 
 
@@ -85,12 +99,58 @@ def split(model: nn.Module, placement: Mapping[str, Device]) -> nn.Module:
     used = list(dict.fromkeys(placement.values()))
     if len(used) == 1:
         return model.to(used[0])
-    # Anything but the host as the main device would make accelerate keep the host's modules there as offloaded ones,
-    # which are not trained.
-    main = "cpu" if "cpu" in used else used[0]
+    # As devices, not names: accelerate takes modules on "cpu" for offloaded ones, which are not trained, and
+    # transformers takes such a model for one that must be saved in another way.
+    devices = {name: _as_torch(device) for name, device in _without_overlap(model, placement).items()}
     skipped = getattr(model, "_skip_keys_device_placement", None)
-    dispatched: nn.Module = dispatch_model(model, dict(placement), main_device=main, skip_keys=skipped)
+    dispatched: nn.Module = dispatch_model(model, devices, main_device=_as_torch(used[0]), skip_keys=skipped)
     return dispatched
+
+
+def _without_overlap(model: nn.Module, placement: Mapping[str, Device]) -> dict[str, Device]:
+    """The same placement, with no module inside another one: accelerate would send inputs to the outer one's device."""
+    if len(placement) == 1:
+        return dict(placement)
+    found: dict[str, Device] = {}
+    todo = list(model.named_children())
+    while todo:
+        name, module = todo.pop(0)
+        device = _device_of(name, placement)
+        if not any(other.startswith(f"{name}.") for other in placement):
+            # Without a device is what checkpoints do not hold, such as the rotary embedding.
+            found[name] = next(iter(placement.values())) if device is None else device
+        elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            raise ConfigError(
+                f"device_map divides {name}, which has weights of its own beside its parts.", todo=f"Map {name} alone."
+            )
+        else:
+            todo += [(f"{name}.{part}", child) for part, child in module.named_children()]
+    return found
+
+
+def spread(model: nn.Module, plan: LayerSplit) -> dict[str, Device]:
+    """Place `model` as planned, over the devices of this process, in place; module name -> device."""
+    placement = place(model, plan.device_map, free_room(), plan.max_memory)
+    split(model, placement)
+    return placement
+
+
+def free_room() -> dict[Device, int]:
+    """The GPUs that this process sees, and how many bytes weights may take on each; without any, the host."""
+    gpus: dict[Device, int] = {
+        index: int(FOR_WEIGHTS * torch.cuda.mem_get_info(index)[0]) for index in range(torch.cuda.device_count())
+    }
+    return gpus or {"cpu": psutil.virtual_memory().total}
+
+
+def is_split(model: nn.Module) -> bool:
+    return len({parameter.device for parameter in model.parameters()}) > 1
+
+
+def brings_inputs_only(layer: nn.Module) -> bool:
+    """Whether what was done to a layer's `forward` is no more than what `split` does."""
+    hook = getattr(layer, "_hf_hook", None)
+    return isinstance(hook, AlignDevicesHook) and not hook.offload
 
 
 def bytes_on(model: nn.Module, placement: Mapping[str, Device]) -> dict[Device, int]:
@@ -108,7 +168,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _limits(devices: Mapping[Device, int], max_memory: Mapping[DeviceName, int | str] | None) -> dict[Device, int]:
+def _limits(devices: Mapping[Device, int], max_memory: MaxMemory | None) -> dict[Device, int]:
     if not devices:
         raise DeviceError("There is no device to place the model on.", todo="See `pantheraml gpus`.")
     if max_memory is None:
@@ -140,6 +200,10 @@ def _index(name: DeviceName) -> Device | None:
         f"{name!r} is not a device or a strategy that a model can be placed by.",
         todo=f"Use {', '.join(STRATEGIES)}, cuda:N, cpu, or a mapping from modules to devices.",
     )
+
+
+def _as_torch(device: Device) -> torch.device:
+    return torch.device("cpu") if device == "cpu" else torch.device("cuda", device)
 
 
 def _device(name: DeviceName, devices: Mapping[Device, int]) -> Device:
@@ -254,10 +318,15 @@ class DataParallelLoss(nn.Module):
     token counts once. So do its gradients, which end on the first device.
     """
 
-    def __init__(self, loss: nn.Module, device_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        loss: nn.Module,
+        device_ids: Sequence[int],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         """`loss(*tensors)` is the summed loss of rows, which are the first dimension of all `tensors`."""
         super().__init__()
-        self.copies = nn.DataParallel(_OneElement(loss), device_ids=list(device_ids) or None)
+        self.copies = nn.DataParallel(_OneElement(loss, autocast), device_ids=list(device_ids) or None)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         total: Tensor = self.copies(*tensors).sum()
@@ -267,10 +336,13 @@ class DataParallelLoss(nn.Module):
 class _OneElement(nn.Module):
     """A scalar as a vector: results of copies are laid end to end, which scalars cannot be."""
 
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: nn.Module, autocast: Callable[[], AbstractContextManager[object]]) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss, self.autocast = loss, autocast
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        value: Tensor = self.loss(*tensors)
+        # Entered here: each copy runs in a thread of its own, which would know that there is autocast, but not its
+        # dtype.
+        with self.autocast():
+            value: Tensor = self.loss(*tensors)
         return value.reshape(1)

@@ -7,6 +7,13 @@ from typing import Any, Literal
 
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.planner.dims import check_together, choose_dims
+from pantheraml.planner.one_process import (
+    check_copies,
+    check_split,
+    choose_one_process,
+    names_cpu_alone,
+    wants_one_process,
+)
 from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import GPU, Choice, DeviceSpec, Plan
@@ -43,22 +50,29 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
         raise ConfigError("parallel.device_ids names GPUs, but the run is on the CPU.", todo="Drop one of them.")
     gpus = _gpus(config, devices, choices) if device == "cuda" else ()
     world_size = _world_size(config, devices, gpus, device, choices)
+    one = choose_one_process(config, gpus, world_size)
+    gpus = one.gpus
+    if one.reason is not None:
+        choices.automatic("model.device_map", str(config.model.device_map), one.reason)
     dims = _dims(config, world_size, choices)
     backend = _backend(config, device, choices)
     precision = _precision(config, device, gpus, choices)
     _trained_weights(config, precision, choices)
     frozen = _frozen_weights(config, device, gpus, choices)
-    fused = _fused(config, device, gpus, (precision, frozen, dims), choices)
-    graph = _cuda_graph(config, device, world_size, fused, choices)
-    compiled = _compile(config, device, world_size, fused, choices)
-    micro_batch = _micro_batch(config, dims, device, choices)
+    if one.copies:
+        check_copies(config, frozen)
+    check_split(config, one)
+    fused = _fused(config, device, gpus, (precision, frozen, dims), one.several, choices)
+    graph = _cuda_graph(config, device, world_size, fused, one.several, choices)
+    compiled = _compile(config, device, world_size, fused, one.several, choices)
+    micro_batch = _micro_batch(config, dims, device, len(gpus) if one.copies else 1, choices)
     threads = max(1, devices.cpu_count // world_size)
     choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {world_size} process(es)")
     checkpointing = config.train.activation_checkpointing
     choices.asked("train.activation_checkpointing", checkpointing)
     return Plan(
         device=device,
-        device_ids=tuple(gpu.index for gpu in gpus[:world_size]),
+        device_ids=tuple(gpu.index for gpu in (gpus if one.copies or one.split else gpus[:world_size])),
         world_size=world_size,
         dims=dims,
         backend=backend,
@@ -74,12 +88,19 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
         predicted_memory_bytes=None,
         predicted_seconds=None,
         choices=tuple(choices.made),
+        copies=one.copies,
+        split=one.split,
     )
 
 
 def _device(config: TrainConfig, devices: DeviceSpec, choices: _Choices) -> Literal["cpu", "cuda"]:
     if config.device == "cpu":
         choices.asked("device", "cpu")
+        return "cpu"
+    if names_cpu_alone(config.model):
+        if config.device == "cuda":
+            raise ConfigError("device is cuda, but model.device_map names the CPU alone.", todo="Drop one of them.")
+        choices.automatic("device", "cpu", "model.device_map names it alone")
         return "cpu"
     if config.device == "cuda":
         if not devices.gpus:
@@ -121,9 +142,9 @@ def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...],
                 f"{asked} processes were asked for, but there are {room} {what}.",
                 todo=f"Use --nproc {room} or less, or --nproc auto.",
             )
-        if asked > 1 and mode is MultiGPUMode.NONE:
+        if asked > 1 and mode in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL):
             raise ConfigError(
-                f"parallel.mode=none runs one process, but {asked} were asked for.", todo="Drop one of them."
+                f"parallel.mode={mode} runs one process, but {asked} were asked for.", todo="Drop one of them."
             )
         size = asked
         choices.asked("parallel.world_size", size)
@@ -131,9 +152,12 @@ def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...],
         raise ConfigError(
             "parallel.mode=distributed on CPUs needs a number of processes.", todo="Set --nproc, or parallel.mode=auto."
         )
-    elif mode is MultiGPUMode.NONE:
+    elif mode in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL):
         size = 1
-        choices.automatic("parallel.world_size", 1, "parallel.mode is none")
+        choices.automatic("parallel.world_size", 1, f"parallel.mode is {mode}")
+    elif wants_one_process(config):
+        size = 1
+        choices.automatic("parallel.world_size", 1, "model.device_map places the model of one process")
     elif device == "cuda":
         size, reason = room, f"one process per GPU ({room})"
         if not _divides_the_model(config) and config.train.global_batch_size < room:
@@ -248,14 +272,17 @@ def _fused(
     device: str,
     gpus: tuple[GPU, ...],
     numbers: tuple[Precision, str | None, ParallelDims],
+    several: str | None,
     choices: _Choices,
 ) -> bool:
-    """`numbers`: arithmetic, frozen weights, and how the work is divided."""
+    """`numbers`: arithmetic, frozen weights, and how the work is divided; `several`: why a process has no one model."""
     asked = config.train.fused
     precision, frozen, dims = numbers
     lacking = _why_not_fused(gpus, precision, frozen) if device == "cuda" else None
     if dims.world_size > dims.replicate:
         lacking = f"fused layers hold their weights whole, and the model is divided ({dims})"
+    elif several is not None:
+        lacking = several
     if asked != "auto":
         if asked == "on" and lacking is not None:
             raise DeviceError(f"train.fused=on is not possible here: {lacking}.", todo="Leave it out.")
@@ -288,13 +315,17 @@ def _why_not_fused(gpus: tuple[GPU, ...], precision: Precision, frozen: str | No
     return None
 
 
-def _cuda_graph(config: TrainConfig, device: str, world_size: int, fused: bool, choices: _Choices) -> bool:
+def _cuda_graph(
+    config: TrainConfig, device: str, world_size: int, fused: bool, several: str | None, choices: _Choices
+) -> bool:
     asked = config.train.cuda_graph
     why_never = None
     if device == "cpu":
         why_never = "there is no GPU"
     elif world_size > 1:
         why_never = "several processes meet in the middle of a step"
+    elif several is not None:
+        why_never = several
     elif config.train.activation_checkpointing == "offload":
         why_never = "activations go through host memory"
     elif config.model.precision == "fp16":
@@ -316,7 +347,9 @@ def _cuda_graph(config: TrainConfig, device: str, world_size: int, fused: bool, 
     return True
 
 
-def _compile(config: TrainConfig, device: str, world_size: int, fused: bool, choices: _Choices) -> bool:
+def _compile(
+    config: TrainConfig, device: str, world_size: int, fused: bool, several: str | None, choices: _Choices
+) -> bool:
     asked = config.train.compile
     if asked != "auto":
         choices.asked("train.compile", asked)
@@ -325,6 +358,8 @@ def _compile(config: TrainConfig, device: str, world_size: int, fused: bool, cho
     packed = config.model.precision in ("int8", "nf4")
     if device == "cpu":
         reason = "compiling pays on GPUs"
+    elif several is not None:
+        reason = several
     elif world_size > 1 or config.method.kind in ("dora", "qlora") or config.method.dropout > 0 or packed:
         reason = "measured so far only for plain weights or fp8, without dropout, in one process"
     elif config.train.activation_checkpointing != "none":
@@ -339,18 +374,20 @@ def _compile(config: TrainConfig, device: str, world_size: int, fused: bool, cho
     return True
 
 
-def _micro_batch(config: TrainConfig, dims: ParallelDims, device: str, choices: _Choices) -> int:
-    share = math.ceil(config.train.global_batch_size / dims.data)
+def _micro_batch(config: TrainConfig, dims: ParallelDims, device: str, copies: int, choices: _Choices) -> int:
+    """For a process, all of whose `copies` of the model share a forward pass; what is configured is for one."""
+    sharing = dims.data * copies
+    share = math.ceil(config.train.global_batch_size / sharing)
     asked = config.train.micro_batch_size
     if asked != "auto":
         if asked > share:
             raise ConfigError(
-                f"train.micro_batch_size={asked} is more than one process gets of the global batch"
-                f" ({config.train.global_batch_size} over {dims.data} = {share}).",
+                f"train.micro_batch_size={asked} is more than one {'GPU' if copies > 1 else 'process'} gets of the"
+                f" global batch ({config.train.global_batch_size} over {sharing} = {share}).",
                 todo=f"Set train.micro_batch_size to {share} or less, or to auto.",
             )
         choices.asked("train.micro_batch_size", asked)
-        return asked
+        return asked * copies
     budget = GPU_TOKENS_PER_MICRO_BATCH if device == "cuda" else CPU_TOKENS_PER_MICRO_BATCH
     largest = max(1, min(share, budget // config.data.seq_len))
     # A pipeline is idle for (stages - 1) of (passes + stages - 1) turns; with four passes per stage, for about a fifth.
@@ -360,7 +397,7 @@ def _micro_batch(config: TrainConfig, dims: ParallelDims, device: str, choices: 
     choices.automatic(
         "train.micro_batch_size",
         size,
-        f"{share} sequence(s) of {config.data.seq_len} tokens per process, at most {budget} tokens a pass:"
-        f" {passes} pass(es) of {size}",
+        f"{share} sequence(s) of {config.data.seq_len} tokens per {'GPU' if copies > 1 else 'process'}, at most"
+        f" {budget} tokens a pass: {passes} pass(es) of {size}",
     )
-    return size
+    return size * copies

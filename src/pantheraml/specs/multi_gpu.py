@@ -36,6 +36,9 @@ class MultiGPUConfig:
     """Number of processes; None = one per visible GPU, or one on a machine without GPUs."""
     device_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """GPU indices to use, as `pantheraml gpus` numbers them; None = all visible ones."""
+    output_device: Annotated[int, Field(ge=0)] | None = None
+    """With mode=dataparallel: the GPU that losses and gradients come together on, and that holds the weights and the
+    optimizer's state; None = the first."""
     replicate: Degree | None = None
     """Copies of the model, each with other samples (DDP; with `shard`, HSDP); None = as many as processes allow."""
     shard: Degree | None = None
@@ -99,6 +102,12 @@ class MultiGPUConfig:
             raise ValueError(
                 f"parallel.{asked[0]} is for mode=distributed or auto; mode={self.mode} decides about that by itself"
             )
+        if self.mode is MultiGPUMode.DATAPARALLEL:
+            for name, usual in (("aggregation", "mean"), ("leave_out_nonfinite", False), ("batch_shares", "even")):
+                if getattr(self, name) != usual:
+                    raise ValueError(f"parallel.{name} is for several processes, and mode=dataparallel is one")
+        elif self.output_device is not None:
+            raise ValueError("output_device is for mode=dataparallel")
         if (self.aggregation == "weighted") != (self.aggregation_weights is not None):
             raise ValueError("aggregation=weighted and aggregation_weights go together")
         if self.stages_per_process > 1 and (self.pipeline or 1) == 1 and self.mode is not MultiGPUMode.HYBRID:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from pantheraml.specs.parallel import ParallelDims
-from pantheraml.specs.train import Checkpointing
+from pantheraml.specs.train import Checkpointing, SplitStrategy
 
 
 class Value(BaseModel):
@@ -45,12 +45,25 @@ class Choice(Value):
     automatic: bool
 
 
+class LayerSplit(Value):
+    """Where the layers of a model go that one process spreads over its devices, of which `cuda:0` is the first."""
+
+    device_map: SplitStrategy | dict[str, str]
+    """How to decide, or module -> device."""
+    max_memory: dict[str, int | str] | None
+
+    @property
+    def over_several(self) -> bool:
+        """Whether more than one device may come to hold layers."""
+        return isinstance(self.device_map, str) or len(set(self.device_map.values())) > 1
+
+
 class Plan(Value):
     """Everything decided before a run starts. Printed, stored as plan.json, and read by the workers."""
 
     device: Literal["cpu", "cuda"]
     device_ids: tuple[int, ...]
-    """GPU indices, one per local rank; empty on CPU."""
+    """GPU indices, one per local rank, or all of a process that has several; empty on CPU."""
     world_size: int
     dims: ParallelDims
     """How the processes divide the work."""
@@ -66,12 +79,17 @@ class Plan(Value):
     """Layers that are not fused are compiled."""
     global_batch_size: int
     micro_batch_size: int
+    """Sequences of one forward pass of a process, over all its devices."""
     activation_checkpointing: Checkpointing
     threads_per_process: int
     predicted_memory_bytes: int | None
     """Per device. None: not predicted."""
     predicted_seconds: float | None
     choices: tuple[Choice, ...]
+    copies: bool = False
+    """One process, and a copy of the model on each of its GPUs for every batch (DataParallel)."""
+    split: LayerSplit | None = None
+    """One process, and the model's layers spread over its devices; None: all on one."""
 
     def reason(self, name: str) -> str:
         return next(choice.reason for choice in self.choices if choice.name == name)

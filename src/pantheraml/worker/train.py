@@ -27,6 +27,7 @@ from pantheraml.models.fast import fuse, quantise_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
+from pantheraml.parallel.split import is_split, spread
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
@@ -141,10 +142,12 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
         config.model,
         # Under autocast the weights of a full fine-tune may be wider than its arithmetic.
         dtype=DTYPES[config.train.weights if full else plan.precision],
-        device=world.device,
+        device=world.device if plan.split is None else torch.device("cpu"),
         quantise=plan.frozen_weights,
         seed=config.train.seed,
     )
+    if plan.split is not None:
+        spread(model, plan.split)
     masked = use_document_attention(model)
     if masked is not None:
         emit("notice", message=f"documents are kept apart by an attention mask: {masked}")
@@ -152,7 +155,7 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     if plan.fused:
         for reason, count in fuse(model).reasons.items():
             emit("notice", message=f"{count} decoder layers are not fused: {reason}")
-    if not full:
+    if not full and not is_split(model):
         quantise_head_like_layers(model.get_base_model(), fused=plan.fused)
     apply_checkpointing(model, plan.activation_checkpointing)
     emit(

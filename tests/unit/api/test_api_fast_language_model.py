@@ -18,7 +18,14 @@ from transformers import AutoModelForCausalLM
 
 import pantheraml
 from pantheraml import FastLanguageModel
-from pantheraml.base.errors import ConfigError, DeviceError, ModelError, PantheraError, UnsupportedModelError
+from pantheraml.base.errors import (
+    ConfigError,
+    DeviceError,
+    ModelError,
+    OutOfMemoryError,
+    PantheraError,
+    UnsupportedModelError,
+)
 from pantheraml.models.attention import uses_document_attention
 from pantheraml.models.fast import is_fused
 from pantheraml.models.quantise.fp8 import FP8Linear
@@ -368,7 +375,10 @@ def test_max_seq_length_is_where_the_tokenizer_cuts(tiny_model: TinyModel) -> No
         ({"dtype": "int8"}, ConfigError, "bfloat16, float16, float32"),
         ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "exclude each other"),
         ({"load_in_4bit": True, "full_finetuning": True}, ConfigError, "nf4 weights cannot be trained"),
-        ({"device_map": {"layer": 0}}, ConfigError, "device_map"),
+        ({"device_map": {"layer": "cpu"}}, ConfigError, "modules that the model does not have: layer"),
+        ({"device_map": {"": "cpu", "lm_head": "cuda:63"}}, DeviceError, "cuda:63"),
+        ({"max_memory": {"cpu": "1KB"}}, OutOfMemoryError, "device cpu"),
+        ({"device_map": None, "max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory goes with a device_map"),
         ({"device_map": "nowhere"}, ConfigError, "not a device"),
         ({"device_map": "cuda:63"}, DeviceError, "cuda:63"),
         ({"use_gradient_checkpointing": "unsloth"}, ConfigError, "get_peft_model"),

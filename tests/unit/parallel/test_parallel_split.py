@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pantheraml.base.errors import ConfigError, DeviceError, OutOfMemoryError
-from pantheraml.parallel.split import DataParallelLoss, bytes_on, place, place_in_group, split
+from pantheraml.parallel.split import (
+    DataParallelLoss,
+    _without_overlap,
+    bytes_on,
+    named_devices,
+    place,
+    place_in_group,
+    split,
+)
 
 LAYERS = 8
 LAYER = 4 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32)
@@ -177,20 +185,13 @@ def test_adapted_models_are_placed_under_their_own_names() -> None:
 
 @pytest.mark.parametrize("device_map", [None, "auto", "balanced", "sequential", "cuda", "cuda:1", 1, {"": 1}])
 def test_a_process_of_a_group_gets_its_own_device(device_map: Any) -> None:
-    assert place_in_group(device_map, 1, hybrid=False) == {"": 1}
+    assert place_in_group(device_map, 1) == {"": 1}
 
 
 @pytest.mark.parametrize("device_map", ["cuda:0", "cpu", {"": 0}, {"model": 0, "lm_head": 1}])
 def test_a_map_of_other_devices_in_a_group_is_refused(device_map: Any) -> None:
     with pytest.raises(ConfigError, match="to itself"):
-        place_in_group(device_map, 1, hybrid=False)
-
-
-def test_hybrid_parallelism_may_split_within_a_group() -> None:
-    custom = {"model": 2, "lm_head": 3}
-    assert place_in_group(custom, 1, hybrid=True) == custom
-    with pytest.raises(ConfigError):
-        place_in_group("cuda:0", 1, hybrid=True)
+        place_in_group(device_map, 1)
 
 
 def test_a_split_over_one_device_is_a_move() -> None:
@@ -219,3 +220,38 @@ def test_data_parallel_without_gpus_is_the_loss_itself() -> None:
     assert torch.equal(found, expected)
     found.backward()
     assert torch.equal(loss.layer.weight.grad, torch.autograd.grad(expected, loss.layer.weight)[0])
+
+
+def test_a_map_of_modules_inside_others_becomes_one_without() -> None:
+    model = llama()
+    nested = {"": 0, "model": 1, "model.layers.2": 0, "lm_head": "cpu"}
+    flat = _without_overlap(model, nested)
+    assert not any(name.startswith(f"{other}.") for name in flat for other in flat)
+    assert bytes_on(model, flat) == bytes_on(model, nested)
+    assert {flat[f"model.layers.{i}"] for i in range(LAYERS) if i != 2} == {1}
+    assert (flat["model.layers.2"], flat["model.embed_tokens"], flat["lm_head"]) == (0, 1, "cpu")
+
+
+def test_what_checkpoints_do_not_hold_need_not_be_mapped() -> None:
+    custom: dict[str, Any] = {"model.embed_tokens": 1, "model.layers": 0, "model.norm": 0, "lm_head": 0}
+    assert _without_overlap(llama(), custom) == {**custom, "model.rotary_emb": 1}
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SummedLoss()
+        self.inner.scale = nn.Parameter(torch.ones(1))
+
+
+def test_a_module_with_weights_beside_its_parts_is_not_divided() -> None:
+    with pytest.raises(ConfigError, match="divides inner"):
+        _without_overlap(Divided(), {"": 0, "inner.layer": 1})
+
+
+@pytest.mark.parametrize(
+    ("device_map", "expected"),
+    [("auto", []), ("cuda", ["cuda:0"]), ({"a": "cpu", "b": 1, "c": "cuda:0"}, ["cuda:0", "cuda:1", "cpu"])],
+)
+def test_the_devices_that_a_map_names(device_map: Any, expected: list[str]) -> None:
+    assert named_devices(device_map, {0: 1, 1: 1}) == [torch.device(name) for name in expected]
