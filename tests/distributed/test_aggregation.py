@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pantheraml.base.env import child_environment
+from tests.distributed.launching import run_ranks
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-5
 WORLD = 3
 
@@ -23,16 +19,7 @@ pytestmark = pytest.mark.timeout(500)
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Per rank: case -> what it found."""
     folder = tmp_path_factory.mktemp("aggregation")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "aggregation_ranks.py"), str(folder)],
-        env=child_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("aggregation_ranks", WORLD, folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 
 

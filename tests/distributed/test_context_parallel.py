@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pantheraml.base.env import child_environment
 from tests import toy
 from tests.distributed.context_ranks import CASES, LAYERS, REFUSALS, STEPS, WORLD
+from tests.distributed.launching import run_ranks
 
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -24,16 +20,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     root = tmp_path_factory.mktemp("context")
     toy.write_llama(root / "model", hidden_size=64, intermediate_size=128)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "context_ranks.py"), str(root / "model"), str(root / "found.json")],
-        env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("context_ranks", WORLD, root / "model", root / "found.json")
     found: list[dict[str, Any]] = json.loads((root / "found.json").read_text())
     return found
 

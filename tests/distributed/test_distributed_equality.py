@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pantheraml.base.env import child_environment
 from pantheraml.base.events import read_events
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
+from tests.distributed.launching import run_ranks
 from tests.harness import make_plan, make_run, merged, values
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-5
 
 OTHER_DDP_SETTINGS = {
@@ -67,16 +64,7 @@ def case_config(name: str, root: Path) -> TrainConfig:
 def launch(folder: Path, runs: list[RunDir], world: int) -> None:
     listing = folder / "runs.json"
     listing.write_text(json.dumps([str(run.path) for run in runs]))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "rank_main.py"), str(listing)],
-        env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("rank_main", world, listing)
 
 
 @pytest.fixture(scope="module")

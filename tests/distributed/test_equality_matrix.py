@@ -6,18 +6,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pantheraml.base.env import child_environment
+from tests.distributed.launching import run_ranks
 from tests.distributed.matrix import Case, chosen, full, write_inputs
 
 TOLERANCE = 1e-5
-REPOSITORY = Path(__file__).parents[2]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -33,18 +29,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     which = request.config.getoption("equality")
     found: dict[str, dict[str, Any]] = {}
     for size in (2, 4):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        ranks = ["-m", "tests.distributed.matrix_ranks", str(root), str(size), which]
-        done = subprocess.run(
-            [sys.executable, *torchrun, *ranks],
-            env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=300 if which == "chosen" else 7200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+        timeout = 300 if which == "chosen" else 7200
+        run_ranks("matrix_ranks", size, root, size, which, timeout=timeout)
         found |= json.loads((root / f"results-{size}.json").read_text())
     return found
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pantheraml.base.env import child_environment
 from tests.distributed.fsdp_ranks import CASES
-
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+from tests.distributed.launching import run_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5}
 """Adapters over bf16 are float32, and the bf16 values between are the same ones."""
@@ -22,17 +17,7 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5}
 
 def launch(folder: Path, world: int) -> dict[str, Any]:
     output = folder / f"results{world}.json"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "fsdp_ranks.py"), str(output)],
-        env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("fsdp_ranks", world, output)
     results: dict[str, Any] = json.loads(output.read_text())
     return results
 

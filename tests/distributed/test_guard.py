@@ -6,17 +6,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pantheraml.base.env import child_environment
 from tests.distributed.guard_ranks import CASES, LEARNERS, MODES, write_inputs
+from tests.distributed.launching import run_ranks
 
-REPOSITORY = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 
 
@@ -26,17 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     write_inputs(root)
     found: dict[str, Any] = {}
     for size in (2, 4) if request.config.getoption("equality") == "full" else (2,):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        done = subprocess.run(
-            [sys.executable, *torchrun, "-m", "tests.distributed.guard_ranks", str(root), str(size)],
-            env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+        run_ranks("guard_ranks", size, root, size)
         found |= json.loads((root / f"results-{size}.json").read_text())
     return found
 

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pantheraml.base.env import child_environment
+from tests.distributed.launching import run_ranks
 from tests.distributed.pipeline_ranks import CASES, STEPS, Case
 
 PROCESSES = 4
-HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.timeout(400)
 
 
 def launch(folder: Path, device: str, *names: str) -> list[dict[str, Any]]:
     """What each process found in the cases named (none: all)."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "pipeline_ranks.py"), str(folder), device, *names],
-        env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=360,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("pipeline_ranks", PROCESSES, folder, device, *names)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 

@@ -4,8 +4,6 @@ the tolerance of equality, with the same samples at every step, on others."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,14 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pantheraml.base.env import child_environment
 from pantheraml.base.events import read_events
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
+from tests.distributed.launching import run_ranks
 from tests.harness import make_plan, make_run, merged, values
 
-REPOSITORY = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 STEPS = 8
 
@@ -86,17 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunDir, Ru
             legs[-1]["damage"] = 5
         found[name] = (pair[0], pair[1])
     (root / "legs.json").write_text(json.dumps(legs))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "tests.distributed.resume_ranks", str(root / "legs.json")],
-        env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("resume_ranks", 2, root / "legs.json")
     return found
 
 

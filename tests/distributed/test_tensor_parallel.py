@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pantheraml.base.env import child_environment
+from tests.distributed.launching import run_ranks
 from tests.distributed.tensor_ranks import CASES
 
 RANKS = 4
@@ -23,16 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Case -> the worst relative differences that any rank saw, over five steps of two micro-batches."""
     path = tmp_path_factory.mktemp("tensor") / "results.json"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(Path(__file__).with_name("tensor_ranks.py")), str(path)],
-        env=child_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("tensor_ranks", RANKS, path)
     found: dict[str, dict[str, Any]] = json.loads(path.read_text())
     return found
 
