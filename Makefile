@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-dev demo test check format bench gpu-test clean
+.PHONY: install install-dev demo test equality check format bench gpu-test clean
 
 install: .venv/.installed
 install-dev: .venv/.installed-dev
@@ -26,6 +26,10 @@ demo: install
 test: install-dev
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
+
+# Every mode x method x shares x accumulation x packing x clipping x family against one process; takes most of an hour.
+equality: install-dev
+	$(BIN)/python -m pytest tests/distributed/test_equality_matrix.py tests/distributed/test_guard.py --equality full
 
 check: install-dev
 	$(BIN)/ruff check .

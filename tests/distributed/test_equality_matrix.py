@@ -35,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return found
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(7500)
 def test_a_mode_equals_one_process(results: dict[str, dict[str, Any]], case: Case) -> None:
     found = results[str(case)]
     assert found["losses"][0] != found["losses"][-1], "the case learns nothing, and so compares nothing"
