@@ -17,7 +17,8 @@
     │   └── EqualityError            38   several processes came to another result than one (`verify`)
     ├── RunDirectoryError             9   an output folder that holds something else, or a run that is not there
     ├── MissingExtraError            10   an optional dependency that was asked for is not installed
-    ├── WorkerError                  70   a process met something nobody foresaw (a bug, the OOM killer)
+    ├── WorkerError                  70   a process met something nobody foresaw (a bug)
+    │   └── WorkerKilledError        71   a process was killed (the kernel out of memory, a crash in native code)
     └── InterruptedRunError         130   stopped by Ctrl-C or SIGTERM; the text says what was saved
 
 An error says what happened, where, and what to do next. The command line prints just that and exits with the number
@@ -116,6 +117,10 @@ class MissingExtraError(PantheraError):
 
 class WorkerError(PantheraError):
     exit_code = 70
+
+
+class WorkerKilledError(WorkerError):
+    exit_code = 71
 
 
 class InterruptedRunError(PantheraError):

@@ -24,6 +24,7 @@ from pantheraml.base.errors import (
     RunDirectoryError,
     StorageError,
     WorkerError,
+    WorkerKilledError,
     error_classes,
 )
 from pantheraml.base.events import Event, EventWriter, emit_error
@@ -82,7 +83,7 @@ def run_training(
                 if place is None:
                     _run_task("prepare", run, None, config, stops, leg)
                     replacement.commit()
-                    _run_task("train", run, plan, config, stops, leg)
+                    _train(run, plan, config, stops, leg, emit)
                 else:
                     _run_rank(run, plan, config, place, stops, leg, replacement)
                 if leg.stopped_by == "request":
@@ -188,6 +189,28 @@ def run_request(
     return result
 
 
+def _train(
+    run: RunDir, plan: Plan, config: TrainConfig, stops: local.StopRequests, leg: _Leg, emit: EventWriter
+) -> None:
+    """To the end, starting again from the last checkpoint when a process was killed: `max_retries` times in a row, and
+    anew after each checkpoint that was reached since."""
+    deaths, reached = 0, run.last_checkpoint()
+    while True:
+        try:
+            _run_task("train", run, plan, config, stops, leg)
+            return
+        except WorkerKilledError as err:
+            newest = run.last_checkpoint()
+            deaths = 1 if newest != reached else deaths + 1
+            reached = newest
+            if stops.count or deaths > config.parallel.max_retries:
+                raise
+            start = "the beginning" if newest is None else f"step {newest}"
+            number = f"start {deaths} of {config.parallel.max_retries} without a new checkpoint"
+            emit("warning", message=f"{err.what} The run goes on from {start} ({number}).")
+            leg.forgive()
+
+
 def _run_task(
     task: str, run: RunDir, plan: Plan | None, config: TrainConfig, stops: local.StopRequests, leg: _Leg
 ) -> None:
@@ -278,6 +301,11 @@ class _Leg:
             elif event["kind"] == "train.finished":
                 self.stopped_by = event["stopped_by"]
 
+    def forgive(self) -> None:
+        """What went wrong so far does not decide about the end any more."""
+        self.poll()
+        self.errors.clear()
+
     def close(self) -> None:
         self.poll()
         self._follower.close()
@@ -289,7 +317,7 @@ class _Leg:
         death = local.explain_death(folder, status, log_from=log_from)
         if death is not None:
             tail = local.log_tail(folder, lines=8, begin=log_from)
-            raise WorkerError(death, where=str(folder / local.LOG_FILE), todo=f"The log ends with:\n{tail}")
+            raise WorkerKilledError(death, where=str(folder / local.LOG_FILE), todo=f"The log ends with:\n{tail}")
         if self.errors:
             raise _rebuild(self.errors[0])
         if status != 0:

@@ -81,7 +81,8 @@ class MultiGPUConfig:
     timeout_seconds: Annotated[int, Field(ge=1)] = 300
     """How long a rank waits for its peers before the run stops with an error."""
     max_retries: Annotated[int, Field(ge=0)] = 3
-    """How often processes that could not meet try again, before anything was computed."""
+    """How often processes that could not meet try again; and how often in a row `pantheraml train` starts again from
+    the last checkpoint after a process was killed."""
     strict: bool = False
     """Stop if a rank cannot use its device, instead of going on with one device after a warning."""
     grace_seconds: Annotated[int, Field(ge=1)] = 120
