@@ -65,6 +65,14 @@ class Feed:
         self._ahead = (step + 1, self._thread.submit(self._make, step + 1))
         return batches
 
+    @property
+    def micro_batch(self) -> int:
+        return self._micro_batch
+
+    def use_micro_batch(self, size: int) -> None:
+        """From the next call of `step` on."""
+        self._micro_batch, self._ahead = size, None
+
     def samples(self, step: int) -> Ids:
         size = len(self._dataset)
         return step_samples(self._dataset.fingerprint, self._seed, size, self._global_batch, step, self._limit)

@@ -68,6 +68,11 @@ class StepGraph:
             for parameter in self._parameters:
                 parameter.grad = None
 
+    def forget(self) -> None:
+        """Drop what was recorded, and its memory."""
+        self._recorded.clear()
+        self._seen.clear()
+
     def _record(self, batch: Batch) -> _Recorded:
         # What fits every batch of this shape: documents are at most a row long, and all rows are looked at.
         rows, width = batch.input_ids.shape

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from pantheraml.base.errors import DamagedCheckpointError, NonFiniteError, TrainingError
 from pantheraml.base.events import FILE_NAME, Emit
 from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
@@ -160,7 +162,7 @@ class TrainingLoop:
                 if self._patience_is_out():
                     return "early_stopping"
                 self._saver.poll()
-                stop = self._step(feed.step(self.progress.step))
+                stop = self._step(feed)
                 if stop and self.progress.step < self.length.steps:
                     return "request"
                 if self._evaluate_and_save():
@@ -174,7 +176,7 @@ class TrainingLoop:
             self.job.stepper.world,
             seed=train.seed,
             global_batch=train.global_batch_size,
-            micro_batch=plan.micro_batch_size,
+            micro_batch=self.progress.micro_batch or plan.micro_batch_size,
             limit=self.length.samples,
             weights_at=self._weights_at,
         )
@@ -188,11 +190,11 @@ class TrainingLoop:
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _step(self, batches: StepBatches) -> bool:
+    def _step(self, feed: Feed) -> bool:
         """Take (or skip) one step; whether some rank was asked to stop."""
         begin = time.perf_counter()
         job, stepper, step = self.job, self.job.stepper, self.progress.step
-        report = stepper.backward(batches, stop_requested=job.stop.is_raised())
+        batches, report = self._backward(feed)
         scale = stepper.scaler.get_scale() if stepper.scaler.is_enabled() else None
         policy = stepper.guard.policy
         known = policy.last_was_nonfinite
@@ -216,6 +218,28 @@ class TrainingLoop:
         self.progress.step += 1
         self._count_step(report, rate, time.perf_counter() - begin)
         return report.numbers.stop_requested
+
+    def _backward(self, feed: Feed) -> tuple[StepBatches, StepReport]:
+        """The passes of the next step. One process that runs out of memory takes more passes over fewer sequences,
+        which comes to the same gradient; peers would already be waiting in the middle of the step."""
+        stepper = self.job.stepper
+        while True:
+            batches = feed.step(self.progress.step)
+            try:
+                return batches, stepper.backward(batches, stop_requested=self.job.stop.is_raised())
+            except torch.OutOfMemoryError:
+                if feed.micro_batch == 1 or stepper.world.size > 1:
+                    raise
+            # not in the handler, where the error still holds on to what the passes had computed
+            stepper.forget_step()
+            before = feed.micro_batch
+            feed.use_micro_batch((before + 1) // 2)
+            self.progress.micro_batch = feed.micro_batch
+            self.job.emit(
+                "warning",
+                message=f"step {self.progress.step + 1} ran out of memory with {before} sequences at a time and is"
+                f" taken again with {feed.micro_batch}; the global batch, and so the result, stays",
+            )
 
     def _count_step(self, report: StepReport, rate: float, seconds: float) -> None:
         self._unreported.add(report, rate, seconds)
@@ -340,7 +364,7 @@ class TrainingLoop:
         result = evaluate(
             self.job.stepper,
             self.job.eval_data,
-            micro_batch=self.job.plan.micro_batch_size,
+            micro_batch=self.progress.micro_batch or self.job.plan.micro_batch_size,
             step=self.progress.step,
             emit=self.job.emit,
             stop_requested=self.job.stop.is_raised,

@@ -42,6 +42,8 @@ class Progress:
     evaluated: int | None = None
     """The step of the last evaluation that was not broken off."""
     evals_without_gain: int = 0
+    micro_batch: int | None = None
+    """What fits into memory, if that is less than planned."""
     shares: dict[str, Any] | None = None
     """What adaptive batch shares go by; None if they are not adaptive."""
 

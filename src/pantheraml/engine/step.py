@@ -213,6 +213,14 @@ class Stepper:
         else:
             self.optimizer.zero_grad(set_to_none=True)
 
+    def forget_step(self) -> None:
+        """After a step that ran out of memory in its passes: free what it left."""
+        if self._graph is not None:
+            self._graph.forget()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _memory_bytes(self) -> int:
         if self.world.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.world.device)
