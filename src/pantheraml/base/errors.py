@@ -14,7 +14,8 @@
     ├── TrainingError                 8   the training itself
     │   ├── NonFiniteError           18   NaN or infinity in loss or gradient
     │   ├── DriftError               28   ranks that should hold the same weights do not
-    │   └── EqualityError            38   several processes came to another result than one (`verify`)
+    │   ├── EqualityError            38   several processes came to another result than one (`verify`)
+    │   └── HangError                48   a rank did not get on, and the others waited for it in vain
     ├── RunDirectoryError             9   an output folder that holds something else, or a run that is not there
     ├── MissingExtraError            10   an optional dependency that was asked for is not installed
     ├── WorkerError                  70   a process met something nobody foresaw (a bug)
@@ -105,6 +106,10 @@ class DriftError(TrainingError):
 
 class EqualityError(TrainingError):
     exit_code = 38
+
+
+class HangError(TrainingError):
+    exit_code = 48
 
 
 class RunDirectoryError(PantheraError):

@@ -19,6 +19,7 @@ from typing import Any
 from pantheraml import __version__
 from pantheraml.base import env
 from pantheraml.base.errors import (
+    HangError,
     InterruptedRunError,
     PantheraError,
     RunDirectoryError,
@@ -30,6 +31,7 @@ from pantheraml.base.errors import (
 from pantheraml.base.events import Event, EventWriter, emit_error
 from pantheraml.devices.probe import probe
 from pantheraml.launch import local, ranks
+from pantheraml.launch.stacks import explain_hang
 from pantheraml.planner.choose import choose
 from pantheraml.readers.follow import Follower, Reader
 from pantheraml.readers.progress import ProgressBar
@@ -196,6 +198,7 @@ def _train(
     anew after each checkpoint that was reached since."""
     deaths, reached = 0, run.last_checkpoint()
     while True:
+        shutil.rmtree(run.stacks, ignore_errors=True)  # those of an earlier start
         try:
             _run_task("train", run, plan, config, stops, leg)
             return
@@ -318,6 +321,14 @@ class _Leg:
         if death is not None:
             tail = local.log_tail(folder, lines=8, begin=log_from)
             raise WorkerKilledError(death, where=str(folder / local.LOG_FILE), todo=f"The log ends with:\n{tail}")
+        hang = explain_hang(RunDir(folder).stacks)
+        if hang is not None and status != 0:
+            raise HangError(
+                hang,
+                where=str(RunDir(folder).stacks),
+                todo="The stacks of every rank are there. `pantheraml resume` continues from the last checkpoint; raise"
+                " parallel.timeout_seconds if the rank is only slow.",
+            )
         if self.errors:
             raise _rebuild(self.errors[0])
         if status != 0:

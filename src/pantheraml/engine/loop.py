@@ -23,6 +23,7 @@ from pantheraml.engine.feed import Feed, StepBatches
 from pantheraml.engine.guard.incident import culprit, investigate, write_incident
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.guard.verdict import StepNumbers, Verdict, first_nonfinite
+from pantheraml.engine.guard.watch import StepWatch
 from pantheraml.engine.out_of_memory import explained_out_of_memory
 from pantheraml.engine.saving import Saver, newest_whole
 from pantheraml.engine.schedule import learning_rate
@@ -110,6 +111,11 @@ class TrainingLoop:
         self._incident: str | None = None
         """What was found out about the last step that was not finite."""
         self._unreported = _Work()
+        self._watch = StepWatch(
+            RunDir(job.run_dir).stacks,
+            rank=job.stepper.world.rank,
+            timeout_seconds=job.config.parallel.timeout_seconds,
+        )
         parallel, ranks = job.config.parallel, job.plan.dims.data
         adapts = parallel.batch_shares == "adaptive" and ranks > 1
         self._adaptive = Adaptive(ranks, global_batch=job.config.train.global_batch_size) if adapts else None
@@ -140,7 +146,7 @@ class TrainingLoop:
             global_batch_size=job.config.train.global_batch_size,
         )
         job.stepper.model.train()
-        with self._saver:
+        with self._watch, self._saver:
             with explained_out_of_memory(job.stepper, job.config, job.plan):
                 stopped_by = self._take_steps()
             if self._unreported.last is not None:
@@ -162,6 +168,7 @@ class TrainingLoop:
                 if self._patience_is_out():
                     return "early_stopping"
                 self._saver.poll()
+                self._watch.beat()
                 stop = self._step(feed)
                 if stop and self.progress.step < self.length.steps:
                     return "request"
@@ -350,6 +357,7 @@ class TrainingLoop:
 
     def _evaluate_and_save(self) -> bool:
         """Evaluate and save if it is time; whether a rank was asked to stop while evaluating."""
+        self._watch.beat()
         stopped = is_best = False
         if self.job.eval_data is not None and self._eval_is_due():
             stopped, is_best = self._evaluate()
@@ -357,6 +365,11 @@ class TrainingLoop:
         if is_best or (every is not None and self.progress.step % every == 0):
             self._save()
         return stopped
+
+    def _stop_requested(self) -> bool:
+        """Asked now and then in the middle of long work, which therefore gets on."""
+        self._watch.beat()
+        return self.job.stop.is_raised()
 
     def _evaluate(self) -> tuple[bool, bool]:
         """Whether it was broken off by a request to stop, and whether it is the best evaluation so far."""
@@ -367,7 +380,7 @@ class TrainingLoop:
             micro_batch=self.progress.micro_batch or self.job.plan.micro_batch_size,
             step=self.progress.step,
             emit=self.job.emit,
-            stop_requested=self.job.stop.is_raised,
+            stop_requested=self._stop_requested,
         )
         if result is None:
             return True, False

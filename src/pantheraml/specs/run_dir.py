@@ -26,7 +26,7 @@ LOCK = "run.lock"
 REPLACED = ".replaced"
 CONTENTS = (
     *("config.yaml", "plan.json", "data.json", FILE_NAME, "run.json", "report.html", "worker.log", "stop-requested"),
-    *("checkpoints", "incidents", "adapter", "model", "sinks", "tensorboard", "wandb", "mlflow", "trackio"),
+    *("checkpoints", "incidents", "stacks", "adapter", "model", "sinks", "tensorboard", "wandb", "mlflow", "trackio"),
 )
 """Everything that a run writes."""
 
@@ -56,6 +56,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def stacks(self) -> Path:
+        """Where each rank was, if it did not get on for too long."""
+        return self.path / "stacks"
 
     @property
     def incidents(self) -> Path:
