@@ -7,6 +7,8 @@ tokenising. Then rank 0 prepares the data while the others wait, and tells them 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
 import sys
@@ -26,6 +28,9 @@ from pantheraml.worker.prepare import prepare_task
 from pantheraml.worker.process import run_reporting
 from pantheraml.worker.train import train_task
 
+FAREWELL = datetime.timedelta(seconds=30)
+"""How long rank 0 stays for the others after it failed."""
+
 
 def lead(asked: argparse.Namespace, events: EventWriter) -> None:
     """Rank 0: prepare, tell the others, train."""
@@ -35,6 +40,7 @@ def lead(asked: argparse.Namespace, events: EventWriter) -> None:
     except BaseException as err:
         code = err.exit_code if isinstance(err, PantheraError) else WorkerError.exit_code
         store.set("run", json.dumps({"exit_code": code}))
+        _wait_for_readers(store, "run")
         raise
     store.set("run", json.dumps({"folder": str(asked.folder.resolve())}))
     train_task(asked.folder, events)
@@ -46,6 +52,7 @@ def follow(asked: argparse.Namespace) -> int:
         store = _meet(asked)
         store.wait(["run"], PATIENCE)
         told = json.loads(store.get("run"))
+        store.set(f"read/run/{env.process_rank().rank}", "")
     except (dist.DistStoreError, dist.DistNetworkError) as err:
         raise LaunchError("Rank 0 ended before the run began.", todo="Its own message says why.") from err
     if "folder" not in told:
@@ -61,13 +68,23 @@ def follow(asked: argparse.Namespace) -> int:
     return run_reporting("train", folder, lambda events: train_task(folder, events))
 
 
+def _wait_for_readers(store: Store, what: str) -> None:
+    """The store ends with rank 0, which therefore stays until the others have read what it is about to fail with."""
+    others = [f"read/{what}/{rank}" for rank in range(1, env.process_rank().world_size)]
+    with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):  # they are gone, and need not know
+        store.wait(others, FAREWELL)
+
+
 def _meet(asked: argparse.Namespace) -> Store:
     place = env.process_rank()
     store = meet(place, env.store_address(), timeout_seconds=asked.timeout_seconds, max_retries=asked.max_retries)
     store.set(f"config/{place.rank}", asked.config_fingerprint)
     configs = [store.get(f"config/{rank}").decode() for rank in range(place.world_size)]
     others = [str(rank) for rank, config in enumerate(configs) if config != configs[0]]
+    store.set(f"read/config/{place.rank}", "")
     if others:
+        if place.rank == 0:
+            _wait_for_readers(store, "config")
         raise ConfigError(
             f"Rank {', '.join(others)} was started with another configuration than rank 0.",
             todo="Give every process the same config file and flags.",
