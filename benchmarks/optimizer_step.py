@@ -54,14 +54,15 @@ def parameters(weights: str) -> list[tuple[str, Any]]:
 def measure(kind: str, weights: str, rounds: int) -> dict[str, Any]:
     import torch
 
-    from pantheraml.engine.optim import build_optimizer, clip, total_norm
+    from pantheraml.engine.optim import build_optimizer, clip
+    from pantheraml.parallel.local import local_squares
     from pantheraml.specs.train import TrainSettings
 
     trained = parameters(weights)
     optimizer = build_optimizer(trained, TrainSettings.model_validate({"optimizer": kind}))
 
     def step() -> None:
-        clip(optimizer, trained, total_norm(trained).item(), 1.0)
+        clip(optimizer, trained, local_squares(trained, trained, ranks=1).sqrt().item(), 1.0)
         optimizer.step()
 
     step()

@@ -65,14 +65,6 @@ def load_optimizer_tensors(optimizer: Optimizer, parameters: NamedParameters, te
         optimizer.state[parameter][key] = tensor.clone() if keep_on_host else tensor.to(parameter.device, copy=True)
 
 
-def total_norm(parameters: NamedParameters) -> Tensor:
-    """The norm of all gradients together, summed in float32 whatever they are kept in, without copies of them."""
-    gradients = [p.grad for _, p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
-
-
 def clip_factor(norm: float, limit: float) -> float:
     """What brings `norm` down to `limit`; 1 if it is within, or the limit is 0."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
