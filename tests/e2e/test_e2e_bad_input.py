@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pantheraml.base.errors import WorkerKilledError
 from pantheraml.base.events import read_events
 from pantheraml.checkpoint.store import CheckpointStore
 from tests import toy
@@ -155,15 +156,16 @@ def test_weights_that_became_nan_are_never_saved(playground: Playground) -> None
 
 
 def test_a_worker_that_dies_without_a_word_is_explained(playground: Playground) -> None:
-    process = playground.start_training("runs/killed", "--nproc", "2", "--set", "train.max_steps=100000")
-    playground.wait_for_steps("runs/killed")
+    once = ["--set", "train.max_steps=100000", "--set", "parallel.max_retries=0"]
+    process = playground.start_training("runs/dead", "--nproc", "2", *once)
+    playground.wait_for_steps("runs/dead")
     worker = workers_of(process.pid)[0]
     worker.kill()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 70, err
+    assert process.returncode == WorkerKilledError.exit_code, err
     assert "SIGKILL" in err
     assert "Traceback" not in err
-    result = json.loads((playground.root / "runs/killed/run.json").read_text())
+    result = json.loads((playground.root / "runs/dead/run.json").read_text())
     assert result["status"] == "crashed"
     assert result["error"]
 
