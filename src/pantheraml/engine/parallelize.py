@@ -114,15 +114,22 @@ def _with_ddp(loss_model: LossModel, world: World, config: MultiGPUConfig, trait
         compiled=traits.compiled,
         mixture_of_experts=has_experts(loss_model),
     )
-    loss_model, _ = data.synchronise_batch_norm(loss_model, world.device, _copies(world.layout))
     return data.wrap(
-        loss_model,
+        shared_batch_norm(loss_model, world, config),
         world,
         config,
         constant_buffers=constant_buffers(loss_model),
         group=_copies(world.layout),
         static_graph=static.value,
     )
+
+
+def shared_batch_norm(model: nn.Module, world: World, config: MultiGPUConfig) -> nn.Module:
+    """Batch norm over the samples of all copies, where the model has such layers and `parallel.sync_bn` wants it."""
+    if not config.sync_bn:
+        return model
+    synchronised, _ = data.synchronise_batch_norm(model, world.device, _copies(world.layout))
+    return synchronised
 
 
 def has_experts(model: nn.Module) -> bool:
