@@ -47,10 +47,10 @@ def assert_same_rows(payload: Tensor, scales: Tensor, wanted: Tensor, wanted_sca
     assert_same_codes(payload, wanted)
 
 
-def assert_rows(found: Rows, wanted: Tensor, multiplier: Tensor | None = None) -> None:
+def assert_rows(found: Rows, wanted: Tensor, multiplier: Tensor | None = None, *, atol: float = 1e-6) -> None:
     columns = wanted.shape[1]
     if found.scales is None:
-        torch.testing.assert_close(found.payload[:, :columns], wanted.bfloat16(), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(found.payload[:, :columns], wanted.bfloat16(), rtol=2**-7, atol=atol)
     else:
         assert_same_rows(found.payload[:, :columns], found.scales, *reference_quantise_rows(wanted, multiplier))
 
@@ -62,7 +62,8 @@ def test_gated_activation(width: int, gelu: bool, quantise: bool) -> None:
     assert_rows(gated_activation(pair, room=64, gelu=gelu, quantise=quantise), reference_gated(pair, gelu=gelu))
     hidden, gradient = gated_activation_backward(g, pair, rooms=(0, 64), gelu=gelu, quantise=quantise)
     assert_rows(hidden, reference_gated(pair, gelu=gelu))
-    assert_rows(gradient, reference_gated_backward(g, pair, gelu=gelu))
+    # the slope of GELU far below zero is a difference of two numbers near one, of which float32 leaves 1e-7
+    assert_rows(gradient, reference_gated_backward(g, pair, gelu=gelu), atol=3e-5 if gelu else 1e-6)
 
 
 def test_gated_activation_with_multipliers() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pantheraml.base.env import child_environment
 from pantheraml.base.errors import OutOfMemoryError
@@ -83,15 +84,28 @@ def test_8bit_adam_with_activation_checkpointing_learns_and_resumes(root: Path) 
     assert values(train_here(run), "train.step", "step") == list(range(1, 16))
 
 
-def test_running_out_of_memory_says_what_to_change(root: Path) -> None:
+def test_a_step_that_runs_out_of_memory_is_taken_in_smaller_parts(root: Path) -> None:
     # 2**15 sequences of 1,024 tokens: their activations would take several hundred GiB
     changes = {"data": {"seq_len": 1024, "packing": True}, "train": {"global_batch_size": 2**15, "max_steps": 1}}
     run = prepared_run(root, "too-much", "fp32", **changes)
     plan = run.plan().model_copy(update={"micro_batch_size": 2**15})
     run.write_plan(plan)
-    with EventWriter(run.path) as emit, pytest.raises(OutOfMemoryError) as err:
-        train_task(run.path, emit)
-    assert f"train.micro_batch_size={2**14}" in str(err.value)
+    events = train_here(run)
+    assert values(events, "train.step", "step") == [1]
+    assert any("ran out of memory" in message for message in values(events, "warning", "message"))
+
+
+def test_running_out_of_memory_with_one_sequence_says_what_to_change(root: Path) -> None:
+    changes = {"data": {"seq_len": 2**15, "packing": True}, "train": {"global_batch_size": 1, "max_steps": 1}}
+    run = prepared_run(root, "too-long", "fp32", **changes)
+    torch.cuda.empty_cache()
+    everything = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(150 * 2**20 / everything)
+    try:
+        with EventWriter(run.path) as emit, pytest.raises(OutOfMemoryError) as err:
+            train_task(run.path, emit)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     assert "train.activation_checkpointing=full" in str(err.value)
     assert "more were asked for" in str(err.value)
     assert "activations" in str(err.value)

@@ -115,7 +115,7 @@ def _difference(model: nn.Module, body: nn.Module, layer: nn.Linear | FP8Linear)
     seen: list[Tensor] = []
 
     def mark(_layer: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
-        seen.append(args[0])
+        seen.append(args[0].to(device))
         return marked
 
     handle = layer.register_forward_hook(mark)
@@ -131,6 +131,6 @@ def _difference(model: nn.Module, body: nn.Module, layer: nn.Linear | FP8Linear)
     largest = float(hidden.nan_to_num(0.0, 0.0, 0.0).abs().max())
     if not torch.allclose(seen[0], hidden, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
         return "hidden states are changed between body and output head"
-    if not torch.equal(logits.float(), marked.float()):
+    if not torch.equal(logits.to(device).float(), marked.float()):
         return "logits are changed after the output head (capped, scaled or cut)"
     return None

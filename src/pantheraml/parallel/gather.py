@@ -66,25 +66,46 @@ def load_full(named: NamedTensors, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in named:
             whole = tensors[name]
             assert whole.shape == tensor.shape, f"{name}: {tuple(whole.shape)} does not fit {tuple(tensor.shape)}"
-            _local(tensor).copy_(own_part(whole, tensor))
+            held(tensor).copy_(own_part(whole, tensor))
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of `whole` where it is spread in the way `like` is."""
-    if not isinstance(like, DTensor):
-        return whole
-    place = like.device_mesh.get_coordinate()
-    assert place is not None, "this rank is in the mesh of its own parameters"
-    # Tensor parallelism, on the right in a mesh, cuts first, and FSDP then cuts what that has left.
-    for dimension in reversed(range(like.device_mesh.ndim)):
-        placement = like.placements[dimension]
-        if placement.is_replicate():
-            continue
-        rows: int = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind have no base with it
-        pieces = whole.chunk(like.device_mesh.size(dimension), dim=rows)  # fewer than ranks where there are few rows
-        index = place[dimension]
-        whole = pieces[index] if index < len(pieces) else whole.narrow(rows, 0, 0)
+    for dimension, (start, size) in enumerate(zip(own_offsets(like), held(like).shape, strict=True)):
+        whole = whole.narrow(dimension, start, size)
     return whole
+
+
+def own_offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Where in the whole tensor the part begins that this rank holds."""
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert place is not None, "this rank is in the mesh of its own parameters"
+        # Tensor parallelism, on the right in a mesh, cuts first, and FSDP then cuts what that has left.
+        for dimension in reversed(range(mesh.ndim)):
+            placement = tensor.placements[dimension]
+            if placement.is_replicate():
+                continue
+            rows: int = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind have no base with it
+            length = -(-sizes[rows] // mesh.size(dimension))
+            start = min(place[dimension] * length, sizes[rows])  # none are left where ranks are more than rows
+            offsets[rows] += start
+            sizes[rows] = min(length, sizes[rows] - start)
+        assert tuple(sizes) == tensor.to_local().shape, "it is cut as torch cuts"
+    return tuple(offsets)
+
+
+def first_holder(named: NamedTensors, group: dist.ProcessGroup | None, ranks: int) -> list[str]:
+    """Names of the tensors of which no lower rank holds the same part as this one: among `ranks` that hold copies and
+    parts of a model, every part has one. A collective of `group`."""
+    mine = [(name, own_offsets(tensor)) for name, tensor in named if held(tensor).numel() > 0]
+    if ranks == 1:
+        return [name for name, _ in mine]
+    everyone: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(everyone, mine, group=group)
+    earlier = set().union(*everyone[: dist.get_rank(group)])
+    return [name for name, offsets in mine if (name, offsets) not in earlier]
 
 
 def spread_like(local: Tensor, parameter: Tensor) -> Tensor:
@@ -124,8 +145,57 @@ def _first_rank(stage: int, layout: Layout) -> int:
 
 
 def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, put together again in the order opposite to `own_part`'s.
+
+    Not by DTensor's own `full_tensor`: its collectives end the process on CUDA tensors where the backend is gloo.
+    """
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.contiguous()
+    if not isinstance(tensor, DTensor):
+        return tensor.contiguous()
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    for dimension in range(mesh.ndim):
+        placement = tensor.placements[dimension]
+        if placement.is_replicate():
+            continue
+        rows: int = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind have no base with it
+        length = _length_before(tensor, dimension, rows)
+        local = _joined(local, rows, length, mesh.get_group(dimension))
+    return local
+
+
+def _length_before(tensor: DTensor, dimension: int, rows: int) -> int:
+    """How long `rows` is in what the mesh's `dimension` cuts: what those on its right have left on this rank."""
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "this rank is in the mesh of its own parameters"
+    length = tensor.shape[rows]
+    for right in reversed(range(dimension + 1, tensor.device_mesh.ndim)):
+        if tensor.placements[right].is_shard(rows):
+            length = _piece(length, tensor.device_mesh.size(right), place[right])
+    return length
+
+
+def _piece(length: int, pieces: int, index: int) -> int:
+    """The size of one of the pieces that `torch.chunk` cuts a length into."""
+    each = -(-length // pieces)
+    return max(0, min(length - index * each, each))
+
+
+def _joined(local: Tensor, rows: int, length: int, group: dist.ProcessGroup) -> Tensor:
+    """The pieces of all ranks of a group, side by side along `rows`; shorter ones travel with room behind them."""
+    ranks = dist.get_world_size(group)
+    each = -(-length // ranks)
+    sent = local.movedim(rows, 0).contiguous()
+    if len(sent) < each:
+        sent = torch.cat([sent, sent.new_zeros(each - len(sent), *sent.shape[1:])])
+    pieces = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather([_bytes(piece) for piece in pieces], _bytes(sent), group=group)
+    kept = [piece[: _piece(length, ranks, index)] for index, piece in enumerate(pieces)]
+    return torch.cat(kept).movedim(0, rows).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory in a type that every backend can send."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def _receive(source: int, shape: torch.Size, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Tensor:
@@ -134,5 +204,6 @@ def _receive(source: int, shape: torch.Size, dtype: torch.dtype, group: dist.Pro
     return whole
 
 
-def _local(tensor: Tensor) -> Tensor:
+def held(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
