@@ -1,7 +1,9 @@
-"""How long training waits for a checkpoint: written by a thread from a copy in host memory, or while it waits.
+"""How long training waits for a checkpoint that a thread writes from a copy in host memory, or that it writes itself.
 
-The state is that of float32 weights and AdamW, on the GPU if there is one. The first save of a run makes the memory
-that later ones copy into. The disk is that of the temporary folder.
+The state is that of float32 weights and AdamW, on the GPU if there is one. The ways take turns, torch.save among them,
+so that the disk (that of the temporary folder) and the other users of the machine are the same for all. The first save
+of a run makes the memory that later ones copy into. While a thread writes, matrices are multiplied as a step would, to
+see what it takes from that.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from table import Column, Table, milliseconds
 
 TABLE = Table(
     title="Saving a checkpoint",
-    how="Weights and AdamW states of the given size; median of the saves after the first.",
+    how="Weights and AdamW states of the given size; medians of the saves after the first, the ways in turn.",
     columns=(
         Column("device", "device"),
         Column("size", "bytes", lambda value: f"{value / 2**20:,.0f} MiB"),
@@ -25,67 +29,143 @@ TABLE = Table(
         Column("training waits, first save", "first_seconds", milliseconds),
         Column("training waits, later saves", "later_seconds", milliseconds),
         Column("until it is on disk", "disk_seconds", milliseconds),
+        Column("share of the whole save", "share", lambda value: f"{100 * value:.1f} %"),
+        Column("work takes meanwhile", "slowdown", lambda value: f"{value:.2f} times as long"),
     ),
 )
 
+WORK = 1024
+"""Rows and columns of the matrices that are multiplied while a thread writes."""
+
 
 def run(*, million_parameters: int = 20, saves: int = 5) -> dict[str, Any]:
-    rows = [measure(million_parameters, saves, background) for background in (False, True)]
-    return {"parameters": {"million_parameters": million_parameters, "saves": saves}, "results": rows}
-
-
-def measure(million_parameters: int, saves: int, background: bool) -> dict[str, Any]:
     import torch
 
-    from pantheraml.checkpoint.store import CheckpointStore
-    from pantheraml.engine.saving import Saver
-    from pantheraml.parallel.process_group import World
-    from pantheraml.specs.train import CheckpointConfig
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    live = {
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        live = state(million_parameters, device)
+        ways: dict[str, TorchSave | Ours] = {
+            "by torch.save, flushed": TorchSave(folder / "torch.pt", live),
+            "in line": stack.enter_context(Ours(folder / "inline", live, device, background=False)),
+            "by a thread": stack.enter_context(Ours(folder / "thread", live, device, background=True)),
+        }
+        for step in range(1, saves + 1):
+            for way in ways.values():
+                way.save(step)
+        size = sum(tensor.nbytes for group in live.values() for tensor in group.values())
+        rows = [{"written": name, "bytes": size, **result(way)} for name, way in ways.items()]
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return {
+        "parameters": {"million_parameters": million_parameters, "saves": saves},
+        "results": [{"device": name, **row} for row in rows],
+    }
+
+
+def state(million_parameters: int, device: Any) -> dict[str, dict[str, Any]]:
+    import torch
+
+    return {
         group: {f"{group}.{number}": torch.randn(2**20, device=device) for number in range(count * million_parameters)}
         for group, count in (("weights", 1), ("optimizer", 2))
     }
-    told: list[dict[str, Any]] = []
 
-    def emit(kind: str, /, **fields: Any) -> None:
-        if kind == "checkpoint.saved":
-            told.append(fields)
 
-    with tempfile.TemporaryDirectory() as name:
-        store = CheckpointStore(Path(name) / "checkpoints")
-        with Saver(store, CheckpointConfig(background=background), World(0, 1, device), emit) as saver:
-            for step in range(1, saves + 1):
-                begin = time.perf_counter()
-                bring = Bring(saver.copies)
-                tensors = {group: {key: bring(key, t) for key, t in named.items()} for group, named in live.items()}
-                bring.wait()
-                saver.start(step, tensors, {}, best_step=None, begin=begin)
-                saver.finish()  # there is time between two saves
-    waits = [event["stall_seconds"] for event in told]
+def result(way: TorchSave | Ours) -> dict[str, Any]:
+    waits, disk = statistics.median(way.waits[1:]), statistics.median(way.disk[1:])
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "bytes": told[-1]["bytes"],
-        "written": "by a thread" if background else "in line",
-        "first_seconds": waits[0],
-        "later_seconds": statistics.median(waits[1:]),
-        "disk_seconds": statistics.median(event["seconds"] for event in told[1:]),
+        "first_seconds": way.waits[0],
+        "later_seconds": waits,
+        "disk_seconds": disk,
+        "share": waits / disk,
+        "slowdown": statistics.median(way.slowdowns) if way.slowdowns else None,
     }
 
 
-class Bring:
-    """To the host, as `engine.state.capture` does it."""
+class TorchSave:
+    """What one writes without us. It is neither checksummed nor renamed into place."""
 
-    def __init__(self, copies: Any) -> None:
-        self._copies = copies
+    def __init__(self, file: Path, live: dict[str, dict[str, Any]]) -> None:
+        self._file, self._live = file, live
+        self.waits: list[float] = []
+        self.disk, self.slowdowns = self.waits, list[float]()
 
-    def __call__(self, name: str, tensor: Any) -> Any:
-        return tensor.cpu() if self._copies is None else self._copies.take(name, tensor)
+    def save(self, _step: int) -> None:
+        import os
 
-    def wait(self) -> None:
-        if self._copies is not None:
-            self._copies.wait()
+        import torch
+
+        begin = time.perf_counter()
+        with open(self._file, "wb") as file:
+            torch.save(self._live, file)
+            file.flush()
+            os.fsync(file.fileno())
+        self.waits.append(time.perf_counter() - begin)
+
+
+class Ours:
+    """As `engine.loop` saves; the state that a run would gather from its parts is given."""
+
+    def __init__(self, folder: Path, live: dict[str, dict[str, Any]], device: Any, *, background: bool) -> None:
+        from pantheraml.checkpoint.store import CheckpointStore
+        from pantheraml.engine.saving import Saver
+        from pantheraml.parallel.process_group import World
+        from pantheraml.specs.train import CheckpointConfig
+
+        folder.mkdir()
+        store = CheckpointStore(folder / "checkpoints")
+        self._saver = Saver(store, CheckpointConfig(background=background, keep=1), World(0, 1, device), self._told)
+        self._live, self._work = live, matrix_product(device)
+        self.waits: list[float] = []
+        self.disk: list[float] = []
+        self.slowdowns: list[float] = []
+
+    def __enter__(self) -> Ours:
+        self._saver.__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._saver.__exit__(*problem)
+
+    def _told(self, kind: str, /, **fields: Any) -> None:
+        if kind == "checkpoint.saved":
+            self.waits.append(fields["stall_seconds"])
+            self.disk.append(fields["stall_seconds"] + (fields["seconds"] if self._saver.copies else 0.0))
+
+    def save(self, step: int) -> None:
+        from pantheraml.checkpoint.parts import whole
+
+        copies = self._saver.copies
+        alone = [self._work() for _ in range(5)] if copies else []
+        begin = time.perf_counter()
+        take = (lambda _name, tensor: tensor.cpu()) if copies is None else copies.take
+        groups = {g: whole({name: take(name, t) for name, t in named.items()}) for g, named in self._live.items()}
+        if copies is not None:
+            copies.wait()
+        self._saver.start(step, groups, {}, best_step=None, begin=begin)
+        meanwhile = []
+        while copies is not None and len(self.waits) < step:
+            meanwhile.append(self._work())
+            self._saver.poll()
+        if step > 1 and meanwhile:
+            self.slowdowns.append(statistics.median(meanwhile) / statistics.median(alone))
+
+
+def matrix_product(device: Any) -> Callable[[], float]:
+    """Seconds that some arithmetic takes."""
+    import torch
+
+    left = torch.randn(WORK, WORK, device=device)
+
+    def work() -> float:
+        begin = time.perf_counter()
+        for _ in range(4):
+            left @ left
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    return work
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.loss import LossModel
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.quantise.packed import pack_linears, packed_buffers
+from pantheraml.parallel.borders import SharedGradients
 from pantheraml.parallel.fsdp import shard_parameters, without_sync
 from pantheraml.parallel.gather import full_tensors, load_full, spread_like
 from pantheraml.parallel.layout import Layout, make_layout
@@ -141,13 +142,13 @@ class Run:
         self.model = build(case)
         self.loss_model = LossModel(self.model)
         apply_checkpointing(self.model, case.checkpointing)
+        self.shared: SharedGradients | None = None
         if sharded:
             if layout.dims.tensor > 1:
-                shard_tensors(self.model, layout.submesh("tensor"))
+                self.shared = shard_tensors(self.model, layout.submesh("tensor"))
             assert layout.mesh is not None
             mesh = layout.mesh["replicate", "shard"] if layout.dims.replicate > 1 else layout.mesh["shard"]
-            packed = packed_buffers(self.loss_model)
-            shard_parameters(self.loss_model, decoder_layers(self.model), mesh, packed_buffers=packed)
+            shard_parameters(self.loss_model, decoder_layers(self.model), mesh, packed_buffers=packed_buffers)
         self.parameters = trainable_parameters(self.model)
         self.parts = local_parts(self.parameters)
         self.optimizer = torch.optim.AdamW([p for _, p in self.parts], lr=1e-2, eps=1e-6, fused=True)
@@ -177,6 +178,8 @@ class Run:
                     total += self.backward(batch)
             else:
                 total += self.backward(batch)
+        if self.shared is not None:
+            self.shared.add_up()
         hand_over_gradients(self.parameters, self.parts)
         squares = local_squares(self.parameters, self.parts, ranks=self.layout.dims.world_size if self.sharded else 1)
         counted = total if self.layout.counts_loss or not self.sharded else 0.0

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pantheraml.base import env
 from pantheraml.base.events import EventWriter
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.engine.feed import StepBatches
@@ -44,7 +45,8 @@ class Witness(Stepper):
 def run_leg(run: RunDir, leg: dict[str, Any], world: World) -> None:
     config, dims = run.config(), ParallelDims(**leg["dims"])
     config = config.model_copy(update={"train": config.train.model_copy(update=leg.get("train", {}))})
-    plan = make_plan(config, dims=dims, micro=leg["micro"])
+    precision = "fp32" if config.model.precision == "auto" else config.model.precision
+    plan = make_plan(config, dims=dims, micro=leg["micro"], precision=precision)
     run.stop_file.unlink(missing_ok=True)
     torch.manual_seed(config.train.seed + world.layout.data_rank)
     with ExitStack() as stack:
@@ -75,7 +77,9 @@ def run_leg(run: RunDir, leg: dict[str, Any], world: World) -> None:
                 file.write(json.dumps({"step": step, "samples": samples}) + "\n")
 
 
-def flip(file: Path) -> None:
+def damage(checkpoint: Path) -> None:
+    """Flip a bit of the last weights."""
+    file = max(checkpoint.glob("weights*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -83,11 +87,11 @@ def flip(file: Path) -> None:
 
 def main() -> None:
     legs = json.loads(Path(sys.argv[1]).read_text())
-    opening = make_plan(RunDir(Path(legs[0]["run"])).config(), world=2)
+    opening = make_plan(RunDir(Path(legs[0]["run"])).config(), world=env.process_rank().world_size)
     with open_world(opening, timeout_seconds=120) as world:
         for leg in legs:
             if "damage" in leg and world.is_main:
-                flip(CheckpointStore(RunDir(Path(leg["run"])).checkpoints).path(leg["damage"]) / "weights.safetensors")
+                damage(CheckpointStore(RunDir(Path(leg["run"])).checkpoints).path(leg["damage"]))
             alone = ParallelDims(**leg["dims"]).world_size == 1
             if alone and world.is_main:
                 run_leg(RunDir(Path(leg["run"])), leg, World(rank=0, size=1, device=world.device))

@@ -4,6 +4,7 @@ the tolerance of equality, with the same samples at every step, on others."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +24,22 @@ TOLERANCE = 1e-5
 STEPS = 8
 
 ALONE: dict[str, int] = {}
-DDP, FSDP, PIPELINE = {"replicate": 2}, {"shard": 2}, {"pipeline": 2}
+DDP, FSDP, PIPELINE, TENSOR = {"replicate": 2}, {"shard": 2}, {"pipeline": 2}, {"tensor": 2}
+FSDP4, MIXED = {"shard": 4}, {"shard": 2, "tensor": 2}
 
 PADDED: dict[str, Any] = {"data": {"packing": False}}
 DROPOUT: dict[str, Any] = {"method": {"dropout": 0.2}}
 FULL: dict[str, Any] = {"method": {"kind": "full"}}
-ADAPTIVE: dict[str, Any] = {"parallel": {"batch_shares": "adaptive"}, "checkpoint": {"keep": 9}}
+KEPT: dict[str, Any] = {"checkpoint": {"keep": 9}}
+ADAPTIVE: dict[str, Any] = {"parallel": {"batch_shares": "adaptive"}, **KEPT}
+
+SCALED: dict[str, Any] = {"model": {"precision": "fp16"}, "stability": {"on_nonfinite": "skip"}}
+
+
+def learning(clipping: str) -> dict[str, Any]:
+    """Clipping that goes by what the steps before were like."""
+    return {"stability": {"clipping": clipping, "clip_warmup_steps": 2, "spike_warmup_steps": 2}}
+
 
 T = TypeVar("T")
 Legs = list[tuple[dict[str, int], int | None]]
@@ -37,15 +48,22 @@ Legs = list[tuple[dict[str, int], int | None]]
 SAME: dict[str, tuple[dict[str, Any], dict[str, int], Legs]] = {
     "one process": (DROPOUT, ALONE, [(ALONE, 3), (ALONE, None)]),
     "one process padded": (merged(PADDED, DROPOUT), ALONE, [(ALONE, 4), (ALONE, 5), (ALONE, None)]),
+    "one process fp16": (SCALED, ALONE, [(ALONE, 4), (ALONE, None)]),
     "ddp": (DROPOUT, DDP, [(DDP, 3), (DDP, None)]),
-    "fsdp": (merged(PADDED, FULL), FSDP, [(FSDP, 5), (FSDP, None)]),
-    "pipeline": ({}, PIPELINE, [(PIPELINE, 4), (PIPELINE, None)]),
+    "fsdp": (merged(merged(PADDED, FULL), learning("zclip")), FSDP, [(FSDP, 5), (FSDP, None)]),
+    "pipeline": (learning("adagc"), PIPELINE, [(PIPELINE, 4), (PIPELINE, None)]),
     "ddp damaged": ({}, DDP, [(DDP, 5), (DDP, None)]),
+    "fsdp damaged": (FULL, FSDP, [(FSDP, 5), (FSDP, None)]),
 }
 OTHER: dict[str, tuple[dict[str, Any], dict[str, int], Legs]] = {
     "lora ddp fsdp alone pipeline": ({}, ALONE, [(DDP, 2), (FSDP, 4), (ALONE, 6), (PIPELINE, None)]),
     "full pipeline alone fsdp pipeline": (FULL, ALONE, [(PIPELINE, 2), (ALONE, 4), (FSDP, 6), (PIPELINE, None)]),
     "adaptive": (merged(PADDED, ADAPTIVE), DDP, [(DDP, 3), (DDP, 5), (ALONE, None)]),
+    "full ddp fsdp4 mixed alone tensor": (
+        merged(FULL, KEPT),
+        ALONE,
+        [(DDP, 2), (FSDP4, 4), (MIXED, 5), (ALONE, 6), (TENSOR, None)],
+    ),
 }
 
 
@@ -82,8 +100,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunDir, Ru
         if name.endswith("damaged"):
             legs[-1]["damage"] = 5
         found[name] = (pair[0], pair[1])
-    (root / "legs.json").write_text(json.dumps(legs))
-    run_ranks("resume_ranks", 2, root / "legs.json")
+    for number, (processes, together) in enumerate(by_processes(legs)):
+        file = root / f"legs{number}.json"
+        file.write_text(json.dumps(together))
+        run_ranks("resume_ranks", processes, file)
+    return found
+
+
+def by_processes(legs: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """The legs in order, as few starts of processes as can be; a leg of one process runs among any."""
+    found: list[tuple[int, list[dict[str, Any]]]] = []
+    for leg in legs:
+        processes = max(2, math.prod(leg["dims"].values()))
+        if not found or found[-1][0] != processes:
+            found.append((processes, []))
+        found[-1][1].append(leg)
     return found
 
 
@@ -124,6 +155,15 @@ def test_on_the_same_processes_nothing_differs(runs: dict[str, tuple[RunDir, Run
     assert numbers(stopped) == numbers(straight)
     assert len(numbers(straight)["eval.done loss"]) == STEPS / 2
     assert weights(stopped).read_bytes() == weights(straight).read_bytes()
+    assert state(stopped) == state(straight)
+    assert bool(state(straight)["scaler"]) == name.endswith("fp16")
+
+
+def state(run: RunDir) -> dict[str, Any]:
+    """Of the last checkpoint, all that two runs should agree in."""
+    found: dict[str, Any] = json.loads((run.checkpoints / f"step-{STEPS:08d}" / "state.json").read_text())
+    assert found["guard"]
+    return found
 
 
 @pytest.mark.timeout(400)
@@ -163,8 +203,20 @@ def test_adaptive_shares_go_on_from_what_was_measured(runs: dict[str, tuple[RunD
 
 
 @pytest.mark.timeout(400)
-def test_all_ranks_leave_a_damaged_checkpoint_together(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
-    events = read_events(runs["ddp damaged"][1].path)
+@pytest.mark.parametrize("name", [name for name in SAME if name.endswith("damaged")])
+def test_all_ranks_leave_a_damaged_checkpoint_together(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
+    events = read_events(runs[name][1].path)
     (message,) = values(events, "warning", "message")
     assert "step-00000005 is damaged" in message
     assert values(events, "train.started", "first_step")[1] < 6
+
+
+@pytest.mark.timeout(400)
+def test_each_rank_saves_what_it_holds_and_no_more(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
+    straight, stopped = runs["full ddp fsdp4 mixed alone tensor"]
+    whole = (straight.checkpoints / "step-00000006" / "optimizer.safetensors").stat().st_size
+    for step in (4, 5):  # of four ranks
+        sizes = [file.stat().st_size for file in (stopped.checkpoints / f"step-{step:08d}").glob("optimizer-*")]
+        assert len(sizes) == 4
+        assert sum(sizes) < 1.2 * whole, "nothing is saved twice, but for the files' tables of contents"
+        assert max(sizes) < 0.3 * whole, "no rank has much more than its share"

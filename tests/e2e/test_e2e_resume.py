@@ -24,9 +24,12 @@ def flip(run: Path, step: int) -> None:
 def test_a_run_goes_on_with_another_number_of_processes_and_past_damage(playground: Playground) -> None:
     whole, moved = playground.root / "runs/whole", playground.root / "runs/moved"
     assert playground.train("runs/whole", *SETTINGS, "--set", "train.max_steps=6").code == 0
-    begun = playground.train("runs/moved", *SETTINGS, "--nproc", "2", "--set", "train.max_steps=3", "--resume", "auto")
+    sharded = ["--nproc", "2", "--set", "parallel.shard=2", "--set", "train.max_steps=3"]
+    begun = playground.train("runs/moved", *SETTINGS, *sharded, "--resume", "auto")
     assert begun.code == 0, begun
-    resumed = playground("resume", "runs/moved", "--nproc", "1", "--set", "train.max_steps=6")
+    assert len(list((moved / "checkpoints/step-00000003").glob("weights-*"))) == 2, "each process saved its part"
+    alone = ["--nproc", "1", "--set", "parallel.shard=1", "--set", "train.max_steps=6"]
+    resumed = playground("resume", "runs/moved", *alone)
     assert resumed.code == 0, resumed
     losses = values(read_events(moved), "train.step", "loss")
     assert losses == pytest.approx(values(read_events(whole), "train.step", "loss"), rel=1e-5)

@@ -23,26 +23,38 @@ PARTIAL = ".partial-"
 @contextmanager
 def committed_folder(final: Path) -> Iterator[Path]:
     """A scratch folder to write into; if the block ends without error, it takes the place of `final`."""
-    scratch = final.with_name(PARTIAL + final.name)
+    scratch = scratch_folder(final)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _recover(final)
+        with storage_errors(final):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            _recover(final)
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir()
+            yield scratch
+            for path in [*scratch.rglob("*"), scratch]:
+                sync(path)
+            _replace(scratch, final)
+    except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-        yield scratch
-        for path in [*scratch.rglob("*"), scratch]:
-            _sync(path)
-        _replace(scratch, final)
+        raise
+
+
+def scratch_folder(final: Path) -> Path:
+    """Where `committed_folder` has others write, who know the final place alone."""
+    return final.with_name(PARTIAL + final.name)
+
+
+@contextmanager
+def storage_errors(final: Path) -> Iterator[None]:
+    """What goes wrong with the disk while `final` is written is a StorageError."""
+    try:
+        yield
     except (OSError, SafetensorError) as err:
-        shutil.rmtree(scratch, ignore_errors=True)
         raise StorageError(
             f"Saving {final.name} failed: {_reason(err)}.",
             where=str(final),
             todo="Make room or correct the path, and try again; what was saved before is whole.",
         ) from err
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def write_text(final: Path, text: str) -> None:
@@ -50,7 +62,7 @@ def write_text(final: Path, text: str) -> None:
     scratch = final.with_name(PARTIAL + final.name)
     try:
         scratch.write_text(text, encoding="utf-8")
-        _sync(scratch)
+        sync(scratch)
         os.replace(scratch, final)
     except OSError as err:
         scratch.unlink(missing_ok=True)
@@ -65,7 +77,8 @@ def _reason(err: Exception) -> str:
     return str(err)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the disk hold what was written."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -80,7 +93,7 @@ def _replace(scratch: Path, final: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(final, aside)
     os.rename(scratch, final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 

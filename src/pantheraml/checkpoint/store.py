@@ -1,8 +1,9 @@
 """The checkpoints of a run: `checkpoints/step-00000100/` and so on, each whole and checksummed.
 
-A checkpoint holds tensors in named groups (`weights`, `optimizer`, `rng`; one safetensors file each) and a plain JSON
-state. What they mean is the engine's business. A folder of that name is a checkpoint that was committed; if its content
-is not what was written, `load` says so, and `set_aside` takes it out of the list without losing it.
+A checkpoint holds tensors in named groups (`weights`, `optimizer`, `rng`; one safetensors file each, or one of each
+rank where tensors are spread over ranks) and a plain JSON state. What they mean is the engine's business. A folder of
+that name is a checkpoint that was committed; if its content is not what was written, `load` says so, and `set_aside`
+takes it out of the list without losing it.
 """
 
 from __future__ import annotations
@@ -12,28 +13,26 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from pantheraml.base.errors import StorageError
-from pantheraml.base.folders import PARTIAL, committed_folder
-from pantheraml.checkpoint.manifest import read_json, verify, write_manifest
+from pantheraml.base.folders import PARTIAL, committed_folder, scratch_folder, storage_errors, sync
+from pantheraml.checkpoint.manifest import facts, read_json, verify, write_manifest
+from pantheraml.checkpoint.parts import Groups, SavedTensors, write_parts
+from pantheraml.checkpoint.peers import ALONE, Peers
 
 STATE = "state.json"
 NAME = re.compile(r"step-(\d{8})")
 DAMAGED = "damaged-"
 
-Tensors = dict[str, dict[str, Tensor]]
-
 
 @dataclass(frozen=True)
 class Checkpoint:
     step: int
-    tensors: Tensors
+    tensors: SavedTensors
     state: dict[str, Any]
 
 
@@ -53,24 +52,39 @@ class CheckpointStore:
         names = (NAME.fullmatch(path.name) for path in self.root.iterdir())
         return sorted(int(match.group(1)) for match in names if match)
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, groups: Groups, state: Mapping[str, Any], *, peers: Peers = ALONE) -> Path:
+        """Written by all `peers` together, each with its own tensors; `state` is the first one's."""
         final = self.path(step)
-        with committed_folder(final) as folder:
-            for group, named in tensors.items():
-                save_file(
-                    {name: tensor.detach().contiguous() for name, tensor in named.items()},
-                    folder / f"{group}.safetensors",
-                )
-            (folder / STATE).write_text(json.dumps(dict(state), indent=1))
-            write_manifest(folder)
+        scratch = scratch_folder(final)
+
+        def write_own() -> dict[str, Any]:
+            with storage_errors(final):
+                files = write_parts(scratch, groups, rank=None if peers.alone else peers.rank)
+                for file in files:
+                    sync(file)
+                return facts(files)
+
+        def commit(files: Mapping[str, Any]) -> None:
+            with storage_errors(final):
+                (scratch / STATE).write_text(json.dumps(dict(state), indent=1))
+                write_manifest(scratch, {**files, **facts([scratch / STATE])})
+            stack.close()
+
+        with ExitStack() as stack:
+            peers.all_do(lambda: stack.enter_context(committed_folder(final)) if peers.is_main else None)
+            found = peers.all_do(write_own)
+            everything = {name: known for files in found for name, known in files.items()}
+            peers.all_do(lambda: commit(everything) if peers.is_main else None)
         return final
 
-    def load(self, step: int) -> Checkpoint:
-        """What was saved; DamagedCheckpointError if that is no longer what lies there."""
+    def load(self, step: int, *, share: int = 0, shares: int = 1) -> Checkpoint:
+        """What was saved; DamagedCheckpointError if that is no longer what lies there.
+
+        Of `shares` that ranks check together this one checks the given `share`; the tensors are read when asked for.
+        """
         folder = self.path(step)
-        files = [folder / name for name in verify(folder)]
-        tensors = {path.stem: load_file(path) for path in files if path.suffix == ".safetensors"}
-        return Checkpoint(step=step, tensors=tensors, state=read_json(folder / STATE))
+        files = verify(folder, share=share, shares=shares)
+        return Checkpoint(step=step, tensors=SavedTensors(folder, files), state=read_json(folder / STATE))
 
     def set_aside(self, step: int) -> Path:
         """Take a damaged checkpoint out of the list; its files stay, under a name that says what they are."""

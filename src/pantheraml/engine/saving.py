@@ -1,13 +1,13 @@
 """Saving a run's checkpoints while it goes on, and finding the newest whole one again.
 
-Only the main rank writes. What its thread has done, or failed to do, is told by the main thread at the next `poll` or
-`finish`: as events, or as the error that ends the run.
+The main rank writes, or where the model is spread over ranks each rank its own part. What a thread has done, or failed
+to do, is told by the main thread at the next `poll` or `finish`: as events, or as the error that ends the run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,9 +17,11 @@ import torch.distributed as dist
 from pantheraml.base.errors import CheckpointError, DamagedCheckpointError
 from pantheraml.base.events import Emit
 from pantheraml.checkpoint.host_copy import HostCopies
-from pantheraml.checkpoint.store import Checkpoint, CheckpointStore, Tensors
+from pantheraml.checkpoint.parts import Groups
+from pantheraml.checkpoint.peers import ALONE, Peers
+from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
 from pantheraml.checkpoint.writer import CheckpointWriter, Written
-from pantheraml.parallel.process_group import World
+from pantheraml.parallel.process_group import PATIENCE, World
 from pantheraml.specs.train import CheckpointConfig
 
 T = TypeVar("T")
@@ -35,8 +37,10 @@ class Saver:
     """A context: on leaving it, the last checkpoint is written, and told of."""
 
     def __init__(self, store: CheckpointStore, config: CheckpointConfig, world: World, emit: Emit) -> None:
+        """A collective."""
         self._store, self._world, self._emit = store, world, emit
-        self._writer = CheckpointWriter(store, keep=config.keep)
+        self._writes = world.is_main or world.layout.dims.model_copies_apart
+        self._writer = CheckpointWriter(store, keep=config.keep, peers=_peers(world))
         self._started: _Started | None = None
         self.copies = HostCopies(world.device) if config.background else None
         """Where to put what is to be saved; None: training waits for the disk, and what it has need not be copied."""
@@ -55,11 +59,11 @@ class Saver:
             self._writer.close()
 
     def start(
-        self, step: int, tensors: Tensors, state: Mapping[str, Any], *, best_step: int | None, begin: float
+        self, step: int, groups: Groups, state: Mapping[str, Any], *, best_step: int | None, begin: float
     ) -> None:
         """Write a checkpoint, after `finish`. Training has waited for it since `begin`; that of `best_step` is kept."""
-        if self._world.is_main:
-            self._writer.start(step, tensors, state, also_keep=set() if best_step is None else {best_step})
+        if self._writes:
+            self._writer.start(step, groups, state, also_keep=set() if best_step is None else {best_step})
             written = self._writer.collect(wait=True) if self.copies is None else None
             self._started = _Started(stall_seconds=time.perf_counter() - begin, best=best_step == step)
             if written is not None:
@@ -99,20 +103,22 @@ class Saver:
             self._emit("checkpoint.removed", step=step, path=str(self._store.path(step).relative_to(run_dir)))
 
 
-def newest_whole(store: CheckpointStore, world: World, emit: Emit) -> Checkpoint | None:
-    """The newest checkpoint that every rank reads as it was written; None if there is none at all.
+def newest_whole(
+    store: CheckpointStore, world: World, emit: Emit, *, eligible: Callable[[int], bool] = lambda step: True
+) -> Checkpoint | None:
+    """The newest checkpoint, of those whose step is `eligible`, that every rank reads as it was written; None if there
+    is none at all.
 
     A collective. Damaged ones that are newer are set aside, with a warning; if all are damaged, they stay as they are.
     """
     damaged: dict[int, str] = {}
-    for step in reversed(_everyone(store.steps(), world)[0]):
-        checkpoint, problem = _attempt(store, step)
-        problems = [found for found in _everyone(problem, world) if found is not None]
-        if not problems:
+    for step in filter(eligible, reversed(_everyone(store.steps(), world)[0])):
+        checkpoint, problem = _attempt(store, step, world)
+        if problem is None:
             if world.is_main:
                 _set_aside(store, damaged, step, emit)
             return checkpoint
-        damaged[step] = problems[0]
+        damaged[step] = problem
     if damaged:
         raise DamagedCheckpointError(
             f"No checkpoint of this run is whole. {' '.join(damaged.values())}",
@@ -122,12 +128,25 @@ def newest_whole(store: CheckpointStore, world: World, emit: Emit) -> Checkpoint
     return None
 
 
-def _attempt(store: CheckpointStore, step: int) -> tuple[Checkpoint | None, str | None]:
-    """The checkpoint, or what is wrong with it."""
+def load_whole(store: CheckpointStore, step: int, world: World) -> Checkpoint:
+    """A collective: the checkpoint, or DamagedCheckpointError on every rank if one of them found it damaged."""
+    checkpoint, problem = _attempt(store, step, world)
+    if checkpoint is None:
+        assert problem is not None
+        raise DamagedCheckpointError(problem, where=str(store.path(step)))
+    return checkpoint
+
+
+def _attempt(store: CheckpointStore, step: int, world: World) -> tuple[Checkpoint | None, str | None]:
+    """The checkpoint, or what a rank has found to be wrong with it; each checks a share of its files."""
+    found: Checkpoint | None = None
+    problem: str | None = None
     try:
-        return store.load(step), None
+        found = store.load(step, share=world.rank, shares=world.size)
     except DamagedCheckpointError as err:
-        return None, err.what
+        problem = err.what
+    problems = [known for known in _everyone(problem, world) if known is not None]
+    return (None, problems[0]) if problems else (found, None)
 
 
 def _set_aside(store: CheckpointStore, damaged: Mapping[int, str], used: int, emit: Emit) -> None:
@@ -143,3 +162,23 @@ def _everyone(mine: T, world: World) -> list[T]:
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, mine, group=world.patient_group)
     return found
+
+
+def _peers(world: World) -> Peers:
+    """Who writes a checkpoint together with this rank. They talk in threads, and so through a group of their own."""
+    if not world.layout.dims.model_copies_apart:
+        return ALONE
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def exchange(mine: Any) -> list[Any]:
+        found: list[Any] = [None] * world.size
+        try:
+            dist.all_gather_object(found, mine, group=group)
+        except RuntimeError as err:
+            raise CheckpointError(
+                "A checkpoint was not saved: a process that had a part of it is gone.",
+                todo="See worker.log for why it ended; `pantheraml resume` continues from the checkpoint before.",
+            ) from err
+        return found
+
+    return Peers(world.rank, exchange, alone=False)

@@ -7,8 +7,7 @@ continue as if it had not stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from torch import Tensor
 from pantheraml import __version__
 from pantheraml.base.errors import CheckpointError
 from pantheraml.checkpoint.host_copy import HostCopies
-from pantheraml.checkpoint.store import Checkpoint, Tensors
+from pantheraml.checkpoint.parts import Groups, Part, whole
+from pantheraml.checkpoint.store import Checkpoint
 from pantheraml.engine import optim
 from pantheraml.engine.step import Stepper
-from pantheraml.parallel.gather import full_tensors, load_full, own_part, spread_like
+from pantheraml.parallel.gather import first_holder, held, own_offsets, spread_like
 from pantheraml.specs.resume import Change, is_allowed
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 SEEDS_PER_STEP = 1_000_003
 """More than there are processes, each of which has a seed of its own."""
@@ -46,23 +46,27 @@ class Progress:
     """What fits into memory, if that is less than planned."""
     shares: dict[str, Any] | None = None
     """What adaptive batch shares go by; None if they are not adaptive."""
+    undone: list[tuple[int, int]] = field(default_factory=list)
+    """Roll backs: the weights of the first step took the place of all that came after it, up to and with the second,
+    whose samples are used up."""
 
 
 def capture(
     stepper: Stepper, progress: Progress, identity: Mapping[str, Any], copies: HostCopies | None = None
-) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and JSON state of a checkpoint. A collective: every rank calls it, rank 0 saves the result.
+) -> tuple[Groups, dict[str, Any]]:
+    """Tensors and JSON state of a checkpoint: of the former what this rank is to save, none for others than rank 0
+    unless the model is spread. A collective.
 
     With `copies` the result stays as it is when training goes on; without, it may share memory with the run.
     """
-    gathered = partial(full_tensors, layout=stepper.world.layout, group=stepper.world.patient_group)
-    if copies is not None:
-        gathered = partial(gathered, to_host=copies.take)
-    tensors: Tensors = {
-        "weights": dict(gathered(stepper.parameters)),
-        "optimizer": dict(gathered(_spread_moments(stepper))),
-        "rng": _gather_generators(stepper),
+    world = stepper.world
+    to_host = _to_cpu if copies is None else copies.take
+    groups: Groups = {
+        group: {name: Part(to_host(name, held(tensor)), own_offsets(tensor)) for name, tensor in tensors}
+        for group, tensors in zip(("weights", "optimizer"), _to_be_saved(stepper), strict=True)
     }
+    generators = _gather_generators(stepper)
+    groups = {**groups, "rng": whole(generators) if world.is_main else {}}
     if copies is not None:
         copies.wait()
     state = {
@@ -74,7 +78,7 @@ def capture(
         "identity": dict(identity),
         "versions": library_versions(),
     }
-    return tensors, state
+    return groups, state
 
 
 def library_versions() -> dict[str, str]:
@@ -100,12 +104,16 @@ def restore(
             f" {' '.join(f'--allow-change {change.key}' for change in refused)}.",
         )
     load_weights(stepper, checkpoint)
-    optim.load_optimizer_tensors(stepper.optimizer, stepper.parts, _own_moments(stepper, checkpoint))
+    moments = _own_moments(stepper, checkpoint)
+    optim.load_optimizer_tensors(stepper.optimizer, stepper.parts, moments)
+    for name, tensor in optim.optimizer_tensors(stepper.optimizer, stepper.parts).items():
+        if name not in moments:  # the first step made it, and the checkpoint is older than that
+            tensor.zero_()
     if checkpoint.state["scaler"]:
         stepper.scaler.load_state_dict(checkpoint.state["scaler"])
     stepper.guard.from_state(checkpoint.state["guard"])
     if checkpoint.state["dims"] == stepper.world.layout.dims.model_dump():
-        _set_generators(checkpoint.tensors["rng"], stepper)
+        _set_generators(checkpoint.tensors.read_group("rng"), stepper)
     else:
         # Nobody's generator is this process's; its own would drop at step k what it dropped at the run's first step.
         torch.manual_seed(torch.initial_seed() + SEEDS_PER_STEP * checkpoint.step)
@@ -118,7 +126,7 @@ def identity_changes(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> lis
 
 
 def load_weights(stepper: Stepper, checkpoint: Checkpoint) -> None:
-    saved, wanted = checkpoint.tensors["weights"], dict(stepper.parameters)
+    saved, wanted = checkpoint.tensors.group("weights"), dict(stepper.parameters)
     # A stage of a pipeline holds some of the weights only.
     odd = sorted(
         wanted.keys() - saved.keys() if stepper.world.layout.dims.pipeline > 1 else saved.keys() ^ wanted.keys()
@@ -135,32 +143,55 @@ def load_weights(stepper: Stepper, checkpoint: Checkpoint) -> None:
                 f"`{name}` has another shape: {shapes}.",
                 todo="Resume with the model and the rank that the checkpoint was trained with.",
             )
-    load_full(stepper.parameters, saved)
+    targets = {name: Part(held(parameter.detach()), own_offsets(parameter)) for name, parameter in wanted.items()}
+    checkpoint.tensors.read_into(targets)
 
 
-def _spread_moments(stepper: Stepper) -> list[tuple[str, Tensor]]:
-    """The optimizer's tensors, those that have a value for each of a parameter's spread as it is."""
-    parameters, parts = dict(stepper.parameters), dict(stepper.parts)
-    found = []
+def _to_be_saved(stepper: Stepper) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Weights and optimizer tensors that this rank saves: those of which it is the first to hold a part. A collective
+    where the model is spread."""
+    world = stepper.world
+    if world.layout.dims.model_copies_apart:
+        first = set(first_holder(stepper.parameters, world.patient_group, world.size))
+    else:
+        first = set(dict(stepper.parameters)) if world.is_main else set()
+    weights = {name: parameter for name, parameter in stepper.parameters if name in first}
+    parts, moments = dict(stepper.parts), []
     for full_name, tensor in optim.optimizer_tensors(stepper.optimizer, stepper.parts).items():
-        name, _, _ = full_name.rpartition(optim.SEPARATOR)
-        like = parameters[name]
-        found.append((full_name, spread_like(tensor, like) if tensor.shape == parts[name].shape else tensor))
-    return found
+        name = _owner(full_name)
+        if name not in weights:
+            continue
+        if tensor.shape == parts[name].shape:  # a value for each of the parameter's
+            moments.append((full_name, spread_like(tensor, weights[name])))
+        elif not any(own_offsets(weights[name])):
+            moments.append((full_name, tensor))
+    return list(weights.items()), moments
 
 
 def _own_moments(stepper: Stepper, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """This process's part of the saved optimizer tensors."""
+    """This process's part of the saved optimizer tensors, in host memory."""
     parameters = dict(stepper.parameters)
     staged = stepper.world.layout.dims.pipeline > 1
-    own = {}
-    for full_name, whole in checkpoint.tensors["optimizer"].items():
-        name, _, _ = full_name.rpartition(optim.SEPARATOR)
-        like = parameters.get(name)
+    own: dict[str, Part] = {}
+    for name, (shape, dtype) in checkpoint.tensors.group("optimizer").items():
+        like = parameters.get(_owner(name))
         if like is None and staged:
             continue
-        own[full_name] = whole if like is None or whole.shape != like.shape else own_part(whole, like)
-    return own
+        size, offsets = shape, (0,) * len(shape)
+        if like is not None and shape == like.shape:
+            size, offsets = held(like).shape, own_offsets(like)
+        own[name] = Part(torch.empty(size, dtype=dtype), offsets)
+    checkpoint.tensors.read_into(own)
+    return {name: part.values for name, part in own.items()}
+
+
+def _owner(full_name: str) -> str:
+    """Of the parameter that a tensor of the optimizer belongs to."""
+    return full_name.rpartition(optim.SEPARATOR)[0]
+
+
+def _to_cpu(name: str, tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
 
 
 def _own_generators(stepper: Stepper) -> dict[str, Tensor]:

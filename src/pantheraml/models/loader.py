@@ -32,7 +32,8 @@ from pantheraml.models.hub import local_folder
 from pantheraml.models.matching import CannotStream
 from pantheraml.models.quantise.packed import pack_linears
 from pantheraml.models.quantise.stored import stored_format
-from pantheraml.models.stream import Placement, Target, stream_model
+from pantheraml.models.stream import stream_model
+from pantheraml.models.units import Placement, Target
 from pantheraml.specs.train import ModelConfig
 
 logger = log.get(__name__)
@@ -115,11 +116,12 @@ def load_model(
     device: torch.device,
     quantise: Target | None = None,
     seed: int = 0,
+    layers_unread: bool = False,
 ) -> PreTrainedModel:
     """The model on `device`, without a key/value cache, ready for training. `seed` matters for init=random alone.
 
     `quantise` says what its linear layers but the head are kept in; None: as the checkpoint has them, in `dtype` unless
-    they are stored packed.
+    they are stored packed. `layers_unread`: where it can be, the weights of decoder layers are left to `read_weights`.
     """
     folder = model_folder(config)
     source = _check(folder, config)
@@ -128,7 +130,8 @@ def load_model(
             model = _random_model(source, config, dtype, seed)
             _place(model, dtype, dtype, device, quantise)
         else:
-            model = _pretrained_model(folder, source, config, Placement(quantise, stored_format(source), dtype, device))
+            place = Placement(quantise, stored_format(source), dtype, device)
+            model = _pretrained_model(folder, source, config, place, layers_unread=layers_unread)
     model.config.get_text_config().use_cache = False
     return model
 
@@ -148,7 +151,9 @@ def weights_fingerprint(config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def _pretrained_model(folder: Path, source: Any, config: ModelConfig, place: Placement) -> PreTrainedModel:
+def _pretrained_model(
+    folder: Path, source: Any, config: ModelConfig, place: Placement, *, layers_unread: bool
+) -> PreTrainedModel:
     files = _weight_files(folder, allow_pickle=config.allow_pickle)
     try:
         if config.trust_remote_code:
@@ -158,7 +163,7 @@ def _pretrained_model(folder: Path, source: Any, config: ModelConfig, place: Pla
         source.name_or_path = str(folder)
         if place.stored is not None:
             del source.quantization_config
-        model = stream_model(source, files, _attention(source), place)
+        model = stream_model(source, files, _attention(source), place, layers_unread=layers_unread)
         model.generation_config = _generation_config(folder)
         return model
     except CannotStream as reason:

@@ -8,7 +8,7 @@ name it had.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,23 +20,41 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from pantheraml.base.errors import UnsupportedModelError
 
 
+def _none(_module: nn.Module) -> Iterable[str]:
+    return ()
+
+
+def _nothing(_module: nn.Module) -> None:
+    """There is nothing to prepare."""
+
+
 def shard_parameters(
-    root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, *, packed_buffers: Iterable[str] = ()
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    packed_buffers: Callable[[nn.Module], Iterable[str]] = _none,
+    prepare: Callable[[nn.Module], None] = _nothing,
 ) -> None:
     """Shard the parameters of `root` in place over `mesh`: (shard,), or (replicate, shard) with copies of the shards.
 
     `root` is what the training step calls: its forward pass may read any parameter outside `layers` directly.
-    `packed_buffers` are full names of buffers that hold frozen weights; they become frozen parameters, so that they are
-    sharded too. All parameters of a model are replaced: take them by name again afterwards.
+    `packed_buffers` has the names, in a module, of buffers that hold frozen weights; they become frozen parameters, so
+    that they are sharded too. `prepare` is called with each layer right before it is cut, and may put its weights in
+    their places only then: no more than one layer is whole at a time. All parameters of a model are replaced: take them
+    by name again afterwards.
     """
-    _make_parameters(root, packed_buffers)
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     rest = [(name, parameter) for name, parameter in root.named_parameters() if id(parameter) not in in_layers]
     # all looked at before the first is changed
     policies = [_policy(layer.named_parameters()) for layer in layers]
     root_policy = _policy(rest)
     for layer, policy in zip(layers, policies, strict=True):
+        prepare(layer)
+        _make_parameters(layer, packed_buffers(layer))
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    prepare(root)
+    _make_parameters(root, packed_buffers(root))
     fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):

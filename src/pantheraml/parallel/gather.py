@@ -5,7 +5,7 @@ Whole tensors exist one at a time: what a rank needs beside its own part is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,23 +27,14 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
 
 
-def _to_cpu(name: str, whole: Tensor) -> Tensor:
-    return whole.cpu()
-
-
 def full_tensors(
-    named: NamedTensors,
-    layout: Layout,
-    group: dist.ProcessGroup | None = None,
-    *,
-    to_host: Callable[[str, Tensor], Tensor] = _to_cpu,
+    named: NamedTensors, layout: Layout, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model, whole and on the CPU, one at a time on rank 0; nothing on other ranks.
 
     A collective: all ranks run to its end, each with every tensor that it holds a part of. Stages of a pipeline hold
     different ones and send theirs through `group`, a gloo group of all ranks; a name that two stages have comes once,
-    from the first of them. A tensor that is whole on rank 0's CPU already is given out as it is, not copied, unless
-    `to_host`, which brings what rank 0 has (by name) to the CPU, does so.
+    from the first of them. A tensor that is whole on rank 0's CPU already is given out as it is, not copied.
     """
     own, own_stage = dict(named), layout.place["pipeline"]
     leads_stage = all(index == 0 for dimension, index in layout.place.items() if dimension != "pipeline")
@@ -55,7 +46,7 @@ def full_tensors(
             if whole is None:
                 yield name, _receive(_first_rank(stage, layout), shape, dtype, group)
             else:
-                yield name, to_host(name, whole)
+                yield name, whole.cpu()
         elif whole is not None:
             dist.send(whole.cpu(), dst=0, group=group)
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from pantheraml.base.errors import DamagedCheckpointError, StorageError
+from pantheraml.checkpoint.parts import Groups, whole
 from pantheraml.checkpoint.store import CheckpointStore
 
 
-def tensors(value: float, size: int = 4) -> dict[str, dict[str, torch.Tensor]]:
-    return {"weights": {"a": torch.full((size,), value)}, "optimizer": {"a::codes": torch.ones(3, dtype=torch.uint8)}}
+def tensors(value: float, size: int = 4) -> Groups:
+    weights, codes = {"a": torch.full((size,), value)}, {"a::codes": torch.ones(3, dtype=torch.uint8)}
+    return {"weights": whole(weights), "optimizer": whole(codes)}
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -21,8 +23,9 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     store.save(7, tensors(2.0), {"progress": {"step": 7}})
     loaded = store.load(7)
     assert loaded.state == {"progress": {"step": 7}}
-    torch.testing.assert_close(loaded.tensors["weights"]["a"], torch.full((4,), 2.0))
-    assert loaded.tensors["optimizer"]["a::codes"].dtype == torch.uint8
+    assert loaded.tensors.group("weights") == {"a": (torch.Size([4]), torch.float32)}
+    assert loaded.tensors.read_group("weights")["a"].tolist() == [2.0] * 4
+    assert loaded.tensors.read_group("optimizer")["a::codes"].dtype == torch.uint8
     assert store.steps() == [7]
 
 
@@ -78,7 +81,7 @@ def test_a_damaged_one_can_be_set_aside_and_saved_anew(tmp_path: Path) -> None:
         assert (aside / "weights.safetensors").is_file()
         assert store.steps() == [1]
         store.save(2, tensors(2.0), {})
-    assert store.load(2).tensors["weights"]["a"][0] == 2.0
+    assert store.load(2).tensors.read_group("weights")["a"][0] == 2.0
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -112,7 +115,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert store.steps() == [1]
-    assert store.load(1).tensors["weights"]["a"][0] == 1.0
+    assert store.load(1).tensors.read_group("weights")["a"][0] == 1.0
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 

@@ -15,12 +15,13 @@ import torch
 
 from pantheraml.base.errors import StorageError
 from pantheraml.checkpoint.host_copy import HostCopies
+from pantheraml.checkpoint.parts import Groups, whole
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.checkpoint.writer import CheckpointWriter
 
 
-def tensors(value: float, size: int = 4) -> dict[str, dict[str, torch.Tensor]]:
-    return {"weights": {"a": torch.full((size,), value)}}
+def tensors(value: float, size: int = 4) -> Groups:
+    return {"weights": whole({"a": torch.full((size,), value)})}
 
 
 @pytest.fixture
@@ -99,10 +100,11 @@ def test_a_run_folder_that_is_gone_is_not_made_again(store: CheckpointStore, wri
 ENDLESS = """
 import sys, torch
 from pathlib import Path
+from pantheraml.checkpoint.parts import whole
 from pantheraml.checkpoint.store import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]))
 for step in range(2, 10_000):
-    store.save(step, {"weights": {"a": torch.full((2_000_000,), float(step))}}, {"step": step})
+    store.save(step, {"weights": whole({"a": torch.full((2_000_000,), float(step))})}, {"step": step})
     store.prune(keep=2, also=set())
 """
 
@@ -122,4 +124,4 @@ def test_a_kill_in_mid_write_leaves_whole_checkpoints(store: CheckpointStore) ->
         for step in store.steps():
             loaded = store.load(step)
             assert loaded.state == {"step": step}
-            assert loaded.tensors["weights"]["a"].eq(step).all()
+            assert loaded.tensors.read_group("weights")["a"].eq(step).all()

@@ -14,9 +14,10 @@ import torch
 from pantheraml.base.errors import CheckpointError, DamagedCheckpointError, StorageError
 from pantheraml.base.events import EventWriter, read_events
 from pantheraml.checkpoint.host_copy import HostCopies
+from pantheraml.checkpoint.parts import whole
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.state import Progress, capture
+from pantheraml.engine.state import Progress, capture, restore
 from pantheraml.engine.step import Stepper
 from pantheraml.parallel.process_group import open_world
 from pantheraml.specs.run_dir import RunDir
@@ -112,9 +113,11 @@ def test_writing_in_the_background_changes_nothing_but_the_wait(start: Callable[
     for step in (2, 4, 6):
         first, second = (CheckpointStore(run.checkpoints).load(step) for run in (beside, inline))
         assert first.state == second.state
-        for group, tensors in first.tensors.items():
+        for group in ("weights", "optimizer", "rng"):
+            tensors, others = (checkpoint.tensors.read_group(group) for checkpoint in (first, second))
+            assert tensors.keys() == others.keys() != set()
             for name, tensor in tensors.items():
-                assert tensor.equal(second.tensors[group][name]), f"{group} {name} of step {step}"
+                assert tensor.equal(others[name]), f"{group} {name} of step {step}"
 
 
 def test_what_was_captured_stays_as_it_is_when_training_goes_on(start: Callable[..., RunDir]) -> None:
@@ -122,22 +125,45 @@ def test_what_was_captured_stays_as_it_is_when_training_goes_on(start: Callable[
     config, plan = run.config(), run.plan()
     with open_world(plan, timeout_seconds=60) as world:
         stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
-        tensors, _ = capture(stepper, Progress(), {}, HostCopies(world.device))
-        before = {name: tensor.clone() for name, tensor in tensors["weights"].items()}
+        groups, _ = capture(stepper, Progress(), {}, HostCopies(world.device))
+        before = {name: part.values.clone() for name, part in groups["weights"].items()}
         with torch.no_grad():
             for _, parameter in stepper.parameters:
                 parameter.add_(1)
     assert before
-    assert all(tensors["weights"][name].equal(tensor) for name, tensor in before.items())
+    assert all(groups["weights"][name].values.equal(tensor) for name, tensor in before.items())
 
 
-def train_with(run: RunDir, at_step: int, act: Callable[[], object]) -> None:
-    """Train, and do something once a step is told of."""
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_the_state_before_the_first_step_can_be_had_again(start: Callable[..., RunDir], optimizer: str) -> None:
+    run = start(train={"optimizer": optimizer}, method={"kind": "full"})
+    config, plan = run.config(), run.plan()
+    with open_world(plan, timeout_seconds=60) as world:
+        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
+        store = CheckpointStore(run.checkpoints)
+        groups, state = capture(stepper, Progress(), {})
+        store.save(0, groups, state)
+        ends = []
+        for _ in range(2):
+            for number, (_, part) in enumerate(stepper.parts):
+                part.grad = torch.full_like(part, 0.1 * number)
+            stepper.optimizer.step()
+            ends.append({name: part.detach().clone() for name, part in stepper.parts})
+            restore(stepper, store.load(0), {})
+        start_again = {name: part.values for name, part in capture(stepper, Progress(), {})[0]["weights"].items()}
+    assert any(not part.equal(start_again[name]) for name, part in ends[0].items())
+    for name, part in ends[0].items():
+        assert part.equal(ends[1][name]), name
+
+
+def train_with(run: RunDir, at_step: int, act: Callable[[], object], kind: str = "train.step") -> None:
+    """Train, and do something once an event of that kind and step is told."""
+    awaited = kind
     with open_world(run.plan(), timeout_seconds=60) as world, EventWriter(run.path) as events:
 
         def emit(kind: str, /, **fields: Any) -> None:
             events(kind, **fields)
-            if kind == "train.step" and fields["step"] == at_step:
+            if kind == awaited and fields["step"] == at_step:
                 act()
 
         train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file))
@@ -151,7 +177,7 @@ def test_a_disk_that_fails_meanwhile_ends_the_run_and_keeps_what_is_saved(start:
         (run.checkpoints / ".partial-step-00000004").write_text("")
 
     with pytest.raises(StorageError, match="Saving step-00000004 failed"):
-        train_with(run, 3, block)
+        train_with(run, 2, block, kind="checkpoint.saved")
     steps = values(read_events(run.path), "train.step", "step")
     assert 4 <= steps[-1] <= 6, "the next save at the latest finds out"
     store = CheckpointStore(run.checkpoints)
@@ -188,7 +214,8 @@ def test_another_library_version_is_told(start: Callable[..., RunDir]) -> None:
     train_here(run)
     store = CheckpointStore(run.checkpoints)
     saved = store.load(2)
-    store.save(2, saved.tensors, {**saved.state, "versions": {**saved.state["versions"], "torch": "1.0"}})
+    groups = {group: whole(saved.tensors.read_group(group)) for group in ("weights", "optimizer", "rng")}
+    store.save(2, groups, {**saved.state, "versions": {**saved.state["versions"], "torch": "1.0"}})
     (message,) = [text for text in values(train_here(run), "notice", "message") if "last digits" in text]
     assert message.startswith("torch was 1.0, is ")
 

@@ -27,6 +27,7 @@ from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.int8 import Int8Linear, Int8Weight
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.stored import StoredFormat, read_stored
+from pantheraml.models.unread import read_weights
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 CPU = torch.device("cpu")
@@ -222,6 +223,24 @@ def test_an_adapter_trains_over_a_packed_folder(made: Path, tmp_path: Path, name
     model: Any = apply_method(load(folder), MethodConfig(rank=2), seed=0).train()
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert any(p.grad is not None and bool(p.grad.abs().max() > 0) for _, p in trainable_parameters(model))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("quantise", [None, "dense"])
+def test_a_packed_folder_can_be_read_later(made: Path, tmp_path: Path, name: str, quantise: Any) -> None:
+    folder, _ = packed_folder(made, tmp_path, name)
+    models = []
+    for later in (False, True):
+        config = ModelConfig(path=str(folder))
+        loaded = load_model(config, dtype=torch.float32, device=CPU, quantise=quantise, layers_unread=later)
+        models.append(apply_method(loaded, MethodConfig(rank=2), seed=0))
+    assert logits(models[1]).isnan().all()
+    read_weights(models[1])
+    assert torch.equal(logits(models[1]), logits(models[0]))
+    first, second = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in models)
+    assert {name: tensor.requires_grad for name, tensor in first.items()} == {
+        name: tensor.requires_grad for name, tensor in second.items()
+    }
 
 
 def test_packed_weights_are_not_trained_in_full(made: Path, tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def shard(model: Model, mesh: DeviceMesh) -> None:
-    packed = [name for name, _ in model.named_buffers()]
+    def packed(module: nn.Module) -> list[str]:
+        return [name for name, _ in module.named_buffers()]
+
     shard_parameters(model, list(model.layers), mesh, packed_buffers=packed)
 
 

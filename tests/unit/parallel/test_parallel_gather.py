@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pantheraml.parallel.gather import full_tensors, load_full, own_part, spread_like
+from pantheraml.parallel.gather import full_tensors, load_full, own_offsets, own_part, spread_like
 from pantheraml.parallel.layout import ALONE
 
 
@@ -44,7 +44,8 @@ def test_fsdp_cuts_what_tensor_parallelism_has_left(rank: int, rows: list[int]) 
     whole = torch.arange(6.0)
     with as_rank(rank, (2, 2)) as mesh:
         placements = [_StridedShard(0, split_factor=2), Shard(0)]
-        like = DTensor.from_local(torch.zeros(len(rows)), mesh, placements, run_check=False)
+        part = torch.zeros(len(rows))
+        like = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
         assert own_part(whole, like).tolist() == rows
 
 
@@ -75,3 +76,14 @@ def test_one_process_gives_out_what_it_has() -> None:
     assert [name for name, _ in found] == ["b", "a"]
     assert all(torch.equal(tensor, expected) for (_, tensor), (_, expected) in zip(found, named, strict=True))
     assert torch.equal(spread_like(named[0][1], torch.ones(2)), named[0][1])
+
+
+def test_a_part_knows_where_it_begins() -> None:
+    found = []
+    for rank in range(4):
+        with as_rank(rank, (2, 2)) as mesh:
+            cut = distribute_tensor(torch.zeros(3, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+            found.append(own_offsets(cut))
+    assert found == [(0, 0), (2, 0), (0, 0), (2, 0)]
+    assert own_offsets(torch.zeros(2, 3)) == (0, 0)
+    assert own_offsets(torch.tensor(1.0)) == ()
