@@ -3,7 +3,7 @@
     python benchmarks/run.py cli_start [--set repeats=20]     run one; writes benchmarks/results/cli_start-DATE.json
     python benchmarks/run.py --all                            run all that can run here, each with its defaults
     python benchmarks/run.py --list                           name all
-    python benchmarks/run.py --table                          write docs/benchmarks.md and docs/performance.md from them
+    python benchmarks/run.py --table                          write docs/benchmarks.md, performance.md and stability.md
 
 A benchmark is a module beside this one with `run(**parameters)`, which returns {"parameters": {...}, "results": {...}}
 (or a list of results, one table row each), and `TABLE`, which says how they are shown (without it: as they are). One
@@ -30,12 +30,16 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
-NOT_BENCHMARKS = {"corpus", "inputs", "kernel_ops", "performance_page", "run", "suite", "table"}
+STABILITY = HERE.parent / "docs" / "stability.md"
+NOT_BENCHMARKS = {
+    *("corpus", "inputs", "kernel_ops", "line_chart", "performance_page", "run", "stability_page", "suite", "table"),
+}
 PACKAGES = ("torch", "transformers", "peft", "pantheraml")
 
 sys.path.insert(0, str(HERE))  # benchmarks are scripts beside this one, not a package
 
 import performance_page  # noqa: E402
+import stability_page  # noqa: E402
 from table import Table, plain_table, render  # noqa: E402
 
 
@@ -135,10 +139,14 @@ def page() -> str:
 
 
 def write_pages() -> list[Path]:
-    """docs/benchmarks.md and docs/performance.md."""
-    PAGE.write_text(page(), encoding="utf-8")
-    PERFORMANCE.write_text(performance_page.page(records()), encoding="utf-8")
-    return [PAGE, PERFORMANCE]
+    """docs/benchmarks.md, docs/performance.md, and docs/stability.md with its pictures."""
+    found = records()
+    texts = {PAGE: page(), PERFORMANCE: performance_page.page(found), STABILITY: stability_page.page(found)}
+    texts |= {STABILITY.parent / "images" / name: svg for name, svg in stability_page.pictures(found).items()}
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return list(texts)
 
 
 def table_of(name: str, records: list[dict[str, Any]]) -> Table:
@@ -156,7 +164,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="K=V", help="a parameter of that benchmark")
     parser.add_argument("--all", action="store_true", help="run every benchmark that can run here")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
-    parser.add_argument("--table", action="store_true", help="write docs/benchmarks.md and docs/performance.md")
+    parser.add_argument(
+        "--table", action="store_true", help="write docs/benchmarks.md, performance.md and stability.md"
+    )
     given = parser.parse_args(arguments)
     if given.name is not None and given.name not in names():
         parser.error(f"there is no benchmark {given.name!r}; known: {', '.join(names())}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pantheraml.base.events import EventWriter
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
 from pantheraml.engine.feed import Feed
 from pantheraml.engine.guard.incident import culprit, investigate
+from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.judge import Judge
 from pantheraml.engine.step import Stepper
 from pantheraml.engine.trial import Trial, difference, trial
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
-from pantheraml.worker.train import build_model
+from pantheraml.worker.train import build_model, train_rank
 from tests import toy
-from tests.harness import make_plan, merged, silent
+from tests.harness import make_plan, make_run, merged, silent
 
 MODES = {
     "ddp x2": ParallelDims(replicate=2),
@@ -75,6 +82,7 @@ def write_inputs(root: Path) -> None:
     rows[7]["prompt"] += RARE
     toy.write_jsonl(root / "data.jsonl", rows)
     toy.write_qwen3(root / "qwen3")
+    toy.write_llama(root / "llama")
     toy.write_llama(root / "poisoned")
     weights = load_file(root / "poisoned" / "model.safetensors")
     (token,) = load_tokenizer(config_of(root, "poisoned").model).encode(RARE)
@@ -143,6 +151,66 @@ def poisoned(mode: str, root: Path, world: World) -> dict[str, Any]:
     }
 
 
+def retried(mode: str, root: Path, world: World) -> dict[str, Any]:
+    """Steps in one of which a layer of rank 1 gave NaN, once; against the same steps undisturbed."""
+    told: list[dict[str, Any]] = []
+    disturbed = _retried(mode, root, world, told, at=1)
+    undisturbed = _retried(mode, root, world, told, at=None)
+    return {"told": everyones(told, world), "equal": everyones(torch.equal(disturbed, undisturbed), world)}
+
+
+def _retried(mode: str, root: Path, world: World, told: list[dict[str, Any]], *, at: int | None) -> Tensor:
+    """The weights of this rank after the last step."""
+    config = config_of(root, "llama", method={"kind": "lora", "rank": 4, "dropout": 0.2})
+    dims = MODES[mode]
+    here = replace(world, layout=make_layout(dims, "cpu"))
+    plan = make_plan(config, dims=dims, micro=2)
+    torch.manual_seed(here.layout.data_rank)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
+    stepper.model.train()
+    judge = Judge(
+        stepper, RunDir(root), lambda kind, /, **fields: told.append({"kind": kind, **fields}), about={}, keeps=True
+    )
+    layer = next(module for module in stepper.model.modules() if isinstance(module, GradientCheckpointingLayer))
+    with Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=2, limit=None) as feed:
+        for step in range(STEPS):
+            batches = feed.step(step)
+            with once_nan(layer) if step == at and world.rank == 1 else nullcontext():
+                report = stepper.backward(batches, stop_requested=False)
+            _, report = judge.judge(step + 1, batches, report, checkpoint=None)
+            stepper.apply(report.numbers, 1e-2)
+    return torch.cat([part.detach().flatten() for _, part in stepper.parts])
+
+
+@contextmanager
+def once_nan(layer: nn.Module) -> Iterator[None]:
+    handle = layer.register_forward_hook(lambda module, args, output: output * math.nan)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def rollback_run(root: Path, name: str, dims: ParallelDims) -> RunDir:
+    """A run that comes to the bad sample when it has checkpoints behind it."""
+    config = config_of(
+        root,
+        "poisoned",
+        method={"kind": "lora", "rank": 4},
+        train={"max_steps": 7, "max_grad_norm": 1.0},
+        stability={"on_nonfinite": "roll_back"},
+        checkpoint={"every_steps": 1, "keep": 5},
+    )
+    return make_run(root / name, config, make_plan(config, dims=dims, micro=2))
+
+
+def rolled_back(mode: str, root: Path, world: World) -> None:
+    run = RunDir(root / f"roll back {mode}")
+    here = replace(world, layout=make_layout(MODES[mode], "cpu"))
+    with EventWriter(run.path, rank=world.rank) as events:
+        train_rank(run, run.config(), run.plan(), here, events if world.is_main else silent, StopFlag(run.stop_file))
+
+
 def everyones(value: Any, world: World) -> list[Any]:
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, value)
@@ -165,6 +233,8 @@ def main() -> None:
         if size == 2:
             for mode in (name for name, dims in MODES.items() if dims.world_size == size):
                 results[f"{mode} poisoned"] = poisoned(mode, root, world)
+                results[f"{mode} retried"] = retried(mode, root, world)
+            rolled_back("fsdp x2", root, world)
             for kind in LEARNERS:
                 results[f"learnt {kind}"] = {mode: learnt(kind, mode, root, world) for mode in ("fsdp x2", "pp x2")}
         if world.is_main:

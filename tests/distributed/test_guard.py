@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.guard_ranks import CASES, LEARNERS, MODES, write_inputs
+from pantheraml.base.events import read_events
+from pantheraml.specs.parallel import ParallelDims
+from tests.distributed.guard_ranks import CASES, LEARNERS, MODES, rollback_run, write_inputs
 from tests.distributed.launching import run_ranks
+from tests.harness import train_here, values
 
 TOLERANCE = 1e-5
 
@@ -20,7 +24,10 @@ TOLERANCE = 1e-5
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("guard")
     write_inputs(root)
-    found: dict[str, Any] = {}
+    one, two = ParallelDims(), MODES["fsdp x2"]
+    alone, _ = rollback_run(root, "roll back alone", one), rollback_run(root, "roll back fsdp x2", two)
+    train_here(alone)
+    found: dict[str, Any] = {"root": str(root)}
     for size in (2, 4) if request.config.getoption("equality") == "full" else (2,):
         run_ranks("guard_ranks", size, root, size)
         found |= json.loads((root / f"results-{size}.json").read_text())
@@ -68,6 +75,29 @@ def test_all_ranks_decide_alike_and_go_on(results: dict[str, Any], mode: str) ->
 
 
 @pytest.mark.timeout(700)
+@pytest.mark.parametrize("mode", [mode for mode, dims in MODES.items() if dims.world_size == 2])
+def test_a_fault_of_one_rank_that_passes_leaves_no_trace(results: dict[str, Any], mode: str) -> None:
+    found = results[f"{mode} retried"]
+    assert found["equal"] == [True, True]
+    for told in found["told"]:
+        (verdict,) = [event for event in told if event["kind"] == "verdict"]
+        assert (verdict["step"], verdict["action"], verdict["transient"]) == (2, "retry", True)
+
+
+@pytest.mark.timeout(700)
+def test_ranks_roll_back_together(results: dict[str, Any]) -> None:
+    root = Path(results["root"])
+    alone, sharded = (read_events(root / f"roll back {mode}") for mode in ("alone", "fsdp x2"))
+    assert values(sharded, "verdict", "action") == values(alone, "verdict", "action") == ["roll_back"]
+    told = [[m for m in values(events, "warning", "message") if "rolled back" in m] for events in (alone, sharded)]
+    assert told[0] == told[1]
+    losses = [float(loss) for loss in values(alone, "train.step", "loss")]
+    assert [float(loss) for loss in values(sharded, "train.step", "loss")] == (
+        pytest.approx(losses, rel=TOLERANCE, nan_ok=True)
+    )
+
+
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_all_ranks_would_save_the_same_whatever_the_mode(results: dict[str, Any], kind: str) -> None:
     """So a checkpoint of one mode resumes in another."""
@@ -85,6 +115,6 @@ def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:
             found |= flat(value, f"{prefix}{key}.")
         elif isinstance(value, list):
             found |= flat(dict(enumerate(value)), f"{prefix}{key}.")  # type: ignore[arg-type]
-        elif not isinstance(value, str):
+        elif value is not None and not isinstance(value, str):
             found[f"{prefix}{key}"] = value
     return found

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pantheraml.base.folders import write_text
 from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.plan import Plan
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -85,6 +86,29 @@ class Verdicts(BaseModel):
     @property
     def passed(self) -> bool:
         return all(verdict.passed is not False for verdict in self.modes)
+
+
+class ReplayRequest(Request):
+    """The step of an incident once more, in one process; the answer goes to `replay.json`."""
+
+    incident: Path
+    plan: Plan
+
+
+class ReplayResult(BaseModel):
+    """What was found when the step of an incident was run again, beside what was recorded."""
+
+    step: int
+    cause: str
+    recorded: str
+    """What was found out when it happened."""
+    found: str
+    """What was found now."""
+    weights: str
+    """Which weights the step was run with."""
+    loss: str
+    """Of the step, now; as text, for it may not be finite."""
+    same: bool
 
 
 class ExportRequest(Request):

@@ -14,10 +14,21 @@ COMMON = ["--debug", "--help"]
 CONFIG = ["--data", "--device", "--eval-data", "--method", "--model", "--nproc", "--on-bad-row", "--set", "config"]
 OPTIONS = {
     "demo": ["--output"],
-    "train": [*CONFIG, "--allow-change", "--json", "--output", "--overwrite", "--resume"],
+    "train": [
+        *CONFIG,
+        "--allow-change",
+        "--json",
+        "--nnodes",
+        "--node-rank",
+        "--output",
+        "--overwrite",
+        "--rdzv",
+        "--resume",
+    ],
     "resume": ["--allow-change", "--json", "--nproc", "--set", "run_dir"],
     "plan": [*CONFIG, "--json"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
+    "replay": ["--device", "--json", "incident"],
     "generate": [
         "--base",
         "--device",
@@ -60,6 +71,7 @@ def test_the_commands_are_these() -> None:
         "resume",
         "plan",
         "verify",
+        "replay",
         "generate",
         "export",
         "gpus",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,21 @@ def test_a_run_that_stopped_and_resumes_meets_the_step_as_before() -> None:
     assert given.to_state() == before
 
 
+def test_roll_backs_are_bounded() -> None:
+    given = policy(on_nonfinite="roll_back", max_rollbacks=2, max_skipped_steps=0)
+    found = verdicts(given, [1.0, BAD, BAD, 1.0, BAD])
+    assert [verdict.action for verdict in found] == ["step", "roll_back", "roll_back", "step", "stop"]
+    assert "after 2 roll back(s)" in found[-1].cause
+
+
+def test_a_look_is_not_remembered() -> None:
+    given = policy(on_nonfinite="lower_rate")
+    verdicts(given, noisy(30))
+    before = given.to_state()
+    assert given.look(numbers(BAD), loss_scale=None).rate_factor == 0.5
+    assert given.to_state() == before
+
+
 def test_overflows_do_not_use_up_the_total() -> None:
     given = policy(on_nonfinite="skip", max_skipped_total=1)
     for _ in range(5):
@@ -106,6 +122,7 @@ def test_the_learning_rate_stays_lowered() -> None:
         ("detect", "step", "spike"),
         ("skip", "skip", "spike"),
         ("lower_rate", "skip", "spike"),
+        ("roll_back", "roll_back", "spike"),
         ("stop", "stop", "spike"),
     ],
 )
@@ -115,6 +132,25 @@ def test_answers_to_a_spike(way: str, action: str, anomaly: str | None) -> None:
     verdict = given.decide(numbers(4.0), loss_scale=None)
     assert (verdict.action, verdict.anomaly) == (action, anomaly)
     assert given.rate_factor == (0.5 if way == "lower_rate" else 1.0)
+
+
+def test_a_norm_is_a_jump_where_it_is_both_rare_and_large() -> None:
+    draw = random.Random(0)
+    norms = [math.exp(draw.gauss(0, 0.7)) for _ in range(2000)]  # they scatter over more than a factor of 50
+    given = policy()
+    found = [given.decide(numbers(2.0, norm=norm), loss_scale=None).anomaly for norm in norms]
+    assert found.count("jump") <= 4, "each costs a second pass"
+    assert given.decide(numbers(2.0, norm=100.0), loss_scale=None).anomaly == "jump"
+    assert given.decide(numbers(2.0, norm=1.0), loss_scale=None).anomaly is None
+    for _ in range(20):
+        given.decide(numbers(2.0, norm=30.0), loss_scale=None)
+    assert given.decide(numbers(2.0, norm=30.0), loss_scale=None).anomaly is None, "a new level is learnt"
+
+
+def test_ranks_that_were_left_out_do_not_stop_a_step() -> None:
+    verdict = policy().decide(replace(numbers(1.0, 0.0), left_out=(1,)), loss_scale=None)
+    assert (verdict.action, verdict.anomaly) == ("step", "left_out")
+    assert "rank 1" in verdict.cause
 
 
 def test_a_falling_loss_and_the_first_steps_are_no_spikes() -> None:

@@ -15,10 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pantheraml.base.errors import NonFiniteError, TrainingError
+from pantheraml.base.events import read_events
+from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
 from pantheraml.engine.feed import Feed, StepBatches
-from pantheraml.engine.guard.incident import culprit, investigate
+from pantheraml.engine.guard.groups import group_of
+from pantheraml.engine.guard.incident import culprit, failed_operation, investigate
 from pantheraml.engine.step import Stepper
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.process_group import World
@@ -122,7 +125,7 @@ def test_a_run_that_stops_is_explained(root: Path) -> None:
     (bad,) = poisoned_samples(run.config())
     assert re.search(rf"embed_tokens\.weight \(Embedding\), forward, rank 0, sample {bad};", err.value.where or "")
     assert str(run.incidents / "step-") in (err.value.where or "")
-    assert len(list(run.incidents.iterdir())) == 1
+    assert len(list(run.incidents.glob("*.json"))) == 1
     assert not (run.path / "adapter").exists()
 
 
@@ -137,8 +140,23 @@ def test_a_run_that_only_looks_on_does_not_end_as_a_success(root: Path) -> None:
     run = run_of(root, "detected", model="poisoned", stability={"on_nonfinite": "detect", "clipping": "zclip"})
     with pytest.raises(NonFiniteError, match="weights are not finite"):
         train_here(run)
-    assert len(list(run.incidents.iterdir())) == 1, "those that follow in a row have the same cause"
+    assert len(list(run.incidents.glob("*.json"))) == 1, "those that follow in a row have the same cause"
     assert not run.checkpoints.exists() or not any(run.checkpoints.glob("step-*"))
+    assert not (run.path / "adapter").exists()
+
+
+def test_weights_that_are_not_finite_never_take_a_good_checkpoints_place(root: Path) -> None:
+    stability = {"on_nonfinite": "detect"}
+    run = run_of(root, "kept", model="poisoned", stability=stability, checkpoint={"every_steps": 1, "keep": 1})
+    with pytest.raises(NonFiniteError, match="weights are not finite") as err:
+        train_here(run)
+    assert err.value.exit_code == NonFiniteError.exit_code == 18
+    good = run.last_checkpoint()
+    (bad,) = values(read_events(run.path), "verdict", "step")
+    assert good == bad - 1 > 0
+    saved = CheckpointStore(run.checkpoints).load(good).tensors.read_group("weights")
+    assert all(weight.isfinite().all() for weight in saved.values())
+    assert not (run.path / "adapter").exists()
 
 
 def test_a_spike_stops_with_advice_of_its_own(root: Path) -> None:
@@ -188,6 +206,47 @@ def test_a_gradient_that_goes_bad_is_found_in_backward(root: Path) -> None:
     assert (found.phase, found.tensor) == ("backward", "gradient of the output")
     assert found.module == "base_model.model.model.layers.1.mlp.0.down_proj", "whose output the bad gradient is of"
     assert found.micro_batch == 0
+
+
+def test_debugging_names_the_operation_and_its_line(root: Path) -> None:
+    config = config_of(root)
+    stepper = stepper_of(config)
+    layer = stepper.model.get_submodule("base_model.model.model.layers.1")
+    layer.mlp = nn.Sequential(layer.get_submodule("mlp"), _Between())
+    found = failed_operation(stepper, next(steps_of(config)))
+    assert found is not None
+    assert "_BadGradientBackward" in found
+    assert "_BadGradient.apply(value)" in found
+    assert failed_operation(stepper_of(config), next(steps_of(config))) is None
+
+
+def test_debugging_tells_of_every_layer_in_every_step(root: Path) -> None:
+    run = run_of(root, "debugged", model="poisoned", stability={"on_nonfinite": "skip", "debug": True})
+    events = train_here(run)
+    told = [event for event in events if event["kind"] == "train.groups"]
+    assert [event["step"] for event in told] == [1, 2, 3, 4, 5]
+    norms = values(events, "train.step", "grad_norm")
+    for event, norm in zip(told, norms, strict=True):
+        assert event["groups"].keys() == {"layers.0", "layers.1"}
+        found = math.fsum(float(group["grad_norm"]) ** 2 for group in event["groups"].values()) ** 0.5
+        assert found == pytest.approx(float(norm), rel=1e-6, nan_ok=True)
+    (incident,) = run.incidents.glob("*.json")
+    assert "operation" in json.loads(incident.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("model.layers.3.mlp.up_proj.weight", "layers.3"),
+        ("base_model.model.model.layers.11.self_attn.q_proj.lora_A.default.weight", "layers.11"),
+        ("transformer.h.0.attn.c_attn.bias", "h.0"),
+        ("lm_head.weight", "lm_head"),
+        ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head"),
+        ("model.embed_tokens.weight", "embed_tokens"),
+    ],
+)
+def test_parameters_belong_to_layers_or_parts(name: str, group: str) -> None:
+    assert group_of(name) == group
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full", "offload"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pantheraml.engine.parallelize import shared_batch_norm
+from pantheraml.engine.parallelize import shared_batch_norm, static_graph_allowed
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 
@@ -24,3 +24,11 @@ def test_batch_norm_is_shared_if_it_is_wanted_and_possible(wanted: bool, device:
     made = shared_batch_norm(model, World(rank=0, size=2, device=torch.device(device)), MultiGPUConfig(sync_bn=wanted))
     assert isinstance(made, nn.Sequential)
     assert type(made[1]) is kind
+
+
+def test_a_variable_forbids_the_static_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNSLOTH_DISABLE_DDP_STATIC_GRAPH", raising=False)
+    assert static_graph_allowed(MultiGPUConfig())
+    assert not static_graph_allowed(MultiGPUConfig(static_graph=False))
+    monkeypatch.setenv("UNSLOTH_DISABLE_DDP_STATIC_GRAPH", "1")
+    assert not static_graph_allowed(MultiGPUConfig())

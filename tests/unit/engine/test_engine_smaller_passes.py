@@ -77,6 +77,8 @@ def test_a_resumed_run_remembers(root: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_one_sequence_that_does_not_fit_ends_the_run_with_advice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(root, "none", 8)
     room_for(0, monkeypatch)
-    with pytest.raises(OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError) as caught:
         train_here(run)
+    assert "train.activation_checkpointing" in (caught.value.todo or "")
+    assert "micro_batch_size" not in (caught.value.todo or ""), "that is at its end"
     assert len(values(read_events(run.path), "warning", "message")) == 3

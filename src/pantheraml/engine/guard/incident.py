@@ -1,7 +1,6 @@
-"""What went wrong in a step that was not finite: its passes are run once more, with every module watched.
+"""What goes wrong in a step that is not finite, time and again: its passes are run with every module watched.
 
-The first tensor that is not finite is named, forward before backward, with the rank and the samples it came from. A
-replay that finds nothing means that the fault was not in the model or the data: it passed (a bit that flipped, a race).
+The first tensor that is not finite is named, forward before backward, with the rank and the samples it came from.
 Findings and what it takes to reproduce them go to `incidents/step-N.json`.
 """
 
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pantheraml.base.errors import StorageError
+from pantheraml.base.errors import RunDirectoryError, StorageError
 from pantheraml.base.folders import write_text
 from pantheraml.engine.feed import StepBatches
 from pantheraml.parallel.process_group import World
 
-VERSION = 1
+VERSION = 2
 
 WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What can hold values that are not finite, and be asked for them."""
@@ -85,6 +85,25 @@ def investigate(stepper: Watched, batches: StepBatches) -> list[Finding]:
     return [finding for findings in everyone for finding in findings]
 
 
+def failed_operation(stepper: Watched, batches: StepBatches) -> str | None:
+    """The operation whose backward pass gave NaN, and the line that called it, as torch's anomaly mode tells them.
+
+    None if there is none, and with several processes: torch tells by an error, for which the others would not wait.
+    """
+    if stepper.world.size > 1:
+        return None
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            stepper.replay(batches)
+        except RuntimeError as err:
+            if "returned nan values" not in str(err):
+                raise
+            traces = [str(warning.message) for warning in told if "Traceback of forward call" in str(warning.message)]
+            return "\n".join([str(err), *traces])
+    return None
+
+
 def culprit(findings: Sequence[Finding]) -> Finding | None:
     """The finding that explains the others: ranks share gradients, so that of a forward pass comes before those."""
     return min(findings, key=lambda finding: (finding.phase != "forward", finding.module is None), default=None)
@@ -96,7 +115,6 @@ def write_incident(path: Path, step: int, findings: Sequence[Finding], context: 
         "version": VERSION,
         "step": step,
         **context,
-        "persistent": bool(findings),
         "findings": [asdict(finding) for finding in findings],
     }
     try:
@@ -104,6 +122,19 @@ def write_incident(path: Path, step: int, findings: Sequence[Finding], context: 
     except OSError as err:
         raise StorageError(f"The folder for incidents cannot be made: {err.strerror}.", where=str(path.parent)) from err
     write_text(path, json.dumps(_as_json(content), indent=1))
+
+
+def read_incident(path: Path) -> tuple[dict[str, Any], list[Finding]]:
+    """What was written, and the findings in it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise RunDirectoryError(f"The incident {path} cannot be read: {err}.") from err
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise RunDirectoryError(
+            f"{path} is no incident that this version can read.", todo="Use the version that trained the run."
+        )
+    return content, [Finding(**finding) for finding in content["findings"]]
 
 
 class _Watch:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pantheraml.engine.guard.clipping import build_clipping
+from pantheraml.engine.guard.groups import GroupNorms
 from pantheraml.engine.guard.norms import Spread
 from pantheraml.engine.guard.policy import Policy
 from pantheraml.engine.guard.updates import UpdateRatio
@@ -18,6 +19,7 @@ class Guard:
         self.policy = Policy(config.stability)
         self.clipping = build_clipping(config.stability, config.train.max_grad_norm, spread)
         self.updates = UpdateRatio(config.stability.update_ratio_every, spread)
+        self.groups = GroupNorms(1 if config.stability.debug else config.stability.group_norms_every, spread)
 
     def to_state(self) -> dict[str, Any]:
         """Plain values, the same on all ranks, that know nothing of how the model is spread. A collective."""

@@ -35,6 +35,10 @@ class MovingStatistics:
             return math.inf if above > 0 else 0.0
         return above / self.spread
 
+    def limit(self, score: float) -> float:
+        """The value of that score; infinite as long as too little is known."""
+        return self.mean + score * self.spread if self.ready else math.inf
+
     def add(self, value: float) -> None:
         self._count += 1
         keep = self._decay if self._count > self._warmup else 1 - 1 / self._count

@@ -6,16 +6,21 @@ Every rank computes the verdict from the same gathered numbers, so they cannot d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-Action = Literal["step", "zero", "skip", "stop"]
-"""zero: take the step, with 0 in place of gradient values that are not finite."""
+from pantheraml.parallel.local import NamedParameters
 
-Anomaly = Literal["overflow", "nonfinite", "spike"]
-"""overflow: of fp16's loss scale, which is in order now and then."""
+Action = Literal["step", "retry", "zero", "skip", "roll_back", "stop"]
+"""retry: run the step's passes once more; zero: take the step, with 0 in place of values that are not finite;
+roll_back: skip it, and go on with the weights of an older checkpoint."""
+
+Anomaly = Literal["overflow", "nonfinite", "spike", "jump", "left_out"]
+"""overflow: of fp16's loss scale, which is in order now and then; jump: of the gradient norm; left_out: some ranks'
+gradients were not finite, and did not enter."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class StepNumbers:
     stop_requested: bool
     update_ratio: float | None = None
     """Norm of the last measured update over that of the weights; None if none was measured since the step before."""
+    left_out: tuple[int, ...] = ()
+    """Ranks whose gradient was not finite and did not enter."""
 
     @property
     def loss(self) -> float:
@@ -48,8 +55,18 @@ class Verdict:
     cause: str
     anomaly: Anomaly | None = None
     """What is wrong with the step; None if nothing is."""
+    rate_factor: float = 1.0
+    """What the schedule's learning rate is multiplied by, from this step on."""
 
 
-def first_nonfinite(named: list[tuple[str, Tensor]]) -> str | None:
+def worst_gradient(parts: NamedParameters, anomaly: Anomaly | None) -> str | None:
+    """The tensor that an anomaly shows in, on this rank: the first that is not finite or, for a jump, the largest."""
+    gradients = [(name, part.grad) for name, part in parts if part.grad is not None and part.grad.numel() > 0]
+    if anomaly == "jump" and gradients:
+        return max(gradients, key=lambda named: float(named[1].abs().max()))[0]
+    return first_nonfinite(gradients)
+
+
+def first_nonfinite(named: Sequence[tuple[str, Tensor]]) -> str | None:
     """The first tensor (in model order) that holds NaN or infinity, by name."""
     return next((name for name, tensor in named if not bool(tensor.isfinite().all())), None)

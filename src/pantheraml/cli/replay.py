@@ -1,0 +1,87 @@
+"""`pantheraml replay INCIDENT`: a step that went wrong, run once more under watch, beside what was recorded of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pantheraml.specs.run_dir import RunDir
+    from pantheraml.specs.tasks import ReplayResult
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="run a step that went wrong once more, and say where",
+        description="Run the step of an incident again in one process, with every module watched, and compare what is"
+        " found with what was recorded.",
+    )
+    parser.add_argument("incident", metavar="INCIDENT", help="RUN_DIR/incidents/step-N.json")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], help="where to run it (default: where the run was)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.base.errors import TrainingError
+
+    result = replay(Path(arguments.incident), arguments.device, quiet=arguments.json)
+    if arguments.json:
+        print(result.model_dump_json(indent=1))
+    else:
+        print(f"step {result.step}: {result.cause}")
+        print(f"recorded: {result.recorded}")
+        print(f"replayed: {result.found} (loss {result.loss}, with {result.weights})")
+    if not result.same:
+        raise TrainingError(
+            "The replay did not find what was recorded.",
+            where=arguments.incident,
+            todo="If the weights or the device are others than then, that may be why; else the fault comes and goes:"
+            " suspect the hardware.",
+        )
+    return 0
+
+
+def replay(incident: Path, device: str | None, *, quiet: bool) -> ReplayResult:
+    from pantheraml.base.errors import RunDirectoryError
+    from pantheraml.cli.execute import Screen, run_request
+    from pantheraml.specs.run_dir import RunDir
+    from pantheraml.specs.tasks import ReplayRequest, ReplayResult
+
+    run = RunDir(incident.absolute().parent.parent)
+    if not incident.is_file() or not run.config_file.is_file():
+        raise RunDirectoryError(
+            f"{incident} is not an incident of a run.",
+            todo="Give a file that a run has written to its folder: RUN_DIR/incidents/step-N.json.",
+        )
+    plan = _plan(run, device)
+    request = ReplayRequest(run_dir=run.path, incident=incident.absolute(), plan=plan)
+    result: ReplayResult = run_request(
+        "replay",
+        request,
+        plan=plan,
+        screen=Screen(title=f"replay {incident}", quiet=quiet),
+        answer=lambda folder: ReplayResult.model_validate_json((folder / "replay.json").read_text()),
+    )
+    return result
+
+
+def _plan(run: RunDir, device: str | None) -> Any:
+    """As the run's, for one process whose modules can be watched."""
+    from pantheraml.devices.probe import probe
+    from pantheraml.planner.choose import choose
+    from pantheraml.specs.multi_gpu import MultiGPUConfig
+
+    config, was = run.config(), run.plan()
+    here = device or was.device
+    one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if here != "cpu" else None)
+    watched = config.train.model_copy(update={"cuda_graph": "off", "compile": "off"})
+    changes: dict[str, Any] = {"device": here, "parallel": one, "train": watched}
+    if here != was.device:
+        changes["model"] = config.model.model_copy(update={"precision": "auto"})
+    plan = choose(config.model_copy(update=changes), probe())
+    return plan.model_copy(update={"micro_batch_size": was.micro_batch_size})

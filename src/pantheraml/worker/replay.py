@@ -1,0 +1,90 @@
+"""Task `replay`: the step of an incident once more, in one process, with every module watched.
+
+It has the samples of the step in the micro-batches of then and, where the incident kept them, the weights and random
+numbers too; else the weights of the checkpoint before, or those that the run began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pantheraml.base.events import EventWriter, silent
+from pantheraml.base.folders import write_text
+from pantheraml.checkpoint.store import CheckpointStore
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.engine.feed import StepBatches, read_batch
+from pantheraml.engine.guard.incident import Finding, culprit, investigate, read_incident
+from pantheraml.engine.judge import PASSED
+from pantheraml.engine.state import load_weights
+from pantheraml.engine.step import Stepper
+from pantheraml.engine.step_state import load_step_state
+from pantheraml.parallel.process_group import World, open_world
+from pantheraml.parallel.shard_batch import shards
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.tasks import ReplayRequest, ReplayResult
+from pantheraml.worker.train import build_model, open_data
+
+NOTHING = "nothing was found when the step was watched"
+
+
+def replay_task(folder: Path, events: EventWriter) -> None:
+    request = ReplayRequest.read(folder)
+    with open_world(request.plan, timeout_seconds=60) as world:
+        write_text(folder / "replay.json", replayed(request, world).model_dump_json(indent=1))
+
+
+def replayed(request: ReplayRequest, world: World) -> ReplayResult:
+    run = RunDir(request.run_dir)
+    config = run.config()
+    incident, recorded = read_incident(request.incident)
+    dataset, _ = open_data(run)
+    stepper = Stepper(build_model(config, request.plan, world, silent), config, world, request.plan)
+    stepper.model.train()
+    weights = _load_weights(stepper, run, request.incident, incident)
+    batches = _batches(dataset, incident, world)
+    report = stepper.backward(batches, stop_requested=False)
+    then, now = culprit(recorded), culprit(investigate(stepper, batches))
+    passed = not incident["persistent"]
+    return ReplayResult(
+        step=incident["step"],
+        cause=incident["verdict"]["cause"],
+        recorded=str(then) if then is not None else PASSED if passed else NOTHING,
+        found=str(now) if now is not None else NOTHING,
+        weights=weights,
+        loss=f"{report.numbers.loss:.6g}",
+        same=_same(then, now) and (now is not None or report.numbers.finite == passed),
+    )
+
+
+def _load_weights(stepper: Stepper, run: RunDir, path: Path, incident: Mapping[str, Any]) -> str:
+    """The nearest to those that the step began from; which they are."""
+    if incident["kept"] is not None:
+        load_step_state(path.with_name(incident["kept"]), stepper)
+        return "the weights of that step"
+    store, before = CheckpointStore(run.checkpoints), incident["step"] - 1
+    older = [step for step in store.steps() if step <= before]
+    if not older:
+        return "the weights that the run began with"
+    load_weights(stepper, store.load(older[-1]))
+    return "the weights of that step" if older[-1] == before else f"the weights of step {older[-1]}"
+
+
+def _batches(dataset: TokenDataset, incident: Mapping[str, Any], world: World) -> StepBatches:
+    """Those of all ranks of then, one after another."""
+    ids = np.array(incident["samples"], dtype=np.int64)
+    ranks = ParallelDims.model_validate(incident["dims"]).data
+    parts = [part for own in shards(ids, ranks, micro_batch=incident["micro_batch_size"]) for part in own]
+    micro_batches = [read_batch(dataset, part, world) for part in parts]
+    return StepBatches(ids, int(dataset.target_tokens(ids).sum()), micro_batches, parts)
+
+
+def _same(then: Finding | None, now: Finding | None) -> bool:
+    if then is None or now is None:
+        return then is now
+    where = [(finding.phase, finding.module, finding.tensor) for finding in (then, now)]
+    return where[0] == where[1] and bool(set(then.samples) & set(now.samples))

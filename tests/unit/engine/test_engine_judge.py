@@ -1,0 +1,172 @@
+"""Bad steps are run once more: a fault that passes leaves no trace in the result, one that stays is told apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.prepare import prepare
+from pantheraml.engine.feed import Feed
+from pantheraml.engine.guard.verdict import Verdict
+from pantheraml.engine.judge import Judge
+from pantheraml.engine.step import Stepper
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.parallel.process_group import World
+from pantheraml.specs.faults import fail_at
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import build_model
+from tests import toy
+from tests.harness import make_plan, make_run, merged, silent, train_here, values
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+FLIPPED = 2.0**16
+"""What a flipped bit of its exponent may multiply a value with."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judge")
+    toy.write_llama(folder / "model")
+    toy.write_jsonl(folder / "data.jsonl", toy.arithmetic(40))
+    return folder
+
+
+def config_of(root: Path, **changes: Any) -> TrainConfig:
+    base = {
+        "model": {"path": str(root / "model")},
+        "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
+        "method": {"kind": "lora", "rank": 4, "dropout": 0.2},
+        "train": {"global_batch_size": 4, "max_steps": 5, "learning_rate": 5e-3},
+    }
+    faults = changes.pop("faults", [])
+    return TrainConfig.model_validate({**merged(base, changes), "faults": faults})
+
+
+def run_of(root: Path, name: str, **changes: Any) -> RunDir:
+    config = config_of(root, **changes)
+    return make_run(root / name, config, make_plan(config, micro=2))
+
+
+def same_adapter(one: RunDir, other: RunDir) -> bool:
+    ours, theirs = (load_file(run.path / "adapter" / "adapter_model.safetensors") for run in (one, other))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_run_with_transient_faults_ends_as_one_without(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANTHERAML_FAULTS", "1")
+    stability = {"update_ratio_every": 1}
+    faults = [fail_at(0, 2, "nan"), fail_at(0, 3, "bit_flip"), fail_at(0, 5, "nan")]
+    disturbed = run_of(root, "disturbed", stability=stability, faults=faults)
+    undisturbed = run_of(root, "undisturbed", stability=stability)
+    events, expected = train_here(disturbed), train_here(undisturbed)
+    for field in ("loss", "grad_norm", "update_ratio"):
+        assert values(events, "train.step", field) == values(expected, "train.step", field)
+    assert same_adapter(disturbed, undisturbed)
+    assert values(events, "verdict", "step") == [2, 3, 5]
+    assert values(events, "verdict", "action") == ["retry"] * 3
+    assert values(events, "verdict", "transient") == [True] * 3
+    assert all(values(events, "verdict", "tensor")), "the gradient that showed it is named"
+    for path in values(events, "incident", "path"):
+        written = json.loads((disturbed.path / path).read_text())
+        assert not written["persistent"]
+        assert written["findings"] == []
+        assert written["first_numbers"]["grad_norm"] in ("nan", "inf")
+        assert isinstance(written["numbers"]["grad_norm"], float)
+
+
+class Steps:
+    """Steps under a judge, in this process; the gradient of one tensor may be disturbed."""
+
+    def __init__(self, root: Path, **changes: Any) -> None:
+        config = config_of(root, **changes)
+        plan = make_plan(config, micro=2)
+        torch.manual_seed(0)
+        self.stepper = Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan)
+        self.stepper.model.train()
+        data = TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
+        self.feed = Feed(data, ALONE, seed=0, global_batch=4, micro_batch=2, limit=None)
+        self.events: list[dict[str, Any]] = []
+        self.run = RunDir(root)
+        self.judge = Judge(self.stepper, self.run, self._hear, about={}, keeps=True)
+        self.done = 0
+
+    def _hear(self, kind: str, /, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+    def take(self, *, flips: int = 0, by: float = FLIPPED) -> Verdict:
+        """One step, the first `flips` passes of which are disturbed."""
+        left = [flips * 2]  # a step is two micro-batches
+
+        def flip(gradient: torch.Tensor) -> torch.Tensor:
+            left[0] -= 1
+            return gradient * by if left[0] >= 0 else gradient
+
+        handle = self.stepper.parts[1][1].register_hook(flip)
+        batches = self.feed.step(self.done)
+        report = self.stepper.backward(batches, stop_requested=False)
+        verdict, report = self.judge.judge(self.done + 1, batches, report, checkpoint=None)
+        handle.remove()
+        if verdict.action == "skip":
+            self.stepper.skip(report.numbers)
+        else:
+            self.stepper.apply(report.numbers, 1e-2)
+        self.done += 1
+        return verdict
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([part.detach().flatten() for _, part in self.stepper.parts])
+
+
+def test_a_gradient_norm_that_jumps_is_looked_at_twice(root: Path) -> None:
+    disturbed = Steps(root)
+    with disturbed.feed:
+        assert all(disturbed.take(flips=flips).anomaly is None for flips in [0, 0, 0, 0, 0, 0, 1, 0])
+    undisturbed = Steps(root)
+    with undisturbed.feed:
+        assert all(undisturbed.take().anomaly is None for _ in range(8))
+    (verdict,) = [event for event in disturbed.events if event["kind"] == "verdict"]
+    assert (verdict["anomaly"], verdict["transient"]) == ("jump", True)
+    assert verdict["tensor"] == disturbed.stepper.parts[1][0], "the one whose gradient was disturbed"
+    assert undisturbed.events == []
+    assert torch.equal(disturbed.weights(), undisturbed.weights())
+
+
+@pytest.mark.parametrize(("on_spike", "action"), [("detect", "step"), ("skip", "skip"), ("ignore", "step")])
+def test_a_jump_that_stays_is_met_as_a_spike_is(root: Path, on_spike: str, action: str) -> None:
+    steps = Steps(root, stability={"on_spike": on_spike})
+    with steps.feed:
+        for _ in range(6):
+            steps.take()
+        assert steps.take(flips=2).action == action
+    told = [(event["action"], event["transient"]) for event in steps.events if event["kind"] == "verdict"]
+    assert told == ([] if on_spike == "ignore" else [(action, False)])
+
+
+def test_what_stays_is_not_run_again_step_after_step(root: Path) -> None:
+    steps = Steps(root, stability={"on_nonfinite": "skip"})
+    with steps.feed:
+        assert [steps.take(flips=2, by=torch.nan).action for _ in range(2)] == ["skip", "skip"]
+        assert steps.take().action == "step"
+    assert [event["transient"] for event in steps.events if event["kind"] == "verdict"] == [False, None]
+
+
+def test_under_fp16_a_step_is_run_again_with_gradients_unscaled_once(root: Path) -> None:
+    config = config_of(root)
+    plan = make_plan(config, micro=2, precision="fp16")
+    stepper = Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan)
+    data = TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
+    stepper.scaler.scale(torch.ones(()))  # makes its tensors
+    stepper.scaler.update(8.0)
+    with Feed(data, ALONE, seed=0, global_batch=4, micro_batch=2, limit=None) as feed:
+        batches = feed.step(0)
+    first = stepper.backward(batches, stop_requested=False)
+    second = stepper.backward_again(batches, first)
+    assert second.numbers == first.numbers
+    assert stepper.scaler.get_scale() == 8.0

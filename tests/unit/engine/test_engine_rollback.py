@@ -1,0 +1,120 @@
+"""Rolling back: older weights, newer samples, as often as allowed, and the same again after a resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from pantheraml.base.errors import NonFiniteError
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from tests import toy
+from tests.harness import make_plan, make_run, merged, train_here, values
+
+Straight = tuple[RunDir, list[dict[str, Any]]]
+"""A run that was not stopped, and its events."""
+
+RARE = "~"
+"""A character of one row, whose embedding is infinite."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rollback")
+    toy.write_llama(folder / "model")
+    rows = toy.arithmetic(40)
+    rows[3]["prompt"] += RARE
+    toy.write_jsonl(folder / "data.jsonl", rows)
+    weights = load_file(folder / "model" / "model.safetensors")
+    (token,) = load_tokenizer(config_of(folder).model).encode(RARE)
+    weights["model.embed_tokens.weight"][token] = math.inf
+    save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def config_of(root: Path, **changes: Any) -> TrainConfig:
+    base = {
+        "model": {"path": str(root / "model")},
+        "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
+        "method": {"kind": "lora", "rank": 4, "dropout": 0.1},
+        "train": {"global_batch_size": 4, "max_steps": 12, "learning_rate": 5e-3, "schedule": "constant"},
+        "stability": {"on_nonfinite": "roll_back"},
+        "checkpoint": {"every_steps": 2},
+    }
+    return TrainConfig.model_validate(merged(base, changes))
+
+
+def run_of(root: Path, name: str, **changes: Any) -> RunDir:
+    config = config_of(root, **changes)
+    return make_run(root / name, config, make_plan(config, micro=2))
+
+
+def bad_step(events: list[dict[str, Any]]) -> int:
+    return next(event["step"] for event in events if event["kind"] == "verdict")
+
+
+def same_adapter(one: RunDir, other: RunDir) -> bool:
+    ours, theirs = (load_file(run.path / "adapter" / "adapter_model.safetensors") for run in (one, other))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.fixture(scope="module")
+def straight(root: Path) -> Straight:
+    run = run_of(root, "straight")
+    return run, train_here(run)
+
+
+def test_the_weights_are_those_of_an_older_checkpoint(root: Path, straight: Straight) -> None:
+    _, events = straight
+    at = bad_step(events)
+    to = (at - 2) // 2 * 2
+    assert to > 0, "the seed has the bad sample later than that"
+    assert values(events, "verdict", "action") == ["roll_back"]
+    (told,) = [message for message in values(events, "warning", "message") if "rolled back" in message]
+    assert f"weights of step {to};" in told
+    assert values(events, "train.step", "step") == list(range(1, 13)), "no step is counted twice"
+    just_rolled_back = run_of(root, "just rolled back", train={"max_steps": at})
+    never_went_on = run_of(root, "never went on", train={"max_steps": to})
+    for run in (just_rolled_back, never_went_on):
+        train_here(run)
+    assert same_adapter(just_rolled_back, never_went_on)
+    check_that_it_resumes(just_rolled_back, straight)
+
+
+def test_a_run_that_was_stopped_just_before_resumes_exactly(root: Path, straight: Straight) -> None:
+    before = run_of(root, "before", train={"max_steps": bad_step(straight[1]) - 1})
+    train_here(before)
+    check_that_it_resumes(before, straight)
+
+
+def check_that_it_resumes(run: RunDir, straight: Straight) -> None:
+    """To the same end as the run that was never stopped."""
+    whole, events = straight
+    config = run.config()
+    run.write_config(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 12})}))
+    assert values(train_here(run), "train.step", "loss") == values(events, "train.step", "loss")
+    assert same_adapter(run, whole)
+
+
+def test_roll_backs_are_counted_over_the_whole_run(root: Path) -> None:
+    run = run_of(root, "twice", train={"max_steps": 20}, stability={"max_rollbacks": 1})
+    with pytest.raises(NonFiniteError, match=r"after 1 roll back\(s\)"):
+        train_here(run)  # the second epoch comes to the bad sample again
+
+
+def test_without_a_checkpoint_that_is_old_enough_the_run_stops(root: Path) -> None:
+    run = run_of(root, "too far", stability={"rollback_steps": 100})
+    with pytest.raises(NonFiniteError, match="no checkpoint is old enough to roll back to"):
+        train_here(run)
+
+
+def test_rolling_back_needs_checkpoints(root: Path) -> None:
+    with pytest.raises(ValidationError, match=r"checkpoint\.every_steps"):
+        config_of(root, checkpoint={"every_steps": None})

@@ -1,0 +1,126 @@
+"""Replaying an incident: what was recorded is found again, or it is said that it is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pantheraml.base.errors import NonFiniteError, RunDirectoryError
+from pantheraml.cli.main import main
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.parallel.process_group import World
+from pantheraml.specs.faults import fail_at
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.tasks import ReplayRequest, ReplayResult
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.replay import replayed
+from tests import toy
+from tests.harness import make_plan, make_run, merged, train_here, values
+
+RARE = "~"
+"""A character of one row, whose embedding in the model `poisoned` is infinite."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    rows = toy.arithmetic(24)
+    rows[7]["prompt"] += RARE
+    toy.write_jsonl(folder / "data.jsonl", rows)
+    toy.write_llama(folder / "model")
+    toy.write_llama(folder / "poisoned")
+    weights = load_file(folder / "poisoned" / "model.safetensors")
+    (token,) = load_tokenizer(config_of(folder, "poisoned").model).encode(RARE)
+    weights["model.embed_tokens.weight"][token] = math.inf
+    save_file(weights, folder / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def config_of(root: Path, model: str, **changes: Any) -> TrainConfig:
+    base = {
+        "model": {"path": str(root / model)},
+        "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
+        "method": {"kind": "lora", "rank": 4, "dropout": 0.2},
+        "train": {"global_batch_size": 8, "max_steps": 3, "learning_rate": 5e-3},
+        "stability": {"on_nonfinite": "skip"},
+    }
+    faults = changes.pop("faults", [])
+    return TrainConfig.model_validate({**merged(base, changes), "faults": faults, "device": "cpu"})
+
+
+def run_of(root: Path, name: str, model: str, **changes: Any) -> tuple[RunDir, Path]:
+    """A run with one incident."""
+    config = config_of(root, model, **changes)
+    run = make_run(root / name, config, make_plan(config, micro=2))
+    (incident,) = values(train_here(run), "incident", "path")
+    return run, run.path / incident
+
+
+def replay(run: RunDir, incident: Path) -> ReplayResult:
+    alone = World(rank=0, size=1, device=torch.device("cpu"))
+    return replayed(ReplayRequest(run_dir=run.path, incident=incident, plan=run.plan()), alone)
+
+
+@pytest.fixture(scope="module")
+def persistent(root: Path) -> tuple[RunDir, Path]:
+    return run_of(root, "persistent", "poisoned")
+
+
+def test_what_was_recorded_is_found_again(persistent: tuple[RunDir, Path]) -> None:
+    result = replay(*persistent)
+    assert result.same
+    assert result.found == result.recorded
+    assert "embed_tokens.weight" in result.found
+    assert result.weights == "the weights of that step"
+
+
+def test_something_else_than_was_recorded_is_told(persistent: tuple[RunDir, Path]) -> None:
+    run, path = persistent
+    incident = json.loads(path.read_text())
+    incident["findings"][0]["module"] = "somewhere else"
+    elsewhere = path.with_name("elsewhere.json")
+    elsewhere.write_text(json.dumps(incident))
+    assert not replay(run, elsewhere).same
+
+
+def test_a_full_fine_tune_is_replayed_from_the_weights_there_are(root: Path) -> None:
+    config = config_of(root, "poisoned", method={"kind": "full"}, stability={"on_nonfinite": "stop"})
+    run = make_run(root / "full", config, make_plan(config, micro=2))
+    with pytest.raises(NonFiniteError):
+        train_here(run)
+    (incident,) = run.incidents.glob("*.json")
+    assert json.loads(incident.read_text())["kept"] is None
+    result = replay(run, incident)
+    assert result.same
+    assert result.weights == "the weights that the run began with"
+
+
+def test_a_transient_fault_leaves_a_step_in_which_nothing_is_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANTHERAML_FAULTS", "1")
+    run, incident = run_of(root, "transient", "model", faults=[fail_at(0, 2, "nan")])
+    result = replay(run, incident)
+    assert result.same
+    assert "transient" in result.recorded
+    losses = {event["step"]: event["loss"] for event in events_of(run)}
+    assert float(result.loss) == pytest.approx(losses[2], rel=1e-5), "weights, samples and dropout are those of then"
+
+
+def events_of(run: RunDir) -> list[dict[str, Any]]:
+    lines = (run.path / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == "train.step"]
+
+
+def test_the_command_replays_in_a_worker(persistent: tuple[RunDir, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, incident = persistent
+    assert main(["replay", str(incident), "--json"]) == 0
+    result = ReplayResult.model_validate_json(capsys.readouterr().out)
+    assert result.same
+    elsewhere = incident.with_name("elsewhere.json")
+    assert main(["replay", str(elsewhere)]) == 8
+    assert main(["replay", str(incident.with_name("none.json"))]) == RunDirectoryError.exit_code
