@@ -6,6 +6,7 @@ import hashlib
 import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,29 @@ def test_the_result_is_that_of_an_undisturbed_run(playground: Playground, proces
     assert adapter_hash(playground, killed) == adapter_hash(playground, calm)
 
 
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:
+    """Rank 1 is gone for good, as far as the run may try: one process takes over the whole batch."""
+    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
+    settings = ["train.max_steps=6", "checkpoint.every_steps=2", "checkpoint.background=false", "method.rank=4"]
+    given = [part for setting in settings for part in ("--set", setting)]
+    assert playground.train("runs/one-process", *given).code == 0
+    lost = ["parallel.max_retries=0", "parallel.min_world_size=1", 'faults=["1:4:kill"]']
+    ended = tested.train(
+        "runs/left", *given, "--nproc", "2", *(part for setting in lost for part in ("--set", setting))
+    )
+    assert ended.code == 0, ended
+    assert "with 1 of 2 processes; the global batch, and so the result, stays" in ended.err
+    alone, left = (read_events(playground.root / "runs" / name) for name in ("one-process", "left"))
+    assert values(left, "train.started", "world_size") == [2, 1]
+    assert values(left, "train.started", "first_step") == [1, 3]
+    losses = [
+        dict(zip(values(of, "train.step", "step"), values(of, "train.step", "loss"), strict=True))
+        for of in (left, alone)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.timeout(200)
 def test_a_run_that_may_not_start_again_says_what_happened(playground: Playground) -> None:
     never = ["--set", "parallel.max_retries=0"]
@@ -62,3 +86,4 @@ def test_a_run_that_may_not_start_again_says_what_happened(playground: Playgroun
     assert process.returncode == WorkerKilledError.exit_code, err
     assert "A worker process was killed by SIGKILL" in err
     assert "Traceback" not in err
+    assert json.loads((playground.root / "runs/never/run.json").read_text())["status"] == "crashed"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ class ProcessRank:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int | None = None
+    """How many of them are on this machine; None: nobody said."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,12 @@ def launched_rank() -> ProcessRank | None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         whose, missing = "the launcher", [name for name in names if name not in os.environ]
+        here = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else None
     elif _number("SLURM_STEP_NUM_TASKS", default=1) > 1:
         # srun's own step; a plain batch script sees SLURM_NTASKS and SLURM_PROCID too, but nobody beside it
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
         whose, missing = "Slurm", [name for name in names if name not in os.environ]
+        here = _slurm_tasks_here()
     else:
         return None
     if missing:
@@ -54,7 +59,15 @@ def launched_rank() -> ProcessRank | None:
     rank, local_rank, world_size = (_number(name) for name in names)
     if not 0 <= rank < world_size:
         raise LaunchError(f"{names[0]}={rank} is not a rank of {names[2]}={world_size} processes.")
-    return ProcessRank(rank=rank, local_rank=local_rank, world_size=world_size)
+    return ProcessRank(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=here)
+
+
+def _slurm_tasks_here() -> int | None:
+    """From how Slurm tells the tasks of all nodes, such as 2(x3),1; None where it does not."""
+    node, tasks = os.environ.get("SLURM_NODEID", ""), os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
 def process_rank() -> ProcessRank:
@@ -83,7 +96,10 @@ def store_address() -> StoreAddress:
 
 def rank_variables(place: ProcessRank) -> dict[str, str]:
     """A rank in torchrun's words, for a child that is to be that rank; Slurm has other words."""
-    return {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "WORLD_SIZE": str(place.world_size)}
+    names = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world_size}
+    if place.local_world_size is not None:
+        names["LOCAL_WORLD_SIZE"] = place.local_world_size
+    return {name: str(value) for name, value in names.items()}
 
 
 def _number(name: str, *, default: int | None = None) -> int:
@@ -111,7 +127,13 @@ def relaunch_allowed() -> bool:
     return os.environ.get("PANTHERAML_RELAUNCH", "1") != "0"
 
 
+def static_graph_forbidden() -> bool:
+    """`UNSLOTH_DISABLE_DDP_STATIC_GRAPH=1`, a name that scripts written for Unsloth know."""
+    return os.environ.get("UNSLOTH_DISABLE_DDP_STATIC_GRAPH", "") not in ("", "0")
+
+
 def was_relaunched() -> bool:
+    """Whether this process is a rank that its own command line has started."""
     return "PANTHERAML_RELAUNCHED" in os.environ
 
 
@@ -126,6 +148,16 @@ def cache_root() -> Path:
 def debug_requested() -> bool:
     """`PANTHERAML_DEBUG=1` is the same as `--debug` on every command."""
     return os.environ.get("PANTHERAML_DEBUG", "") not in ("", "0")
+
+
+def faults_allowed() -> bool:
+    """`PANTHERAML_FAULTS=1`: this is a test, and a configuration may ask for failures (`faults`)."""
+    return os.environ.get("PANTHERAML_FAULTS", "") not in ("", "0")
+
+
+def gloo_interface() -> str | None:
+    """The network interface that gloo is told to use; None: it chooses."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
 def visible_cuda_devices() -> str | None:
@@ -146,6 +178,11 @@ def child_environment(**changes: str | None) -> dict[str, str]:
 def set_for_this_process(name: str, value: str) -> None:
     """For libraries that can only be told through the environment; called before they are imported."""
     os.environ[name] = value
+
+
+def suggest_for_this_process(name: str, value: str) -> None:
+    """The same, unless the user has said something else."""
+    os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@
     │   └── UnsupportedModelError    14   the model is fine, but it cannot do what was asked
     ├── DeviceError                   5   a device that is not there or cannot do what was asked
     │   └── OutOfMemoryError         15   the device is there but too small
+    │       └── PassTooLargeError    25   one of several processes ran out of memory; fewer sequences at a time may fit
     ├── LaunchError                   6   worker processes that could not start or meet
     ├── CheckpointError               7   a checkpoint that is damaged, or does not fit this run
     │   ├── StorageError             17   the disk: full, read-only, gone
@@ -20,7 +21,8 @@
     ├── MissingExtraError            10   an optional dependency that was asked for is not installed
     ├── WorkerError                  70   a process met something nobody foresaw (a bug)
     │   └── WorkerKilledError        71   a process was killed (the kernel out of memory, a crash in native code)
-    └── InterruptedRunError         130   stopped by Ctrl-C or SIGTERM; the text says what was saved
+    └── InterruptedRunError         130   stopped by Ctrl-C; the text says what was saved
+        └── PreemptedError          143   stopped by SIGTERM, as schedulers send it; likewise
 
 An error says what happened, where, and what to do next. The command line prints just that and exits with the number
 above; `--debug` adds the traceback. Worker processes send their error to the parent as an event, so the same text
@@ -74,6 +76,10 @@ class DeviceError(PantheraError):
 
 class OutOfMemoryError(DeviceError):
     exit_code = 15
+
+
+class PassTooLargeError(OutOfMemoryError):
+    exit_code = 25
 
 
 class LaunchError(PantheraError):
@@ -130,6 +136,10 @@ class WorkerKilledError(WorkerError):
 
 class InterruptedRunError(PantheraError):
     exit_code = 130
+
+
+class PreemptedError(InterruptedRunError):
+    exit_code = 143
 
 
 def error_classes() -> dict[str, type[PantheraError]]:

@@ -1,9 +1,10 @@
 """The event stream of a run: `events.jsonl`, append-only, one JSON object a line.
 
-Every line has `v` (schema version), `time` (seconds since 1970), `rank`, `kind`, and the fields of its kind, listed in
-`KINDS`. Workers and the launching parent append to the same file; each line goes out in one locked `write`, so lines
-never mix. A line that a crash cut short is closed by the next writer and skipped by readers; nothing else is ever
-rewritten. Progress bar, `run.json`, `report.html` and the sinks read this stream and nothing else.
+Every line has `v` (schema version), `time` (seconds since 1970, by a clock that may be set), `clock` (seconds by the
+machine's clock that only goes forward), `rank`, `kind`, and the fields of its kind, listed in `KINDS`. Workers and the
+launching parent append to the same file; each line goes out in one locked `write`, so lines never mix. A line that a
+crash cut short is closed by the next writer and skipped by readers; nothing else is ever rewritten. Progress bar,
+`run.json`, `report.html` and the sinks read this stream and nothing else.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ Event = dict[str, Any]
 # kind -> the fields that every event of that kind carries (more may be added without a new version)
 KINDS: Mapping[str, frozenset[str]] = {
     "run.started": frozenset({"command", "pantheraml", "output"}),
+    # processes ended and were started again, from the checkpoint of `step` (None: from the beginning)
+    "run.restarted": frozenset({"message", "step", "world_size"}),
     "run.finished": frozenset({"status", "seconds"}),
     "plan.made": frozenset({"plan"}),
     "data.progress": frozenset({"split", "stage", "done", "total", "unit"}),
@@ -42,6 +45,12 @@ KINDS: Mapping[str, frozenset[str]] = {
         {"step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "target_tokens", "seconds"}
         | {"tokens_per_second", "memory_bytes"}
     ),
+    # of each rank in the last step; seconds without waiting for others, None where that is not measured
+    "train.ranks": frozenset({"step", "tokens", "seconds", "memory_bytes"}),
+    # of every rank, now and then: it gets on
+    "heartbeat": frozenset({"step"}),
+    # group of parameters (a layer, say) -> grad_norm and weight_norm, now and then
+    "train.groups": frozenset({"step", "groups"}),
     "train.finished": frozenset({"steps", "stopped_by"}),
     "eval.progress": frozenset({"step", "done", "total"}),
     "eval.done": frozenset({"step", "loss", "perplexity", "target_tokens", "seconds"}),
@@ -67,6 +76,10 @@ class Emit(Protocol):
     def __call__(self, kind: str, /, **fields: Any) -> None: ...
 
 
+def silent(kind: str, /, **fields: Any) -> None:
+    """An `Emit` for those whom nobody listens to."""
+
+
 class EventWriter:
     """Appends events to a run's stream. One per process; safe beside other processes' writers."""
 
@@ -81,7 +94,8 @@ class EventWriter:
     def __call__(self, kind: str, /, **fields: Any) -> None:
         missing = KINDS[kind] - fields.keys()
         assert not missing, f"event {kind} lacks {sorted(missing)}"
-        line = {"v": SCHEMA_VERSION, "time": time.time(), "rank": self._rank, "kind": kind, **fields}
+        times = {"time": time.time(), "clock": round(time.monotonic(), 6)}
+        line = {"v": SCHEMA_VERSION, **times, "rank": self._rank, "kind": kind, **fields}
         data = json.dumps(_finite(line), separators=(",", ":"), default=str).encode() + b"\n"
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -177,6 +191,11 @@ def _parse(raw: bytes) -> Event | None:
 def read_events(run_dir: Path) -> list[Event]:
     """All complete events of a run so far."""
     return list(EventReader(run_dir).poll())
+
+
+def moment(event: Event) -> float:
+    """When it was, for the time between two events of one machine: somebody may set its date meanwhile."""
+    return float(event["clock"] if "clock" in event else event["time"])
 
 
 def number(value: Any) -> float | None:

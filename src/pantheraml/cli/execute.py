@@ -22,6 +22,7 @@ from pantheraml.base.errors import (
     HangError,
     InterruptedRunError,
     PantheraError,
+    PreemptedError,
     RunDirectoryError,
     StorageError,
     WorkerError,
@@ -29,15 +30,17 @@ from pantheraml.base.errors import (
     error_classes,
 )
 from pantheraml.base.events import Event, EventWriter, emit_error
+from pantheraml.cli.restarts import Restarts
 from pantheraml.devices.probe import probe
 from pantheraml.launch import local, ranks
-from pantheraml.launch.stacks import explain_hang
+from pantheraml.launch.stacks import HangWatch, explain_hang
 from pantheraml.planner.choose import choose
 from pantheraml.readers.follow import Follower, Reader
 from pantheraml.readers.progress import ProgressBar
 from pantheraml.readers.report import write_report
 from pantheraml.readers.sinks import open_sink
 from pantheraml.readers.summary import write_run_json
+from pantheraml.specs.faults import check_allowed
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.resume import check_resumable, with_absolute_paths
 from pantheraml.specs.run_dir import CONTENTS, Replacement, RunDir
@@ -60,10 +63,11 @@ def run_training(
     config: TrainConfig, output: Path, *, resume: bool = False, overwrite: bool = False, screen: Screen
 ) -> dict[str, Any]:
     """Train, and return what run.json holds. Raises what stopped the run, after everything was written down."""
-    place = env.launched_rank()
+    check_allowed(config.faults)
+    place = ranks.own_place(config.parallel)
     if place is not None:
         config = ranks.with_world_size(config, place)
-    plan = choose(config, probe())
+    plan = choose(config, probe(), place)
     config = with_absolute_paths(config)
     if place is not None and place.rank > 0:
         ranks.become_worker(output, config, plan, place)
@@ -83,13 +87,14 @@ def run_training(
                 emit("warning", message=f"the run goes on although {change}, as --allow-change says")
             with _written_down(run, config, emit, leg):
                 if place is None:
-                    _run_task("prepare", run, None, config, stops, leg)
-                    replacement.commit()
-                    _train(run, plan, config, stops, leg, emit)
+                    if plan.world_size > 1:
+                        _run_task("prepare", run, None, config, stops, leg)
+                        replacement.commit()
+                    _train(run, plan, config, stops, leg, emit, replacement)
                 else:
                     _run_rank(run, plan, config, place, stops, leg, replacement)
                 if leg.stopped_by == "request":
-                    raise _stopped(run)
+                    raise _stopped(run, stops)
     return write_run_json(output)
 
 
@@ -104,13 +109,15 @@ def _refuse_inputs_inside(run: RunDir, config: TrainConfig, *, overwrite: bool) 
             )
 
 
-def _stopped(run: RunDir) -> InterruptedRunError:
+def _stopped(run: RunDir, stops: local.StopRequests) -> InterruptedRunError:
     step = run.last_checkpoint()
     saved = "no checkpoint was saved" if step is None else f"the checkpoint of step {step} is saved"
     again = (
         f"Continue with: pantheraml resume {shlex.quote(str(run.path))}" if step else "Start it again when you like."
     )
-    return InterruptedRunError(f"Stopped on request; {saved}.", where=str(run.path), todo=again)
+    if stops.interrupted:
+        return InterruptedRunError(f"Stopped on request; {saved}.", where=str(run.path), todo=again)
+    return PreemptedError(f"Stopped by SIGTERM, as schedulers send it; {saved}.", where=str(run.path), todo=again)
 
 
 @contextlib.contextmanager
@@ -121,11 +128,13 @@ def _written_down(run: RunDir, config: TrainConfig, emit: EventWriter, leg: _Leg
         yield
         status = "succeeded"
     except PantheraError as err:
-        if isinstance(err, InterruptedRunError):
+        if isinstance(err, PreemptedError):
+            status = "preempted"
+        elif isinstance(err, InterruptedRunError):
             status = "stopped"
         else:
             status = "crashed" if isinstance(err, WorkerError) else "failed"
-            if not leg.errors:
+            if all(event["what"] != err.what for event in leg.errors):
                 emit_error(emit, err)
         raise
     finally:
@@ -192,36 +201,70 @@ def run_request(
 
 
 def _train(
-    run: RunDir, plan: Plan, config: TrainConfig, stops: local.StopRequests, leg: _Leg, emit: EventWriter
+    run: RunDir,
+    plan: Plan,
+    config: TrainConfig,
+    stops: local.StopRequests,
+    leg: _Leg,
+    emit: EventWriter,
+    replacement: Replacement,
 ) -> None:
-    """To the end, starting again from the last checkpoint when a process was killed: `max_retries` times in a row, and
-    anew after each checkpoint that was reached since."""
-    deaths, reached = 0, run.last_checkpoint()
+    """To the end, starting the processes again where `Restarts` says so. A single process prepares the data itself."""
+    restarts = Restarts(run, config, plan)
+    task = "start" if plan.world_size == 1 else "train"
     while True:
-        shutil.rmtree(run.stacks, ignore_errors=True)  # those of an earlier start
         try:
-            _run_task("train", run, plan, config, stops, leg)
+            _run_task(task, run, plan, config, stops, leg, on_training=replacement.commit)
             return
-        except WorkerKilledError as err:
-            newest = run.last_checkpoint()
-            deaths = 1 if newest != reached else deaths + 1
-            reached = newest
-            if stops.count or deaths > config.parallel.max_retries:
+        except PantheraError as err:
+            following = None if stops.count else restarts.after(err)
+            if following is None:
                 raise
-            start = "the beginning" if newest is None else f"step {newest}"
-            number = f"start {deaths} of {config.parallel.max_retries} without a new checkpoint"
-            emit("warning", message=f"{err.what} The run goes on from {start} ({number}).")
+            emit(
+                "run.restarted",
+                message=following.told,
+                step=run.last_checkpoint(),
+                world_size=following.plan.world_size,
+            )
+            if following.plan != plan:
+                plan = following.plan
+                run.write_plan(plan)
+                emit("plan.made", plan=plan.model_dump(mode="json"))
             leg.forgive()
+            task = "train" if leg.training else task
 
 
 def _run_task(
-    task: str, run: RunDir, plan: Plan | None, config: TrainConfig, stops: local.StopRequests, leg: _Leg
+    task: str,
+    run: RunDir,
+    plan: Plan | None,
+    config: TrainConfig,
+    stops: local.StopRequests,
+    leg: _Leg,
+    *,
+    on_training: Callable[[], None] = lambda: None,
 ) -> None:
     """Processes that this one starts: a single one, or, with a plan, one per device."""
-    command = local.command_for(task, run.path, plan)
-    environment = local.worker_environment(plan, grace_seconds=config.parallel.grace_seconds)
-    ask_to_stop = run.stop_file.touch if plan is not None else None
-    _supervise(run, leg, stops, command=command, environment=environment, ask_to_stop=ask_to_stop, config=config)
+
+    def ask_to_stop() -> None:
+        if not leg.training:  # there is nothing to save yet, nor anybody who would look at the file
+            raise _stopped(run, stops)
+        run.stop_file.touch()
+
+    def tick() -> None:
+        if leg.training:
+            on_training()
+
+    _supervise(
+        run,
+        leg,
+        stops,
+        command=local.command_for(task, run.path, plan),
+        environment=local.worker_environment(plan, grace_seconds=config.parallel.grace_seconds),
+        ask_to_stop=ask_to_stop if plan is not None else None,
+        config=config,
+        on_tick=tick,
+    )
 
 
 def _run_rank(
@@ -265,9 +308,14 @@ def _supervise(
     log = run.path / local.LOG_FILE
     log_from = log.stat().st_size if log.exists() else 0
 
+    shutil.rmtree(run.stacks, ignore_errors=True)  # those of an earlier start
+    hang = HangWatch(run.stacks, timeout_seconds=config.parallel.timeout_seconds)
+
     def tick() -> None:
         leg.poll()
         on_tick()
+        if hang.is_over():
+            raise _hang_error(run)
 
     status = local.run_workers(
         command,
@@ -279,8 +327,15 @@ def _supervise(
         on_tick=tick,
     )
     leg.poll()
-    if stops.count and status and not leg.foreseen:
-        raise _stopped(run)
+    if not run.path.is_dir():
+        raise StorageError(
+            "The run folder is gone, and with it what the run would have said.",
+            where=str(run.path),
+            todo="Bring it back (was a disk unmounted, or the folder moved?) and resume, or start the run again.",
+        )
+    # whoever asked: the workers may have heard of it, or the agent between, and not this process
+    if (stops.count or leg.stopped_by == "request") and status and not leg.foreseen:
+        raise _stopped(run, stops)
     leg.raise_for(run.path, status, log_from=log_from)
 
 
@@ -291,6 +346,8 @@ class _Leg:
         self._follower = follower
         self.errors: list[Event] = []
         self.stopped_by: str | None = None
+        self.training = False
+        """Data and model are there, and steps are taken."""
 
     @property
     def foreseen(self) -> list[Event]:
@@ -301,6 +358,8 @@ class _Leg:
         for event in self._follower.poll():
             if event["kind"] == "error":
                 self.errors.append(event)
+            elif event["kind"] == "train.started":
+                self.training = True
             elif event["kind"] == "train.finished":
                 self.stopped_by = event["stopped_by"]
 
@@ -321,14 +380,8 @@ class _Leg:
         if death is not None:
             tail = local.log_tail(folder, lines=8, begin=log_from)
             raise WorkerKilledError(death, where=str(folder / local.LOG_FILE), todo=f"The log ends with:\n{tail}")
-        hang = explain_hang(RunDir(folder).stacks)
-        if hang is not None and status != 0:
-            raise HangError(
-                hang,
-                where=str(RunDir(folder).stacks),
-                todo="The stacks of every rank are there. `pantheraml resume` continues from the last checkpoint; raise"
-                " parallel.timeout_seconds if the rank is only slow.",
-            )
+        if status != 0 and explain_hang(RunDir(folder).stacks) is not None:
+            raise _hang_error(RunDir(folder))
         if self.errors:
             raise _rebuild(self.errors[0])
         if status != 0:
@@ -338,6 +391,16 @@ class _Leg:
                 where=str(folder / local.LOG_FILE),
                 todo=f"The log ends with:\n{tail}",
             )
+
+
+def _hang_error(run: RunDir) -> HangError:
+    return HangError(
+        explain_hang(run.stacks) or "The run does not get on.",
+        where=str(run.stacks),
+        todo="The stacks of every rank are there. `pantheraml resume` continues from the last checkpoint; raise"
+        " parallel.timeout_seconds if the rank is only slow, or have the run start again by itself with"
+        " parallel.restart_on=[killed,hung].",
+    )
 
 
 def _rebuild(event: Event) -> PantheraError:

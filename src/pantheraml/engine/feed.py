@@ -28,6 +28,8 @@ class StepBatches:
     """At least one: a rank that got no sample computes on one without targets, since its peers meet it in the step."""
     own_samples: list[Ids]
     """Those of each micro-batch, less the ones without targets."""
+    most_at_a_time: int | None = None
+    """How many sequences a micro-batch may have; None: not known."""
 
     @property
     def tokens(self) -> int:
@@ -78,8 +80,8 @@ class Feed:
         return step_samples(self._dataset.fingerprint, self._seed, size, self._global_batch, step, self._limit)
 
     def _make(self, step: int) -> StepBatches:
-        ids, layout = self.samples(step), self._world.layout
-        everyone = shards(ids, layout.dims.data, micro_batch=self._micro_batch, weights=self._weights_at(step))
+        ids, layout, micro_batch = self.samples(step), self._world.layout, self._micro_batch
+        everyone = shards(ids, layout.dims.data, micro_batch=micro_batch, weights=self._weights_at(step))
         mine = everyone[layout.data_rank]
         batches = [read_batch(self._dataset, part, self._world) for part in mine]
         # Ranks that hold parts of each other's weights have to run equally often; others once, to exchange gradients.
@@ -87,7 +89,8 @@ class Feed:
         if len(ids) and len(batches) < wanted:
             idle = read_batch(self._dataset, ids[:1], self._world).without_targets()
             batches += [idle] * (wanted - len(batches))
-        return StepBatches(ids, int(self._dataset.target_tokens(ids).sum()), batches, mine)
+        targets = int(self._dataset.target_tokens(ids).sum())
+        return StepBatches(ids, targets, batches, mine, micro_batch)
 
 
 def read_batch(dataset: TokenDataset, ids: Ids, world: World) -> Batch:

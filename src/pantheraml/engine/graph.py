@@ -60,6 +60,11 @@ class StepGraph:
         recorded.graph.replay()
         return recorded.loss
 
+    @property
+    def is_recorded(self) -> bool:
+        """Gradients stay where they are from now on, until `forget`."""
+        return bool(self._recorded)
+
     def clear_gradients(self) -> None:
         """Zeros where a graph adds to; as always before there is one."""
         if self._recorded:

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from pantheraml.base.errors import DamagedCheckpointError, NonFiniteError, TrainingError
-from pantheraml.base.events import FILE_NAME, Emit
+from pantheraml.base.events import FILE_NAME, Emit, silent
 from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.evaluate import evaluate
+from pantheraml.engine.faults import FaultInjector
 from pantheraml.engine.feed import Feed, StepBatches
-from pantheraml.engine.guard.incident import culprit, investigate, write_incident
 from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.guard.verdict import StepNumbers, Verdict, first_nonfinite
+from pantheraml.engine.guard.verdict import Verdict, first_nonfinite
 from pantheraml.engine.guard.watch import StepWatch
-from pantheraml.engine.out_of_memory import explained_out_of_memory
-from pantheraml.engine.saving import Saver, newest_whole
+from pantheraml.engine.judge import Judge
+from pantheraml.engine.out_of_memory import explained_out_of_memory, pass_too_large
+from pantheraml.engine.saving import Saver, load_whole, newest_whole
 from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
 from pantheraml.engine.step import Stepper, StepReport
@@ -66,6 +68,10 @@ class Job:
     """Of the weights that training began with."""
     emit: Emit
     stop: StopFlag
+    heartbeat: Emit = silent
+    """Where this rank, whichever it is, says that it gets on."""
+    faults: FaultInjector | None = None
+    """Failures that a test asked for."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -108,13 +114,25 @@ class TrainingLoop:
         self._saver = Saver(self.store, job.config.checkpoint, job.stepper.world, job.emit)
         self._saved: int | None = None
         """The step of the newest checkpoint; all ranks know it, also while it is being written."""
-        self._incident: str | None = None
-        """What was found out about the last step that was not finite."""
+        about = {
+            "identity": job.identity,
+            "dims": job.plan.dims.model_dump(),
+            "precision": job.plan.precision,
+        }
+        self._judge = Judge(
+            job.stepper,
+            RunDir(job.run_dir),
+            job.emit,
+            about=about,
+            keeps=job.config.method.kind != "full",
+            debug=job.config.stability.debug,
+        )
         self._unreported = _Work()
         self._watch = StepWatch(
             RunDir(job.run_dir).stacks,
             rank=job.stepper.world.rank,
             timeout_seconds=job.config.parallel.timeout_seconds,
+            heartbeat=lambda: job.heartbeat("heartbeat", step=self.progress.step),
         )
         parallel, ranks = job.config.parallel, job.plan.dims.data
         adapts = parallel.batch_shares == "adaptive" and ranks > 1
@@ -137,6 +155,8 @@ class TrainingLoop:
 
     def run(self) -> StoppedBy:
         job, total = self.job, self.length.steps
+        if job.plan.fits is not None:
+            self.progress.micro_batch = min(job.plan.fits, self.progress.micro_batch or job.plan.fits)
         job.emit(
             "train.started",
             first_step=self.progress.step + 1,
@@ -146,8 +166,9 @@ class TrainingLoop:
             global_batch_size=job.config.train.global_batch_size,
         )
         job.stepper.model.train()
-        with self._watch, self._saver:
-            with explained_out_of_memory(job.stepper, job.config, job.plan):
+        with self._saver, self._watch, self._beating():
+            with explained_out_of_memory(job.stepper, job.config, self._plan_in_use):
+                self._save_beginning()
                 stopped_by = self._take_steps()
             if self._unreported.last is not None:
                 self._report(*self._unreported.last)
@@ -159,6 +180,24 @@ class TrainingLoop:
         self._use_best_weights(stopped_by)
         job.emit("train.finished", steps=self.progress.step, stopped_by=stopped_by)
         return stopped_by
+
+    def _plan_in_use(self) -> Plan:
+        """With the passes that there are by now."""
+        plan = self.job.plan
+        return plan.model_copy(update={"micro_batch_size": self.progress.micro_batch or plan.micro_batch_size})
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """With every pass this process gets on; a step may have many of them. (Not every stage has embeddings.)"""
+        if self.job.plan.dims.pipeline > 1:
+            yield
+            return
+        embedding: Any = self.job.stepper.model.get_input_embeddings()  # type: ignore[operator]
+        handle = embedding.register_forward_pre_hook(lambda module, args: self._watch.beat())
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _take_steps(self) -> StoppedBy:
         with self._feed() as feed:
@@ -202,23 +241,18 @@ class TrainingLoop:
         begin = time.perf_counter()
         job, stepper, step = self.job, self.job.stepper, self.progress.step
         batches, report = self._backward(feed)
-        scale = stepper.scaler.get_scale() if stepper.scaler.is_enabled() else None
-        policy = stepper.guard.policy
-        known = policy.last_was_nonfinite
-        verdict = policy.decide(report.numbers, loss_scale=scale)
-        rate = learning_rate(job.config.train, step, self.length.steps) * policy.rate_factor
-        if verdict.anomaly is not None:
-            self._report_verdict(verdict, report.numbers, batches)
-        if verdict.anomaly == "nonfinite" and not known:  # the next ones in a row have most likely the same cause
-            self._record_incident(verdict, report.numbers, batches)
+        verdict, report = self._judge.judge(step + 1, batches, report, checkpoint=self._saved)
+        rate = learning_rate(job.config.train, step, self.length.steps) * verdict.rate_factor
         if verdict.action == "stop":
             self._stop_on(verdict)
-        if report.left_out:
-            job.emit("aggregation.left_out", step=step + 1, ranks=list(report.left_out))
+        if report.numbers.left_out:
+            job.emit("aggregation.left_out", step=step + 1, ranks=list(report.numbers.left_out))
         if self._adaptive is not None:
             self._adaptive.observe(step, report.rank_tokens, report.rank_seconds)
-        if verdict.action == "skip":
+        if verdict.action in ("skip", "roll_back"):
             stepper.skip(report.numbers)
+            if verdict.action == "roll_back":
+                self._roll_back(verdict)
         else:
             stepper.check_copies(step + 1)
             stepper.apply(report.numbers, rate, zero_nonfinite=verdict.action == "zero")
@@ -227,18 +261,24 @@ class TrainingLoop:
         return report.numbers.stop_requested
 
     def _backward(self, feed: Feed) -> tuple[StepBatches, StepReport]:
-        """The passes of the next step. One process that runs out of memory takes more passes over fewer sequences,
-        which comes to the same gradient; peers would already be waiting in the middle of the step."""
-        stepper = self.job.stepper
+        """The passes of the next step. A process that runs out of memory takes more passes over fewer sequences, which
+        comes to the same gradient. If peers are waiting for it in the middle of a pass, they all have to end."""
+        job, stepper = self.job, self.job.stepper
         while True:
             batches = feed.step(self.progress.step)
             try:
-                return batches, stepper.backward(batches, stop_requested=self.job.stop.is_raised())
-            except torch.OutOfMemoryError:
-                if feed.micro_batch == 1 or stepper.world.size > 1:
+                with nullcontext() if job.faults is None else job.faults.during(self.progress.step + 1):
+                    report = stepper.backward(batches, stop_requested=job.stop.is_raised())
+                self._heed_peers(report, feed)
+                return batches, report
+            except torch.OutOfMemoryError as err:
+                if feed.micro_batch == 1:
                     raise
+                if stepper.world.size > 1 and stepper.passes.meets_peers:
+                    raise pass_too_large(err, stepper, job.config, job.plan, sequences=feed.micro_batch) from err
             # not in the handler, where the error still holds on to what the passes had computed
             stepper.forget_step()
+            stepper.generators.put_back()
             before = feed.micro_batch
             feed.use_micro_batch((before + 1) // 2)
             self.progress.micro_batch = feed.micro_batch
@@ -246,6 +286,18 @@ class TrainingLoop:
                 "warning",
                 message=f"step {self.progress.step + 1} ran out of memory with {before} sequences at a time and is"
                 f" taken again with {feed.micro_batch}; the global batch, and so the result, stays",
+            )
+
+    def _heed_peers(self, report: StepReport, feed: Feed) -> None:
+        """What one rank has no memory for, none tries again."""
+        fewest = report.most_at_a_time
+        if fewest is not None and fewest < feed.micro_batch:
+            feed.use_micro_batch(fewest)
+            self.progress.micro_batch = fewest
+            self.job.emit(
+                "warning",
+                message=f"some rank ran out of memory in step {self.progress.step + 1} and took it again with {fewest}"
+                " sequences at a time; all do so from now on, and the global batch, and so the result, stays",
             )
 
     def _count_step(self, report: StepReport, rate: float, seconds: float) -> None:
@@ -271,50 +323,36 @@ class TrainingLoop:
             memory_bytes=report.memory_bytes,
             update_ratio=report.numbers.update_ratio,
         )
+        if self.job.config.parallel.enable_multi_gpu_monitoring and len(report.rank_tokens) > 1:
+            self.job.emit(
+                "train.ranks",
+                step=step,
+                tokens=report.rank_tokens,
+                seconds=report.rank_seconds if any(report.rank_seconds) else None,
+                memory_bytes=report.rank_memory_bytes,
+            )
 
-    def _report_verdict(self, verdict: Verdict, numbers: StepNumbers, batches: StepBatches) -> None:
-        gradients = [(name, part.grad) for name, part in self.job.stepper.parts if part.grad is not None]
-        self.job.emit(
-            "verdict",
-            step=self.progress.step + 1,
-            action=verdict.action,
-            cause=verdict.cause,
-            ranks=numbers.bad_ranks,
-            tensor=first_nonfinite(gradients),
-            samples=batches.sample_ids.tolist(),
+    def _roll_back(self, verdict: Verdict) -> None:
+        """Go on, behind the bad step, with the weights and the optimizer of an older checkpoint. A collective."""
+        job, progress, policy = self.job, self.progress, self.job.stepper.guard.policy
+        latest, bad = progress.step - job.config.stability.rollback_steps, progress.step + 1
+        self._saver.finish()
+        job.stepper.world.wait_for_main()
+        checkpoint = newest_whole(
+            self.store,
+            job.stepper.world,
+            job.emit,
+            eligible=lambda step: step <= latest and not any(to < step < at for to, at in progress.undone),
         )
-
-    def _record_incident(self, verdict: Verdict, numbers: StepNumbers, batches: StepBatches) -> None:
-        """Find out where the step went wrong, and write it down. A collective."""
-        job, step = self.job, self.progress.step + 1
-        findings = investigate(job.stepper, batches)
-        first = culprit(findings)
-        path = RunDir(job.run_dir).incidents / f"step-{step}.json"
-        finding = "nothing was found when the step was run again" if first is None else str(first)
-        self._incident = f"{finding}; see {path}"
-        if not job.stepper.world.is_main:
-            return
-        context = {
-            "verdict": asdict(verdict),
-            "numbers": asdict(numbers),
-            "samples": batches.sample_ids.tolist(),
-            "identity": job.identity,
-            "dims": job.plan.dims.model_dump(),
-            "precision": job.plan.precision,
-            "micro_batch_size": job.plan.micro_batch_size,
-            "checkpoint": self._saved,
-        }
-        write_incident(path, step, findings, context)
-        job.emit(
-            "incident",
-            step=step,
-            path=str(path.relative_to(job.run_dir)),
-            finding=finding,
-            rank=first and first.rank,
-            module=first and first.module,
-            tensor=first and first.tensor,
-            samples=first and first.samples,
-        )
+        if checkpoint is None:
+            self._stop_on(replace(verdict, cause=f"{verdict.cause}, and no checkpoint is old enough to roll back to"))
+        else:
+            learnt = policy.to_state()
+            restore(job.stepper, checkpoint, job.identity, allowed=job.config.checkpoint.allow_change)
+            policy.from_state(learnt)  # what was decided stays decided
+            progress.undone.append((checkpoint.step, bad))
+            message = f"rolled back to the weights of step {checkpoint.step}; the samples up to step {bad} are used up"
+            job.emit("warning", message=message)
 
     def _stop_on(self, verdict: Verdict) -> None:
         """The weights are those before the bad step: save them, then end the run with an error."""
@@ -322,7 +360,7 @@ class TrainingLoop:
         if self.progress.step > 0 and self.progress.step != self._saved:
             self._save()
         what = f"Training stopped at step {self.progress.step + 1}: {verdict.cause}."
-        if verdict.anomaly == "spike":
+        if verdict.anomaly in ("spike", "jump"):
             advice = "Lower train.learning_rate or train.max_grad_norm, or set stability.on_spike=skip."
             raise TrainingError(what, todo=f"{advice} {self._kept()}")
         raise self._not_finite(what)
@@ -330,7 +368,8 @@ class TrainingLoop:
     def _not_finite(self, what: str) -> NonFiniteError:
         return NonFiniteError(
             what,
-            where=self._incident or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
+            where=self._judge.incident
+            or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
             todo="Lower train.learning_rate, use model.precision=bf16 or fp32, or set stability.on_nonfinite=skip;"
             f" if it was the first step, check that the model's own weights are finite. {self._kept()}",
         )
@@ -393,8 +432,14 @@ class TrainingLoop:
         self.progress.evals_without_gain += 1
         return False, False
 
+    def _save_beginning(self) -> None:
+        """Where steps may be undone, the first ones, too."""
+        if self._saved is None and self.job.config.stability.rolls_back:
+            self._save()
+
     def _save(self) -> None:
         begin = time.perf_counter()
+        self._watch.pause()  # a disk may take its time
         stepper, step = self.job.stepper, self.progress.step
         self._saver.finish()
         stepper.world.wait_for_main()  # the disk may have taken longer than the ranks' timeout for each other
@@ -404,8 +449,8 @@ class TrainingLoop:
             first = f"first: {broken}" if broken is not None else f"on rank {ranks[0]}"
             raise self._not_finite(f"After step {step} the weights are not finite ({first}); they are not saved.")
         self.progress.shares = None if self._adaptive is None else self._adaptive.to_state()
-        tensors, state = capture(stepper, self.progress, self.job.identity, self._saver.copies)
-        self._saver.start(step, tensors, state, best_step=self.progress.best_step, begin=begin)
+        groups, state = capture(stepper, self.progress, self.job.identity, self._saver.copies)
+        self._saver.start(step, groups, state, best_step=self.progress.best_step, begin=begin)
         self._saved = step
 
     def _use_best_weights(self, stopped_by: StoppedBy) -> None:
@@ -417,7 +462,7 @@ class TrainingLoop:
 
     def _load_best(self, step: int) -> Checkpoint:
         try:
-            return self.store.load(step)
+            return load_whole(self.store, step, self.job.stepper.world)
         except DamagedCheckpointError as err:
             todo = "The last weights are saved: to have them, resume with --set checkpoint.final=last."
             raise DamagedCheckpointError(err.what, where=err.where, todo=todo) from err

@@ -10,6 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from pantheraml.base.errors import CheckpointError
 from pantheraml.engine.adamw import LeanAdamW, Moments
+from pantheraml.engine.adamw_graph import GraphAdamW
 from pantheraml.specs.train import TrainSettings
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -18,7 +19,8 @@ SEPARATOR = "::"
 MOMENTS: Mapping[str, Moments] = {"adamw": "fp32", "adamw_bf16": "bf16", "adamw8bit": "8bit"}
 
 
-def build_optimizer(parameters: NamedParameters, settings: TrainSettings) -> Optimizer:
+def build_optimizer(parameters: NamedParameters, settings: TrainSettings, *, graph: bool = False) -> Optimizer:
+    """`graph`: gradients will stay where they are, for steps to be recorded."""
     decayed = [p for _, p in parameters if p.ndim >= 2]
     plain = [p for _, p in parameters if p.ndim < 2]  # biases and norms: decay would pull them to zero for no reason
     groups = [
@@ -29,6 +31,8 @@ def build_optimizer(parameters: NamedParameters, settings: TrainSettings) -> Opt
     betas = (settings.beta1, settings.beta2)
     moments = MOMENTS[settings.optimizer]
     if moments == "fp32" and all(p.dtype == torch.float32 for _, p in parameters):
+        if graph:
+            return GraphAdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps)
         return AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, fused=True)
     return LeanAdamW(
         groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, moments=moments, seed=settings.seed
@@ -62,7 +66,11 @@ def load_optimizer_tensors(optimizer: Optimizer, parameters: NamedParameters, te
         parameter = by_name[name]
         # fused AdamW counts steps on the device; ours on the host, where reading the count does not wait for the GPU
         keep_on_host = key == "step" and isinstance(optimizer, LeanAdamW)
-        optimizer.state[parameter][key] = tensor.clone() if keep_on_host else tensor.to(parameter.device, copy=True)
+        state = optimizer.state[parameter]
+        if key in state:  # where a recorded step reads it
+            state[key].copy_(tensor)
+        else:
+            state[key] = tensor.clone() if keep_on_host else tensor.to(parameter.device, copy=True)
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -73,7 +81,7 @@ def clip_factor(norm: float, limit: float) -> float:
 def clip(optimizer: Optimizer, parameters: NamedParameters, norm: float, limit: float) -> None:
     """Have the next step see gradients of at most the norm `limit` (0: as they are); `norm` is what they have now."""
     factor = clip_factor(norm, limit)
-    if isinstance(optimizer, LeanAdamW):
+    if isinstance(optimizer, LeanAdamW | GraphAdamW):
         optimizer.gradient_factor = factor
     elif factor < 1:
         torch._foreach_mul_([p.grad for _, p in parameters if p.grad is not None], factor)

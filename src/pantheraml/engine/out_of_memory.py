@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.base.errors import OutOfMemoryError, PassTooLargeError
 from pantheraml.engine.step import Stepper
 from pantheraml.planner.out_of_memory import MemoryUse, Shortage, memory_error
 from pantheraml.specs.plan import Plan
@@ -20,12 +20,13 @@ SIZE = rf"([\d.]+) ({'|'.join(UNITS)})"
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(stepper: Stepper, config: TrainConfig, plan: Plan) -> Iterator[None]:
-    """Turn torch's out-of-memory error inside the block into one that says what to do."""
+def explained_out_of_memory(stepper: Stepper, config: TrainConfig, plan: Callable[[], Plan]) -> Iterator[None]:
+    """Turn torch's out-of-memory error inside the block into one that says what to do. `plan` is as things stand then:
+    with the size of passes that was tried last."""
     try:
         yield
     except torch.OutOfMemoryError as err:
-        raise explain(err, config, plan, stepper) from err
+        raise explain(err, config, plan(), stepper) from err
 
 
 def explain(
@@ -34,6 +35,16 @@ def explain(
     """Without a stepper (the model was still being made) it is not known what the memory is used for."""
     use = None if stepper is None or stepper.world.device.type != "cuda" else memory_use(stepper)
     return memory_error(read_shortage(str(err)), use, config, plan)
+
+
+def pass_too_large(
+    err: torch.OutOfMemoryError, stepper: Stepper, config: TrainConfig, plan: Plan, *, sequences: int
+) -> PassTooLargeError:
+    """For a rank whose peers are in the middle of the step: all of them have to begin anew, with smaller passes."""
+    told = explain(err, config, plan, stepper)
+    where = f"On rank {stepper.world.rank}, with {sequences} sequences at a time,"
+    what = f"{where} {told.what[0].lower()}{told.what[1:]}"
+    return PassTooLargeError(what, where=told.where, todo=told.todo)
 
 
 def read_shortage(message: str) -> Shortage:

@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pantheraml.base import env
 from pantheraml.engine.loss import LossModel
 from pantheraml.engine.passes import Autocast, CopiesPasses, Passes, Peers, WholePasses
 from pantheraml.engine.pipeline_run import PipelineRun
 from pantheraml.models.attention import use_context_parallel
 from pantheraml.models.quantise.packed import constant_buffers, packed_buffers
+from pantheraml.models.unread import read_weights
 from pantheraml.parallel import data, fsdp
 from pantheraml.parallel.aggregate import Finish, attach, nothing_to_finish
 from pantheraml.parallel.layout import Layout
@@ -64,14 +66,16 @@ def parallelize(
     loss_model = LossModel(model)  # looks at the output head, so before anything is cut
     if dims.context > 1:
         use_context_parallel(model, layout.group("context"))
-    if dims.tensor > 1:
-        shard_tensors(model, layout.submesh("tensor"))
-    wrapped: nn.Module = loss_model
     peers: dict[str, Any] = {"parts_of_rows": layout.group("context") if dims.context > 1 else None}
+    if dims.tensor > 1:
+        peers["shared"] = shard_tensors(model, layout.submesh("tensor"), prepare=read_weights)
+    wrapped: nn.Module = loss_model
     mean_over, finish = 1, nothing_to_finish
     if dims.shard > 1:
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        fsdp.shard_parameters(loss_model, layers, _sharding_mesh(layout), packed_buffers=packed_buffers(loss_model))
+        fsdp.shard_parameters(
+            loss_model, layers, _sharding_mesh(layout), packed_buffers=packed_buffers, prepare=read_weights
+        )
         peers["without_sync"] = partial(fsdp.without_sync, loss_model)
     elif dims.tensor > 1:
         peers["sum_over"] = _copies(layout)
@@ -85,6 +89,7 @@ def parallelize(
             leave_out_nonfinite=config.leave_out_nonfinite,
         )
         peers["without_sync"] = partial(data.without_sync, wrapped)
+        peers["last_pass_only"] = dims.context == 1 and not data.sends_buffers(wrapped)
     passes = WholePasses(
         loss_model, wrapped, Peers(**peers), device=world.device, autocast=autocast, graph=traits.graph
     )
@@ -107,7 +112,7 @@ def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast:
 
 def _with_ddp(loss_model: LossModel, world: World, config: MultiGPUConfig, traits: Traits) -> nn.Module:
     static = data.decide_static_graph(
-        allowed=config.static_graph,
+        allowed=static_graph_allowed(config),
         reentrant_checkpointing=data.uses_reentrant_checkpointing(loss_model),
         unused_parameters=config.find_unused_parameters,
         accumulates=traits.accumulates,
@@ -122,6 +127,10 @@ def _with_ddp(loss_model: LossModel, world: World, config: MultiGPUConfig, trait
         group=_copies(world.layout),
         static_graph=static.value,
     )
+
+
+def static_graph_allowed(config: MultiGPUConfig) -> bool:
+    return config.static_graph and not env.static_graph_forbidden()
 
 
 def shared_batch_norm(model: nn.Module, world: World, config: MultiGPUConfig) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pantheraml.data.batch import Batch
 from pantheraml.engine.graph import StepGraph
 from pantheraml.engine.loss import LossModel
+from pantheraml.parallel.borders import SharedGradients
 from pantheraml.parallel.context import cut_sequence
 from pantheraml.parallel.gradient_sum import sum_gradients
 from pantheraml.parallel.split import DataParallelLoss
@@ -28,6 +29,8 @@ Autocast = Callable[[], AbstractContextManager[object]]
 class Passes(Protocol):
     full_logits_reason: str | None
     """Why the loss needs full logits; None if it does not."""
+    meets_peers: bool
+    """Whether the pass that began last exchanges something with peers, who would wait for one that breaks off."""
 
     def backward(self, batches: Sequence[Batch], factor: float) -> Tensor:
         """Add the gradient of `factor` times the summed loss of `batches`; that sum, as far as it was found here."""
@@ -44,6 +47,10 @@ class Peers:
 
     without_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     """Inside, gradients stay local: for all micro-batches of a step but the last."""
+    last_pass_only: bool = False
+    """Passes before the last one of a step exchange nothing at all."""
+    shared: SharedGradients | None = None
+    """Gradients of which every process that computes the same tokens has a share."""
     sum_over: dist.ProcessGroup | None = None
     """Whose gradients are added up after the last backward pass, where no wrapper does so meanwhile."""
     parts_of_rows: dist.ProcessGroup | None = None
@@ -64,7 +71,7 @@ class WholePasses:
         """`wrapped` is what training calls: `loss_model` itself, or what holds it together with that of its peers."""
         self._loss_model, self._wrapped, self._peers = loss_model, wrapped, peers
         self._device, self._autocast = device, autocast
-        self.full_logits_reason = loss_model.full_logits_reason
+        self.full_logits_reason, self.meets_peers = loss_model.full_logits_reason, True
         self._trained = [p for p in loss_model.parameters() if p.requires_grad]
         self.graph = StepGraph(self._run, self._trained, device) if graph else None
 
@@ -72,11 +79,14 @@ class WholePasses:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         last = len(batches) - 1
         for index, batch in enumerate(batches):
+            self.meets_peers = index == last or not self._peers.last_pass_only
             if self.graph is not None:
                 total += self.graph(batch, factor)
                 continue
             with nullcontext() if index == last else self._peers.without_sync():
                 total += self._run(self._own_part(batch), factor)
+        if self._peers.shared is not None:
+            self._peers.shared.add_up()
         if self._peers.sum_over is not None:
             sum_gradients(self._trained, self._peers.sum_over)
         return total
@@ -125,7 +135,7 @@ class CopiesPasses:
     def __init__(
         self, loss_model: LossModel, device_ids: Sequence[int], *, device: torch.device, autocast: Autocast
     ) -> None:
-        self.full_logits_reason = loss_model.full_logits_reason
+        self.full_logits_reason, self.meets_peers = loss_model.full_logits_reason, False
         self._device = device
         self._loss = DataParallelLoss(loss_model, device_ids, autocast)
 

@@ -25,6 +25,7 @@ from pantheraml.models.adapters import parameter_count
 from pantheraml.models.attention import DocumentLayout, uses_document_attention
 from pantheraml.models.families import Head, plain_head
 from pantheraml.models.modes import observed
+from pantheraml.models.unread import read_in_turn, read_weights
 from pantheraml.parallel.gradient_sum import sum_gradients
 from pantheraml.parallel.pipeline import (
     Parts,
@@ -131,14 +132,16 @@ class PipelineRun:
         self._stage_count = self._processes * stages_per_process
         whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         head, reason = plain_head(model)
-        self.full_logits_reason = None if head is not None else reason
+        self.full_logits_reason, self.meets_peers = None if head is not None else reason, True
         parts = find_parts(whole.base_model)
         bodies = _bodies(whole, parts, self._stage_count)
-        self._stream = _proved(whole, parts, bodies, autocast)
+        with read_in_turn(whole):
+            self._stream = _proved(whole, parts, bodies, autocast)
         shared = shared_weight(whole)
         own = range(rank, self._stage_count, self._processes)
         has_last = rank == self._processes - 1
         keep_stages(whole, parts, [bodies[number] for number in own], last=has_last)
+        read_weights(whole)
         self._stages = {number: _stage(whole, head, bodies, number, self._place) for number in own}
         at_end = has_last or rank == 0
         self._shared = shared if at_end and shared is not None and shared.requires_grad else None

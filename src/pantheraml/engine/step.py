@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from pantheraml.engine import optim
+from pantheraml.engine.adamw_graph import GraphAdamW
 from pantheraml.engine.feed import StepBatches
+from pantheraml.engine.guard.generators import Generators
 from pantheraml.engine.guard.norms import Spread
 from pantheraml.engine.guard.state import Guard
 from pantheraml.engine.guard.verdict import StepNumbers, first_nonfinite
@@ -41,11 +43,13 @@ class StepReport:
     """Tokens of the global batch, padding excluded."""
     memory_bytes: int
     """The largest memory of any process: peak allocated on a GPU, resident on a CPU."""
-    left_out: tuple[int, ...]
-    """Ranks whose gradient was not finite and did not enter."""
     rank_tokens: list[float]
     rank_seconds: list[float]
     """Of each rank's own passes, without waiting for others; 0 where that is not measured."""
+    rank_memory_bytes: list[int]
+    """As `memory_bytes`, of each rank."""
+    most_at_a_time: int | None
+    """The fewest sequences of a pass that some rank had to make do with; None: not known."""
 
 
 class Stepper:
@@ -58,7 +62,7 @@ class Stepper:
         traits = Traits(
             graph=plan.cuda_graph,
             compiled=plan.compile,
-            accumulates=plan.micro_batch_size * plan.dims.data < plan.global_batch_size,
+            accumulates=(plan.fits or plan.micro_batch_size) * plan.dims.data < plan.global_batch_size,
         )
         self._parallelised = parallelize(model, world, config.parallel, self.autocast, traits)
         self.passes = self._parallelised.passes
@@ -66,16 +70,19 @@ class Stepper:
         """By name; DTensors where they are cut."""
         self.parts = local_parts(self.parameters)
         """What this process holds of them, which is what the optimizer works on."""
-        self.optimizer = optim.build_optimizer(self.parts, config.train)
+        self.optimizer = optim.build_optimizer(self.parts, config.train, graph=plan.cuda_graph)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self._spread = Spread(self.parameters, self.parts, world.layout, self._parallelised.held_twice)
         self.guard = Guard(config, self._spread)
         self._check_every = config.parallel.check_every
         self._compiled = plan.compile
         self._process = psutil.Process()
-        measured = config.parallel.batch_shares == "adaptive" and world.size > 1
+        wanted = config.parallel.batch_shares == "adaptive" or config.parallel.enable_multi_gpu_monitoring
+        measured = wanted and 1 < world.size == plan.dims.replicate
         self._own_time = OwnTime(self.parameters, world.device) if measured else None
         self._graph = self.passes.graph if isinstance(self.passes, WholePasses) else None
+        self.generators = Generators(model)
+        """What they remember is where they stood before the last passes."""
 
     def autocast(self) -> AbstractContextManager[object]:
         if self.autocast_dtype is None:
@@ -84,24 +91,29 @@ class Stepper:
 
     def backward(self, batches: StepBatches, *, stop_requested: bool) -> StepReport:
         """Gradients of the global batch on every rank, and what all ranks know about them."""
+        self.generators.remember()
         if self._own_time is not None:
             self._own_time.start()
         total, left_out = self._passes(batches)
         self.scaler.unscale_(self.optimizer)
         layout, own_targets = self.world.layout, _targets(batches)
+        memory_bytes, found = self._memory_bytes(), torch.stack([total, self._squares().to(total.device)])
+        # The host waits for the device here, and from here to the update the device waits for the host.
+        loss, own_squares = found.tolist()
         rows = self.world.gather(
             [
-                float(total) if layout.counts_loss else 0.0,
-                float(self._squares()),
+                loss if layout.counts_loss else 0.0,
+                own_squares,
                 float(batches.tokens) if layout.counts_tokens else 0.0,
                 float(own_targets) if layout.counts_tokens else 0.0,
                 float(stop_requested),
-                float(self._memory_bytes()),
+                float(memory_bytes),
                 self._own_time.seconds() if self._own_time is not None else 0.0,
+                float(batches.most_at_a_time or math.inf),
                 *self.guard.updates.take(),
             ]
         )
-        losses, squares, tokens, targets, stops, memory, seconds, update, weights = rows.unbind(dim=1)
+        losses, squares, tokens, targets, stops, memory, seconds, sequences, update, weights = rows.unbind(dim=1)
         # What a rank brought that was left out is neither in the gradient nor in the loss.
         losses[list(left_out)] = 0.0
         numbers = StepNumbers(
@@ -110,8 +122,23 @@ class Stepper:
             target_tokens=batches.target_tokens - int(targets[list(left_out)].sum()),
             stop_requested=bool(stops.any()),
             update_ratio=float((update.sum() / weights.sum()).sqrt()) if weights.any() else None,
+            left_out=left_out,
         )
-        return StepReport(numbers, int(tokens.sum()), int(memory.max()), left_out, tokens.tolist(), seconds.tolist())
+        bytes_of = [int(size) for size in memory]
+        fewest = None if sequences.isinf().all() else int(sequences.min())
+        return StepReport(
+            numbers, int(tokens.sum()), max(bytes_of), tokens.tolist(), seconds.tolist(), bytes_of, fewest
+        )
+
+    def backward_again(self, batches: StepBatches, first: StepReport) -> StepReport:
+        """The same step's passes once more, as if `first` had not been: from the same weights and random numbers, they
+        come to what an undisturbed step does, bit by bit where the device computes so."""
+        self._forget_unscaling()
+        self.clear_gradients()
+        self.generators.put_back()
+        second = self.backward(batches, stop_requested=first.numbers.stop_requested)
+        # what the first pass has read of the step before is not there to be read again
+        return replace(second, numbers=replace(second.numbers, update_ratio=first.numbers.update_ratio))
 
     def _passes(self, batches: StepBatches) -> tuple[Tensor, tuple[int, ...]]:
         """Gradients of the global batch, still times the loss scale; the loss found here, and the ranks left out."""
@@ -126,8 +153,8 @@ class Stepper:
     def replay(self, batches: StepBatches) -> tuple[Tensor, str | None]:
         """Run the passes of a step again, for someone who watches the model: the loss found here, and the first
         parameter whose gradient is not finite. A collective; the gradients and generators stay what they were."""
-        devices = list({part.device for part in self.model.parameters() if part.device.type == "cuda"})
-        with torch.random.fork_rng(devices), self._gradients_aside(), self._in_python():
+        with self.generators.undisturbed(), self._gradients_aside(), self._in_python():
+            self.generators.put_back()
             total, _ = self._passes(batches)
             return total, first_nonfinite([(name, part.grad) for name, part in self.parts if part.grad is not None])
 
@@ -189,8 +216,19 @@ class Stepper:
                 self.scaler.update()
             else:  # the scaler would leave out the step on just those ranks that found a value not finite
                 self.optimizer.step()
-                self.scaler.update(self.scaler.get_scale())
+                self._forget_unscaling()
+        if isinstance(self.optimizer, GraphAdamW) and not self.optimizer.is_recorded and self._gradients_stay:
+            self.optimizer.record()
         self.clear_gradients()
+
+    @property
+    def _gradients_stay(self) -> bool:
+        return self._graph is not None and self._graph.is_recorded
+
+    def _forget_unscaling(self) -> None:
+        """The loss scaler counts this step's gradients as unscaled, once and no more, until it is told of the end."""
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale())
 
     def _zero_nonfinite(self) -> float:
         """The global norm of what is left. A collective, which only a bad step takes."""
@@ -217,6 +255,8 @@ class Stepper:
         """After a step that ran out of memory in its passes: free what it left."""
         if self._graph is not None:
             self._graph.forget()
+        if isinstance(self.optimizer, GraphAdamW):
+            self.optimizer.forget_recording()
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()

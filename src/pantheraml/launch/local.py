@@ -67,14 +67,30 @@ class StopRequests:
     """Counts Ctrl-C and SIGTERM while it is installed."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._received: list[int] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._received)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it began with Ctrl-C, by a person; schedulers send SIGTERM."""
+        return self._received[:1] == [signal.SIGINT]
+
+    @property
+    def urgent(self) -> bool:
+        """Somebody pressed Ctrl-C and does not want to wait for what the first request began. (A second SIGTERM is not
+        meant like that: a scheduler may signal a process both by itself and with its group.)"""
+        return self.count > 1 and signal.SIGINT in self._received[1:]
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """A signal, as Python hands it over."""
+        self._received.append(number)
 
     @contextmanager
     def installed(self) -> Iterator[StopRequests]:
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self.count += 1
-
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
         finally:
@@ -111,8 +127,15 @@ def run_workers(
     try:
         return _watch(process, family, stops, ask_to_stop, grace_seconds, on_tick)
     finally:
-        family.end(grace_seconds if process.returncode is not None else KILL_AFTER_SECONDS)
+        family.end(_parting_seconds(process, stops, grace_seconds))
         process.wait()
+
+
+def _parting_seconds(process: subprocess.Popen[bytes], stops: StopRequests, grace_seconds: float) -> float:
+    """How long those who are left may take: enough to save if their parent died, nothing if somebody is in a hurry."""
+    if process.returncode is not None:
+        return max(grace_seconds, KILL_AFTER_SECONDS)
+    return 0.0 if stops.urgent else KILL_AFTER_SECONDS
 
 
 def _watch(
@@ -136,7 +159,7 @@ def _watch(
                 return 128 + signal.SIGTERM
             ask_to_stop()
             deadline = time.monotonic() + grace_seconds
-        if deadline is not None and (stops.count > 1 or time.monotonic() > deadline):
+        if deadline is not None and (stops.urgent or time.monotonic() > deadline):
             return 128 + signal.SIGKILL
 
 
@@ -168,7 +191,7 @@ class _Family:
         for member in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.terminate()
-        _, alive = psutil.wait_procs(alive, timeout=max(grace_seconds, KILL_AFTER_SECONDS))
+        _, alive = psutil.wait_procs(alive, timeout=grace_seconds)
         for member in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()

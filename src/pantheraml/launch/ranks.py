@@ -17,12 +17,31 @@ from typing import NoReturn
 from pantheraml.base import env
 from pantheraml.base.errors import ConfigError
 from pantheraml.launch.local import worker_environment
+from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
 
 
+def own_place(parallel: MultiGPUConfig) -> env.ProcessRank | None:
+    """Which rank this process is, as its launcher or its own configuration says; None: it is alone."""
+    launched = env.launched_rank()
+    if parallel.rank is None or parallel.local_rank is None or parallel.world_size is None:
+        return launched
+    if launched is not None:
+        if (launched.rank, launched.local_rank) != (parallel.rank, parallel.local_rank):
+            raise ConfigError(
+                f"parallel.rank={parallel.rank} and local_rank={parallel.local_rank} were asked for, but the launcher"
+                f" made this process rank {launched.rank}, local rank {launched.local_rank}.",
+                todo="Leave parallel.rank and parallel.local_rank out.",
+            )
+        return launched
+    if parallel.world_size == 1:
+        return None
+    return env.ProcessRank(parallel.rank, parallel.local_rank, parallel.world_size)
+
+
 def with_world_size(config: TrainConfig, place: env.ProcessRank) -> TrainConfig:
-    """The launcher has decided how many processes there are."""
+    """The launcher has decided how many processes there are; who this one is, is not for the others to know."""
     asked = config.parallel.world_size
     if asked not in (None, place.world_size):
         raise ConfigError(
@@ -30,7 +49,7 @@ def with_world_size(config: TrainConfig, place: env.ProcessRank) -> TrainConfig:
             f" {place.world_size}.",
             todo="Leave --nproc out, or start that many.",
         )
-    parallel = dataclasses.replace(config.parallel, world_size=place.world_size)
+    parallel = dataclasses.replace(config.parallel, world_size=place.world_size, rank=None, local_rank=None)
     return config.model_copy(update={"parallel": parallel})
 
 

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from pantheraml.base.events import Event
+from pantheraml.base.events import Event, moment
 from pantheraml.readers import figures
 
 # A plain line every 5 s at first, later every 2 % of a stage's age: about 100 lines for an hour, 200 for ten.
@@ -30,7 +30,7 @@ LINE_SHARE = 0.02
 
 @dataclass
 class Stage:
-    """A piece of work that is under way; times are the events' own."""
+    """A piece of work that is under way; times are the events' own (`moment`)."""
 
     label: str
     unit: str
@@ -94,6 +94,7 @@ class ProgressBar:
             "verdict": self._verdict,
             "incident": self._incident,
             "notice": lambda event: self._display.line(event["message"], ""),
+            "run.restarted": lambda event: self._display.line(f"warning: {event['message']}", "yellow"),
             "warning": lambda event: self._display.line(f"warning: {event['message']}", "yellow"),
         }
         if title:
@@ -113,7 +114,7 @@ class ProgressBar:
 
     def _update(self, key: str, event: Event, new: Stage, *, done: float, text: str = "") -> None:
         stage = self._stages.setdefault(key, new)
-        stage.done, stage.now, stage.figures = done, event["time"], text
+        stage.done, stage.now, stage.figures = done, moment(event), text
         self._display.show(self._stages.values(), stage)
 
     def _run_started(self, event: Event) -> None:
@@ -122,8 +123,9 @@ class ProgressBar:
     def _plan(self, event: Event) -> None:
         plan = event["plan"]
         processes = "1 process" if plan["world_size"] == 1 else f"{plan['world_size']} processes"
+        frozen = f" over frozen {plan['frozen_weights']} weights" if plan.get("frozen_weights") else ""
         self._done(
-            f"plan: {processes} on {plan['device']}, {plan['precision']}, "
+            f"plan: {processes} on {plan['device']}, {plan['precision']}{frozen}, "
             f"global batch {plan['global_batch_size']} in micro-batches of {plan['micro_batch_size']}"
         )
 
@@ -131,7 +133,7 @@ class ProgressBar:
         key, label = f"data {event['split']}", f"{event['split']} data: {event['stage']}"
         if key in self._stages and self._stages[key].label != label:
             del self._stages[key]
-        new = Stage(label, event["unit"], event["time"], total=event["total"])
+        new = Stage(label, event["unit"], moment(event), total=event["total"])
         self._update(key, event, new, done=event["done"])
 
     def _data_ready(self, event: Event) -> None:
@@ -156,7 +158,7 @@ class ProgressBar:
 
     def _train_started(self, event: Event) -> None:
         done = max(0, event["first_step"] - 1)
-        self._stages["train"] = Stage("training", "steps", event["time"], done, done, event["total_steps"])
+        self._stages["train"] = Stage("training", "steps", moment(event), done, done, event["total_steps"])
 
     def _train_step(self, event: Event) -> None:
         self._last_step = event
@@ -164,7 +166,7 @@ class ProgressBar:
         if self._eval_loss is not None:
             parts.append(f"eval {figures.loss(self._eval_loss)}")
         parts += [f"lr {figures.small(event['learning_rate'])}", _pace(event)]
-        new = Stage("training", "steps", event["time"], event["step"])
+        new = Stage("training", "steps", moment(event), event["step"])
         self._update("train", event, new, done=event["step"], text=" · ".join(parts))
 
     def _train_finished(self, event: Event) -> None:
@@ -179,7 +181,7 @@ class ProgressBar:
         self._done(" · ".join(parts))
 
     def _eval_progress(self, event: Event) -> None:
-        new = Stage("evaluating", "sequences", event["time"], total=event["total"])
+        new = Stage("evaluating", "sequences", moment(event), total=event["total"])
         self._update("eval", event, new, done=event["done"])
 
     def _eval_done(self, event: Event) -> None:
@@ -199,7 +201,7 @@ class ProgressBar:
         self._done(f"{event['form']} saved: {self._output / event['path']}")
 
     def _verify_progress(self, event: Event) -> None:
-        new = Stage("comparing with one process", "modes", event["time"], total=event["total"])
+        new = Stage("comparing with one process", "modes", moment(event), total=event["total"])
         self._update("verify", event, new, done=event["done"])
 
     def _left_out(self, event: Event) -> None:
@@ -209,7 +211,7 @@ class ProgressBar:
         )
 
     def _generate_progress(self, event: Event) -> None:
-        new = Stage("generating", "prompts", event["time"], total=event["total"])
+        new = Stage("generating", "prompts", moment(event), total=event["total"])
         self._update("generate", event, new, done=event["done"])
 
     def _generate_done(self, event: Event) -> None:
@@ -259,7 +261,7 @@ class _LiveDisplay:
                 Text(stage.label, style="bold"),
                 Bar(total=stage.total, completed=stage.done, width=30, pulse=stage.total is None),
                 Text(stage.position()),
-                Text(figures.clock(max(0.0, time.time() - stage.started)), style="dim"),
+                Text(figures.clock(max(0.0, time.monotonic() - stage.started)), style="dim"),
                 Text("" if left is None else f"{figures.clock(left)} left", style="cyan"),
             )
         details = [Text(f"  {stage.figures}", style="dim") for stage in self._stages if stage.figures]

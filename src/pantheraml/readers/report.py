@@ -25,7 +25,7 @@ FILE_NAME = "report.html"
 # A run that warns at every step should not make a page that nobody can open.
 MAX_MESSAGES = 200
 
-_PILLS = {"succeeded": "good", "failed": "bad", "crashed": "bad", "stopped": "warn"}
+_PILLS = {"succeeded": "good", "failed": "bad", "crashed": "bad", "stopped": "warn", "preempted": "warn"}
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _messages(events: Sequence[Event]) -> str:
 
 def _message(event: Event) -> tuple[str, str, str] | None:
     at = datetime.fromtimestamp(event["time"], UTC).strftime("%H:%M:%S")
-    if event["kind"] in ("notice", "warning"):
+    if event["kind"] in ("notice", "warning", "run.restarted"):
         return at, event["kind"], event["message"]
     if event["kind"] == "verdict":
         return at, "verdict", f"step {event['step']}: {event['action']}: {event['cause']}"

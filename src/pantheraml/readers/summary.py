@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import WorkerError
-from pantheraml.base.events import SCHEMA_VERSION, Event, number, read_events
+from pantheraml.base.events import SCHEMA_VERSION, Event, moment, number, read_events
 from pantheraml.base.folders import write_text
 
 FILE_NAME = "run.json"
@@ -24,7 +24,7 @@ FILE_NAME = "run.json"
 # The first steps of a leg compile, allocate and fill caches; they say little about the speed of the rest.
 WARM_UP_STEPS = 3
 
-_ENVELOPE = frozenset({"v", "time", "rank", "kind"})
+_ENVELOPE = frozenset({"v", "time", "clock", "rank", "kind"})
 
 
 @dataclass
@@ -42,10 +42,13 @@ class _Leg:
 
     def take(self, event: Event) -> None:
         kind = event["kind"]
-        self._count_time(kind, event["time"])
+        if event["rank"] == 0:  # others may be on another machine
+            self._count_time(kind, moment(event))
         self.latest[kind] = event
         if kind == "error":
             self.errors.append(event)
+        elif kind == "run.restarted":
+            self.errors.clear()  # what went wrong was got over
         elif kind == "data.ready":
             self.data[event["split"]] = event
         elif kind == "train.step":

@@ -90,6 +90,8 @@ class Plan(Value):
     """One process, and a copy of the model on each of its GPUs for every batch (DataParallel)."""
     split: LayerSplit | None = None
     """One process, and the model's layers spread over its devices; None: all on one."""
+    fits: int | None = None
+    """What `micro_batch_size` came down to in this run, because more ran out of memory; None: it has not."""
 
     def reason(self, name: str) -> str:
         return next(choice.reason for choice in self.choices if choice.name == name)

@@ -15,8 +15,9 @@ from pantheraml.specs.train import TrainConfig
 # when to stop, watch or save; any other change would make it another run.
 MAY_CHANGE = frozenset(
     {
-        *("device", "train.max_steps", "train.epochs", "train.micro_batch_size", "train.activation_checkpointing"),
-        *("train.compile", "train.eval_every_steps", "train.early_stopping_patience", "train.log_every_steps"),
+        *("device", "faults", "train.max_steps", "train.epochs", "train.micro_batch_size"),
+        *("train.activation_checkpointing", "train.compile"),
+        *("train.eval_every_steps", "train.early_stopping_patience", "train.log_every_steps"),
         *("data.path", "data.eval_path", "data.eval_fraction", "data.workers", "data.cache_dir", "data.on_bad_row"),
     }
 )

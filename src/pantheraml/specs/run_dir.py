@@ -26,7 +26,8 @@ LOCK = "run.lock"
 REPLACED = ".replaced"
 CONTENTS = (
     *("config.yaml", "plan.json", "data.json", FILE_NAME, "run.json", "report.html", "worker.log", "stop-requested"),
-    *("checkpoints", "incidents", "stacks", "adapter", "model", "sinks", "tensorboard", "wandb", "mlflow", "trackio"),
+    *("checkpoints", "incidents", "stacks", "faults", "adapter", "model"),
+    *("sinks", "tensorboard", "wandb", "mlflow", "trackio"),
 )
 """Everything that a run writes."""
 
@@ -66,6 +67,11 @@ class RunDir:
     def incidents(self) -> Path:
         """What was found out about steps that went wrong."""
         return self.path / "incidents"
+
+    @property
+    def faults(self) -> Path:
+        """Marks of failures that a test asked for and got."""
+        return self.path / "faults"
 
     @property
     def report(self) -> Path:

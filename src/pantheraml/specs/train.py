@@ -20,7 +20,9 @@ from pydantic import (
     model_validator,
 )
 
+from pantheraml.specs.faults import FaultText
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
+from pantheraml.specs.other_names import translate_to_sections
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -74,7 +76,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; None = the model's own."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8", "nf4"] = "auto"
-    """Arithmetic; auto = bf16 where the device has it. fp8, int8 and nf4: what LoRA's frozen weights are kept in."""
+    """Arithmetic; auto = bf16 where the device has it, and LoRA's frozen weights in fp8 on compute capability 9.0 or
+    newer. fp8, int8 and nf4: what LoRA's frozen weights are kept in."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: ignore weights and start from `config.json` alone (training from scratch)."""
     revision: str | None = None
@@ -197,12 +200,15 @@ class StabilityConfig(Section):
     """zclip and adagc: how much of a moving mean a step keeps."""
     clip_warmup_steps: Positive = 25
     """percentile, zclip and adagc: for this many steps norms are learnt, and train.max_grad_norm is the limit."""
-    on_nonfinite: Literal["stop", "skip", "zero", "lower_rate", "detect"] = "stop"
-    """NaN or infinity: stop (last good weights saved), skip the step, zero those values, lower the rate, or report."""
-    on_spike: Literal["ignore", "detect", "skip", "lower_rate", "stop"] = "detect"
-    """A loss far above recent ones: ignore it, report it, skip the step, skip it and lower the rate, or stop."""
+    on_nonfinite: Literal["stop", "skip", "zero", "lower_rate", "roll_back", "detect"] = "stop"
+    """NaN or infinity that is there again when the step is run again: stop (last good weights saved), skip the step,
+    zero those values, skip it and lower the rate, roll back to an older checkpoint, or report."""
+    on_spike: Literal["ignore", "detect", "skip", "lower_rate", "roll_back", "stop"] = "detect"
+    """A loss or a gradient norm far above recent ones, likewise: ignore it, report it, skip the step, skip it and lower
+    the rate, roll back to an older checkpoint, or stop."""
     spike_zscore: Annotated[float, Field(gt=0)] = 6.0
-    """Standard deviations above its moving mean from which a loss is a spike."""
+    """Standard deviations above its moving mean from which a loss is a spike; a norm is one if it is 10 times its mean,
+    besides."""
     spike_warmup_steps: Annotated[int, Field(ge=2)] = 20
     """Steps before the first loss can be a spike."""
     rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -211,8 +217,23 @@ class StabilityConfig(Section):
     """After this many bad steps in a row that were skipped or zeroed the run stops."""
     max_skipped_total: NotNegative = 100
     """The same, counted over the whole run."""
+    rollback_steps: Positive = 1
+    """roll_back: to the newest checkpoint that is at least this many steps older than the weights. Needs
+    checkpoint.every_steps; the samples since then are not used again."""
+    max_rollbacks: NotNegative = 3
+    """roll_back: after this many the run stops."""
     update_ratio_every: NotNegative = 0
     """Steps between measurements of the update's norm over that of the weights; each copies what trains. 0 = never."""
+    group_norms_every: NotNegative = 50
+    """Steps between `train.groups` events: the norms of gradients and weights, layer by layer. 0 = never."""
+    debug: bool = False
+    """Those events for every step; and for a bad step of one process, the operation whose backward pass gave NaN, with
+    the line that called it."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether some anomaly is met by rolling back."""
+        return "roll_back" in (self.on_nonfinite, self.on_spike)
 
 
 class CheckpointConfig(Section):
@@ -248,6 +269,17 @@ class TrainConfig(Section):
     report: ReportConfig = ReportConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto = GPUs if there are any."""
+    faults: list[FaultText] = []
+    """Failures on purpose, as RANK:STEP:KIND, for tests; refused unless PANTHERAML_FAULTS=1 is set."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_other_names(cls, values: Any) -> Any:
+        parallel = values.get("parallel") if isinstance(values, dict) else None
+        said = parallel if isinstance(parallel, dict) else vars(parallel) if parallel is not None else {}
+        if not said:
+            return values
+        return translate_to_sections(values, said.get("auto_device_map"), said.get("use_gradient_checkpointing"))
 
     @model_validator(mode="after")
     def _sections_agree(self) -> TrainConfig:
@@ -279,6 +311,12 @@ class TrainConfig(Section):
             raise ValueError(f"train.weights=bf16 computes in bf16, but model.precision is {self.model.precision}")
         if self.method.kind in ("lora", "dora", "qlora") and self.model.init == "random":
             raise ValueError("model.init=random trains from scratch, which needs method.kind=full")
+        return self
+
+    @model_validator(mode="after")
+    def _can_roll_back(self) -> TrainConfig:
+        if self.stability.rolls_back and self.checkpoint.every_steps is None:
+            raise ValueError("stability: roll_back needs checkpoints to go back to: set checkpoint.every_steps")
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`python -m pantheraml.worker TASK FOLDER`: a task and its folder in, events out. Started by the launcher.
 
-The folder of `prepare` and `train` is the run's own; `generate` and `export` have one of their own with a request in
-it, so that what happens to a finished run later does not enter its event stream.
+The folder of `prepare`, `train` and `start` is the run's own; `generate` and `export` have one of their own with a
+request in it, so that what happens to a finished run later does not enter its event stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pantheraml.worker.process import run_reporting
 
 Task = Callable[[Path, EventWriter], None]
 
-TASKS = ("prepare", "train", "generate", "export", "verify")
+TASKS = ("prepare", "train", "start", "generate", "export", "verify", "replay")
 
 
 def load_task(name: str) -> Task:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import sys
 
-from pantheraml.parallel.agent import run_command
+from pantheraml.parallel.agent import Ended, run_command
 
 
 def main() -> int:
     processes, command = int(sys.argv[1]), sys.argv[2:]
-    ended = run_command(command, processes=processes)
+    return exit_code_of(run_command(command, processes=processes))
+
+
+def exit_code_of(ended: Ended) -> int:
+    """Says who failed, if someone did."""
     if ended.stopped_by is not None:
         return 128 + ended.stopped_by
     if ended.failure is not None:

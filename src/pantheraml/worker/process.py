@@ -24,8 +24,9 @@ def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) 
             emit_error(emit, err, traceback=traceback.format_exc())
             return err.exit_code
         except Exception as err:  # noqa: BLE001 - the border of the process: anything unforeseen is reported, not lost
+            said = next(iter(str(err).splitlines()), "").rstrip(".")
             unforeseen = WorkerError(
-                f"The {name} worker failed: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}",
+                f"The {name} worker failed: {type(err).__name__}{': ' if said else ''}{said}.",
                 where=str(folder / LOG_FILE),
                 todo="The full traceback is in that log; `--debug` prints it.",
             )

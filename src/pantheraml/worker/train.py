@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from pantheraml.base import env
 from pantheraml.base.errors import ModelError
-from pantheraml.base.events import Emit, EventWriter
+from pantheraml.base.events import Emit, EventWriter, silent
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.compile import compile_layers
+from pantheraml.engine.faults import FaultInjector
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
 from pantheraml.engine.out_of_memory import explain
 from pantheraml.engine.step import Stepper
+from pantheraml.launch.flight_record import recorder_environment
 from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse, quantise_head_like_layers
@@ -41,13 +44,16 @@ def train_task(folder: Path, events: EventWriter) -> None:
     run = RunDir(folder)
     config, plan = run.config(), run.plan()
     stop = StopFlag(run.stop_file)
+    if plan.backend == "nccl" and plan.world_size > 1:
+        for name, value in recorder_environment(run.stacks).items():
+            env.suggest_for_this_process(name, value)
     with stop.listening(), contextlib.suppress(NotNeededError), join(config.parallel, plan) as world:
-        emit: Emit = events if world.is_main else _silent
+        emit: Emit = events if world.is_main else silent
         if world.fallback_reason is not None:
             plan = alone(plan)
             emit("warning", message=f"one process goes on instead of {run.plan().world_size}: {world.fallback_reason}")
         try:
-            train_rank(run, config, plan, world, emit, stop)
+            train_rank(run, config, plan, world, emit, stop, heartbeat=events)
         except torch.OutOfMemoryError as err:
             raise explain(err, config, plan) from err
 
@@ -63,12 +69,18 @@ def alone(plan: Plan) -> Plan:
     return plan.model_copy(update={"world_size": 1, "dims": ParallelDims()})
 
 
-def _silent(kind: str, /, **fields: Any) -> None:
-    """Ranks other than 0 say nothing, except errors."""
-
-
-def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit: Emit, stop: StopFlag) -> None:
-    """This rank's part of the run, inside a process group that is already open."""
+def train_rank(
+    run: RunDir,
+    config: TrainConfig,
+    plan: Plan,
+    world: World,
+    emit: Emit,
+    stop: StopFlag,
+    *,
+    heartbeat: Emit = silent,
+) -> None:
+    """This rank's part of the run, inside a process group that is already open. Ranks other than 0 `emit` nothing; all
+    say by `heartbeat` that they get on."""
     layout = world.layout
     # Processes that see the same tokens drop the same ones.
     torch.manual_seed(config.train.seed + layout.data_rank * layout.dims.context + layout.place["context"])
@@ -93,6 +105,8 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
             model_fingerprint=weights_fingerprint(config.model),
             emit=emit,
             stop=stop,
+            heartbeat=heartbeat,
+            faults=injector(run, config, plan, stepper) if config.faults else None,
         )
     )
     loop.resume()
@@ -100,6 +114,13 @@ def train_rank(run: RunDir, config: TrainConfig, plan: Plan, world: World, emit:
     if stopped_by != "request":
         save_result(run, config, stepper, emit)
     world.wait_for_main()
+
+
+def injector(run: RunDir, config: TrainConfig, plan: Plan, stepper: Stepper) -> FaultInjector:
+    in_python = not (plan.cuda_graph or plan.compile)
+    return FaultInjector(
+        config.faults, rank=stepper.world.rank, model=stepper.model, marks=run.faults, hooks_work=in_python
+    )
 
 
 def save_result(run: RunDir, config: TrainConfig, stepper: Stepper, emit: Emit) -> None:
@@ -145,6 +166,8 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
         device=world.device if plan.split is None else torch.device("cpu"),
         quantise=plan.frozen_weights,
         seed=config.train.seed,
+        # DoRA begins with the norms of the weights, and so has to see them.
+        layers_unread=plan.dims.model_copies_apart and config.method.kind != "dora",
     )
     if plan.split is not None:
         spread(model, plan.split)

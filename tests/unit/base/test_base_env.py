@@ -9,7 +9,8 @@ from pantheraml.base.errors import LaunchError
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
              "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
-             "PANTHERAML_ENABLE_MULTIGPU", "UNSLOTH_ENABLE_MULTIGPU", "PANTHERAML_NPROC")  # fmt: skip
+             "LOCAL_WORLD_SIZE", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "PANTHERAML_ENABLE_MULTIGPU",
+             "UNSLOTH_ENABLE_MULTIGPU", "PANTHERAML_NPROC")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,8 @@ def test_a_lone_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchrun_and_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
     assert env.launched_rank() == env.ProcessRank(rank=5, local_rank=1, world_size=8)
+    told(monkeypatch, LOCAL_WORLD_SIZE="4")
+    assert env.process_rank().local_world_size == 4
 
 
 def test_srun_in_torchruns_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +44,10 @@ def test_srun_in_torchruns_words(monkeypatch: pytest.MonkeyPatch) -> None:
     place = env.launched_rank()
     assert place == env.ProcessRank(rank=3, local_rank=1, world_size=4)
     assert env.rank_variables(place) == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    for node, here in (("0", 2), ("2", 2), ("3", 1), ("4", None)):
+        told(monkeypatch, SLURM_NODEID=node, SLURM_STEP_TASKS_PER_NODE="2(x3),1")
+        assert env.process_rank().local_world_size == here
+    assert env.rank_variables(env.ProcessRank(0, 0, 4, 2))["LOCAL_WORLD_SIZE"] == "2"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pantheraml.base.errors as errors
 
 
@@ -20,3 +23,9 @@ def test_the_tree_at_the_top_of_the_file_is_the_tree() -> None:
 def test_text_says_what_where_and_what_to_do() -> None:
     text = str(errors.DataError("The file is empty.", where="a.jsonl", todo="Give another one."))
     assert text == "The file is empty.\n  where: a.jsonl\n  to do: Give another one."
+
+
+def test_the_page_lists_every_exit_code() -> None:
+    page = (Path(__file__).parents[3] / "docs/faults.md").read_text()
+    listed = [int(code) for row in re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE) for code in row.split(",")]
+    assert sorted(listed) == sorted([0, *(cls.exit_code for cls in errors.error_classes().values())])

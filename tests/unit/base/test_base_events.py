@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
 
-from pantheraml.base.events import FILE_NAME, EventReader, EventWriter, number, read_events
+from pantheraml.base.events import FILE_NAME, EventReader, EventWriter, moment, number, read_events
 
 
 def test_events_come_back_as_written(tmp_path: Path) -> None:
@@ -78,3 +79,13 @@ def test_writers_in_several_processes_do_not_mix_lines(tmp_path: Path) -> None:
     for rank in range(3):
         own = [e["message"].split("-")[1] for e in events if e["rank"] == rank]
         assert own == [str(i) for i in range(200)]
+
+
+def test_the_time_between_events_survives_a_change_of_the_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EventWriter(tmp_path) as emit:
+        emit("notice", message="before")
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        emit("notice", message="after")
+    before, after = read_events(tmp_path)
+    assert after["time"] < before["time"]
+    assert 0 <= moment(after) - moment(before) < 60

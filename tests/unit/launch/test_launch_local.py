@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 from pantheraml.launch.local import StopRequests, explain_death, log_tail, run_workers, task_command
 
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
 NEST = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
@@ -20,14 +24,21 @@ time.sleep(100)
 
 
 def run(
-    folder: Path, code: str, *, stop_after: float | None = None, ask: bool = True, grace: float = 5
+    folder: Path,
+    code: str,
+    *,
+    stop_after: float | None = None,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+    ask: bool = True,
+    grace: float = 5,
 ) -> tuple[int, float]:
     stops = StopRequests()
     begin = time.monotonic()
 
     def tick() -> None:
-        if stop_after is not None and time.monotonic() - begin > stop_after:
-            stops.count = max(stops.count, 1)
+        if stop_after is not None and time.monotonic() - begin > stop_after and not stops.count:
+            for number in signals:
+                stops.receive(number)
 
     status = run_workers(
         [sys.executable, "-c", code],
@@ -55,12 +66,33 @@ def test_a_worker_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
-    )
-    status, seconds = run(tmp_path, code, stop_after=0.5, grace=0.5)
+    status, seconds = run(tmp_path, DEAF, stop_after=0.5, grace=0.5)
     assert status == 137
     assert seconds < 20
+
+
+def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
+    status, seconds = run(tmp_path, DEAF, stop_after=0.5, signals=[signal.SIGINT, signal.SIGINT], grace=60)
+    assert status == 137
+    assert seconds < 8, "without a grace period, and without time to part"
+
+
+@pytest.mark.parametrize(
+    ("received", "interrupted", "urgent"),
+    [
+        ([], False, False),
+        ([signal.SIGINT], True, False),
+        ([signal.SIGTERM], False, False),
+        ([signal.SIGTERM, signal.SIGTERM], False, False),
+        ([signal.SIGTERM, signal.SIGINT], False, True),
+        ([signal.SIGINT, signal.SIGINT], True, True),
+    ],
+)
+def test_who_asks_to_stop_and_how(received: list[signal.Signals], interrupted: bool, urgent: bool) -> None:
+    stops = StopRequests()
+    for number in received:
+        stops.receive(number)
+    assert (stops.count, stops.interrupted, stops.urgent) == (len(received), interrupted, urgent)
 
 
 def test_a_task_with_nothing_to_save_ends_at_once(tmp_path: Path) -> None:

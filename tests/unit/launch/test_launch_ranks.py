@@ -8,7 +8,7 @@ import pytest
 
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError
-from pantheraml.launch.ranks import join_command, with_world_size
+from pantheraml.launch.ranks import join_command, own_place, with_world_size
 from pantheraml.specs.config_file import load_config
 from pantheraml.specs.train import TrainConfig
 
@@ -28,6 +28,19 @@ def test_the_launcher_decides_how_many() -> None:
 def test_another_number_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"4 processes were asked for .* the launcher started 2"):
         with_world_size(config(world_size=4), PLACE)
+
+
+def test_a_rank_by_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_place(config().parallel) is None
+    second = config(world_size=2, rank=1, local_rank=1)
+    assert own_place(second.parallel) == PLACE
+    assert own_place(config(world_size=1, rank=0, local_rank=0).parallel) is None, "a lone process is no rank"
+    assert with_world_size(second, PLACE) == with_world_size(config(), PLACE), "or ranks would have other settings"
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert own_place(config().parallel) == ProcessRank(0, 0, 2)
+    with pytest.raises(ConfigError, match=r"parallel.rank=1 .* made this process rank 0"):
+        own_place(second.parallel)
 
 
 def test_ranks_can_tell_whether_they_have_the_same_configuration(tmp_path: Path) -> None:

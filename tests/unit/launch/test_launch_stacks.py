@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from pantheraml.launch.stacks import explain_hang, innermost
+from pantheraml.launch.stacks import HangWatch, explain_hang, innermost
 
 LOOP = '  File "/x/pantheraml/engine/loop.py", line 170 in _take_steps\n'
 FEED = 'Timeout (0:00:08)!\nThread 0x7f01 [feed] (most recent call first):\n  File "/x/queue.py", line 9 in get\n\n'
@@ -46,3 +47,19 @@ def test_the_thread_that_trains_is_looked_at() -> None:
     frame = innermost(dump(READS))
     assert frame is not None
     assert frame.function == "sequence"
+
+
+def test_a_rank_that_nobody_waits_for_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HangWatch, "LOOK_SECONDS", 0.0)
+    watch = HangWatch(tmp_path, timeout_seconds=0.5)
+    leave(tmp_path, "")
+    assert not watch.is_over()
+    leave(tmp_path, dump(READS))
+    assert not watch.is_over(), "its peers may still be waiting for it"
+    leave(tmp_path, "")
+    assert not watch.is_over()
+    time.sleep(0.25)
+    leave(tmp_path, dump(READS))
+    assert not watch.is_over(), "it got on meanwhile, and is stuck anew"
+    time.sleep(0.25)
+    assert watch.is_over()

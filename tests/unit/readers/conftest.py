@@ -20,12 +20,15 @@ class Story:
 
     def __init__(self) -> None:
         self.now = START
+        self.date_set_by = 0.0
+        """By how much somebody has set the machine's date."""
         self.events: list[Event] = []
 
     def tell(self, kind: str, *, after: float = 0.0, **fields: Any) -> Event:
         assert KINDS[kind] <= fields.keys(), f"{kind} lacks {KINDS[kind] - fields.keys()}"
         self.now += after
-        event = {"v": SCHEMA_VERSION, "time": self.now, "rank": 0, "kind": kind, **fields}
+        times = {"time": self.now + self.date_set_by, "clock": self.now}
+        event = {"v": SCHEMA_VERSION, **times, "rank": 0, "kind": kind, **fields}
         self.events.append(event)
         return event
 

@@ -71,6 +71,26 @@ def test_a_run_under_way(story: Any) -> None:
     assert found["seconds"] == pytest.approx(1.5)
 
 
+def test_what_a_run_got_over_is_no_error_of_its_end(story: Any) -> None:
+    story.begin()
+    story.train(1, 3, total=10)
+    story.tell("error", error="WorkerError", what="Lost.", where=None, todo=None, exit_code=70)
+    assert summarise(story.events)["error"]["what"] == "Lost."
+    story.tell("run.restarted", message="Rank 1 was killed. The run goes on.", step=2, world_size=2)
+    assert summarise(story.events)["error"] is None
+    assert summarise(story.events)["status"] == "running"
+
+
+def test_a_date_that_is_set_meanwhile_takes_no_time(story: Any) -> None:
+    story.begin()
+    story.train(1, 3, total=10)
+    story.date_set_by = 86_400.0
+    story.step(4, 10)
+    story.date_set_by = -86_400.0
+    story.step(5, 10)
+    assert summarise(story.events)["seconds"] == pytest.approx(2.5)
+
+
 def test_steps_repeated_after_a_resume_count_once(story: Any) -> None:
     story.begin()
     story.train(1, 60, total=100, eval_every=20)

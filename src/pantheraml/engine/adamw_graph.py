@@ -1,0 +1,93 @@
+"""torch's fused AdamW whose step is one CUDA graph, once gradients stay where they are.
+
+An adapter has hundreds of small tensors, and the host takes longer to hand them all to the kernels than those take to
+run; meanwhile the GPU has nothing to do, because the step waits for the verdict before it. A recording has the host
+launch once. Learning rate and clipping change from step to step, so a graph reads them from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.adamw import adamw
+
+
+class GraphAdamW(AdamW):
+    """Adam with decoupled weight decay over float32 parameters on one GPU."""
+
+    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        self.gradient_factor = 1.0
+        """What the next steps multiply gradients by."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._rates: list[Tensor] = []
+        self._factor: Tensor | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._graph is not None
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        assert closure is None, "gradients are there already"
+        if self._graph is None:
+            if self.gradient_factor < 1:
+                torch._foreach_mul_(self._gradients(), self.gradient_factor)
+            super().step()
+            return None
+        assert self._factor is not None
+        self._factor.fill_(self.gradient_factor)
+        for rate, group in zip(self._rates, self.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        self._graph.replay()
+        return None
+
+    def record(self) -> None:
+        """From now on a step is a replay: parameters, gradients and states must stay in the memory they are in.
+
+        There has been a step, which made the states. Nothing is changed by this.
+        """
+        gradients = self._gradients()
+        self._factor = torch.ones((), device=gradients[0].device)
+        self._rates = [torch.full((), group["lr"], device=gradients[0].device) for group in self.param_groups]
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            torch._foreach_mul_(gradients, self._factor)
+            for rate, group in zip(self._rates, self.param_groups, strict=True):
+                self._update(group, rate)
+        self._graph = graph
+
+    def forget_recording(self) -> None:
+        """Gradients are about to lie elsewhere."""
+        self._graph = None
+
+    def _update(self, group: dict[str, Any], rate: Tensor) -> None:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in trained]
+        adamw(
+            trained,
+            [parameter.grad for parameter in trained],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=rate,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -1,0 +1,67 @@
+"""One machine of several: `pantheraml train` on each of them starts its own processes, and all of those are one run.
+
+The process is replaced by the elastic agent of this machine, which meets the agents of the others and then runs the
+very same command line once per rank; from there on it is a run whose ranks somebody else has started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+from pantheraml.base import env
+from pantheraml.base.errors import ConfigError
+from pantheraml.specs.plan import DeviceSpec
+from pantheraml.specs.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine among `count`, which meet on the first."""
+
+    count: int
+    number: int
+    host: str
+    port: int
+
+    @classmethod
+    def from_options(cls, nnodes: int, node_rank: int | None, rdzv: str | None) -> Machine:
+        if nnodes < 2:
+            raise ConfigError(f"--nnodes {nnodes} is one machine.", todo="Leave --nnodes out.")
+        if node_rank is None or not 0 <= node_rank < nnodes:
+            raise ConfigError(
+                f"--nnodes {nnodes} needs --node-rank with another number from 0 to {nnodes - 1} on each machine."
+            )
+        host, colon, port = (rdzv or "").rpartition(":")
+        if not colon or not host or not port.isdigit():
+            raise ConfigError(
+                f"--nnodes {nnodes} needs --rdzv HOST:PORT, an address of machine 0 and a free port on it.",
+                todo="For example: --rdzv 10.0.0.1:29500, the same on every machine.",
+            )
+        return cls(nnodes, node_rank, host.strip("[]"), int(port))
+
+
+def processes_here(config: TrainConfig, devices: DeviceSpec, asked: int | None) -> int:
+    """How many this machine starts: as many as asked for, else one per GPU that is used, else one."""
+    if asked is not None:
+        return asked
+    if config.device == "cpu" or not devices.gpus:
+        return 1
+    return len(config.parallel.device_ids or devices.gpus)
+
+
+def become_agent(machine: Machine, processes: int, config: TrainConfig) -> NoReturn:
+    """Run this command line again, as each of the `processes` ranks of this machine."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parallel = config.parallel
+    command = [
+        *(sys.executable, "-m", "pantheraml.worker.machine", str(machine.count), str(machine.number)),
+        *(machine.host, str(machine.port), str(processes)),
+        *(str(parallel.timeout_seconds), str(parallel.max_retries)),
+        *(sys.executable, *sys.orig_argv[1:]),
+    ]
+    grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(parallel.grace_seconds)}
+    os.execve(command[0], command, env.child_environment(PANTHERAML_RELAUNCHED="1", **grace))

@@ -1,0 +1,58 @@
+"""The options of a run on several machines, and how many processes each starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.cli.main import main
+from pantheraml.launch.machines import Machine, processes_here
+from pantheraml.specs.plan import GPU, DeviceSpec
+from pantheraml.specs.train import TrainConfig
+
+
+def test_where_machines_meet() -> None:
+    assert Machine.from_options(2, 1, "node0:29500") == Machine(2, 1, "node0", 29500)
+    assert Machine.from_options(2, 0, "[fd00::1]:29500").host == "fd00::1"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((1, 0, "a:1"), "one machine"),
+        ((2, None, "a:1"), "needs --node-rank"),
+        ((2, 2, "a:1"), "from 0 to 1"),
+        ((2, 0, None), "needs --rdzv HOST:PORT"),
+        ((2, 0, "here"), "needs --rdzv HOST:PORT"),
+        ((2, 0, "here:port"), "needs --rdzv HOST:PORT"),
+    ],
+)
+def test_half_of_the_options(options: tuple[int, int | None, str | None], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Machine.from_options(*options)
+
+
+def test_options_without_a_number_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--model", "m", "--data", "d", "--rdzv", "a:1"]) == ConfigError.exit_code
+    assert "are for several machines" in capsys.readouterr().err
+
+
+def test_under_another_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    several = ["--nnodes", "2", "--node-rank", "0", "--rdzv", "a:1"]
+    assert main(["train", "--model", "m", "--data", "d", *several]) == ConfigError.exit_code
+    assert "another launcher has started this one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "asked", "expected"),
+    [({}, 4, None, 4), ({}, 4, 2, 2), ({}, 0, None, 1), ({"device": "cpu"}, 4, None, 1),
+     ({"parallel": {"device_ids": [1, 3]}}, 4, None, 2)],
+)  # fmt: skip
+def test_processes_of_a_machine(settings: dict[str, object], gpus: int, asked: int | None, expected: int) -> None:
+    gpu = {"name": "Test GPU", "total_bytes": None, "free_bytes": None, "compute_capability": None}
+    found = tuple(GPU.model_validate({"index": index, **gpu}) for index in range(gpus))
+    devices = DeviceSpec(gpus=found, cpu_count=8, ram_bytes=1, driver=None)
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **settings})
+    assert processes_here(config, devices, asked) == expected
