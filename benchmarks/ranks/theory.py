@@ -93,12 +93,14 @@ def _fsdp(found: Expected, case: Case, shape: Shape) -> None:
 
 
 def _tp(found: Expected, case: Case, shape: Shape) -> None:
-    """Activations: four times a layer, after the embedding, and before the head on the way back."""
+    """Activations: four times a layer, after the embedding, and before the head on the way back.
+
+    Of each adapter one half is whole on both processes; the gradients of all those are summed once a step.
+    """
     times = 4 * shape.layers + 2
     if case.method == "lora":
         times -= 1  # nothing before the first layer is trained, so no gradient goes there
-        whole = case.passes * shape.layers * FLOAT * RANK * LINEAR_LAYERS * shape.hidden
-        found.add("all-reduce", case.passes * shape.layers * LINEAR_LAYERS, whole)
+        found.add("all-reduce", 1, shape.layers * FLOAT * RANK * LINEAR_LAYERS * shape.hidden)
     found.add("all-reduce", case.passes * times, times * shape.activations)
     found.add("all-gather", case.passes, PROCESSES * 2 * FLOAT * shape.tokens)
 

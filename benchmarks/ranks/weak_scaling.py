@@ -1,16 +1,19 @@
 """Each process of the weak scaling benchmark: the same steps alone and together, by the engine and by plain DDP.
 
 Every turn begins with a meeting, takes a few steps of one kind, and ends with its slowest process. Turns of all kinds
-follow one another again and again, so that all see the same machine.
+follow one another again and again, each round in the opposite order of the one before: all see the same machine.
+The processor time of a turn is that of all processes and threads; other work on the machine hardly enters it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pantheraml.base.env import process_rank
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.feed import read_batch
 from pantheraml.engine.loss import LossModel
@@ -44,6 +48,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     size = Size(**request["size"])
+    if request["cores"] is not None:
+        _stay_on(request["cores"][process_rank().local_rank])
     with opened(2) as world:
         if world.is_main:
             write_inputs(folder, size)
@@ -52,6 +58,11 @@ def main() -> None:
         if world.is_main:
             (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
         world.wait_for_main()
+
+
+def _stay_on(core: int) -> None:
+    """Before there are threads, which inherit it: those that send gradients compute on the same core."""
+    os.sched_setaffinity(0, {core})
 
 
 def _measure(folder: Path, size: Size, method: str, world: World, request: dict[str, Any]) -> dict[str, Any]:
@@ -73,41 +84,66 @@ def _measure(folder: Path, size: Size, method: str, world: World, request: dict[
             "together": together.step,
             "plain_together": plain_together.step,
         }
-        times = _take_turns(turns, world, repeats=request["repeats"], steps=request["steps"])
-    return {"method": method, "trained": plain_alone.trained, **_ratios(times)}
+        taken = _take_turns(turns, world, repeats=request["repeats"], steps=request["steps"])
+    return {"method": method, "trained": plain_alone.trained, **_ratios(taken)}
 
 
 def _wait() -> None:
     """The other process works alone."""
 
 
-def _take_turns(turns: dict[str, Turn], world: World, *, repeats: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step, of the slowest process; the first round is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in turns}
+@dataclass(frozen=True)
+class Taken:
+    """By a step."""
+
+    seconds: float
+    """Of the slowest process."""
+    cpu_seconds: float
+    """Of all processes."""
+
+
+def _take_turns(turns: dict[str, Turn], world: World, *, repeats: int, steps: int) -> dict[str, list[Taken]]:
+    """By round; the first is not counted."""
+    taken: dict[str, list[Taken]] = {name: [] for name in turns}
+    order = list(turns)
     for _ in range(repeats + 1):
-        for name, turn in turns.items():
+        for name in order:
             world.wait_for_main()
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
-                turn()
-            times[name].append(float(world.gather([(time.perf_counter() - begin) / steps]).max()))
-    return {name: found[1:] for name, found in times.items()}
+                turns[name]()
+            mine = [(time.perf_counter() - begin) / steps, (time.process_time() - cpu) / steps]
+            rows = world.gather(mine)
+            taken[name].append(Taken(float(rows[:, 0].max()), float(rows[:, 1].sum())))
+        order.reverse()
+    return {name: found[1:] for name, found in taken.items()}
 
 
-def _ratios(times: dict[str, list[float]]) -> dict[str, float]:
+def _ratios(taken: dict[str, list[Taken]]) -> dict[str, float]:
     """Medians of times, and of the ratios within a round."""
 
-    def ratio(over: str, under: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[over], times[under], strict=True))
+    def ratios(over: str, under: str, what: str = "seconds") -> list[float]:
+        return [getattr(a, what) / getattr(b, what) for a, b in zip(taken[over], taken[under], strict=True)]
 
+    against = ratios("plain_together", "together")
     return {
-        "alone_seconds": statistics.median(times["alone"]),
-        "together_seconds": statistics.median(times["together"]),
-        "efficiency": ratio("alone", "together"),
-        "plain_efficiency": ratio("plain_alone", "plain_together"),
-        "machine_efficiency": ratio("alone", "apart"),
-        "against_plain": ratio("plain_together", "together"),
+        "alone_seconds": statistics.median(one.seconds for one in taken["alone"]),
+        "together_seconds": statistics.median(one.seconds for one in taken["together"]),
+        "efficiency": statistics.median(ratios("alone", "together")),
+        "plain_efficiency": statistics.median(ratios("plain_alone", "plain_together")),
+        "machine_efficiency": statistics.median(ratios("alone", "apart")),
+        "against_plain": statistics.median(against),
+        "against_plain_spread": _spread(against),
+        "cpu_against_plain": statistics.median(ratios("plain_together", "together", "cpu_seconds")),
     }
+
+
+def _spread(values: list[float]) -> float:
+    """Between the first and the third quartile: how far one round is from another."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
 
 
 class _PlainLoop:

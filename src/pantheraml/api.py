@@ -83,6 +83,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: CheckpointingMode = False,
         enable_multi_gpu: bool | None = None,
         use_multi_gpu: bool | None = None,
+        auto_device_map: bool = False,
         max_memory: MaxMemory | None = None,
         **others: Any,
     ) -> tuple[PreTrainedModel, Any]:
@@ -91,20 +92,26 @@ class FastLanguageModel:
         Without `full_finetuning` every weight is frozen, for `get_peft_model` to add what is trained.
         `max_seq_length` is the length at which the tokenizer truncates; None leaves the tokenizer's own.
         `dtype` None: bf16 or fp16, as the GPU can; float32 on a CPU and for full fine-tuning.
-        `load_in_fp8` None: no.
+        `load_in_fp8` None: yes if nothing else is asked for (another load_in_..., dtype, full_finetuning, several
+        devices) and the GPU can; the loss stays that of bf16, see docs/benchmarks.md.
         `device_map` None: this process's GPU, or the CPU if there is none. Or a device, or a mapping from modules to
         devices; or auto, balanced, sequential, which spread the layers over all GPUs if multi-GPU is switched on, and
         mean the first if it is not. `max_memory` then says what weights may take on each. A rank has one device.
+        `auto_device_map` is another name for `device_map="auto"`.
         `enable_multi_gpu` (or `use_multi_gpu`) True: a script that was started alone is started again as one process
         per GPU, see `pantheraml.multigpu`, unless `device_map` spreads the model; None: as PANTHERAML_ENABLE_MULTIGPU
         says.
         """
         _refuse(others, _LOADING_NEUTRAL, "from_pretrained")
         multi_gpu = _multi_gpu(enable_multi_gpu, use_multi_gpu)
+        if auto_device_map:
+            device_map = _automatic_map(device_map)
         if multi_gpu and not (_spreads(device_map) and launched_rank() is None):
             multigpu.enable_multi_gpu()
         device, room = _devices(device_map, max_memory, multi_gpu=multi_gpu)
         packing = _packing(load_in_4bit, load_in_8bit, load_in_fp8)
+        if packing is None and load_in_fp8 is None and dtype is None and not full_finetuning:
+            packing = _fp8_if_faster(device, split=room is not None)
         _check_kind(packing, full_finetuning, use_gradient_checkpointing, device)
         config = ModelConfig(path=model_name, revision=revision, trust_remote_code=trust_remote_code)
         source = read_config(config).get_text_config()
@@ -227,6 +234,14 @@ def _method(**fields: Any) -> MethodConfig:
         raise ConfigError(f"{names.get(field, field)}={fields[field]!r}: {first['msg']}.") from err
 
 
+def _automatic_map(device_map: DeviceMap | None) -> DeviceMap:
+    if device_map not in (None, "auto"):
+        raise ConfigError(
+            f'auto_device_map means device_map="auto", but device_map is {device_map!r}.', todo="Keep one."
+        )
+    return "auto"
+
+
 def _spreads(device_map: DeviceMap | None) -> bool:
     """Whether a device map may put one model on several devices."""
     if isinstance(device_map, Mapping):
@@ -272,9 +287,19 @@ def _packing(four_bit: bool, eight_bit: bool, fp8: bool | None) -> Packing | Non
     asked = [kind for kind, wanted in kinds.items() if wanted]
     if len(asked) > 1:
         raise ConfigError("load_in_4bit, load_in_8bit and load_in_fp8 exclude each other.", todo="Choose one.")
-    if not asked and fp8 is None:
-        logger.info("frozen weights stay as the checkpoint has them: no load_in_... was asked for")
     return asked[0] if asked else None
+
+
+def _fp8_if_faster(device: torch.device, *, split: bool) -> Packing | None:
+    """fp8 where it was measured to be faster at the same loss; else weights stay as the checkpoint has them."""
+    if device.type != "cuda" or split:
+        return None
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        logger.info("frozen weights stay as the checkpoint has them: fp8 needs compute capability 9.0 or newer")
+        return None
+    logger.info("frozen weights are kept in fp8: compute capability %s.%s has fp8 tensor cores", *found)
+    return "fp8"
 
 
 def _check_kind(packing: Packing | None, full: bool, checkpointing: CheckpointingMode, device: torch.device) -> None:

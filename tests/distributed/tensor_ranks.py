@@ -146,7 +146,7 @@ def backward(loss_model: LossModel, step: int) -> float:
     return total
 
 
-def train(model: nn.Module, step_taken: Callable[[], None] = lambda: None) -> list[float]:
+def train(model: nn.Module, step_taken: Callable[[], None], add_up: Callable[[], None] = lambda: None) -> list[float]:
     """Losses of some steps of SGD on the parts of the parameters that are here; gradients of the last step are left."""
     loss_model, losses = LossModel(model), []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -154,6 +154,7 @@ def train(model: nn.Module, step_taken: Callable[[], None] = lambda: None) -> li
         for parameter in trained:
             parameter.grad = None
         losses.append(backward(loss_model, step))
+        add_up()
         step_taken()
         with torch.no_grad():
             for parameter in trained:
@@ -178,7 +179,7 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     model = make_model(case)
     alone = copy.deepcopy(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    shard_tensors(model, mesh)
+    shared = shard_tensors(model, mesh)
     assert names == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     differences: list[float] = []
     gradients: list[dict[str, Tensor]] = []
@@ -198,7 +199,7 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     before = head_op.CHUNK_ELEMENTS
     head_op.CHUNK_ELEMENTS = case.chunk_elements or before
     try:
-        losses = train(model, check_gradients)
+        losses = train(model, check_gradients, shared.add_up)
     finally:
         head_op.CHUNK_ELEMENTS = before
     logits = [m(input_ids=make_batch(9)[0][0], use_cache=False).logits.detach() for m in (model, alone)]
@@ -225,7 +226,7 @@ def held(model: nn.Module) -> int:
 def count_collectives(case: Case, mesh: DeviceMesh) -> dict[str, dict[str, int]]:
     """Of one micro-batch."""
     model = make_model(case)
-    shard_tensors(model, mesh)
+    shared = shard_tensors(model, mesh)
     loss_model = LossModel(model)
     inputs = make_batch(0)[1]
     counts = {}
@@ -233,7 +234,9 @@ def count_collectives(case: Case, mesh: DeviceMesh) -> dict[str, dict[str, int]]
         loss = loss_model(*inputs)
     with CommDebugMode() as back:  # type: ignore[no-untyped-call]
         loss.backward()
-    for name, seen in (("forward", forward), ("backward", back)):
+    with CommDebugMode() as end:  # type: ignore[no-untyped-call]
+        shared.add_up()
+    for name, seen in (("forward", forward), ("backward", back), ("end", end)):
         counts[name] = {str(op).rpartition(".")[2]: number for op, number in seen.get_comm_counts().items()}
     return counts
 
@@ -250,10 +253,12 @@ def compare_fp8(mesh: DeviceMesh) -> dict[str, list[float]]:
             linear = nn.Linear(layer.in_features, layer.out_features, bias=False).requires_grad_(False)
             linear.weight.copy_(layer.qweight.float() * layer.scale[:, None])
             plain.set_submodule(name, linear)
-    shard_tensors(cut, mesh)
+    shared = shard_tensors(cut, mesh)
     results = []
     for model in (plain, alone, cut):
         backward(LossModel(model), 0)
+        if model is cut:
+            shared.add_up()
         gradients = torch.cat([whole(parameter.grad).flatten() for _, parameter in named(model)])
         results.append((model(input_ids=make_batch(0)[0][0], use_cache=False).logits.detach(), gradients))
     (logits, gradients), *others = results

@@ -138,13 +138,20 @@ def as_rank(rank: int, port: str) -> dict[str, str]:
 
 
 def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter) -> None:
-    """Nobody ends rank 1 for us here: it must learn that rank 0 could not prepare."""
+    """Nobody ends rank 1 for us here: it must learn that rank 0 could not prepare. Settings say who is who."""
     bad = starter.playground.root / "bad.jsonl"
     bad.write_text('{"prompt": "a", "completion": "b"}\nnot JSON\n')
-    port = free_port()
-    command = [sys.executable, "-m", "pantheraml", *starter.training("runs/bad", f"data.path={bad}")]
-    second = starter.start(command, **as_rank(1, port))
-    first = starter(command, **as_rank(0, port))
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    one, other = (
+        starter.training(
+            "runs/bad",
+            f"data.path={bad}",
+            *(f"parallel.{n}={v}" for n, v in (("world_size", 2), ("rank", rank), ("local_rank", rank))),
+        )
+        for rank in (0, 1)
+    )
+    second = starter.start([sys.executable, "-m", "pantheraml", *other], **where)
+    first = starter([sys.executable, "-m", "pantheraml", *one], **where)
     out, err = second.communicate(timeout=60)
     assert first.code == 3, first
     assert "line 2" in first.err

@@ -68,6 +68,18 @@ def test_bubbles() -> None:
         assert cells == [f"{100 * share:.0f} %" for share in shares]
 
 
+def test_weak_scaling_is_the_newest_result_s() -> None:
+    newest = max((ROOT / "benchmarks/results").glob("weak_scaling-*.json"))
+    shown = []
+    for row in json.loads(newest.read_text(encoding="utf-8"))["results"]:
+        shares = [row[name] for name in ("efficiency", "machine_efficiency", "plain_efficiency")]
+        method = {"lora": "LoRA", "full": "full"}[row["method"]]
+        shown.append([method, *(f"{100 * share:.1f} %" for share in shares), f"{row['against_plain']:.3f}x"])
+        assert row["efficiency"] >= row["target"]
+        assert row["against_plain"] >= 1
+    assert table("method | of the ideal") == shown
+
+
 def test_counted_transfers_are_the_newest_result_s() -> None:
     newest = max((ROOT / "benchmarks/results").glob("communication-*.json"))
     record = json.loads(newest.read_text(encoding="utf-8"))

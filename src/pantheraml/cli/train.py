@@ -37,9 +37,21 @@ def add(commands: Any) -> argparse.ArgumentParser:
         help="continue the run that the output folder holds; if it holds none, begin one",
     )
     add_allow_change(parser)
+    _add_machines(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     return parser
+
+
+def _add_machines(parser: argparse.ArgumentParser) -> None:
+    several = parser.add_argument_group(
+        "several machines", "Run the same command on each; --nproc counts one machine's."
+    )
+    several.add_argument("--nnodes", type=int, metavar="N", help="number of machines")
+    several.add_argument("--node-rank", type=int, metavar="I", help="which of them this is, from 0")
+    several.add_argument(
+        "--rdzv", metavar="HOST:PORT", help="where they meet: an address of machine 0, and a free port"
+    )
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +105,30 @@ def _common_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
     from pantheraml.specs.config_file import parse_overrides
 
     overrides: dict[Key, Any] = {}
-    if arguments.nproc is not None:
+    if arguments.nproc is not None and not _one_of_several_machines(arguments):
         overrides["parallel", "world_size"] = _processes(arguments.nproc)
     return overrides | parse_overrides(arguments.set)
+
+
+def _one_of_several_machines(arguments: argparse.Namespace) -> bool:
+    return vars(arguments).get("nnodes") is not None
+
+
+def _start_this_machine(arguments: argparse.Namespace, config: TrainConfig) -> None:
+    """Returns in the ranks of this machine alone, which do as ranks do."""
+    from pantheraml.base import env
+    from pantheraml.devices.probe import probe
+    from pantheraml.launch.machines import Machine, become_agent, processes_here
+
+    machine = Machine.from_options(arguments.nnodes, arguments.node_rank, arguments.rdzv)
+    if env.launched_rank() is None:
+        asked = None if arguments.nproc is None else _processes(arguments.nproc)
+        become_agent(machine, processes_here(config, probe(), asked), config)
+    if not env.was_relaunched():
+        raise ConfigError(
+            "--nnodes starts processes on this machine, but another launcher has started this one.",
+            todo="Leave --nnodes out, or the launcher.",
+        )
 
 
 def _processes(text: str) -> int | None:
@@ -121,6 +154,10 @@ def run(arguments: argparse.Namespace) -> int:
         allowed = config.checkpoint.model_copy(update={"allow_change": arguments.allow_change})
         config = config.model_copy(update={"checkpoint": allowed})
     output = Path(arguments.output) if arguments.output else default_output(arguments, config)
+    if _one_of_several_machines(arguments):
+        _start_this_machine(arguments, config)
+    elif arguments.node_rank is not None or arguments.rdzv is not None:
+        raise ConfigError("--node-rank and --rdzv are for several machines.", todo="Give --nnodes too.")
     summary = run_training(
         config,
         output,

@@ -1,4 +1,4 @@
-"""Several ranks on this machine under torch's elastic agent: started together, watched, ended together.
+"""Ranks on this machine, of which there may be others, under torch's elastic agent: started, watched, ended together.
 
 The agent tells each rank its number and where to meet, ends the others when one dies, and passes Ctrl-C on once. What
 torchrun prints about a failure is a traceback of its own; here the caller gets the rank, its exit code or signal, and
@@ -21,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pantheraml.base import env
 from pantheraml.launch.local import die_with_parent
+from pantheraml.parallel.rendezvous import MACHINES, meet
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -55,16 +56,62 @@ class Ended:
     stopped_by: signal.Signals | None = None
 
 
-def run_command(command: list[str], *, processes: int) -> Ended:
-    """`processes` ranks of a command, each in a session of its own."""
-    return _run(command[0], command[1:], processes, "spawn")
+@dataclass(frozen=True)
+class Machines:
+    """This machine among `count` that share a run; the agent of number 0 hosts the store, at `host`:`port`."""
+
+    count: int
+    number: int
+    host: str
+    port: int
+    timeout_seconds: int
+    max_retries: int
+
+
+def run_command(command: list[str], *, processes: int, machines: Machines | None = None) -> Ended:
+    """`processes` ranks of a command, each in a session of its own; with `machines`, beside those of the others.
+
+    A machine that does not come is a LaunchError that names it.
+    """
+    if machines is None:
+        return _run(command[0], command[1:], processes, "spawn", _ONE_MACHINE)
+    place = env.ProcessRank(machines.number, 0, machines.count)
+    address = env.StoreAddress(machines.host, machines.port, hosted_by_agent=False, attempt=0)
+    # Held until the end: the agents, and later their ranks, share this store.
+    store = meet(
+        place, address, timeout_seconds=machines.timeout_seconds, max_retries=machines.max_retries, who=MACHINES
+    )
+    try:
+        return _run(command[0], command[1:], processes, "spawn", _rendezvous_of(machines))
+    finally:
+        del store
+
+
+_ONE_MACHINE = {
+    "min_nodes": 1,
+    "max_nodes": 1,
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": "localhost:0",
+    "local_addr": "localhost",  # a machine's own name need not be known to itself
+}
+
+
+def _rendezvous_of(machines: Machines) -> dict[str, Any]:
+    host = f"[{machines.host}]" if ":" in machines.host else machines.host
+    return {
+        "min_nodes": machines.count,
+        "max_nodes": machines.count,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{host}:{machines.port}",
+        "rdzv_configs": {"rank": machines.number, "timeout": machines.timeout_seconds},
+    }
 
 
 def run_function(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, processes: int, start: Literal["spawn", "fork"]
 ) -> Ended:
     """`processes` ranks of `function(*arguments)`; its return values come back by rank."""
-    return _run(_Tied(function), list(arguments), processes, start)
+    return _run(_Tied(function), list(arguments), processes, start, _ONE_MACHINE)
 
 
 class _Tied:
@@ -82,16 +129,12 @@ class _Tied:
         return self._function(*arguments)
 
 
-def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str) -> Ended:
+def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str, rendezvous: dict[str, Any]) -> Ended:
     with tempfile.TemporaryDirectory(prefix="pantheraml-ranks-") as logs, _signals_and_environment_restored():
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            **rendezvous,
             nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # a machine's own name need not be known to itself
+            run_id="pantheraml" if rendezvous["max_nodes"] > 1 else uuid.uuid4().hex,
             max_restarts=0,
             start_method=start,
             logs_specs=DefaultLogsSpecs(log_dir=logs),

@@ -2,7 +2,7 @@
 
 Sharded layers keep their parameters as DTensors, so that names, optimizer, checkpoints and FSDP2 see whole weights, but
 compute with plain tensors: this rank's part of each. What DTensor decides is what crosses the border, in the forward
-pass and back; there are no collectives besides these.
+pass and back; besides these there is one sum at the end of a step, that of `SharedGradients`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from pantheraml.parallel.gradient_sum import sum_gradients
 
 
 def enter(whole: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -63,9 +65,8 @@ def own_part(parameter: DTensor) -> Tensor:
 
 
 def shared_whole(parameter: DTensor) -> Tensor:
-    """A replicated parameter in divided work: each rank finds a share of its gradient."""
-    local = parameter.to_local()
-    return enter(local, parameter.device_mesh) if parameter.requires_grad else local
+    """A replicated parameter in divided work: each rank finds a share of its gradient, for `SharedGradients`."""
+    return parameter.to_local()
 
 
 def once(parameter: DTensor) -> Tensor:
@@ -79,6 +80,24 @@ class Place(NamedTuple):
     owner: nn.Module
     name: str
     conversion: Conversion
+
+
+class SharedGradients:
+    """Of those parameters at `places` that are whole on every rank but see divided work: each rank has a share.
+
+    The shares of all parameters and all passes of a step are added up together. Sent one by one, as the gradient of
+    each is found, they would be seven small messages a decoder layer and pass, and it is their number that takes time.
+    """
+
+    def __init__(self, places: Iterable[Place], mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._places = [place for place in places if place.conversion in (shared_whole, once)]
+
+    def add_up(self) -> None:
+        """After the last backward pass of a step: each gradient is the whole one. A collective."""
+        # read anew: FSDP2 puts another tensor in a parameter's place
+        parameters = [place.owner.get_parameter(place.name) for place in self._places]
+        sum_gradients([p for p in parameters if p.requires_grad], self._mesh.get_group())
 
 
 class LocalParameters:

@@ -80,6 +80,11 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def sends_buffers(model: nn.Module) -> bool:
+    """Whether DDP sends buffers to all ranks before a forward pass, even one whose gradients stay local."""
+    return isinstance(model, DistributedDataParallel) and bool(model.modules_buffers)
+
+
 def decide_static_graph(
     *,
     allowed: bool,
@@ -96,7 +101,7 @@ def decide_static_graph(
     those who know that every step of every rank has just one backward pass.
     """
     if not allowed:
-        return Decision(False, "parallel.static_graph is off")
+        return Decision(False, "parallel.static_graph is off, or UNSLOTH_DISABLE_DDP_STATIC_GRAPH is set")
     if compiled:
         return Decision(False, "compiled layers and a static graph do not go together")
     if mixture_of_experts:

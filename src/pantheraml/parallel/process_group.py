@@ -15,7 +15,7 @@ from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
 from pantheraml.parallel.device_vote import agree_on_devices, device_problem
 from pantheraml.parallel.layout import ALONE, Layout, make_layout
-from pantheraml.parallel.rendezvous import meet
+from pantheraml.parallel.rendezvous import interface_towards, meet
 from pantheraml.specs.plan import Plan
 
 # If a peer dies meanwhile, the elastic agent ends the others at once; this bounds only waiting for live ones.
@@ -79,12 +79,15 @@ def open_world(plan: Plan, *, timeout_seconds: int, max_retries: int = 3, strict
         )
     device = torch.device("cpu")
     if plan.device == "cuda":
-        # `verify` may put several processes on one GPU
-        device = torch.device("cuda", place.local_rank % max(1, len(plan.device_ids)))
+        # `verify` may put several processes on one GPU; another machine may have more than the plan's
+        device = torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
     torch.set_num_threads(plan.threads_per_process)
     reason = None
     if place.world_size > 1:
-        store = meet(place, env.store_address(), timeout_seconds=timeout_seconds, max_retries=max_retries)
+        address = env.store_address()
+        store = meet(place, address, timeout_seconds=timeout_seconds, max_retries=max_retries)
+        if env.gloo_interface() is None and (interface := interface_towards(address)) is not None:
+            env.set_for_this_process("GLOO_SOCKET_IFNAME", interface)
         divided = plan.dims.world_size > plan.dims.replicate
         agreed = agree_on_devices(
             store, place, device_problem(device), strict=strict or divided, timeout_seconds=timeout_seconds

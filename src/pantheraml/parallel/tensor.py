@@ -4,7 +4,7 @@ A `colwise` layer is cut by outputs: each rank computes some of them from the wh
 inputs: each rank computes a share of every output from the inputs that it has, and the shares are added up. Attention
 and MLP are a few colwise layers followed by a rowwise one, so a decoder layer sends its activations twice forward and
 twice back. An adapter is cut with its layer: of its two matrices, the one at the cut is divided, and the other one is
-whole on every rank, with a gradient that is summed.
+whole on every rank. Of its gradient each rank finds a share, and those are summed once a step (`SharedGradients`).
 
 All ranks of the mesh see the same tokens, and the loss of each is the whole loss. `borders` has what is sent.
 """
@@ -31,6 +31,7 @@ from pantheraml.parallel.borders import (
     Conversion,
     LocalParameters,
     Place,
+    SharedGradients,
     add_up,
     distribute,
     divide,
@@ -105,26 +106,38 @@ class _Planned:
         return size // width if size % width == 0 else 1
 
 
-def shard_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
+def _nothing(_module: nn.Module) -> None:
+    """There is nothing to prepare."""
+
+
+def shard_tensors(
+    model: nn.Module, mesh: DeviceMesh, *, prepare: Callable[[nn.Module], None] = _nothing
+) -> SharedGradients:
     """Cut a causal language model, with or without LoRA or DoRA adapters, over the one dimension of `mesh`, in place.
 
     Every rank comes with the same whole model. Parameters keep their names. Those that are cut, and all that are
-    trained, become DTensors on `mesh`; after a backward pass each has its right gradient.
+    trained, become DTensors on `mesh`. After the backward passes of a step, and `add_up` of what is returned, each has
+    its right gradient. `prepare` is called with each layer right before it is cut, and may put its weights in their
+    places only then.
     """
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = _planned_layers(whole)
     _check(whole, layers, mesh.size())
     shared: dict[nn.Module, _SharedInput] = {}
+    places: list[Place] = []
     for planned in layers:
         if planned.parent not in shared:
             shared[planned.parent] = _SharedInput(planned.parent, mesh)
+        prepare(planned.layer)
         if planned.style.cut is Cut.NOWHERE:
-            _hold_whole(planned.layer.modules(), planned.layer, mesh, shared_whole)
+            places += _hold_whole(planned.layer.modules(), planned.layer, mesh, shared_whole)
         else:
-            _cut(planned, mesh, shared[planned.parent])
-    _cut_vocabulary(whole, mesh)
+            places += _cut(planned, mesh, shared[planned.parent])
+    prepare(whole)
+    places += _cut_vocabulary(whole, mesh)
     for module in list(model.modules()):
         _hold_whole([module], module, mesh, own_part)
+    return SharedGradients(places, mesh)
 
 
 def _planned_layers(whole: Any) -> list[_Planned]:
@@ -182,10 +195,12 @@ def _cannot_cut(layer: nn.Module, name: str) -> UnsupportedModelError:
     )
 
 
-def _cut(planned: _Planned, mesh: DeviceMesh, shared_input: _SharedInput) -> None:
+def _cut(planned: _Planned, mesh: DeviceMesh, shared_input: _SharedInput) -> list[Place]:
+    """The parameters that this made DTensors."""
     layer, style = planned.layer, planned.style
     out_features = cast(int, _base(layer).out_features)
-    LocalParameters(layer, list(_cut_parameters(layer, style.cut, mesh)))
+    places = list(_cut_parameters(layer, style.cut, mesh))
+    LocalParameters(layer, places)
     if style.cut is Cut.OUTPUTS:
         _convert_input(layer, shared_input)
         if style.alone:
@@ -194,6 +209,7 @@ def _cut(planned: _Planned, mesh: DeviceMesh, shared_input: _SharedInput) -> Non
         if style.alone:
             _convert_input(layer, lambda whole: divide(whole, mesh))
         _convert_output(layer, lambda share: add_up(share, mesh))
+    return places
 
 
 def _cut_parameters(layer: nn.Module, cut: Cut, mesh: DeviceMesh) -> Iterator[Place]:
@@ -246,16 +262,19 @@ def _cut_packed(packed: PackedLayer, cut: Cut, mesh: DeviceMesh) -> None:
             packed.bias = None  # the first rank's counts
 
 
-def _cut_vocabulary(whole: Any, mesh: DeviceMesh) -> None:
-    """Input embedding and output head, whether they share a weight or not."""
+def _cut_vocabulary(whole: Any, mesh: DeviceMesh) -> list[Place]:
+    """Input embedding and output head, whether they share a weight or not; the parameters of the head."""
     embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     tied = getattr(head, "weight", None) is embedding.weight
     planned = _Planned("output head", head, whole, Style(Cut.OUTPUTS, alone=True))
-    _cut(planned, mesh, _SharedInput(whole, mesh))
+    places = _cut(planned, mesh, _SharedInput(whole, mesh))
     cut_embedding(embedding, mesh, weight=head.weight if tied else None)
+    return places
 
 
-def _hold_whole(modules: Iterable[nn.Module], layer: nn.Module, mesh: DeviceMesh, conversion: Conversion) -> None:
+def _hold_whole(
+    modules: Iterable[nn.Module], layer: nn.Module, mesh: DeviceMesh, conversion: Conversion
+) -> list[Place]:
     """What trains in `modules` and is not a DTensor yet becomes a replicated one, and `layer` uses it as `conversion`
     says."""
     places = [
@@ -266,6 +285,7 @@ def _hold_whole(modules: Iterable[nn.Module], layer: nn.Module, mesh: DeviceMesh
     ]
     if places:
         LocalParameters(layer, places)
+    return places
 
 
 def _spread(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, conversion: Conversion) -> Place:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
+from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.planner.choices import Choices
 from pantheraml.planner.dims import check_together, choose_dims
 from pantheraml.planner.one_process import (
     check_copies,
     check_split,
     choose_one_process,
     names_cpu_alone,
-    wants_one_process,
 )
-from pantheraml.specs.multi_gpu import MultiGPUMode
+from pantheraml.planner.processes import Room, choose_mode, choose_world_size
 from pantheraml.specs.parallel import ParallelDims
-from pantheraml.specs.plan import GPU, Choice, DeviceSpec, Plan
+from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
 
 # Tokens per forward pass that keep a device busy without filling its memory with activations; beyond this, throughput
@@ -30,26 +31,17 @@ FP8_CAPABILITY = (9, 0)
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
-class _Choices:
-    """Collects decisions in the order in which they are taken."""
-
-    def __init__(self) -> None:
-        self.made: list[Choice] = []
-
-    def asked(self, name: str, value: Any) -> None:
-        self.made.append(Choice(name=name, value=value, reason="as configured", automatic=False))
-
-    def automatic(self, name: str, value: Any, reason: str) -> None:
-        self.made.append(Choice(name=name, value=value, reason=reason, automatic=True))
-
-
-def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
-    choices = _Choices()
+def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None = None) -> Plan:
+    """`place` is that of this process where a launcher started it, and others on other machines perhaps."""
+    choices = Choices()
     device = _device(config, devices, choices)
     if device == "cpu" and config.parallel.device_ids is not None:
         raise ConfigError("parallel.device_ids names GPUs, but the run is on the CPU.", todo="Drop one of them.")
     gpus = _gpus(config, devices, choices) if device == "cuda" else ()
-    world_size = _world_size(config, devices, gpus, device, choices)
+    config = choose_mode(config, len(gpus), choices)
+    room = Room(len(gpus) if device == "cuda" else devices.cpu_count, device)
+    world_size = choose_world_size(config, room, place, choices)
+    here = room.processes_here(world_size, place)
     one = choose_one_process(config, gpus, world_size)
     gpus = one.gpus
     if one.reason is not None:
@@ -58,7 +50,7 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     backend = _backend(config, device, choices)
     precision = _precision(config, device, gpus, choices)
     _trained_weights(config, precision, choices)
-    frozen = _frozen_weights(config, device, gpus, choices)
+    frozen = _frozen_weights(config, device, gpus, dims, one.several, choices)
     if one.copies:
         check_copies(config, frozen)
     check_split(config, one)
@@ -66,13 +58,13 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     graph = _cuda_graph(config, device, world_size, fused, one.several, choices)
     compiled = _compile(config, device, world_size, fused, one.several, choices)
     micro_batch = _micro_batch(config, dims, device, len(gpus) if one.copies else 1, choices)
-    threads = max(1, devices.cpu_count // world_size)
-    choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {world_size} process(es)")
+    threads = max(1, devices.cpu_count // here)
+    choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {here} process(es)")
     checkpointing = config.train.activation_checkpointing
     choices.asked("train.activation_checkpointing", checkpointing)
     return Plan(
         device=device,
-        device_ids=tuple(gpu.index for gpu in (gpus if one.copies or one.split else gpus[:world_size])),
+        device_ids=tuple(gpu.index for gpu in (gpus if one.copies or one.split else gpus[:here])),
         world_size=world_size,
         dims=dims,
         backend=backend,
@@ -93,7 +85,7 @@ def choose(config: TrainConfig, devices: DeviceSpec) -> Plan:
     )
 
 
-def _device(config: TrainConfig, devices: DeviceSpec, choices: _Choices) -> Literal["cpu", "cuda"]:
+def _device(config: TrainConfig, devices: DeviceSpec, choices: Choices) -> Literal["cpu", "cuda"]:
     if config.device == "cpu":
         choices.asked("device", "cpu")
         return "cpu"
@@ -117,7 +109,7 @@ def _device(config: TrainConfig, devices: DeviceSpec, choices: _Choices) -> Lite
     return "cpu"
 
 
-def _gpus(config: TrainConfig, devices: DeviceSpec, choices: _Choices) -> tuple[GPU, ...]:
+def _gpus(config: TrainConfig, devices: DeviceSpec, choices: Choices) -> tuple[GPU, ...]:
     wanted = config.parallel.device_ids
     if wanted is None:
         return devices.gpus
@@ -132,57 +124,7 @@ def _gpus(config: TrainConfig, devices: DeviceSpec, choices: _Choices) -> tuple[
     return tuple(known[index] for index in wanted)
 
 
-def _world_size(config: TrainConfig, devices: DeviceSpec, gpus: tuple[GPU, ...], device: str, choices: _Choices) -> int:
-    asked, mode = config.parallel.world_size, config.parallel.mode
-    room = len(gpus) if device == "cuda" else devices.cpu_count
-    what = "GPU(s)" if device == "cuda" else "CPU core(s)"
-    if asked is not None:
-        if asked > room:
-            raise DeviceError(
-                f"{asked} processes were asked for, but there are {room} {what}.",
-                todo=f"Use --nproc {room} or less, or --nproc auto.",
-            )
-        if asked > 1 and mode in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL):
-            raise ConfigError(
-                f"parallel.mode={mode} runs one process, but {asked} were asked for.", todo="Drop one of them."
-            )
-        size = asked
-        choices.asked("parallel.world_size", size)
-    elif mode is MultiGPUMode.DISTRIBUTED and device == "cpu":
-        raise ConfigError(
-            "parallel.mode=distributed on CPUs needs a number of processes.", todo="Set --nproc, or parallel.mode=auto."
-        )
-    elif mode in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL):
-        size = 1
-        choices.automatic("parallel.world_size", 1, f"parallel.mode is {mode}")
-    elif wants_one_process(config):
-        size = 1
-        choices.automatic("parallel.world_size", 1, "model.device_map places the model of one process")
-    elif device == "cuda":
-        size, reason = room, f"one process per GPU ({room})"
-        if not _divides_the_model(config) and config.train.global_batch_size < room:
-            size = config.train.global_batch_size
-            reason = f"{room} GPUs, but a global batch of {size} gives work to {size} only"
-        choices.automatic("parallel.world_size", size, reason)
-    else:
-        size = 1
-        choices.automatic("parallel.world_size", 1, f"one process uses all {room} cores without communication")
-    if mode is MultiGPUMode.DISTRIBUTED and size < 2:
-        raise DeviceError(
-            f"parallel.mode=distributed needs at least two processes, but the run would have {size}.",
-            todo="Use parallel.mode=auto, more GPUs or a larger global batch.",
-        )
-    return size
-
-
-def _divides_the_model(config: TrainConfig) -> bool:
-    """Whether processes may work on the same samples."""
-    parallel = config.parallel
-    degrees = (parallel.tensor, parallel.pipeline, parallel.context)
-    return parallel.mode is MultiGPUMode.HYBRID or any(degree is not None for degree in degrees)
-
-
-def _dims(config: TrainConfig, world_size: int, choices: _Choices) -> ParallelDims:
+def _dims(config: TrainConfig, world_size: int, choices: Choices) -> ParallelDims:
     dims, reason = choose_dims(config.parallel, world_size)
     check_together(config, dims)
     if dims.data > config.train.global_batch_size:
@@ -195,7 +137,7 @@ def _dims(config: TrainConfig, world_size: int, choices: _Choices) -> ParallelDi
     return dims
 
 
-def _backend(config: TrainConfig, device: str, choices: _Choices) -> Literal["nccl", "gloo"]:
+def _backend(config: TrainConfig, device: str, choices: Choices) -> Literal["nccl", "gloo"]:
     if device == "cpu":
         choices.automatic("parallel.backend", "gloo", "processes on CPUs talk through gloo")
         return "gloo"
@@ -203,7 +145,7 @@ def _backend(config: TrainConfig, device: str, choices: _Choices) -> Literal["nc
     return config.parallel.backend
 
 
-def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: _Choices) -> Precision:
+def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: Choices) -> Precision:
     asked = config.model.precision
     if asked != "auto":
         if asked == "fp16" and device == "cpu":
@@ -234,7 +176,7 @@ def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices:
     return "fp16"
 
 
-def _trained_weights(config: TrainConfig, precision: Precision, choices: _Choices) -> None:
+def _trained_weights(config: TrainConfig, precision: Precision, choices: Choices) -> None:
     weights = config.train.weights
     if weights == "bf16" and precision != "bf16":
         raise DeviceError(
@@ -246,7 +188,12 @@ def _trained_weights(config: TrainConfig, precision: Precision, choices: _Choice
 
 
 def _frozen_weights(
-    config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: _Choices
+    config: TrainConfig,
+    device: str,
+    gpus: tuple[GPU, ...],
+    dims: ParallelDims,
+    several: str | None,
+    choices: Choices,
 ) -> Literal["fp8", "int8", "nf4"] | None:
     asked = config.model.precision
     if config.method.kind == "qlora":
@@ -255,9 +202,16 @@ def _frozen_weights(
     if asked in ("int8", "nf4"):
         choices.automatic("frozen_weights", asked, f"model.precision is {asked}")
         return asked
+    weak = [gpu.name for gpu in gpus if gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY]
+    if asked == "auto" and device == "cuda" and config.method.kind != "full":
+        why_not = _why_not_fp8(config, weak, dims, several)
+        if why_not is None:
+            reason = "fp8 tensor cores are the fastest, and the loss stays bf16's (docs/benchmarks.md, accuracy)"
+            choices.automatic("frozen_weights", "fp8", reason)
+            return "fp8"
+        choices.automatic("frozen_weights", "as computed with", why_not)
     if asked != "fp8":
         return None
-    weak = [gpu.name for gpu in gpus if gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY]
     if device == "cuda" and weak:
         raise DeviceError(
             f"model.precision=fp8 needs GPUs of compute capability 9.0 or newer, which {weak[0]} is not known to be.",
@@ -267,13 +221,24 @@ def _frozen_weights(
     return "fp8"
 
 
+def _why_not_fp8(config: TrainConfig, weak: list[str], dims: ParallelDims, several: str | None) -> str | None:
+    """Why weights that nobody asked to have in fp8 are not; None: they may be. What is chosen is what was measured."""
+    if weak:
+        return f"fp8 needs compute capability 9.0 or newer, which {weak[0]} is not known to have"
+    if config.method.kind == "dora" or config.method.dropout > 0 or config.train.fused == "off":
+        return "fp8 gains where layers are fused, and these are not"
+    if dims.world_size > dims.replicate:
+        return f"fp8 gains where layers are fused, and the model is divided ({dims})"
+    return several
+
+
 def _fused(
     config: TrainConfig,
     device: str,
     gpus: tuple[GPU, ...],
     numbers: tuple[Precision, str | None, ParallelDims],
     several: str | None,
-    choices: _Choices,
+    choices: Choices,
 ) -> bool:
     """`numbers`: arithmetic, frozen weights, and how the work is divided; `several`: why a process has no one model."""
     asked = config.train.fused
@@ -316,7 +281,7 @@ def _why_not_fused(gpus: tuple[GPU, ...], precision: Precision, frozen: str | No
 
 
 def _cuda_graph(
-    config: TrainConfig, device: str, world_size: int, fused: bool, several: str | None, choices: _Choices
+    config: TrainConfig, device: str, world_size: int, fused: bool, several: str | None, choices: Choices
 ) -> bool:
     asked = config.train.cuda_graph
     why_never = None
@@ -348,7 +313,7 @@ def _cuda_graph(
 
 
 def _compile(
-    config: TrainConfig, device: str, world_size: int, fused: bool, several: str | None, choices: _Choices
+    config: TrainConfig, device: str, world_size: int, fused: bool, several: str | None, choices: Choices
 ) -> bool:
     asked = config.train.compile
     if asked != "auto":
@@ -374,7 +339,7 @@ def _compile(
     return True
 
 
-def _micro_batch(config: TrainConfig, dims: ParallelDims, device: str, copies: int, choices: _Choices) -> int:
+def _micro_batch(config: TrainConfig, dims: ParallelDims, device: str, copies: int, choices: Choices) -> int:
     """For a process, all of whose `copies` of the model share a forward pass; what is configured is for one."""
     sharing = dims.data * copies
     share = math.ceil(config.train.global_batch_size / sharing)

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
+from pantheraml.specs.other_names import translate_other_names
 from pantheraml.specs.parallel import DIMENSIONS, Degree
 
 
@@ -23,8 +25,6 @@ class MultiGPUMode(StrEnum):
 
 Aggregation = Literal["mean", "weighted", "median", "trimmed_mean"]
 
-_ALIASES = {"weighted_mean": "weighted"}
-
 
 @dataclass(config=ConfigDict(extra="forbid", use_attribute_docstrings=True), kw_only=True)
 class MultiGPUConfig:
@@ -32,8 +32,15 @@ class MultiGPUConfig:
     """none: one process; dataparallel: one process that copies the model to each GPU for every batch (simple, slow);
     distributed: one process per device, each with the whole model (DDP) unless degrees say otherwise; hybrid: two kinds
     of parallelism, see hybrid_strategy; auto: distributed when there is more than one device."""
+    auto_policy: Literal["distributed", "simple"] = "distributed"
+    """What mode=auto means: one process per GPU, or simple: dataparallel up to four GPUs, distributed beyond."""
     world_size: Annotated[int, Field(ge=1)] | None = None
     """Number of processes; None = one per visible GPU, or one on a machine without GPUs."""
+    rank: Annotated[int, Field(ge=0)] | None = None
+    """Which of them this process is, for those who start each by hand; with world_size and local_rank. The environment
+    variables MASTER_ADDR and MASTER_PORT say where they meet. None = as the launcher says."""
+    local_rank: Annotated[int, Field(ge=0)] | None = None
+    """Which of the processes of its machine this one is, and so which GPU it has; together with rank."""
     device_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """GPU indices to use, as `pantheraml gpus` numbers them; None = all visible ones."""
     output_device: Annotated[int, Field(ge=0)] | None = None
@@ -49,6 +56,10 @@ class MultiGPUConfig:
     """Groups of layers, one after another (pipeline parallel)."""
     context: Degree | None = None
     """Parts that every sequence is cut into (context parallel)."""
+    auto_device_map: bool = False
+    """The same as model.device_map=auto: one process spreads the layers of a model over its GPUs."""
+    use_gradient_checkpointing: bool | Literal["unsloth"] | None = None
+    """The same as train.activation_checkpointing: true = full, unsloth = offload, false = none; None: not said here."""
     hybrid_strategy: Literal["pipeline", "model_parallel", "data_parallel"] = "pipeline"
     """What mode=hybrid puts beside copies: pipeline stages, tensor parallel, or sharded weights."""
     stages_per_process: Annotated[int, Field(ge=1)] = 1
@@ -78,26 +89,46 @@ class MultiGPUConfig:
     """Batch normalisation, where a model has it, over all ranks of a GPU run."""
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
     """Size of a DDP communication bucket in MiB."""
+    enable_multi_gpu_monitoring: bool = True
+    """Events `train.ranks` tell tokens, seconds and memory of every rank, so that a slow or full one is seen."""
     timeout_seconds: Annotated[int, Field(ge=1)] = 300
     """How long a rank waits for its peers before the run stops with an error."""
     max_retries: Annotated[int, Field(ge=0)] = 3
     """How often processes that could not meet try again; and how often in a row `pantheraml train` starts again from
-    the last checkpoint after a process was killed."""
+    the last checkpoint for one of the reasons in restart_on."""
+    restart_on: tuple[Literal["killed", "failed", "hung"], ...] = ("killed",)
+    """After what `pantheraml train` starts the processes again: one was killed, one failed with an error that nobody
+    foresaw, one got no further for timeout_seconds."""
+    min_world_size: Annotated[int, Field(ge=1)] | None = None
+    """After max_retries starts in vain the run goes on with fewer processes, down to so many, and the same global
+    batch; None = it stops."""
     strict: bool = False
     """Stop if a rank cannot use its device, instead of going on with one device after a warning."""
     grace_seconds: Annotated[int, Field(ge=1)] = 120
     """How long workers may take to save after Ctrl-C or SIGTERM before they are killed."""
 
+    @property
+    def enable_hybrid(self) -> bool:
+        return self.mode is MultiGPUMode.HYBRID
+
+    @property
+    def enable_fault_tolerance(self) -> bool:
+        return self.max_retries > 0
+
     @model_validator(mode="before")
     @classmethod
-    def _accept_aliases(cls, given: object) -> object:
-        values = given.kwargs if hasattr(given, "kwargs") else given
-        if isinstance(values, dict) and values.get("aggregation") in _ALIASES:
-            values["aggregation"] = _ALIASES[values["aggregation"]]
+    def _translate_other_names(cls, given: object) -> object:
+        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if isinstance(values, dict):
+            translate_other_names(values)
         return given
 
     @model_validator(mode="after")
     def _check_together(self) -> MultiGPUConfig:
+        if (self.rank is None) != (self.local_rank is None) or (self.rank is not None and self.world_size is None):
+            raise ValueError("parallel.rank, local_rank and world_size go together")
+        if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
+            raise ValueError(f"parallel.rank={self.rank} is not a rank of parallel.world_size={self.world_size}")
         asked = [name for name in DIMENSIONS if getattr(self, name) is not None]
         if asked and self.mode in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL, MultiGPUMode.HYBRID):
             raise ValueError(

@@ -54,3 +54,10 @@ def test_a_rank_has_its_own_device(tiny_model: TinyModel, device_map: Any, monke
 def test_limits_that_the_model_keeps_to(tiny_model: TinyModel) -> None:
     model = loaded(tiny_model, device_map="auto", max_memory={"cpu": "1GB"})
     assert next(model.parameters()).device.type == "cpu"
+
+
+def test_an_automatic_map_by_its_other_name(tiny_model: TinyModel) -> None:
+    model = loaded(tiny_model, auto_device_map=True, use_multi_gpu=True, max_memory={"cpu": "1GB"})
+    assert next(model.parameters()).device.type == "cpu"
+    with pytest.raises(ConfigError, match=r"auto_device_map means .* device_map is 'balanced'"):
+        loaded(tiny_model, auto_device_map=True, device_map="balanced")

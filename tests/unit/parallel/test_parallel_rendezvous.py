@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 
 from pantheraml.base.env import ProcessRank, StoreAddress
 from pantheraml.base.errors import DeviceError, LaunchError
 from pantheraml.parallel.device_vote import Agreement, agree_on_devices, device_problem
-from pantheraml.parallel.rendezvous import meet
+from pantheraml.parallel.rendezvous import MACHINES, interface_towards, meet
 
 
 def place(rank: int, world_size: int = 2) -> ProcessRank:
@@ -98,7 +99,9 @@ def test_a_rank_0_that_never_comes(address: StoreAddress) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_address_that_is_none(rank: int) -> None:
     nowhere = StoreAddress("no-such-machine.invalid", 29500, hosted_by_agent=False, attempt=0)
-    assert "MASTER_ADDR=no-such-machine.invalid" in failure(10, rank, nowhere, timeout_seconds=5, max_retries=1)
+    assert "no-such-machine.invalid, from MASTER_ADDR, is not" in failure(
+        10, rank, nowhere, timeout_seconds=5, max_retries=1
+    )
 
 
 def test_a_port_that_is_taken(foreign_listener: StoreAddress) -> None:
@@ -180,3 +183,30 @@ def test_what_is_wrong_with_a_device() -> None:
     assert device_problem(torch.device("cpu")) is None
     missing = torch.device("cuda", torch.cuda.device_count())
     assert device_problem(missing)
+
+
+def test_the_interface_between_machines_is_the_one_that_leads_there() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        assert interface_towards(StoreAddress("127.0.0.1", port, hosted_by_agent=False, attempt=0)) is None
+        own = {
+            name: address.address
+            for name, addresses in psutil.net_if_addrs().items()
+            for address in addresses
+            if address.family is socket.AF_INET and not address.address.startswith("127.")
+        }
+        for name, address in own.items():
+            assert interface_towards(StoreAddress(address, port, hosted_by_agent=False, attempt=0)) == name
+    assert interface_towards(StoreAddress("127.0.0.1", port, hosted_by_agent=False, attempt=0)) is None, "gone"
+
+
+def test_machines_meet_apart_from_ranks_and_are_named_as_such(address: StoreAddress) -> None:
+    with pytest.raises(LaunchError, match=r"1 of 2 machines came within 0.2 s; missing: machine 1\."):
+        meet(place(0), address, timeout_seconds=0.2, who=MACHINES)
+    machines = meet(place(0, 1), address, timeout_seconds=5, who=MACHINES)
+    machines.set("told", "to machines")
+    ranks = meet(place(0, 1), address, timeout_seconds=5)
+    assert not ranks.check(["told"])
+    nowhere = StoreAddress("no-such-machine.invalid", 1, hosted_by_agent=False, attempt=0)
+    with pytest.raises(LaunchError, match="from --rdzv, is not the name of a machine"):
+        meet(place(1), nowhere, timeout_seconds=5, max_retries=0, who=MACHINES)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.planner.choose import choose
 from pantheraml.specs.plan import GPU, DeviceSpec
@@ -101,12 +102,35 @@ def test_backend_and_mode_are_honoured() -> None:
 
 def test_frozen_weights_follow_method_and_precision() -> None:
     fp8 = config(model={"path": "m", "precision": "fp8"})
-    assert choose(config(), machine(gpus=1)).frozen_weights is None
     assert choose(config(method={"kind": "qlora"}), machine(gpus=1)).frozen_weights == "nf4"
     assert (choose(fp8, machine(gpus=1)).frozen_weights, choose(fp8, machine(gpus=1)).precision) == ("fp8", "bf16")
     assert choose(fp8, machine()).frozen_weights == "fp8", "the reference runs anywhere"
     with pytest.raises(DeviceError, match="compute capability"):
         choose(fp8, machine(gpus=1, capability=(8, 0)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "capability", "expected", "reason"),
+    [
+        ({}, 1, (9, 0), "fp8", "fp8 tensor cores"),
+        ({"parallel": {"mode": "distributed"}}, 2, (9, 0), "fp8", "fp8 tensor cores"),
+        ({}, 1, (8, 0), None, "compute capability 9.0"),
+        ({"method": {"kind": "dora"}}, 1, (9, 0), None, "layers are fused"),
+        ({"method": {"dropout": 0.1}}, 1, (9, 0), None, "layers are fused"),
+        ({"train": {"fused": "off"}}, 1, (9, 0), None, "layers are fused"),
+        ({"parallel": {"mode": "distributed", "shard": 2}}, 2, (9, 0), None, "the model is divided"),
+        ({"model": {"path": "m", "precision": "bf16"}}, 1, (9, 0), None, None),
+        ({"method": {"kind": "full"}}, 1, (9, 0), None, None),
+        ({}, 0, (9, 0), None, None),
+    ],
+)
+def test_frozen_weights_nobody_asked_about_are_fp8_where_that_was_measured(
+    sections: dict[str, Any], gpus: int, capability: tuple[int, int], expected: str | None, reason: str | None
+) -> None:
+    plan = choose(config(**sections), machine(gpus=gpus, capability=capability))
+    assert plan.frozen_weights == expected
+    told = [choice.reason for choice in plan.choices if choice.name == "frozen_weights"]
+    assert (reason is None and not told) or (reason is not None and reason in told[0])
 
 
 @pytest.mark.parametrize("packing", ["int8", "nf4"])
@@ -226,3 +250,33 @@ def test_checkpointing_is_planned_as_configured(mode: str) -> None:
     plan = choose(config(train={"activation_checkpointing": mode}), machine(gpus=1))
     assert plan.activation_checkpointing == mode
     assert plan.reason("train.activation_checkpointing") == "as configured"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mode", "processes"), [(0, "none", 1), (1, "none", 1), (2, "dataparallel", 1), (4, "dataparallel", 1),
+                                    (5, "distributed", 5)]
+)  # fmt: skip
+def test_the_simple_policy_counts_gpus(gpus: int, mode: str, processes: int) -> None:
+    plan = choose(config(parallel={"auto_policy": "simple"}, train={"global_batch_size": 8}), machine(gpus=gpus))
+    chosen = next(choice for choice in plan.choices if choice.name == "parallel.mode")
+    assert (chosen.value, plan.world_size, plan.copies) == (mode, processes, mode == "dataparallel")
+    assert chosen.reason == f"auto_policy=simple, and there are {gpus} GPU(s)"
+    assert choose(config(train={"global_batch_size": 8}), machine(gpus=4)).world_size == 4
+
+
+def test_processes_on_other_machines_need_no_room_here() -> None:
+    run = config(parallel={"world_size": 4})
+    with pytest.raises(DeviceError, match=r"4 processes were asked for, but there are 2 GPU\(s\)"):
+        choose(run, machine(gpus=2))
+    plan = choose(run, machine(gpus=2), ProcessRank(rank=3, local_rank=1, world_size=4, local_world_size=2))
+    assert (plan.world_size, plan.dims.replicate, plan.device_ids) == (4, 4, (0, 1))
+    assert plan.threads_per_process == 4
+    with pytest.raises(DeviceError, match="3 processes were asked for"):
+        choose(run, machine(gpus=2), ProcessRank(rank=3, local_rank=1, world_size=4, local_world_size=3))
+
+
+def test_where_nobody_says_how_many_are_here_a_rank_still_needs_its_own_gpu() -> None:
+    run = config(parallel={"world_size": 4})
+    assert choose(run, machine(gpus=2), ProcessRank(rank=3, local_rank=1, world_size=4)).device_ids == (0, 1)
+    with pytest.raises(DeviceError, match="3 processes were asked for"):
+        choose(run, machine(gpus=2), ProcessRank(rank=2, local_rank=2, world_size=4))

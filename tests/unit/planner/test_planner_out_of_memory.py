@@ -37,7 +37,9 @@ def test_the_error_says_what_was_short_and_what_took_the_memory() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    error = memory_error(Shortage(asked=None, free=None, total=None), None, *planned())
+    error = memory_error(
+        Shortage(asked=None, free=None, total=None), None, *planned(model={"path": "m", "precision": "bf16"})
+    )
     assert error.what == "The GPU ran out of memory."
     assert error.todo is not None
     assert "saves" not in error.todo
@@ -53,7 +55,12 @@ def test_an_odd_micro_batch_saves_its_own_share() -> None:
 @pytest.mark.parametrize(
     ("sections", "expected", "absent"),
     [
-        ({}, ["model.precision=fp8 (now bf16; saves about 8.00 GiB)", "method.kind=qlora"], ["adamw8bit"]),
+        ({}, ["method.kind=qlora"], ["model.precision", "adamw8bit"]),
+        (
+            {"model": {"path": "m", "precision": "bf16"}},
+            ["model.precision=fp8 (now bf16; saves about 8.00 GiB)", "method.kind=qlora"],
+            ["adamw8bit"],
+        ),
         ({"model": {"path": "m", "precision": "fp8"}}, ["method.kind=qlora"], ["model.precision"]),
         ({"method": {"kind": "qlora"}}, ["seq_len"], ["qlora", "fp8"]),
         ({"method": {"kind": "dora"}}, ["method.kind=qlora"], ["fp8"]),

@@ -1,0 +1,18 @@
+"""Decisions with their reasons, in the order in which the planner takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pantheraml.specs.plan import Choice
+
+
+class Choices:
+    def __init__(self) -> None:
+        self.made: list[Choice] = []
+
+    def asked(self, name: str, value: Any) -> None:
+        self.made.append(Choice(name=name, value=value, reason="as configured", automatic=False))
+
+    def automatic(self, name: str, value: Any, reason: str) -> None:
+        self.made.append(Choice(name=name, value=value, reason=reason, automatic=True))

@@ -1,0 +1,119 @@
+"""`pantheraml train` on two machines: two network namespaces with a cable between them, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pantheraml.base.events import Event, read_events
+from tests.e2e.conftest import Ended, Playground
+from tests.e2e.test_e2e_launch import free_port
+
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+PORT = "29511"
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[str]]:
+    """The names of two namespaces. Neither reaches the other by anything but these addresses."""
+    names = ["pantheraml-test-0", "pantheraml-test-1"]
+    if shutil.which("ip") is None or ip("netns", "add", names[0]).returncode:
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        assert ip("netns", "add", names[1]).returncode == 0
+        cable = ("link", "add", "eth9", "netns", names[0], "type", "veth", "peer", "name", "eth9", "netns", names[1])
+        assert ip(*cable).returncode == 0
+        for name, address in zip(names, ADDRESSES, strict=True):
+            for words in (("addr", "add", f"{address}/24", "dev", "eth9"), ("link", "set", "eth9", "up"),
+                          ("link", "set", "lo", "up")):  # fmt: skip
+                assert ip("-n", name, *words).returncode == 0
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def training(playground: Playground, output: str, *further: str) -> list[str]:
+    fixed = ["--model", playground.model, "--data", playground.data, "--device", "cpu", "--output", output]
+    sizes = ["data.seq_len=64", "train.global_batch_size=4", "train.max_steps=3"]
+    return ["train", *fixed, *(word for size in sizes for word in ("--set", size)), *further]
+
+
+def start(playground: Playground, before: list[str], *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "pantheraml", *arguments],
+        cwd=playground.root,
+        env=playground.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    out, err = process.communicate(timeout=240)
+    return Ended(process.returncode, out, err)
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in read_events(folder) if event["kind"] == "train.step"]
+
+
+def ranks(folder: Path) -> list[Event]:
+    return [event for event in read_events(folder) if event["kind"] == "train.ranks"]
+
+
+def test_two_machines_come_to_what_two_processes_of_one_come_to(playground: Playground, machines: list[str]) -> None:
+    started = [
+        start(
+            playground,
+            ["ip", "netns", "exec", name],
+            *training(playground, "runs/machines", "--nproc", "1"),
+            *("--nnodes", "2", "--node-rank", str(number), "--rdzv", f"{ADDRESSES[0]}:{PORT}"),
+        )
+        for number, name in reversed(list(enumerate(machines)))
+    ]
+    second, first = (ended(process) for process in started)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "Trained weights" in first.out
+    assert "Trained weights" not in second.out
+    unwatched = ["--set", "parallel.enable_multi_gpu_monitoring=false"]
+    alone = ended(start(playground, [], *training(playground, "runs/one-machine", "--nproc", "2", *unwatched)))
+    assert alone.code == 0, alone
+    together = losses(playground.root / "runs/machines")
+    assert len(together) == 3
+    assert together == pytest.approx(losses(playground.root / "runs/one-machine"), rel=1e-6)
+    watched, not_watched = (ranks(playground.root / run) for run in ("runs/machines", "runs/one-machine"))
+    assert [event["step"] for event in watched] == [1, 2, 3]
+    for event in watched:
+        for name in ("tokens", "seconds", "memory_bytes"):
+            assert len(event[name]) == 2
+            assert min(event[name]) > 0
+    assert not_watched == []
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "1 of 2 machines came within 3 s; missing: machine 1."),
+        (1, "Machine 1 of 2 could not reach the store at 127.0.0.1:"),
+    ],
+)
+def test_a_machine_that_does_not_come(playground: Playground, number: int, said: str) -> None:
+    several = ["--nnodes", "2", "--node-rank", str(number), "--rdzv", f"127.0.0.1:{free_port()}"]
+    few = ["--set", "parallel.timeout_seconds=3"]
+    alone = ended(start(playground, [], *training(playground, f"runs/no-{number}", *few, *several)))
+    assert alone.code == 6, alone
+    assert said in alone.err
+    assert "Traceback" not in alone.err
+    assert not (playground.root / f"runs/no-{number}").exists(), "machines meet before anything is written"
