@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Files of tests are spread over the cores, one thread each: a second one is of no use to models this small.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install install-dev demo test equality check format bench gpu-test clean
 
@@ -24,8 +26,8 @@ demo: install
 
 # Triton decides when it is imported whether kernels are interpreted, so the interpreter gets a process of its own.
 test: install-dev
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
 # Every mode x method x shares x accumulation x packing x clipping x family against one process; takes most of an hour.
 equality: install-dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -21,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--equality", choices=["chosen", "full"], default="chosen", help="how much of the equality matrix to go through"
     )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now is never garbage: a collection that need not look at it takes 10 ms instead of 600."""
+    gc.collect()
+    gc.freeze()
 
 
 def _children() -> set[int]:

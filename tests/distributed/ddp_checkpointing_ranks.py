@@ -217,8 +217,12 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main() -> None:
     if sys.argv[1] == "engine":
         run_engine(Path(sys.argv[2]))
     else:
         run_trl(Path(sys.argv[2]), Path(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from pantheraml.base.env import child_environment
@@ -13,22 +16,60 @@ from pantheraml.base.env import child_environment
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_ranks(script: str, processes: int, *arguments: object, timeout: float = 300) -> None:
-    """Run `tests/distributed/SCRIPT.py` as that many ranks of one process group; fails with what they wrote."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, "-m", f"tests.distributed.{script}", *map(str, arguments)],
-        env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # the ranks, too: torchrun alone would leave them behind
-        process.communicate()
-        raise
-    assert process.returncode == 0, out[-2000:] + err[-6000:]
+class RankServer:
+    """The process that ranks are forked from, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, script: str, processes: int, *arguments: object, timeout: float = 300) -> None:
+        """Run `main` of `tests/distributed/SCRIPT.py` as ranks of one process group; fails with what they wrote."""
+        with tempfile.NamedTemporaryFile("r", prefix="ranks-", encoding="utf-8", errors="replace") as log:
+            request = {"script": script, "processes": processes, "arguments": [*map(str, arguments)], "log": log.name}
+            code = self._ask(request, timeout)
+            assert code == 0, f"exit code {code}\n{log.read()[-8000:]}"
+
+    def _ask(self, request: dict[str, object], timeout: float) -> int:
+        """The exit code of the ranks; TimeoutError if they take longer. Nobody is left in either case."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps(request), file=process.stdin, flush=True)
+            if not select.select([process.stdout], [], [], timeout)[0]:
+                raise TimeoutError(f"{request['script']} did not end within {timeout:g} s")
+            answer = process.stdout.readline()
+        except BaseException:
+            self.end()
+            raise
+        if not answer:
+            self.end()
+            return 1
+        return int(answer)
+
+    def end(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.rank_server"],
+            env=child_environment(
+                OMP_NUM_THREADS="1",
+                TOKENIZERS_PARALLELISM="false",
+                HF_HUB_OFFLINE="1",
+                JE_ARROW_MALLOC_CONF="background_thread:false",  # of pyarrow's allocator, which a fork would lose
+                PYTORCH_NVML_BASED_CUDA_CHECK="1",  # the other way to look for a GPU leaves none to a forked process
+            ),
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+SERVER = RankServer()
+run_ranks = SERVER.run

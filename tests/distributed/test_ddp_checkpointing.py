@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pantheraml.base.env import child_environment
 from tests import toy
-
-SCRIPT = Path(__file__).with_name("ddp_checkpointing_ranks.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+from tests.distributed.launching import run_ranks
 
 pytestmark = pytest.mark.timeout(500)
 
 
 def run(folder: Path, *arguments: str, processes: int = 2) -> list[dict[str, Any]]:
     """Each rank's results."""
-    done = subprocess.run(
-        [sys.executable, *(TORCHRUN if processes > 1 else []), str(SCRIPT), *arguments],
-        env=child_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONPATH="."),
-        cwd=SCRIPT.parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_ranks("ddp_checkpointing_ranks", processes, *arguments)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 

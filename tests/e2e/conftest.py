@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,7 @@ class Playground:
 
     root: Path
     environment: dict[str, str]
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -41,7 +43,7 @@ class Playground:
         return str(self.root / "data.jsonl")
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*COMMAND, *arguments],
             cwd=self.root,
             env=self.environment,
@@ -50,6 +52,8 @@ class Playground:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.started.append(process)
+        return process
 
     def __call__(self, *arguments: str, timeout: float = 180) -> Ended:
         process = self.start(*arguments)
@@ -68,10 +72,19 @@ class Playground:
         fixed = ["--model", self.model, "--data", data or self.data, "--output", output, "--device", "cpu"]
         return ["train", *fixed, "--set", "data.seq_len=64", "--set", "train.global_batch_size=4"]
 
+    def processes(self) -> list[psutil.Process]:
+        """All that run here, also those whose parent is gone: the place of the cache is in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get("PANTHERAML_CACHE") == self.environment["PANTHERAML_CACHE"]:
+                    found.append(process)
+        return found
+
     def wait_for_steps(self, run: str) -> None:
         """Until a run that was started has taken its first step."""
         events = self.root / run / "events.jsonl"
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while not (events.exists() and '"train.step"' in events.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -90,6 +103,24 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     toy.write_jsonl(root / "data.jsonl", toy.arithmetic(200))
     cache = str(root / "cache")
     return Playground(root, child_environment(PANTHERAML_CACHE=cache, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))
+
+
+@pytest.fixture(autouse=True)
+def nobody_left(playground: Playground) -> Iterator[None]:
+    """A test that fails half way does not leave its run behind; one that passes has nobody left to end."""
+    yield
+    _, left = psutil.wait_procs(playground.processes(), timeout=10)  # for those on their way out
+    told = []
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            told.append(" ".join(process.cmdline()))
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
+    for command in playground.started:
+        if command.returncode is None:
+            command.communicate()
+    playground.started.clear()
+    assert not told, "the test left processes behind"
 
 
 @pytest.fixture

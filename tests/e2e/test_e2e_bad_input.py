@@ -14,78 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pantheraml.base.errors import WorkerKilledError
 from pantheraml.base.events import read_events
 from pantheraml.checkpoint.store import CheckpointStore
-from tests import toy
-from tests.e2e.conftest import Playground, workers_of
+from tests.e2e.conftest import Playground
 
 Failing = Callable[..., str]
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"", "empty"),
-        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a", "compl', "line 2"),
-        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xff\xfe", "completion": "b"}\n', "UTF-8"),
-        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": 7}\n', "completion"),
-        (b'{"question": "a", "reply": "b"}\n', "question"),
-    ],
-    ids=["empty", "not JSON", "encoding", "wrong type", "no usable column"],
-)
-def test_data_that_cannot_be_used(failing: Failing, tmp_path: Path, content: bytes, expected: str) -> None:
+def test_data_that_cannot_be_used(failing: Failing, tmp_path: Path) -> None:
+    """One of many ways; the others are in tests/unit."""
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(content)
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "compl')
     said = failing(3, data=str(path))
-    assert expected in said
+    assert "line 2" in said
     assert "bad.jsonl" in said
-
-
-def test_data_that_is_not_there(failing: Failing) -> None:
-    assert "nowhere.jsonl" in failing(3, data="nowhere.jsonl")
-
-
-def test_bad_rows_can_be_skipped_and_are_counted(playground: Playground, tmp_path: Path) -> None:
-    path = toy.write_jsonl(
-        tmp_path / "some.jsonl", [*toy.arithmetic(50), {"prompt": "x"}, {"prompt": "y", "completion": 3}]
-    )
-    ended = playground.train("runs/skipping", "--on-bad-row", "skip", "--set", "train.max_steps=1", data=str(path))
-    assert ended.code == 0, ended
-    (ready,) = [e for e in read_events(playground.root / "runs/skipping") if e["kind"] == "data.ready"]
-    assert (ready["rows"], ready["skipped_rows"]) == (50, 2)
-
-
-def test_rows_that_are_too_long(playground: Playground, failing: Failing, tmp_path: Path) -> None:
-    long = {"prompt": "1+" * 100, "completion": "9" * 200}
-    path = toy.write_jsonl(
-        tmp_path / "long.jsonl", [*[*toy.arithmetic(20), {"text": "x"}][:20], {**long, "prompt": "1="}]
-    )
-    assert "64" in failing(3, "--set", "data.on_long_row=stop", data=str(path))
-    ended = playground.train("runs/cut", "--set", "train.max_steps=1", data=str(path))
-    assert ended.code == 0, ended
-    (ready,) = [e for e in read_events(playground.root / "runs/cut") if e["kind"] == "data.ready"]
-    assert ready["truncated_rows"] == 1
-
-
-def test_a_tokenizer_without_chat_template(playground: Playground, failing: Failing, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(playground.model, model)
-    toy.write_tokenizer(model)
-    (model / "chat_template.jinja").unlink(missing_ok=True)
-    rows = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}] * 8
-    path = toy.write_jsonl(tmp_path / "chat.jsonl", rows)
-    assert "chat template" in failing(4, "--model", str(model), data=str(path))
-
-
-def test_a_tokenizer_without_pad_token_trains_all_the_same(playground: Playground, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(playground.model, model)
-    toy.write_tokenizer(model, pad=False)
-    ended = playground.train(
-        "runs/nopad", "--model", str(model), "--set", "train.max_steps=1", "--set", "data.packing=false"
-    )
-    assert ended.code == 0, ended
 
 
 def test_a_model_folder_without_weights(playground: Playground, failing: Failing, tmp_path: Path) -> None:
@@ -93,11 +35,6 @@ def test_a_model_folder_without_weights(playground: Playground, failing: Failing
     shutil.copytree(playground.model, model)
     (model / "model.safetensors").unlink()
     assert "weights" in failing(4, "--model", str(model))
-
-
-def test_a_hub_name_where_no_hub_can_be_reached(failing: Failing) -> None:
-    said = failing(4, "--model", "some-owner/some-model")
-    assert "some-owner/some-model" in said
 
 
 def test_more_processes_than_there_are(failing: Failing) -> None:
@@ -137,37 +74,6 @@ def test_nan_stops_the_run_which_never_reports_success(playground: Playground, t
     assert verdict["action"] == "stop"
     assert verdict["ranks"] == [0]
     assert len(verdict["samples"]) == 4
-    skipping = playground.train(
-        "runs/nan2", "--model", str(model), "--set", "train.max_steps=9",
-        "--set", "stability.on_nonfinite=skip", "--set", "stability.max_skipped_steps=2",
-    )  # fmt: skip
-    assert skipping.code == 18
-    actions = [e["action"] for e in read_events(playground.root / "runs/nan2") if e["kind"] == "verdict"]
-    assert actions == ["skip", "skip", "stop"]
-
-
-def test_weights_that_became_nan_are_never_saved(playground: Playground) -> None:
-    settings = ["--method", "full", "--set", "train.max_steps=1", "--set", "train.learning_rate=1e38"]
-    ended = playground.train("runs/exploded", *settings, "--set", "train.max_grad_norm=0")
-    assert ended.code == 18, ended
-    assert "they are not saved" in ended.err
-    assert not (playground.root / "runs/exploded/model").exists()
-    assert json.loads((playground.root / "runs/exploded/run.json").read_text())["status"] == "failed"
-
-
-def test_a_worker_that_dies_without_a_word_is_explained(playground: Playground) -> None:
-    once = ["--set", "train.max_steps=100000", "--set", "parallel.max_retries=0"]
-    process = playground.start_training("runs/dead", "--nproc", "2", *once)
-    playground.wait_for_steps("runs/dead")
-    worker = workers_of(process.pid)[0]
-    worker.kill()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == WorkerKilledError.exit_code, err
-    assert "SIGKILL" in err
-    assert "Traceback" not in err
-    result = json.loads((playground.root / "runs/dead/run.json").read_text())
-    assert result["status"] == "crashed"
-    assert result["error"]
 
 
 @pytest.fixture

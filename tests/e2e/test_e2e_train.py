@@ -9,7 +9,9 @@ import signal
 import psutil
 import pytest
 
+from pantheraml.base.errors import PreemptedError
 from pantheraml.base.events import read_events
+from pantheraml.specs.run_dir import RunDir
 from tests.e2e.conftest import Playground, workers_of
 
 
@@ -98,9 +100,9 @@ def test_a_scheduler_may_stop_a_single_worker(playground: Playground) -> None:
     playground.wait_for_steps("runs/scheduled")
     workers_of(process.pid)[0].send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == PreemptedError.exit_code, err
     assert "Traceback" not in err
-    assert run_json(playground, "runs/scheduled")["status"] == "stopped"
+    assert run_json(playground, "runs/scheduled")["status"] == "preempted"
     assert list((playground.root / "runs/scheduled/checkpoints").iterdir())
 
 
@@ -113,7 +115,11 @@ def test_workers_of_a_parent_that_was_killed_save_and_end(playground: Playground
     process.communicate()
     _gone, alive = psutil.wait_procs(workers, timeout=40)
     assert not alive
-    assert list((playground.root / "runs/orphan/checkpoints").iterdir()), "the orphans saved before they left"
+    saved = RunDir(playground.root / "runs/orphan").last_checkpoint()
+    assert saved is not None, "the orphans saved before they left"
+    resumed = playground("resume", "runs/orphan", "--set", f"train.max_steps={saved + 1}")
+    assert resumed.code == 0, resumed
+    assert run_json(playground, "runs/orphan")["steps"] == saved + 1
 
 
 def test_full_training_writes_a_plain_model(playground: Playground) -> None:

@@ -7,7 +7,14 @@ import itertools
 import pytest
 import torch
 
-from pantheraml.engine.optim import build_optimizer, clip
+from pantheraml.engine.adamw_graph import GraphAdamW
+from pantheraml.engine.optim import (
+    build_optimizer,
+    clip,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
 from pantheraml.kernels.adamw import AdamWStep, Moments8bit, adamw8bit_, adamw_, reference_adamw8bit_, reference_adamw_
 from pantheraml.parallel.local import local_squares
 from pantheraml.specs.train import TrainSettings
@@ -86,3 +93,38 @@ def test_norm_clip_and_step_allocate_next_to_nothing(kind: str) -> None:
         clip(optimizer, parameters, local_squares(parameters, parameters, ranks=1).sqrt().item(), 1.0)
         optimizer.step()
     assert torch.cuda.max_memory_allocated() - before < 1 << 20  # one parameter takes 32 MiB
+
+
+def test_a_recorded_step_is_the_step_it_was_recorded_from() -> None:
+    """Other rates, factors and gradients than at the recording; states that were loaded in between."""
+    torch.manual_seed(0)
+    shapes = [(64, 16), (16, 64), (300,)]
+    start = [torch.randn(shape, device="cuda") for shape in shapes]
+    settings = TrainSettings(max_steps=10, learning_rate=1e-2)
+    made = []
+    for graph in (False, True):
+        named = [(str(index), torch.nn.Parameter(values.clone())) for index, values in enumerate(start)]
+        made.append((named, build_optimizer(named, settings, graph=graph)))
+    for _, parameter in made[1][0]:
+        parameter.grad = torch.zeros_like(parameter)
+    for count in range(6):
+        gradients = [torch.randn(shape, device="cuda") * (count + 1) for shape in shapes]
+        for named, optimizer in made:
+            for (_, parameter), gradient in zip(named, gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient.clone()
+                else:
+                    parameter.grad.copy_(gradient)
+            clip(optimizer, named, norm=float(count + 1), limit=2.0)
+            set_learning_rate(optimizer, 1e-2 / (count + 1))
+            optimizer.step()
+            if isinstance(optimizer, GraphAdamW) and count == 1:
+                optimizer.record()
+            if count == 3:
+                load_optimizer_tensors(
+                    optimizer, named, {name: t / 2 for name, t in optimizer_tensors(optimizer, named).items()}
+                )
+    for (_, eager), (_, recorded) in zip(made[0][0], made[1][0], strict=True):
+        torch.testing.assert_close(recorded, eager, rtol=1e-5, atol=1e-6)
+    assert isinstance(made[1][1], GraphAdamW)
+    assert made[1][1].is_recorded

@@ -117,7 +117,7 @@ def test_the_command_line_finds_the_gpu_by_itself(root: Path) -> None:
     settings = ["--set", "data.seq_len=128", "--set", "train.max_steps=4"]
     ended = playground("train", "--model", playground.model, "--data", playground.data, "--output", "cli", *settings)
     assert ended.code == 0, ended.err
-    assert "1 process on cuda, bf16" in ended.err
+    assert "1 process on cuda, bf16 over frozen fp8 weights" in ended.err
     spoken = playground("generate", "cli", "--prompt", "1+2=", "--max-new-tokens", "4", "--json")
     assert spoken.code == 0, spoken.err
 

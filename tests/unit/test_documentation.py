@@ -56,7 +56,7 @@ def test_make_test_runs_every_folder_of_tests() -> None:
     """Pytest's own folders and, in a second process, the interpreter's."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     recipe = (ROOT / "Makefile").read_text().partition("\ntest: ")[2].partition("\n\n")[0]
-    run = {*settings["testpaths"], *re.findall(r"TRITON_INTERPRET=1 .* -m pytest (\S+)", recipe)}
+    run = {*settings["testpaths"], *re.findall(r"TRITON_INTERPRET=1 \$\(PYTEST\) (\S+)", recipe)}
     present = {
         f"tests/{found.parent.relative_to(ROOT / 'tests').parts[0]}" for found in ROOT.glob("tests/*/**/test_*.py")
     }
