@@ -1,14 +1,17 @@
 """What single tricks bring: the same run with and without, everything else as it is by default.
 
-Those that a setting can switch off; each run is `pantheraml train` on random weights and full sequences, 4 x 2048.
-docs/performance.md shows the newest row of each. Needs a GPU.
+Those that a setting can switch off; each run is the train task on random weights and full sequences, 4 x 2048. All of
+them run in one process, which imports and compiles once, and `8b/4` has a quarter of the layers of an 8B model, so that
+its output head weighs more than in a whole one. docs/performance.md shows the newest row of each. Needs a GPU.
 
-    python benchmarks/run.py ablation                             all of them, some fifteen minutes
+    python benchmarks/run.py ablation                             all of them, some minutes
     python benchmarks/run.py ablation --set tricks=cuda_graph     some, by name, with commas
 """
 
 from __future__ import annotations
 
+import gc
+import statistics
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from inputs import write_full_sequences, write_model
-from train_throughput import train
 
 NEEDS_GPU = True
 
@@ -41,14 +43,14 @@ _FP8 = {"model.precision": "fp8"}
 _FULL = {"train.weights": "bf16", "train.optimizer": "adamw_bf16"}
 
 ABLATIONS = {
-    "fp8_base": Ablation("8b", "lora", _FP8, {"model.precision": "bf16"}),
+    "fp8_base": Ablation("8b/4", "lora", _FP8, {"model.precision": "bf16"}),
     "fused_layers": Ablation(
-        "8b", "lora", {"train.fused": "auto"}, {"train.fused": "off", "train.compile": "off"}, _FP8
+        "8b/4", "lora", {"train.fused": "auto"}, {"train.fused": "off", "train.compile": "off"}, _FP8
     ),
     "cuda_graph": Ablation("1b", "lora", {"train.cuda_graph": "auto"}, {"train.cuda_graph": "off"}, _FP8),
-    "selective": Ablation("8b", "lora", {"train.activation_checkpointing": "selective"}, {}, _FP8),
-    "offload": Ablation("8b", "lora", {"train.activation_checkpointing": "offload"}, {}, _FP8),
-    "nf4_fill": Ablation("8b", "qlora", {"train.fused": "auto"}, {"train.fused": "off"}),
+    "selective": Ablation("8b/4", "lora", {"train.activation_checkpointing": "selective"}, {}, _FP8),
+    "offload": Ablation("8b/4", "lora", {"train.activation_checkpointing": "offload"}, {}, _FP8),
+    "nf4_fill": Ablation("8b/4", "qlora", {"train.fused": "auto"}, {"train.fused": "off"}),
     "compile": Ablation("1b", "full", {"train.compile": "on"}, {"train.compile": "off"}, _FULL),
     "stochastic_rounding": Ablation("1b", "full", _FULL, {"train.weights": "fp32", "train.optimizer": "adamw"}),
     "adamw8bit": Ablation("1b", "full", {**_FULL, "train.optimizer": "adamw8bit"}, _FULL),
@@ -73,7 +75,13 @@ def run(*, tricks: str = "all", steps: int = 12) -> dict[str, Any]:
 def _measure(folder: Path, name: str, steps: int) -> dict[str, Any]:
     ablation = ABLATIONS[name]
     always = {
+        "model.path": str(folder / "model"),
+        "data.path": str(folder / "data.jsonl"),
+        "data.cache_dir": str(folder / "cache"),
         "data.seq_len": SEQ_LEN,
+        "method.kind": ablation.method,
+        "method.rank": 16,
+        "method.alpha": 16,
         "train.global_batch_size": BATCH,
         "train.micro_batch_size": BATCH,
         "train.max_steps": steps,
@@ -81,7 +89,38 @@ def _measure(folder: Path, name: str, steps: int) -> dict[str, Any]:
     }
     row: dict[str, Any] = {"trick": name, "setting": ablation.setting()}
     for side, settings in (("off", ablation.off), ("on", ablation.on)):
-        found = train(folder, f"{name}-{side}", ablation.method, {**always, **settings})
-        row[f"{side}_tokens_per_second"] = found["tokens_per_second"]
-        row[f"{side}_peak_gib"] = found["peak_memory_bytes"] / 2**30
+        speed, peak = train(folder / f"{name}-{side}", {**always, **settings})
+        row |= {f"{side}_tokens_per_second": speed, f"{side}_peak_gib": peak}
+        print(f"{name} {side}: {speed:,.0f} tokens/s, {peak:.2f} GiB", flush=True)
     return row
+
+
+def train(output: Path, settings: Mapping[str, object]) -> tuple[float, float]:
+    """A run in this process: its tokens a second (median of the steps after warm-up) and its peak memory in GiB."""
+    import torch
+
+    from pantheraml.base.events import EventWriter, read_events
+    from pantheraml.devices.probe import probe
+    from pantheraml.planner.choose import choose
+    from pantheraml.readers.summary import WARM_UP_STEPS
+    from pantheraml.specs.config_file import validate
+    from pantheraml.specs.run_dir import RunDir
+    from pantheraml.worker.start import start_task
+
+    sections: dict[str, dict[str, object]] = {"parallel": {"mode": "none"}}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    config = validate(sections)
+    run = RunDir(output)
+    run.mark()
+    run.write_config(config)
+    run.write_plan(choose(config, probe()))
+    gc.collect()  # the run before is held by cycles
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with EventWriter(output) as emit:
+        start_task(output, emit)
+    taken = [event for event in read_events(output) if event["kind"] == "train.step"][WARM_UP_STEPS:]
+    speed = statistics.median(event["tokens"] / event["seconds"] for event in taken)
+    return speed, torch.cuda.max_memory_allocated() / 2**30

@@ -47,7 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-"""Beside a tiny one for tests: Llama-3.2-1B's and Llama-3.1-8B's."""
+SHAPES["8b/4"] = SHAPES["8b"] | {"num_hidden_layers": 8}
+"""Beside a tiny one for tests: Llama-3.2-1B's and Llama-3.1-8B's, and a quarter of the latter's layers."""
 
 SPECIAL = ("<unk>", "<bos>", "<pad>", "<eos>")
 """The last tokens of every vocabulary. Padding is a token of its own: some trainers leave it out of the loss."""

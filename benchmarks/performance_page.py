@@ -14,6 +14,7 @@ from typing import Any
 from table import markdown_table
 
 ABLATION = "ablation"
+KERNELS = "kernels"
 SUITE = "h200"
 
 Record = Mapping[str, Any]
@@ -21,18 +22,22 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Trick:
-    """`name` is what an ablation row calls it."""
+    """`name` is what an ablation row calls it. One that no setting switches off is part of another (`within`), and
+    shown by the kernels that are there for it (`ops`, as `kernels` calls them)."""
 
     name: str
     title: str
     text: str
+    within: str | None = None
+    ops: tuple[str, ...] = ()
 
 
 INTRODUCTION = """# Performance
 
 Made by `python benchmarks/run.py --table` from the files in `benchmarks/results/`; do not edit. Every trick is shown
-with what it brings by itself: the same run with it and without it, all the others on. Shares do not add up: a trick is
-worth more where others have already removed what stood beside it.
+with what it brings by itself: the same run with it and without it, all the others on; one that no setting switches off
+with its kernels, against torch's eager and compiled ones. Shares do not add up: a trick is worth more where others have
+already removed what stood beside it. `8b/4` is the shape of an 8B model with a quarter of its layers.
 """
 
 TRICKS = (
@@ -42,7 +47,7 @@ TRICKS = (
         "LoRA never needs the gradient of the base weights, so both products that they take part in, the forward one"
         " and the one for the gradient of the input, run on fp8 tensor cores (e4m3; a scale per row of activations and"
         " gradients, and one power of two for the weights of a product, unless their rows are too unlike)."
-        " Asked for with `model.precision=fp8`.",
+        " `model.precision=auto` chooses it where it was measured to be as accurate.",
     ),
     Trick(
         "one_layout",
@@ -51,6 +56,8 @@ TRICKS = (
         " Only the first layout is kept; the backward pass transposes the bytes just before the product. Scales that"
         " differ from row to row then lie along the inner dimension, so they go into the gradient before it is"
         " quantised. One scale for all spares the kernels that, and is preferred.",
+        within="fp8_base",
+        ops=("fp8_transposition",),
     ),
     Trick(
         "nf4_fill",
@@ -58,6 +65,7 @@ TRICKS = (
         "Frozen weights in nf4 are written out as fp8 just before each product, in one pass from half a byte to one,"
         " transposed where the backward pass wants them so, and dropped after it. The rest of the fused layer is the"
         " same as over fp8 weights. GPUs without fp8 rebuild the weight in the run's arithmetic, and do not fuse.",
+        ops=("nf4_fill", "nf4_fill, transposed"),
     ),
     Trick(
         "lora_in_product",
@@ -66,6 +74,8 @@ TRICKS = (
         " `[g | s g B]` with `[W over A]`: the adapter rides along as 64 extra columns and takes no pass over the"
         " output. Before each forward pass two kernel launches write the current values of all adapters into their"
         " places.",
+        within="fused_layers",
+        ops=("lora_columns, project", "lora_columns, gradient"),
     ),
     Trick(
         "fused_layers",
@@ -78,6 +88,8 @@ TRICKS = (
         "Merged projections",
         "Query, key and value are one product, gate and up another: the input is read and quantised once. In files and"
         " in the model's tree they stay separate layers with separate adapters.",
+        within="fused_layers",
+        ops=("fp8_product", "fp8_product, backward"),
     ),
     Trick(
         "fused_elementwise",
@@ -85,23 +97,28 @@ TRICKS = (
         "Normalisation and the gated activation write their results as the fp8 rows that the next product reads, with"
         " room for the adapter's columns; rotary embeddings go from the merged product straight to what attention"
         " reads. Each reads and writes memory once, forward and backward.",
+        within="fused_layers",
+        ops=("rms_norm", "gated_activation", "gated_activation_backward", "rotary", "quantise_rows"),
     ),
     Trick(
         "fused_residual",
         "Residual sums inside the normalisation",
         "The sum before the MLP's normalisation, and on the way back the sum of the residual's gradient with that of"
         " either normalisation, are formed by the kernels that read these rows anyway.",
+        within="fused_layers",
     ),
     Trick(
         "fp8_stash",
         "Activations kept in fp8",
         "What the backward pass needs of a product's input is kept as the fp8 values that the forward product read.",
+        within="fused_layers",
     ),
     Trick(
         "recompute",
         "Hidden rows of the MLP computed again",
         "The widest rows of a layer, `activation(gate) * up`, are not kept. The kernel that forms the gradient of gate"
         " and up has both at hand and writes the hidden rows once more for the adapter's gradient.",
+        within="fused_layers",
     ),
     Trick(
         "loss",
@@ -109,12 +126,15 @@ TRICKS = (
         "The loss is computed chunk by chunk from the hidden states of those tokens that have a target, and its"
         " gradient with it; the logits of a whole batch never exist. A kernel turns the logits of a token into its"
         " loss and their gradient in two passes over them, of which the second finds them in the cache.",
+        ops=("linear_cross_entropy, frozen head", "linear_cross_entropy, trained head"),
     ),
     Trick(
         "fp8_head",
         "The output head in fp8",
         "With frozen weights in fp8 the frozen output head is in fp8 too, with one scale for all of it, and both of"
         " its products run on the fp8 tensor cores: the gradient of the logits leaves its kernel in e4m3.",
+        within="fp8_base",
+        ops=("fp8_linear_cross_entropy",),
     ),
     Trick(
         "varlen_attention",
@@ -127,6 +147,7 @@ TRICKS = (
         "Cheap kernel launches",
         "Triton looks over every argument at every launch, which takes longer than most of these kernels run. What it"
         " finds depends on types, integers and alignments alone, so for those it is asked once.",
+        within="fused_layers",
     ),
     Trick(
         "cuda_graph",
@@ -184,7 +205,9 @@ def page(records: Sequence[Record]) -> str:
     unknown = rows.keys() - {trick.name for trick in TRICKS}
     if unknown:
         raise ValueError(f"measured, but not described in {__name__}.TRICKS: {', '.join(sorted(unknown))}")
-    parts = [INTRODUCTION, _whole(records), *(_section(trick, rows.get(trick.name)) for trick in TRICKS)]
+    kernels = sorted((r for r in records if r["benchmark"] == KERNELS), key=lambda record: str(record["date"]))
+    newest = kernels[-1] if kernels else None
+    parts = [INTRODUCTION, _whole(records), *(_section(trick, rows.get(trick.name), newest) for trick in TRICKS)]
     return "\n".join(part for part in parts if part)
 
 
@@ -203,9 +226,27 @@ def _whole(records: Sequence[Record]) -> str:
     return "\n".join(["## The whole", "", where, "", *table, ""])
 
 
-def _section(trick: Trick, found: tuple[Mapping[str, Any], Record] | None) -> str:
-    share = _share(*found) if found else "Not measured yet."
-    return "\n".join([f"## {trick.title}", "", textwrap.fill(trick.text, width=118), "", share, ""])
+def _section(trick: Trick, found: tuple[Mapping[str, Any], Record] | None, kernels: Record | None) -> str:
+    shares = [_share(*found)] if found else []
+    times = _times(trick.ops, kernels) if kernels is not None else []
+    if trick.within is not None:
+        whole = next(other.title for other in TRICKS if other.name == trick.within)
+        shares.append(f"Part of *{whole}*, and measured with it.")
+    lines = [" ".join(shares)] if shares else []
+    lines += [""] * bool(shares and times) + times
+    text = textwrap.fill(trick.text, width=118)
+    return "\n".join([f"## {trick.title}", "", text, "", *(lines or ["Not measured yet."]), ""])
+
+
+def _times(ops: Sequence[str], kernels: Record) -> list[str]:
+    """A table of what the kernels of a trick take, beside torch's own ways to the same."""
+    ways = ("ours", "torch, compiled", "torch, eager")
+    lines = []
+    for op in ops:
+        found = {row["implementation"]: row.get("milliseconds") for row in kernels["results"] if row["op"] == op}
+        if found.get("ours") is not None:
+            lines.append([op, *(f"{found[way]:.2f} ms" if found.get(way) is not None else "" for way in ways)])
+    return markdown_table(["kernel", *ways], lines) if lines else []
 
 
 def _share(row: Mapping[str, Any], record: Record) -> str:
