@@ -344,9 +344,9 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def summary(record: Mapping[str, Any]) -> str:
-    """Means over the seeds, and whether every seed keeps within the bounds."""
-    rows = []
+def summary(records: Sequence[Mapping[str, Any]]) -> str:
+    """Of the newest: means over the seeds, and whether every seed keeps within the bounds."""
+    record, rows = records[0], []
     for precision in record["parameters"]["precisions"].split(","):
         own = [row for row in record["results"] if row["precision"] == precision]
         worst = max(own, key=lambda row: abs(row["relative_difference"]))["relative_difference"]

@@ -1,7 +1,8 @@
 """Makes docs/performance.md: what makes training fast and lean, each trick with its measured share.
 
 The words are here, the figures come from result files: `ablation-*.json` for the share of each trick (one row each:
-trick, off_tokens_per_second, on_tokens_per_second, off_peak_gib, on_peak_gib), the newest suite for the whole.
+trick, off_tokens_per_second, on_tokens_per_second, off_peak_gib, on_peak_gib), `kernels-*.json` for single kernels, and
+the suite for the whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from suites.comparison import newest_rows
 from table import markdown_table
 
 ABLATION = "ablation"
@@ -213,15 +215,15 @@ def page(records: Sequence[Record]) -> str:
 
 def _whole(records: Sequence[Record]) -> str:
     suites = sorted((r for r in records if r["benchmark"] == SUITE), key=lambda record: str(record["date"]))
-    measured = [row for row in suites[-1]["results"] if row["status"] == "measured"] if suites else []
+    measured = newest_rows(suites[::-1])
     lines = [
         [row["case"], f"{row['tokens_per_second']:,.0f}", f"{row['peak_gib']:.1f} GiB"]
-        for row in sorted(measured, key=lambda row: -float(row["tokens_per_second"]))
+        for row in sorted(measured.values(), key=lambda row: -float(row["tokens_per_second"]))
         if row["model"] == "8b" and row["batch"] == 4 and row["data"] == "full"
     ]
     if not lines:
         return ""
-    where = "All settings are in [benchmarks.md](benchmarks.md)."
+    where = "The newest measurement of each; all settings are in [benchmarks.md](benchmarks.md)."
     table = markdown_table(["8B, 4 x 2048 tokens", "tokens/s", "peak"], lines)
     return "\n".join(["## The whole", "", where, "", *table, ""])
 

@@ -189,7 +189,7 @@ def _table(record: Record, run: str) -> str:
 
 def _overhead(records: Sequence[Record]) -> str:
     """The newest of each device."""
-    newest = {record["parameters"]["device"]: record for record in records if record["benchmark"] == OVERHEAD}
+    newest = {record["results"][0]["device"]: record for record in records if record["benchmark"] == OVERHEAD}
     if not newest:
         return NOT_MEASURED
     rows = [

@@ -30,8 +30,8 @@ class Table:
     title: str
     how: str
     columns: tuple[Column, ...]
-    summary: Callable[[Mapping[str, Any]], str] | None = None
-    """What the newest record comes to, in Markdown, above the rows; None: nothing."""
+    summary: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
+    """What the records, newest first, come to, in Markdown, above the rows; None: nothing."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -76,7 +76,7 @@ def _table(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str
     script = records[0].get("script", f"benchmarks/{name}.py")
     lines = [f"## {table.title}", "", f"{table.how} (`{script}`)", ""]
     if table.summary is not None:
-        lines += [table.summary(records[0]), ""]
+        lines += [table.summary(records), ""]
     rows = [
         [*_cells(table, record, result), *_origin(record, result)] for record in records for result in _results(record)
     ]

@@ -56,11 +56,15 @@ class Targets:
     comparisons: tuple[Comparison, ...]
     starts: tuple[StartLimit, ...]
 
-    def markdown(self, record: Mapping[str, Any]) -> str:
-        """Both tables for one record; a cell whose cases were not measured says so."""
-        rows = {row["case"]: row for row in record["results"] if row["status"] == "measured"}
-        compared = [_compared(each, rows) for each in self.comparisons]
-        started = [_started(each, rows) for each in self.starts]
+    def markdown(self, records: Sequence[Mapping[str, Any]]) -> str:
+        """Both tables, of records that are newest first; a cell whose cases were not measured says so.
+
+        Systems are compared within the newest record that has us and a peer: machines differ from one day to the next.
+        """
+        runs = [measured_rows(record) for record in records]
+        newest = newest_rows(records)
+        compared = [_compared(each, _same_run(each, runs) or newest) for each in self.comparisons]
+        started = [_started(each, newest) for each in self.starts]
         heads = ["setting", "our case", "tokens/s", "fastest peer", "ratio", "target", "peak", "leanest peer", "ratio"]
         return "\n".join(
             [
@@ -71,21 +75,40 @@ class Targets:
         )
 
 
+def measured_rows(record: Mapping[str, Any]) -> dict[str, Row]:
+    """By case."""
+    return {row["case"]: row for row in record["results"] if row["status"] == "measured"}
+
+
+def newest_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
+    """The newest measurement of each case; `records` are newest first."""
+    found: dict[str, Row] = {}
+    for record in records:
+        found = measured_rows(record) | found
+    return found
+
+
+def _same_run(wanted: Comparison, runs: Sequence[Mapping[str, Row]]) -> Mapping[str, Row] | None:
+    return next((rows for rows in runs if wanted.ours in rows and any(peer in rows for peer in wanted.peers)), None)
+
+
 def _compared(wanted: Comparison, rows: Mapping[str, Row]) -> list[str]:
     ours = rows.get(wanted.ours)
     peers = [rows[name] for name in wanted.peers if name in rows]
+    yes = "yes" if len(peers) == len(wanted.peers) else "so far yes"  # a peer that was not measured may be ahead
     cells = [wanted.setting, wanted.ours]
     for field, target, best, form in (
         ("tokens_per_second", wanted.speed, max, "{:,.0f}"),
         ("peak_gib", wanted.memory, min, "{:.1f} GiB"),
     ):
         peer = best(peers, key=lambda row: row[field]) if peers and target is not None else None
-        cells += [_figure(ours, field, form), *_against(ours, peer, field, form, target, at_least=best is max)]
+        against = _against(ours, peer, field, form, target, at_least=best is max, yes=yes)
+        cells += [_figure(ours, field, form), *against]
     return cells
 
 
 def _against(
-    ours: Row | None, peer: Row | None, field: str, form: str, target: float | None, *, at_least: bool
+    ours: Row | None, peer: Row | None, field: str, form: str, target: float | None, *, at_least: bool, yes: str
 ) -> list[str]:
     """The peer's figure, the ratio to it, and the target with whether it was reached."""
     if target is None:
@@ -96,7 +119,7 @@ def _against(
         return [theirs, "–", bound]
     ratio = ours[field] / peer[field]
     reached = ratio >= target if at_least else ratio <= target
-    return [theirs, f"{ratio:.2f}", f"{bound}: {'yes' if reached else 'no'}"]
+    return [theirs, f"{ratio:.2f}", f"{bound}: {yes if reached else 'no'}"]
 
 
 def _figure(row: Row | None, field: str, form: str) -> str:

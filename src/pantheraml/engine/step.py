@@ -112,23 +112,23 @@ class Stepper:
                 float(batches.most_at_a_time or math.inf),
                 *self.guard.updates.take(),
             ]
+        ).tolist()
+        # Plain numbers from here on: a tensor operation takes the host as long as a hundred of these.
+        losses, squares, tokens, targets, stops, memory, seconds, sequences, update, weights = map(
+            list, zip(*rows, strict=True)
         )
-        losses, squares, tokens, targets, stops, memory, seconds, sequences, update, weights = rows.unbind(dim=1)
         # What a rank brought that was left out is neither in the gradient nor in the loss.
-        losses[list(left_out)] = 0.0
         numbers = StepNumbers(
-            loss_sums=losses.tolist(),
-            grad_norm=float(squares.sum().sqrt()),
-            target_tokens=batches.target_tokens - int(targets[list(left_out)].sum()),
-            stop_requested=bool(stops.any()),
-            update_ratio=float((update.sum() / weights.sum()).sqrt()) if weights.any() else None,
+            loss_sums=[0.0 if rank in left_out else loss for rank, loss in enumerate(losses)],
+            grad_norm=math.sqrt(sum(squares)),
+            target_tokens=batches.target_tokens - int(sum(targets[rank] for rank in left_out)),
+            stop_requested=any(stops),
+            update_ratio=math.sqrt(sum(update) / sum(weights)) if any(weights) else None,
             left_out=left_out,
         )
         bytes_of = [int(size) for size in memory]
-        fewest = None if sequences.isinf().all() else int(sequences.min())
-        return StepReport(
-            numbers, int(tokens.sum()), max(bytes_of), tokens.tolist(), seconds.tolist(), bytes_of, fewest
-        )
+        fewest = None if all(map(math.isinf, sequences)) else int(min(sequences))
+        return StepReport(numbers, int(sum(tokens)), max(bytes_of), tokens, seconds, bytes_of, fewest)
 
     def backward_again(self, batches: StepBatches, first: StepReport) -> StepReport:
         """The same step's passes once more, as if `first` had not been: from the same weights and random numbers, they

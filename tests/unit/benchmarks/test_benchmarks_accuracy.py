@@ -52,7 +52,7 @@ rows = [
 ]
 facts = {"precisions": "bf16,fp8,nf4", "prose_bytes": 1e6, "code_bytes": 2e6, "base_eval_loss": 2.5, "steps": 3,
          "seeds": 2}
-print(accuracy.summary({"parameters": facts, "results": rows}))
+print(accuracy.summary([{"parameters": facts, "results": rows}]))
 """
 
 

@@ -159,7 +159,7 @@ targets = Targets(
     ),
     starts=(StartLimit("cold", "ours", 60), StartLimit("warm", "lost", 30)),
 )
-print(targets.markdown({"results": json.loads(sys.argv[1])}))
+print(targets.markdown([{"results": json.loads(sys.argv[1])}]))
 """
 
 
