@@ -175,7 +175,7 @@ class ProgressBar:
         if stage and stage.total and event["steps"] < stage.total:
             parts[0] += f" of {figures.count(stage.total)}, stopped by {event['stopped_by']}"
         if stage:
-            parts[0] += f" in {figures.duration(event['time'] - stage.started)}"
+            parts[0] += f" in {figures.duration(moment(event) - stage.started)}"
         if self._last_step is not None:
             parts += [f"loss {figures.loss(self._last_step['loss'])}", _pace(self._last_step)]
         self._done(" · ".join(parts))

@@ -13,6 +13,8 @@ import pytest
 from pantheraml.base.events import FILE_NAME, KINDS, SCHEMA_VERSION, Event
 
 START = 1_800_000_000.0
+BOOT = START - 7_000
+"""When the machine was started, from where its clock counts."""
 
 
 class Story:
@@ -27,7 +29,7 @@ class Story:
     def tell(self, kind: str, *, after: float = 0.0, **fields: Any) -> Event:
         assert KINDS[kind] <= fields.keys(), f"{kind} lacks {KINDS[kind] - fields.keys()}"
         self.now += after
-        times = {"time": self.now + self.date_set_by, "clock": self.now}
+        times = {"time": self.now + self.date_set_by, "clock": self.now - BOOT}
         event = {"v": SCHEMA_VERSION, **times, "rank": 0, "kind": kind, **fields}
         self.events.append(event)
         return event
