@@ -118,6 +118,38 @@ A step with the guard against one that neither looks at gradients nor clips them
 takes the keys of `stability`, clips in the trainer's place, stops or skips before a bad step is taken, saves what it
 has learnt in the trainer's checkpoints, and refuses to end with weights that are not finite. A callback can neither run
 a step again nor see the loss: retry, `zero`, `lower_rate`, `roll_back` and loss spikes are `pantheraml train`'s alone.
+
+## In your own loop
+
+```python
+import torch
+
+from pantheraml.stability import GradientClippingConfig, NaNHandlingConfig, create_training_wrapper
+
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+wrapper = create_training_wrapper(GradientClippingConfig(clipping="zclip"), NaNHandlingConfig(on_nonfinite="skip"))
+model = wrapper.wrap_model_for_multi_gpu(model)
+
+skipped = 0
+for step in range(10):
+    inputs = torch.randn(4, 8)
+    if step == 5:
+        inputs[0, 0] = torch.nan
+    loss = (model(inputs) - 1).square().mean()
+    result = wrapper(model, loss, optimizer)
+    skipped += result.action == "skip"
+```
+
+A call is one step: the backward pass, the verdict, clipping, the optimizer's step, and gradients cleared. Passes that
+you ran before it, each under DDP's `no_sync`, count with it. The result has the action, its cause, loss and norm; a
+verdict to stop is an error, and the weights are those before that step. A call that comes after processes have met
+(`torch.distributed.init_process_group`) decides for all of them alike; `wrap_model_for_multi_gpu` then gives DDP.
+
+The four configurations are `GradientClippingConfig` and `NaNHandlingConfig` (keys of `stability`, and `max_grad_norm`),
+`PyTorchDebuggingConfig` (`debug`, `group_norms_every`, `update_ratio_every`: in the result) and
+`PerformanceOptimizationConfig` (several GPUs). `state_dict` and `load_state_dict` carry on what was learnt. Not here:
+running a step again, `roll_back`, fp16's loss scaling, and models that processes hold in parts.
 """
 
 NAN_ABOUT = """\

@@ -32,17 +32,21 @@ def _probe_gpus() -> tuple[list[GPU], str | None, str | None]:
     except pynvml.NVMLError as err:
         return [], None, f"no NVIDIA driver: {err}"
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        shown = visible_indices(
-            env.visible_cuda_devices(), [_text(_ask(pynvml.nvmlDeviceGetUUID, handle)) for handle in handles]
-        )
-        gpus = [_describe(index, handles[index]) for index in shown]
+        gpus = [_describe(index, handle) for index, handle in visible_handles()]
         note = None
         if not gpus:
-            note = "the driver shows no GPU" if not handles else "CUDA_VISIBLE_DEVICES hides every GPU"
-        return gpus, _text(_ask(pynvml.nvmlSystemGetDriverVersion)), note
+            there = pynvml.nvmlDeviceGetCount() > 0
+            note = "CUDA_VISIBLE_DEVICES hides every GPU" if there else "the driver shows no GPU"
+        return gpus, _text(ask(pynvml.nvmlSystemGetDriverVersion)), note
     finally:
         pynvml.nvmlShutdown()
+
+
+def visible_handles() -> list[tuple[int, Any]]:
+    """Index and handle of the GPUs that CUDA shows, in its order; NVML has to be open."""
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    uuids = [_text(ask(pynvml.nvmlDeviceGetUUID, handle)) for handle in handles]
+    return [(index, handles[index]) for index in visible_indices(env.visible_cuda_devices(), uuids)]
 
 
 def visible_indices(variable: str | None, uuids: list[str | None]) -> list[int]:
@@ -65,18 +69,18 @@ def visible_indices(variable: str | None, uuids: list[str | None]) -> list[int]:
 
 
 def _describe(index: int, handle: Any) -> GPU:
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return GPU(
         index=index,
-        name=_text(_ask(pynvml.nvmlDeviceGetName, handle)) or "unknown",
+        name=_text(ask(pynvml.nvmlDeviceGetName, handle)) or "unknown",
         total_bytes=None if memory is None else int(memory.total),
         free_bytes=None if memory is None else int(memory.free),
         compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
     )
 
 
-def _ask(call: Any, *arguments: Any) -> Any:
+def ask(call: Any, *arguments: Any) -> Any:
     """The answer of one NVML call, or None where this device does not support it."""
     try:
         return call(*arguments)

@@ -80,7 +80,7 @@ def parallelize(
     elif dims.tensor > 1:
         peers["sum_over"] = _copies(layout)
     elif dims.replicate * dims.context > 1:
-        wrapped = _with_ddp(loss_model, world, config, traits)
+        wrapped = with_ddp(loss_model, world, config, traits)
         mean_over = dims.replicate * dims.context
         finish = attach(
             wrapped,
@@ -110,20 +110,21 @@ def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast:
     return Parallelised(run, held_twice=twice)
 
 
-def _with_ddp(loss_model: LossModel, world: World, config: MultiGPUConfig, traits: Traits) -> nn.Module:
+def with_ddp(model: nn.Module, world: World, config: MultiGPUConfig, traits: Traits) -> nn.Module:
+    """A copy of `model` on every process that sees tokens of its own; gradients become the mean over them."""
     static = data.decide_static_graph(
         allowed=static_graph_allowed(config),
-        reentrant_checkpointing=data.uses_reentrant_checkpointing(loss_model),
+        reentrant_checkpointing=data.uses_reentrant_checkpointing(model),
         unused_parameters=config.find_unused_parameters,
         accumulates=traits.accumulates,
         compiled=traits.compiled,
-        mixture_of_experts=has_experts(loss_model),
+        mixture_of_experts=has_experts(model),
     )
     return data.wrap(
-        shared_batch_norm(loss_model, world, config),
+        shared_batch_norm(model, world, config),
         world,
         config,
-        constant_buffers=constant_buffers(loss_model),
+        constant_buffers=constant_buffers(model),
         group=_copies(world.layout),
         static_graph=static.value,
     )

@@ -73,7 +73,7 @@ class Stepper:
         self.optimizer = optim.build_optimizer(self.parts, config.train, graph=plan.cuda_graph)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self._spread = Spread(self.parameters, self.parts, world.layout, self._parallelised.held_twice)
-        self.guard = Guard(config, self._spread)
+        self.guard = Guard(config.stability, config.train.max_grad_norm, self._spread)
         self._check_every = config.parallel.check_every
         self._compiled = plan.compile
         self._process = psutil.Process()

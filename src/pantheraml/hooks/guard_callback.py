@@ -8,21 +8,19 @@ Every process must hold the whole model: all then have the same gradients, and d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from pantheraml.base import log
-from pantheraml.base.errors import ConfigError, NonFiniteError, TrainingError
-from pantheraml.engine.guard.clipping import Clipping, build_clipping
-from pantheraml.engine.guard.norms import Spread
-from pantheraml.engine.guard.policy import Policy
-from pantheraml.engine.guard.verdict import StepNumbers, Verdict, first_nonfinite
+from pantheraml.base.errors import ConfigError, NonFiniteError
+from pantheraml.engine.guard.own_loop import OwnLoopGuard, stopped, trained_parameters
+from pantheraml.engine.guard.verdict import Verdict, first_nonfinite
+from pantheraml.parallel.process_group import World
 from pantheraml.specs.train import StabilityConfig
 
 logger = log.get(__name__)
@@ -42,8 +40,7 @@ class GuardCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
                     f"A trainer's callback cannot do {name}={getattr(self._config, name)}.",
                     todo="Use stop, skip or detect, or train with `pantheraml train`.",
                 )
-        self._policy = Policy(self._config)
-        self._parts: tuple[Spread, Clipping] | None = None
+        self._guard: OwnLoopGuard | None = None
         self._max_grad_norm = 0.0
         self.learnt: Mapping[str, Any] | None = None
         """What a run that is resumed had learnt of norms."""
@@ -51,9 +48,7 @@ class GuardCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
         """Steps that were not in order, and what was decided."""
 
     def state(self) -> dict[str, Any]:
-        learnt = self.learnt
-        if self._parts is not None:
-            learnt = {"policy": self._policy.to_state(), "clipping": self._parts[1].to_state()}
+        learnt = self.learnt if self._guard is None else self._guard.to_state()
         return {"args": self._config.model_dump(), "attributes": {"learnt": learnt}}
 
     def on_train_begin(
@@ -69,57 +64,33 @@ class GuardCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        spread, clipping = self._parts = self._parts or self._prepare(given["model"])
-        norm = float(spread.share(spread.gradients()).sqrt())
-        numbers = StepNumbers(loss_sums=[0.0], grad_norm=norm, target_tokens=1, stop_requested=False)
-        verdict = self._policy.decide(numbers, loss_scale=None)
+        guard = self._guard = self._guard or self._prepare(given["model"])
+        numbers, verdict = guard.judge(loss=None)
         if verdict.anomaly is not None:
             self._tell(state.global_step + 1, verdict)
         if verdict.action == "stop":
-            raise _stopped(state.global_step + 1, verdict)
+            raise stopped(state.global_step + 1, verdict, settings="GuardCallback")
         if verdict.action == "skip":
-            for _, part in spread.parts:
-                part.grad = None  # which the optimizer then leaves alone
-            return
-        if math.isfinite(norm):
-            clipping.clip(given["optimizer"], norm)
+            guard.drop_gradients()
+        else:
+            guard.clip(given["optimizer"], numbers.grad_norm)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         args.max_grad_norm = self._max_grad_norm
-        broken = first_nonfinite(_trained(given["model"]))
+        broken = first_nonfinite(trained_parameters(given["model"]))
         if broken is not None:
             raise NonFiniteError(
                 f"After step {state.global_step} the weights are not finite (first: {broken}).",
                 todo="Do not use them: go back to an earlier checkpoint, and train on with on_nonfinite='skip'.",
             )
 
-    def _prepare(self, model: nn.Module) -> tuple[Spread, Clipping]:
-        parameters = _trained(model)
-        if any(isinstance(parameter, DTensor) for _, parameter in parameters):
-            raise ConfigError(
-                "GuardCallback is for models that every process holds whole.",
-                todo="Train without FSDP and tensor parallelism, or with `pantheraml train`, whose guard knows them.",
-            )
-        spread = Spread(parameters, parameters)
-        clipping = build_clipping(self._config, self._max_grad_norm, spread)
+    def _prepare(self, model: nn.Module) -> OwnLoopGuard:
+        alone = World(rank=0, size=1, device=torch.device("cpu"))
+        guard = OwnLoopGuard(self._config, self._max_grad_norm, model, alone)
         if self.learnt is not None:
-            self._policy.from_state(self.learnt["policy"])
-            clipping.from_state(self.learnt["clipping"])
-        return spread, clipping
+            guard.from_state(self.learnt)
+        return guard
 
     def _tell(self, step: int, verdict: Verdict) -> None:
         self.verdicts.append((step, verdict))
         logger.warning("step %s: %s (%s)", step, verdict.action, verdict.cause)
-
-
-def _stopped(step: int, verdict: Verdict) -> TrainingError:
-    kind = NonFiniteError if verdict.anomaly == "nonfinite" else TrainingError
-    return kind(
-        f"Training stopped at step {step}: {verdict.cause}.",
-        todo="Lower the learning rate, or give GuardCallback on_nonfinite='skip' or on_spike='skip'. The weights are"
-        " those before that step.",
-    )
-
-
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -16,6 +16,7 @@ from pantheraml.base.errors import LaunchError
 from pantheraml.parallel.device_vote import agree_on_devices, device_problem
 from pantheraml.parallel.layout import ALONE, Layout, make_layout
 from pantheraml.parallel.rendezvous import interface_towards, meet
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 
 # If a peer dies meanwhile, the elastic agent ends the others at once; this bounds only waiting for live ones.
@@ -57,6 +58,15 @@ class World:
         """Meet the other ranks after work that may take rank 0, or the slowest disk, longer than a step's timeout."""
         if self.size > 1:
             dist.barrier(group=self.patient_group)
+
+
+def joined_world(device: torch.device) -> World:
+    """This process among those of a group that somebody else has set up, each with a copy of the model; alone if there
+    is none. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return World(rank=0, size=1, device=device)
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, device, layout=make_layout(ParallelDims(replicate=size), device.type))
 
 
 class NotNeededError(Exception):

@@ -181,7 +181,7 @@ class TrainSettings(Section):
     """Steps between `train.step` events."""
 
 
-class StabilityConfig(Section):
+class ClippingSettings(Section):
     clipping: Clipping = "global_norm"
     """How gradients are clipped: by train.max_grad_norm (norm: each tensor), or as the clip_ keys of the kind say."""
     clip_value: Annotated[float, Field(gt=0)] = 1.0
@@ -200,6 +200,9 @@ class StabilityConfig(Section):
     """zclip and adagc: how much of a moving mean a step keeps."""
     clip_warmup_steps: Positive = 25
     """percentile, zclip and adagc: for this many steps norms are learnt, and train.max_grad_norm is the limit."""
+
+
+class BadStepSettings(Section):
     on_nonfinite: Literal["stop", "skip", "zero", "lower_rate", "roll_back", "detect"] = "stop"
     """NaN or infinity that is there again when the step is run again: stop (last good weights saved), skip the step,
     zero those values, skip it and lower the rate, roll back to an older checkpoint, or report."""
@@ -217,11 +220,9 @@ class StabilityConfig(Section):
     """After this many bad steps in a row that were skipped or zeroed the run stops."""
     max_skipped_total: NotNegative = 100
     """The same, counted over the whole run."""
-    rollback_steps: Positive = 1
-    """roll_back: to the newest checkpoint that is at least this many steps older than the weights. Needs
-    checkpoint.every_steps; the samples since then are not used again."""
-    max_rollbacks: NotNegative = 3
-    """roll_back: after this many the run stops."""
+
+
+class DebugSettings(Section):
     update_ratio_every: NotNegative = 0
     """Steps between measurements of the update's norm over that of the weights; each copies what trains. 0 = never."""
     group_norms_every: NotNegative = 50
@@ -229,6 +230,15 @@ class StabilityConfig(Section):
     debug: bool = False
     """Those events for every step; and for a bad step of one process, the operation whose backward pass gave NaN, with
     the line that called it."""
+
+
+# Fields come in the order of the classes from right to left.
+class StabilityConfig(DebugSettings, BadStepSettings, ClippingSettings):
+    rollback_steps: Positive = 1
+    """roll_back: to the newest checkpoint that is at least this many steps older than the weights. Needs
+    checkpoint.every_steps; the samples since then are not used again."""
+    max_rollbacks: NotNegative = 3
+    """roll_back: after this many the run stops."""
 
     @property
     def rolls_back(self) -> bool:

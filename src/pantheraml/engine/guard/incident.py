@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -90,12 +90,15 @@ def failed_operation(stepper: Watched, batches: StepBatches) -> str | None:
 
     None if there is none, and with several processes: torch tells by an error, for which the others would not wait.
     """
-    if stepper.world.size > 1:
-        return None
+    return None if stepper.world.size > 1 else operation_with_nan(lambda: stepper.replay(batches))
+
+
+def operation_with_nan(backward: Callable[[], object]) -> str | None:
+    """The first operation that gives NaN while `backward` runs; None if none does."""
     with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            stepper.replay(batches)
+            backward()
         except RuntimeError as err:
             if "returned nan values" not in str(err):
                 raise

@@ -10,16 +10,16 @@ from pantheraml.engine.guard.groups import GroupNorms
 from pantheraml.engine.guard.norms import Spread
 from pantheraml.engine.guard.policy import Policy
 from pantheraml.engine.guard.updates import UpdateRatio
-from pantheraml.specs.train import TrainConfig
+from pantheraml.specs.train import StabilityConfig
 
 
 class Guard:
-    def __init__(self, config: TrainConfig, spread: Spread) -> None:
-        self._kind = config.stability.clipping
-        self.policy = Policy(config.stability)
-        self.clipping = build_clipping(config.stability, config.train.max_grad_norm, spread)
-        self.updates = UpdateRatio(config.stability.update_ratio_every, spread)
-        self.groups = GroupNorms(1 if config.stability.debug else config.stability.group_norms_every, spread)
+    def __init__(self, config: StabilityConfig, max_grad_norm: float, spread: Spread) -> None:
+        self._kind = config.clipping
+        self.policy = Policy(config)
+        self.clipping = build_clipping(config, max_grad_norm, spread)
+        self.updates = UpdateRatio(config.update_ratio_every, spread)
+        self.groups = GroupNorms(1 if config.debug else config.group_norms_every, spread)
 
     def to_state(self) -> dict[str, Any]:
         """Plain values, the same on all ranks, that know nothing of how the model is spread. A collective."""

@@ -1,0 +1,155 @@
+"""What each process of the test of people's own loops runs: a process group of their own, and several small loops."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from pantheraml.base.errors import ConfigError, NonFiniteError
+from pantheraml.stability import (
+    GradientClippingConfig,
+    NaNHandlingConfig,
+    NumericalStabilityManager,
+    PerformanceOptimizationConfig,
+    PyTorchDebuggingConfig,
+    create_training_wrapper,
+)
+
+STEPS, ROWS = 4, 8
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def loss_of(trained: nn.Module, step: int, ranks: int, rank: int) -> Tensor:
+    """Of this rank's rows of a global batch."""
+    inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+    loss: Tensor = (trained(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    return loss
+
+
+def manager(clipping: str = "adagc", **bad_steps: Any) -> NumericalStabilityManager:
+    settings = {"clipping": clipping, "clip_warmup_steps": 1, "clip_growth": 0.5, "clip_zscore": 1e-3}
+    return create_training_wrapper(
+        GradientClippingConfig(**settings), NaNHandlingConfig(**bad_steps), PyTorchDebuggingConfig(debug=True)
+    )
+
+
+def weights(trained: nn.Module) -> list[float]:
+    flat: list[float] = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()]).tolist()
+    return flat
+
+
+def clipped(kind: str, ranks: int, rank: int) -> list[float]:
+    wrapper, trained = manager(kind), model()
+    wrapped = wrapper.wrap_model_for_multi_gpu(trained) if ranks > 1 else trained
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for step in range(STEPS):
+        wrapper(wrapped, loss_of(wrapped, step, ranks, rank), optimizer)
+    return weights(trained)
+
+
+def spoilt(how: str, rank: int) -> dict[str, Any]:
+    """Steps in the second of which rank 1 alone computes a NaN."""
+    wrapper, trained = manager(on_nonfinite="skip"), model()
+    wrapped = wrapper.wrap_model_for_multi_gpu(trained)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    results = []
+    for step in range(3):
+        loss = loss_of(wrapped, step, 2, rank)
+        if rank == 1 and step == 1:
+            # a loss that is NaN all by itself leaves every gradient as it is
+            loss = loss * math.nan if how == "gradient" else loss + torch.tensor(math.nan)
+        results.append({**asdict(wrapper(wrapped, loss, optimizer)), "groups": None})
+    wrapper.synchronize_gpus()
+    return {
+        "results": results,
+        "weights": weights(trained),
+        "state": wrapper.state_dict(),
+        "status": wrapper.get_multi_gpu_status(),
+        "batch": wrapper.get_optimal_batch_size(8),
+    }
+
+
+def stopped(rank: int) -> str:
+    wrapper, trained = manager(), model()
+    wrapped = wrapper.wrap_model_for_multi_gpu(trained)
+    loss = loss_of(wrapped, 0, 2, rank) * (math.nan if rank == 1 else 1.0)
+    try:
+        wrapper(wrapped, loss, torch.optim.SGD(trained.parameters(), lr=0.1))
+    except NonFiniteError as err:
+        return err.what
+    return "not stopped"
+
+
+def unwrapped(enabled: bool, rank: int) -> str:
+    """A model that nobody has wrapped, although there are peers."""
+    wrapper = create_training_wrapper(
+        performance_config=PerformanceOptimizationConfig(enable_multi_gpu=enabled),
+        nan_config=NaNHandlingConfig(on_nonfinite="skip"),
+    )
+    trained = model()
+    loss = loss_of(trained, 0, 2, rank) * (math.nan if rank == 1 else 1.0)
+    try:
+        return wrapper(trained, loss, torch.optim.SGD(trained.parameters(), lr=0.1)).action
+    except ConfigError as err:
+        return err.what
+
+
+class Checkpointed(nn.Module):
+    """Of reentrant checkpointing as transformers sets it up."""
+
+    gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=True)
+
+
+def ddp_options(**settings: Any) -> list[Any]:
+    config = PerformanceOptimizationConfig(**settings)
+    wrapped = NumericalStabilityManager(performance_config=config).wrap_model_for_multi_gpu(Checkpointed())
+    if not isinstance(wrapped, DistributedDataParallel):
+        return []
+    return [wrapped.static_graph, wrapped.find_unused_parameters, wrapped.bucket_bytes_cap]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        rank = dist.get_rank()
+        found = {
+            "clipped": {kind: clipped(kind, 2, rank) for kind in ("global_norm", "zclip", "adagc")},
+            "gradient": spoilt("gradient", rank),
+            "loss": spoilt("loss", rank),
+            "stopped": stopped(rank),
+            "unwrapped": [unwrapped(True, rank), unwrapped(False, rank)],
+            "ddp": [
+                ddp_options(),
+                ddp_options(multi_gpu_static_graph=False, multi_gpu_bucket_cap_mb=3),
+                ddp_options(multi_gpu_find_unused_parameters=True),
+                ddp_options(multi_gpu_mode="none"),
+            ],
+        }
+        Path(sys.argv[1], f"rank-{rank}.json").write_text(json.dumps(found))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""People's own loops over two processes: one decision for both, and what one process comes to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launching import run_ranks
+from tests.distributed.own_loop_ranks import clipped
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("own-loop")
+    run_ranks("own_loop_ranks", 2, root)
+    return [json.loads(Path(root, f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["global_norm", "zclip", "adagc"])
+def test_two_processes_come_to_what_one_comes_to(ranks: list[dict[str, Any]], kind: str) -> None:
+    first, second = (found["clipped"][kind] for found in ranks)
+    assert first == second
+    assert first == pytest.approx(clipped(kind, 1, 0), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("how", ["gradient", "loss"])
+def test_a_nan_of_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]], how: str) -> None:
+    first, second = (found[how] for found in ranks)
+    for found in (first, second):
+        assert [result["action"] for result in found["results"]] == ["step", "skip", "step"]
+        assert found["results"][1]["cause"] == "the loss is not finite on rank 1"
+    assert first["weights"] == second["weights"]
+    assert first["state"] == second["state"]
+    assert [found[how]["results"][1]["operation"] is not None for found in ranks] == [False, how == "gradient"]
+
+
+def test_both_stop(ranks: list[dict[str, Any]]) -> None:
+    assert {found["stopped"] for found in ranks} == {"Training stopped at step 1: the loss is not finite on rank 1."}
+
+
+def test_status_and_batch_size(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        status = found["gradient"]["status"]
+        assert (status["current_mode"], status["mode_reason"]) == ("distributed", "2 processes have met")
+        assert status["world_size"] == 2
+        assert status["training_stats"]["skipped_steps"] == 1
+        assert found["gradient"]["batch"] == 16
+
+
+def test_a_model_that_nobody_wrapped(ranks: list[dict[str, Any]]) -> None:
+    for found, action in zip(ranks, ("step", "skip"), strict=True):
+        refused, alone = found["unwrapped"]
+        assert refused == "2 processes have met, but nothing takes the mean of their gradients."
+        assert alone == action, "by itself"
+
+
+def test_settings_reach_ddp(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["ddp"] == [[True, False, 25 * MIB], [False, False, 3 * MIB], [False, True, 25 * MIB], []]
