@@ -1,4 +1,4 @@
-"""The process that ranks are forked from ends with the session."""
+"""The process that ranks are forked from lives as long as the session: no test may leave one behind."""
 
 from __future__ import annotations
 
@@ -11,5 +11,6 @@ from tests.distributed.launching import SERVER
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_server() -> Iterator[None]:
+    SERVER.start()
     yield
     SERVER.end()

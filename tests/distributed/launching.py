@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class RankServer:
-    """The process that ranks are forked from, started when it is first needed."""
+    """The process that ranks are forked from."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -31,7 +31,7 @@ class RankServer:
 
     def _ask(self, request: dict[str, object], timeout: float) -> int:
         """The exit code of the ranks; TimeoutError if they take longer. Nobody is left in either case."""
-        process = self._process = self._process or self._start()
+        process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -53,7 +53,12 @@ class RankServer:
             self._process.communicate()
             self._process = None
 
-    def _start(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
+        """If it does not run yet, or not any more."""
+        self._process = self._process or self._started()
+        return self._process
+
+    def _started(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.rank_server"],
             env=child_environment(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.conftest import rank_server  # noqa: F401 (a fixture)
 from tests.distributed.pipeline_ranks import CASES
 from tests.distributed.test_pipeline import check_equality, launch
 
