@@ -32,6 +32,8 @@ class Written:
     """Steps whose checkpoints made room for it."""
     lost: list[int]
     """Steps whose checkpoints somebody else removed since the last save."""
+    failed_once: str | None
+    """Why the first attempt failed; None: it did not."""
 
 
 class CheckpointWriter:
@@ -62,12 +64,23 @@ class CheckpointWriter:
 
     def _write(self, step: int, groups: Groups, state: Mapping[str, Any], also_keep: set[int]) -> Written:
         begin = time.perf_counter()
-        self._peers.all_do(lambda: self._check_place(step))
         lost = sorted(self._known - set(self._store.steps()) - {step})
-        path = self._store.save(step, groups, state, peers=self._peers)
+        path, failed_once = self._save(step, groups, state)
         removed = self._peers.all_do(lambda: self._make_room(also_keep))[0]
         self._known = set(self._store.steps())
-        return Written(step, path, self._store.bytes(step), time.perf_counter() - begin, removed, lost)
+        return Written(step, path, self._store.bytes(step), time.perf_counter() - begin, removed, lost, failed_once)
+
+    def _save(self, step: int, groups: Groups, state: Mapping[str, Any]) -> tuple[Path, str | None]:
+        """A second attempt helps if a disk was busy for a moment, or somebody removed the folder in mid-write."""
+        failed_once = None
+        while True:
+            self._peers.all_do(lambda: self._check_place(step))
+            try:
+                return self._store.save(step, groups, state, peers=self._peers), failed_once
+            except StorageError as err:  # the same on all peers
+                if failed_once is not None:
+                    raise
+                failed_once = err.what
 
     def _make_room(self, also_keep: set[int]) -> list[int]:
         return self._store.prune(keep=self._keep, also=also_keep) if self._peers.is_main else []

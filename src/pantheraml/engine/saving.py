@@ -89,6 +89,8 @@ class Saver:
         if written.lost:
             lost = ", ".join(map(str, written.lost))
             self._emit("warning", message=f"the checkpoints of step {lost} were removed while the run was at work")
+        if written.failed_once is not None:
+            self._emit("warning", message=f"{written.failed_once} A second attempt succeeded.")
         run_dir = self._store.root.parent
         self._emit(
             "checkpoint.saved",

@@ -15,7 +15,7 @@ import torch
 
 from pantheraml.base.errors import StorageError
 from pantheraml.checkpoint.host_copy import HostCopies
-from pantheraml.checkpoint.parts import Groups, whole
+from pantheraml.checkpoint.parts import Groups, whole, write_parts
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.checkpoint.writer import CheckpointWriter
 
@@ -87,6 +87,26 @@ def test_removed_checkpoints_are_noticed_and_a_new_one_saved(store: CheckpointSt
     assert written is not None
     assert written.lost == [1]
     assert store.steps() == [2]
+
+
+def test_a_folder_that_is_removed_in_mid_write_is_written_again(
+    store: CheckpointStore, writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals = iter([True, False])
+
+    def write_and_lose(folder: Path, groups: Groups, rank: int | None) -> list[Path]:
+        files = write_parts(folder, groups, rank=rank)
+        if next(removals):
+            shutil.rmtree(store.root)
+        return files
+
+    monkeypatch.setattr("pantheraml.checkpoint.store.write_parts", write_and_lose)
+    writer.start(1, tensors(1.0), {}, also_keep=set())
+    written = writer.collect(wait=True)
+    assert written is not None
+    assert written.failed_once is not None
+    assert written.failed_once.startswith("Saving step-00000001 failed: [Errno 2] No such file")
+    assert store.load(1).tensors.read_group("weights")["a"].tolist() == [1.0] * 4
 
 
 def test_a_run_folder_that_is_gone_is_not_made_again(store: CheckpointStore, writer: CheckpointWriter) -> None:

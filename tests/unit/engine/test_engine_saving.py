@@ -187,7 +187,7 @@ def test_a_disk_that_fails_meanwhile_ends_the_run_and_keeps_what_is_saved(start:
 
 def test_checkpoints_that_somebody_removed_are_missed_and_the_next_one_is_saved(start: Callable[..., RunDir]) -> None:
     run = start()
-    train_with(run, 5, lambda: shutil.rmtree(run.checkpoints))
+    train_with(run, 4, lambda: shutil.rmtree(run.checkpoints), kind="checkpoint.saved")
     assert CheckpointStore(run.checkpoints).steps() == [6]
     (message,) = values(read_events(run.path), "warning", "message")
     assert "step 2, 4 were removed while the run was at work" in message
