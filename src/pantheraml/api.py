@@ -114,19 +114,14 @@ class FastLanguageModel:
             packing = _fp8_if_faster(device, split=room is not None)
         _check_kind(packing, full_finetuning, use_gradient_checkpointing, device)
         config = ModelConfig(path=model_name, revision=revision, trust_remote_code=trust_remote_code)
-        source = read_config(config).get_text_config()
-        _check_length(max_seq_length, getattr(source, "max_position_embeddings", None))
-        tokenizer = load_tokenizer(config)
-        if max_seq_length is not None:
-            tokenizer.model_max_length = max_seq_length
+        tokenizer = _tokenizer(config, max_seq_length)
         model = load_model(
             config,
             dtype=_dtype(dtype, full_finetuning, device),
             device=device if room is None else torch.device("cpu"),
             quantise="dense" if full_finetuning else packing,
         )
-        model.config.get_text_config().use_cache = source.use_cache  # saved with the model, and not ours to change
-        model.name_or_path = model.config.name_or_path = base_name(config)
+        _as_its_folder_says(model, config)
         model.requires_grad_(full_finetuning)
         reason = use_document_attention(model)
         if reason is not None:
@@ -318,6 +313,21 @@ def _check_kind(packing: Packing | None, full: bool, checkpointing: Checkpointin
                 f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}.",
                 todo="Use load_in_4bit or no quantisation.",
             )
+
+
+def _tokenizer(config: ModelConfig, max_seq_length: int | None) -> Any:
+    positions = getattr(read_config(config).get_text_config(), "max_position_embeddings", None)
+    _check_length(max_seq_length, positions)
+    tokenizer = load_tokenizer(config)
+    if max_seq_length is not None:
+        tokenizer.model_max_length = max_seq_length
+    return tokenizer
+
+
+def _as_its_folder_says(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Loading changed these; they are saved with the model, and not ours to change."""
+    model.config.get_text_config().use_cache = read_config(config).get_text_config().use_cache
+    model.name_or_path = model.config.name_or_path = base_name(config)
 
 
 def _check_length(asked: int | None, limit: int | None) -> None:

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from pantheraml import stability
 from pantheraml.base.errors import ConfigError, NonFiniteError
-from pantheraml.stability import (
-    GradientClippingConfig,
-    NaNHandlingConfig,
-    NumericalStabilityManager,
-    PerformanceOptimizationConfig,
-    PyTorchDebuggingConfig,
-    create_training_wrapper,
-)
 
 STEPS, ROWS = 4, 8
 
@@ -41,10 +34,12 @@ def loss_of(trained: nn.Module, step: int, ranks: int, rank: int) -> Tensor:
     return loss
 
 
-def manager(clipping: str = "adagc", **bad_steps: Any) -> NumericalStabilityManager:
+def manager(clipping: str = "adagc", **bad_steps: Any) -> stability.NumericalStabilityManager:
     settings = {"clipping": clipping, "clip_warmup_steps": 1, "clip_growth": 0.5, "clip_zscore": 1e-3}
-    return create_training_wrapper(
-        GradientClippingConfig(**settings), NaNHandlingConfig(**bad_steps), PyTorchDebuggingConfig(debug=True)
+    return stability.create_training_wrapper(
+        stability.GradientClippingConfig(**settings),
+        stability.NaNHandlingConfig(**bad_steps),
+        stability.PyTorchDebuggingConfig(debug=True),
     )
 
 
@@ -97,9 +92,9 @@ def stopped(rank: int) -> str:
 
 def unwrapped(enabled: bool, rank: int) -> str:
     """A model that nobody has wrapped, although there are peers."""
-    wrapper = create_training_wrapper(
-        performance_config=PerformanceOptimizationConfig(enable_multi_gpu=enabled),
-        nan_config=NaNHandlingConfig(on_nonfinite="skip"),
+    wrapper = stability.create_training_wrapper(
+        performance_config=stability.PerformanceOptimizationConfig(enable_multi_gpu=enabled),
+        nan_config=stability.NaNHandlingConfig(on_nonfinite="skip"),
     )
     trained = model()
     loss = loss_of(trained, 0, 2, rank) * (math.nan if rank == 1 else 1.0)
@@ -121,8 +116,8 @@ class Checkpointed(nn.Module):
 
 
 def ddp_options(**settings: Any) -> list[Any]:
-    config = PerformanceOptimizationConfig(**settings)
-    wrapped = NumericalStabilityManager(performance_config=config).wrap_model_for_multi_gpu(Checkpointed())
+    config = stability.PerformanceOptimizationConfig(**settings)
+    wrapped = stability.NumericalStabilityManager(performance_config=config).wrap_model_for_multi_gpu(Checkpointed())
     if not isinstance(wrapped, DistributedDataParallel):
         return []
     return [wrapped.static_graph, wrapped.find_unused_parameters, wrapped.bucket_bytes_cap]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,12 +35,8 @@ class LeanAdamW(Optimizer):
         """What the next steps multiply gradients by."""
         self._moments, self._seed = moments, seed
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -8,7 +8,7 @@ launch once. Learning rate and clipping change from step to step, so a graph rea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,24 +31,19 @@ class GraphAdamW(AdamW):
     def is_recorded(self) -> bool:
         return self._graph is not None
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         assert closure is None, "gradients are there already"
         if self._graph is None:
             if self.gradient_factor < 1:
                 torch._foreach_mul_(self._gradients(), self.gradient_factor)
             super().step()
-            return None
+            return
         assert self._factor is not None
         self._factor.fill_(self.gradient_factor)
         for rate, group in zip(self._rates, self.param_groups, strict=True):
             rate.fill_(group["lr"])
         self._graph.replay()
-        return None
 
     def record(self) -> None:
         """From now on a step is a replay: parameters, gradients and states must stay in the memory they are in.

@@ -95,8 +95,9 @@ def test_every_kind_of_event_is_accepted(story: Any) -> None:
     for kind in KINDS.keys() - {"plan.made", "data.ready"}:
         known = {"output": "here", "path": "here", "message": "here", "ranks": [1]}
         story.tell(kind, **{name: known.get(name, 1) for name in KINDS[kind]})
+    shown = log_of(story.events)
     story.events.append({"kind": "from.the.future", "time": 0.0})
-    log_of(story.events)
+    assert log_of(story.events) == shown
 
 
 @pytest.fixture
@@ -126,8 +127,11 @@ def test_the_terminal_draws_in_place_and_cleans_up(complete: Any, terminal: tupl
 
 
 def test_closing_twice_or_unused_is_harmless(terminal: tuple[ProgressBar, io.StringIO]) -> None:
-    terminal[0].close()
-    terminal[0].close()
+    bar, stream = terminal
+    bar.close()
+    after_once = stream.getvalue()
+    bar.close()
+    assert stream.getvalue() == after_once
 
 
 @pytest.mark.parametrize(
