@@ -30,7 +30,7 @@ All settings are in the section `stability` of the [configuration](configuration
 | `spike` | a loss more than `spike_zscore` standard deviations above its moving mean | `on_spike` |
 | `jump` | a gradient norm more than 10 times its moving mean, and as many standard deviations above it | `on_spike` |
 | `left_out` | with `parallel.leave_out_nonfinite`, ranks whose gradient is not finite do not enter | step |
-| `overflow` | fp16's loss scale is too large | skip, and half the scale |
+| `overflow` | under fp16 a gradient is not finite | run again with a smaller loss scale; at 1: `on_nonfinite` |
 
 ## A bad step is run once more
 

@@ -2,13 +2,14 @@
 
 A bad step is first run once more, from the same weights, samples and random numbers. If it is in order then, the fault
 was transient (a bit that flipped, a race): the second gradient is taken, and the run ends as if nothing had been. If it
-is bad again the fault is in the model or the data: it is looked for, written down, and met as the policy says.
+is bad again the fault is in the model or the data: it is looked for, written down, and met as the policy says. Under
+fp16 it may also be the loss scale's, which is lowered first: no samples are lost to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pantheraml.base.events import Emit
@@ -49,9 +50,9 @@ class Judge:
     def _decide(
         self, step: int, batches: StepBatches, report: StepReport, checkpoint: int | None
     ) -> tuple[Verdict, StepReport]:
-        policy, scale = self._stepper.guard.policy, self._loss_scale()
+        policy, scale = self._stepper.guard.policy, self._stepper.loss_scale
         first, before = policy.look(report.numbers, loss_scale=scale), policy.last_anomaly
-        if first.anomaly is None or first.anomaly == "overflow":
+        if first.anomaly is None:
             return policy.decide(report.numbers, loss_scale=scale), report
         # Bad ones in a row have most likely the same cause, which is known by then.
         if first.anomaly == before:
@@ -60,7 +61,12 @@ class Judge:
             return verdict, report
         tensor = worst_gradient(self._stepper.parts, first.anomaly)
         again = self._stepper.backward_again(batches, report)
-        verdict = policy.decide(again.numbers, loss_scale=scale)
+        lowered = policy.look(again.numbers, loss_scale=scale).anomaly == "overflow"
+        if lowered:
+            again = self._with_smaller_scale(step, batches, again)
+        verdict = policy.decide(again.numbers, loss_scale=self._stepper.loss_scale)
+        if verdict.anomaly is None and lowered:
+            return verdict, again
         about = {
             **self._about,
             "checkpoint": checkpoint,
@@ -76,11 +82,25 @@ class Judge:
         if verdict.anomaly in ("nonfinite", "left_out"):
             about["operation"] = failed_operation(self._stepper, batches) if self._debug else None
             self._record(step, verdict, again, batches, investigate(self._stepper, batches), about)
+            if lowered:  # in vain
+                assert scale is not None
+                self._stepper.set_loss_scale(scale)
         return verdict, again
 
-    def _loss_scale(self) -> float | None:
-        scaler = self._stepper.scaler
-        return scaler.get_scale() if scaler.is_enabled() else None
+    def _with_smaller_scale(self, step: int, batches: StepBatches, report: StepReport) -> StepReport:
+        """Run the passes again until gradients are finite, or fp16's loss scale is 1. The scale falls ever faster: by
+        2, 4, 16 ... where one step down is enough, as it mostly is, little range is given away."""
+        stepper, factor = self._stepper, 2.0
+        while True:
+            verdict = stepper.guard.policy.look(report.numbers, loss_scale=stepper.loss_scale)
+            if verdict.anomaly != "overflow":
+                return report
+            assert stepper.loss_scale is not None
+            smaller = max(1.0, stepper.loss_scale / factor)
+            retried = replace(verdict, cause=f"{verdict.cause}; the step is run again with {smaller:g}")
+            self._report(step, retried, report, batches, transient=False)
+            stepper.set_loss_scale(smaller)
+            report, factor = stepper.backward_again(batches, report), factor**2
 
     def _report(
         self,

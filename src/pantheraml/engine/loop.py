@@ -250,7 +250,7 @@ class TrainingLoop:
         if self._adaptive is not None:
             self._adaptive.observe(step, report.rank_tokens, report.rank_seconds)
         if verdict.action in ("skip", "roll_back"):
-            stepper.skip(report.numbers)
+            stepper.skip()
             if verdict.action == "roll_back":
                 self._roll_back(verdict)
         else:

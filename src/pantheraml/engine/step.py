@@ -225,10 +225,18 @@ class Stepper:
     def _gradients_stay(self) -> bool:
         return self._graph is not None and self._graph.is_recorded
 
+    @property
+    def loss_scale(self) -> float | None:
+        """Of fp16; None with a precision that needs none."""
+        return self.scaler.get_scale() if self.scaler.is_enabled() else None
+
+    def set_loss_scale(self, scale: float) -> None:
+        self.scaler.update(scale)
+
     def _forget_unscaling(self) -> None:
         """The loss scaler counts this step's gradients as unscaled, once and no more, until it is told of the end."""
-        if self.scaler.is_enabled():
-            self.scaler.update(self.scaler.get_scale())
+        if self.loss_scale is not None:
+            self.set_loss_scale(self.loss_scale)
 
     def _zero_nonfinite(self) -> float:
         """The global norm of what is left. A collective, which only a bad step takes."""
@@ -237,12 +245,9 @@ class Stepper:
                 torch.nan_to_num_(part.grad, nan=0.0, posinf=0.0, neginf=0.0)
         return float(self.world.gather([float(self._squares())]).sum().sqrt())
 
-    def skip(self, numbers: StepNumbers) -> None:
-        """Drop the gradients; under fp16 an overflow on any rank lowers the loss scale on all."""
-        if self.scaler.is_enabled():
-            overflow = not math.isfinite(numbers.grad_norm)
-            factor = self.scaler.get_backoff_factor() if overflow else 1.0
-            self.scaler.update(self.scaler.get_scale() * factor)
+    def skip(self) -> None:
+        """Drop the gradients."""
+        self._forget_unscaling()
         self.clear_gradients()
 
     def clear_gradients(self) -> None:

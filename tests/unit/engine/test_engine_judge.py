@@ -84,12 +84,16 @@ def test_a_run_with_transient_faults_ends_as_one_without(root: Path, monkeypatch
 class Steps:
     """Steps under a judge, in this process; the gradient of one tensor may be disturbed."""
 
-    def __init__(self, root: Path, **changes: Any) -> None:
+    def __init__(self, root: Path, loss_scale: float | None = None, **changes: Any) -> None:
+        """In fp16 with a `loss_scale`."""
         config = config_of(root, **changes)
-        plan = make_plan(config, micro=2)
+        plan = make_plan(config, micro=2, precision="fp32" if loss_scale is None else "fp16")
         torch.manual_seed(0)
         self.stepper = Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan)
         self.stepper.model.train()
+        if loss_scale is not None:
+            self.stepper.scaler.scale(torch.ones(()))  # makes its tensors
+            self.stepper.set_loss_scale(loss_scale)
         data = TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
         self.feed = Feed(data, ALONE, seed=0, global_batch=4, micro_batch=2, limit=None)
         self.events: list[dict[str, Any]] = []
@@ -114,7 +118,7 @@ class Steps:
         verdict, report = self.judge.judge(self.done + 1, batches, report, checkpoint=None)
         handle.remove()
         if verdict.action == "skip":
-            self.stepper.skip(report.numbers)
+            self.stepper.skip()
         else:
             self.stepper.apply(report.numbers, 1e-2)
         self.done += 1
@@ -155,6 +159,45 @@ def test_what_stays_is_not_run_again_step_after_step(root: Path) -> None:
         assert [steps.take(flips=2, by=torch.nan).action for _ in range(2)] == ["skip", "skip"]
         assert steps.take().action == "step"
     assert [event["transient"] for event in steps.events if event["kind"] == "verdict"] == [False, None]
+
+
+def test_an_overflow_of_fp16_costs_no_samples(root: Path) -> None:
+    """The run ends as one that began with the scale that the overflow leads to."""
+    ends = []
+    for scale in (2.0**40, 2.0**9):
+        steps = Steps(root, loss_scale=scale)
+        with steps.feed:
+            assert [steps.take().action for _ in range(3)] == ["step"] * 3
+        told = [(event["anomaly"], event["action"]) for event in steps.events if event["kind"] == "verdict"]
+        assert set(told) <= {("overflow", "retry")}
+        assert len(told) == (5 if scale > 2**16 else 0), "2, 4, 16, 256 and 65536 times smaller"
+        assert steps.stepper.loss_scale == 2**9
+        ends.append(steps.weights())
+    assert torch.equal(*ends)
+
+
+def test_under_fp16_a_fault_that_passes_leaves_no_trace(root: Path) -> None:
+    disturbed = Steps(root, loss_scale=256.0)
+    with disturbed.feed:
+        assert [disturbed.take(flips=flips, by=torch.nan).action for flips in (0, 1, 0)] == ["step"] * 3
+    undisturbed = Steps(root, loss_scale=256.0)
+    with undisturbed.feed:
+        assert [undisturbed.take().action for _ in range(3)] == ["step"] * 3
+    (verdict,) = [event for event in disturbed.events if event["kind"] == "verdict"]
+    assert (verdict["action"], verdict["transient"]) == ("retry", True)
+    assert torch.equal(disturbed.weights(), undisturbed.weights())
+    assert disturbed.stepper.loss_scale == 256.0
+
+
+def test_under_fp16_nan_is_told_from_an_overflow(root: Path) -> None:
+    steps = Steps(root, loss_scale=256.0, stability={"on_nonfinite": "skip"})
+    with steps.feed:
+        assert steps.take(flips=100, by=torch.nan).action == "skip"
+        assert steps.stepper.loss_scale == 256.0, "it was not the scale's fault"
+        assert steps.take().action == "step"
+    told = [(event["anomaly"], event["action"]) for event in steps.events if event["kind"] == "verdict"]
+    assert told == [("overflow", "retry")] * 4 + [("nonfinite", "skip")]
+    assert [event["kind"] for event in steps.events][-1] == "incident"
 
 
 def test_under_fp16_a_step_is_run_again_with_gradients_unscaled_once(root: Path) -> None:

@@ -5,7 +5,8 @@ stop.
     spike        a loss far above the recent ones: `stability.on_spike`
     jump         a gradient norm far above the recent ones, as a flipped bit makes it: likewise
     left_out     some ranks' gradients are not finite and did not enter (`parallel.leave_out_nonfinite`): step
-    overflow     fp16's loss scale is too large: that step is skipped, whatever the policy, and the scale lowered
+    overflow     under fp16 a gradient is not finite: the loss scale may be too large, so the step is run again with a
+                 smaller one, and is not finite only if a scale of 1 does not help
 
 Answers that let a run go on are bounded, in a row and in all. What the decisions went by is plain numbers, the same on
 all ranks, and resumes.
@@ -47,8 +48,8 @@ class Policy:
     def decide(self, numbers: StepNumbers, *, loss_scale: float | None) -> Verdict:
         """Once for every step. `loss_scale` is the current fp16 loss scale, or None without loss scaling."""
         verdict = self.look(numbers, loss_scale=loss_scale)
-        if verdict.action == "stop":
-            return verdict  # nothing is learnt from a step that a resumed run comes to again
+        if verdict.action in ("stop", "retry"):
+            return verdict  # nothing is learnt from a step that the run, or a resumed one, comes to again
         # Other weights are to come to other steps: what is bad then has causes of its own.
         self.last_anomaly = None if verdict.action == "roll_back" else verdict.anomaly
         self._rollbacks += verdict.action == "roll_back"
@@ -59,20 +60,19 @@ class Policy:
             self.bad_in_a_row = 0
         else:
             self.bad_in_a_row += 1
-            self._bad_in_all += verdict.anomaly != "overflow"
+            self._bad_in_all += 1
         return verdict
 
     def look(self, numbers: StepNumbers, *, loss_scale: float | None) -> Verdict:
         """What `decide` would say; nothing is remembered of it."""
         config = self._config
-        if not numbers.finite:
-            cause = f"the gradient norm is {numbers.grad_norm}"
-            if numbers.bad_ranks:
-                cause = f"the loss is not finite on rank {_listed(numbers.bad_ranks)}"
-            elif loss_scale is not None and loss_scale > 1.0:
-                cause = f"fp16 overflow at loss scale {loss_scale:g}; the scale is lowered"
-                return Verdict("skip", cause, "overflow", self.rate_factor)
+        if numbers.bad_ranks:
+            cause = f"the loss is not finite on rank {_listed(numbers.bad_ranks)}"
             return self._answer(config.on_nonfinite, "nonfinite", cause)
+        if not numbers.gradients_finite and loss_scale is not None and loss_scale > 1.0:
+            return Verdict("retry", f"fp16 overflow at loss scale {loss_scale:g}", "overflow", self.rate_factor)
+        if not numbers.finite:
+            return self._answer(config.on_nonfinite, "nonfinite", f"the gradient norm is {numbers.grad_norm}")
         score = self._losses.score(numbers.loss)
         if config.on_spike != "ignore" and score > config.spike_zscore:
             cause = (

@@ -19,8 +19,8 @@ Action = Literal["step", "retry", "zero", "skip", "roll_back", "stop"]
 roll_back: skip it, and go on with the weights of an older checkpoint."""
 
 Anomaly = Literal["overflow", "nonfinite", "spike", "jump", "left_out"]
-"""overflow: of fp16's loss scale, which is in order now and then; jump: of the gradient norm; left_out: some ranks'
-gradients were not finite, and did not enter."""
+"""overflow: by fp16's loss scale, as happens now and then; jump: of the gradient norm; left_out: some ranks' gradients
+were not finite, and did not enter."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class StepNumbers:
     @property
     def bad_ranks(self) -> list[int]:
         return [rank for rank, value in enumerate(self.loss_sums) if not math.isfinite(value)]
+
+    @property
+    def gradients_finite(self) -> bool:
+        """All ranks', also of those that were left out for it."""
+        return math.isfinite(self.grad_norm) and not self.left_out
 
     @property
     def finite(self) -> bool:
