@@ -52,7 +52,7 @@ def start(playground: Playground, before: list[str], *arguments: str) -> subproc
     return subprocess.Popen(
         [*before, sys.executable, "-m", "pantheraml", *arguments],
         cwd=playground.root,
-        env=playground.environment,
+        env={**playground.environment, "PANTHERAML_FAULTS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -65,6 +65,27 @@ def ended(process: subprocess.Popen[str]) -> Ended:
     return Ended(process.returncode, out, err)
 
 
+def on_both(playground: Playground, machines: list[str], *arguments: str) -> tuple[Ended, Ended]:
+    """The same command on both machines, the second of which comes first."""
+    started = [
+        start(
+            playground,
+            ["ip", "netns", "exec", name],
+            *(*arguments, "--nproc", "1", "--nnodes", "2", "--node-rank", str(number)),
+            *("--rdzv", f"{ADDRESSES[0]}:{PORT}"),
+        )
+        for number, name in reversed(list(enumerate(machines)))
+    ]
+    second, first = (ended(process) for process in started)
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def undisturbed(playground: Playground, machines: list[str]) -> tuple[Ended, Ended]:
+    """A run on two machines in `runs/machines`."""
+    return on_both(playground, machines, *training(playground, "runs/machines", "--set", "checkpoint.every_steps=1"))
+
+
 def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in read_events(folder) if event["kind"] == "train.step"]
 
@@ -73,17 +94,10 @@ def ranks(folder: Path) -> list[Event]:
     return [event for event in read_events(folder) if event["kind"] == "train.ranks"]
 
 
-def test_two_machines_come_to_what_two_processes_of_one_come_to(playground: Playground, machines: list[str]) -> None:
-    started = [
-        start(
-            playground,
-            ["ip", "netns", "exec", name],
-            *training(playground, "runs/machines", "--nproc", "1"),
-            *("--nnodes", "2", "--node-rank", str(number), "--rdzv", f"{ADDRESSES[0]}:{PORT}"),
-        )
-        for number, name in reversed(list(enumerate(machines)))
-    ]
-    second, first = (ended(process) for process in started)
+def test_two_machines_come_to_what_two_processes_of_one_come_to(
+    playground: Playground, undisturbed: tuple[Ended, Ended]
+) -> None:
+    first, second = undisturbed
     assert (first.code, second.code) == (0, 0), (first, second)
     assert "Trained weights" in first.out
     assert "Trained weights" not in second.out
@@ -102,18 +116,44 @@ def test_two_machines_come_to_what_two_processes_of_one_come_to(playground: Play
     assert not_watched == []
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (0, "1 of 2 machines came within 3 s; missing: machine 1."),
-        (1, "Machine 1 of 2 could not reach the store at 127.0.0.1:"),
-    ],
-)
-def test_a_machine_that_does_not_come(playground: Playground, number: int, said: str) -> None:
-    several = ["--nnodes", "2", "--node-rank", str(number), "--rdzv", f"127.0.0.1:{free_port()}"]
+def test_a_rank_that_is_killed_on_one_machine(
+    playground: Playground, machines: list[str], undisturbed: tuple[Ended, Ended]
+) -> None:
+    """The run goes on where the undisturbed one was after its second step; in the third, rank 1 is killed."""
+    whole, folder = playground.root / "runs/machines", playground.root / "runs/killed"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("adapter", "step-*3", "run.json", "report.html"))
+    first, second = on_both(playground, machines, "resume", "runs/killed", "--set", 'faults=["1:3:kill"]')
+    assert (first.code, second.code) == (0, 0), (first, second)
+    (restart,) = [event for event in read_events(folder) if event["kind"] == "run.restarted"]
+    assert restart["message"] == (
+        "Rank 1 was killed by SIGKILL (most often the kernel, out of memory). The run goes on from step 2 (start 1 of 3"
+        " without a new checkpoint)."
+    )
+    assert (restart["step"], restart["world_size"]) == (2, 2)
+    assert restart["message"] in first.err
+    assert restart["message"] in second.err
+    for file in (whole / "adapter").iterdir():
+        assert (folder / "adapter" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_machine_that_does_not_come(playground: Playground) -> None:
     few = ["--set", "parallel.timeout_seconds=3"]
-    alone = ended(start(playground, [], *training(playground, f"runs/no-{number}", *few, *several)))
-    assert alone.code == 6, alone
-    assert said in alone.err
-    assert "Traceback" not in alone.err
-    assert not (playground.root / f"runs/no-{number}").exists(), "machines meet before anything is written"
+    started = [
+        start(
+            playground,
+            [],
+            *training(playground, f"runs/no-{number}", *few),
+            *("--nnodes", "2", "--node-rank", str(number), "--rdzv", f"127.0.0.1:{free_port()}"),
+        )
+        for number in (0, 1)
+    ]
+    said = (
+        "1 of 2 machines came within 3 s; missing: machine 1.",
+        "Machine 1 of 2 could not reach the store at 127.0.0.1:",
+    )
+    for number, process in enumerate(started):
+        alone = ended(process)
+        assert alone.code == 6, alone
+        assert said[number] in alone.err
+        assert "Traceback" not in alone.err
+        assert not (playground.root / f"runs/no-{number}").exists(), "machines meet before anything is written"

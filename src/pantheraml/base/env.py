@@ -94,6 +94,14 @@ def store_address() -> StoreAddress:
     )
 
 
+def store_variables(address: StoreAddress) -> dict[str, str]:
+    """The same for a child, which an agent has started if that hosts the store."""
+    names = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port)}
+    if address.hosted_by_agent:
+        names |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "pantheraml"}
+    return names | {"TORCHELASTIC_RESTART_COUNT": str(address.attempt)}
+
+
 def rank_variables(place: ProcessRank) -> dict[str, str]:
     """A rank in torchrun's words, for a child that is to be that rank; Slurm has other words."""
     names = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world_size}
@@ -135,6 +143,12 @@ def static_graph_forbidden() -> bool:
 def was_relaunched() -> bool:
     """Whether this process is a rank that its own command line has started."""
     return "PANTHERAML_RELAUNCHED" in os.environ
+
+
+def restarted_because() -> str | None:
+    """`PANTHERAML_RESTARTED`: why the agent of this machine has started the same command line again, which therefore
+    continues what it began; None: it has not."""
+    return os.environ.get("PANTHERAML_RESTARTED")
 
 
 def cache_root() -> Path:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pantheraml.cli.train import add_allow_change, resume_overrides, show_result
+from pantheraml.cli.train import add_allow_change, add_machines, resume_overrides, show_result, start_this_machine
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -19,6 +19,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="set any key; may be repeated"
     )
     add_allow_change(parser)
+    add_machines(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     return parser
 
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     run = RunDir(output)
     run.require()
     config = load_config(run.config_file, resume_overrides(arguments))
+    start_this_machine(arguments, config, output)
     screen = Screen(title=f"resume {output}", quiet=arguments.json)
     summary = run_training(config, output, resume=True, screen=screen)
     show_result(summary, output, as_json=arguments.json)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pantheraml.base import env
 from pantheraml.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,13 +38,13 @@ def add(commands: Any) -> argparse.ArgumentParser:
         help="continue the run that the output folder holds; if it holds none, begin one",
     )
     add_allow_change(parser)
-    _add_machines(parser)
+    add_machines(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     return parser
 
 
-def _add_machines(parser: argparse.ArgumentParser) -> None:
+def add_machines(parser: argparse.ArgumentParser) -> None:
     several = parser.add_argument_group(
         "several machines", "Run the same command on each; --nproc counts one machine's."
     )
@@ -98,7 +99,10 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
 
 def resume_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
     """What `resume` lays over the configuration of the run; leave to change something holds for one start."""
-    return {("checkpoint", "allow_change"): arguments.allow_change, **_common_overrides(arguments)}
+    overrides: dict[Key, Any] = {("checkpoint", "allow_change"): arguments.allow_change}
+    if _one_of_several_machines(arguments):
+        overrides["parallel", "world_size"] = None  # as many as the machines start
+    return overrides | _common_overrides(arguments)
 
 
 def _common_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
@@ -114,16 +118,19 @@ def _one_of_several_machines(arguments: argparse.Namespace) -> bool:
     return vars(arguments).get("nnodes") is not None
 
 
-def _start_this_machine(arguments: argparse.Namespace, config: TrainConfig) -> None:
-    """Returns in the ranks of this machine alone, which do as ranks do."""
-    from pantheraml.base import env
+def start_this_machine(arguments: argparse.Namespace, config: TrainConfig, output: Path) -> None:
+    """If it is one of several: returns in its ranks alone, which do as ranks do. If not: does nothing."""
     from pantheraml.devices.probe import probe
     from pantheraml.launch.machines import Machine, become_agent, processes_here
 
+    if not _one_of_several_machines(arguments):
+        if arguments.node_rank is not None or arguments.rdzv is not None:
+            raise ConfigError("--node-rank and --rdzv are for several machines.", todo="Give --nnodes too.")
+        return
     machine = Machine.from_options(arguments.nnodes, arguments.node_rank, arguments.rdzv)
     if env.launched_rank() is None:
         asked = None if arguments.nproc is None else _processes(arguments.nproc)
-        become_agent(machine, processes_here(config, probe(), asked), config)
+        become_agent(machine, processes_here(config, probe(), asked), config, output)
     if not env.was_relaunched():
         raise ConfigError(
             "--nnodes starts processes on this machine, but another launcher has started this one.",
@@ -154,15 +161,13 @@ def run(arguments: argparse.Namespace) -> int:
         allowed = config.checkpoint.model_copy(update={"allow_change": arguments.allow_change})
         config = config.model_copy(update={"checkpoint": allowed})
     output = Path(arguments.output) if arguments.output else default_output(arguments, config)
-    if _one_of_several_machines(arguments):
-        _start_this_machine(arguments, config)
-    elif arguments.node_rank is not None or arguments.rdzv is not None:
-        raise ConfigError("--node-rank and --rdzv are for several machines.", todo="Give --nnodes too.")
+    start_this_machine(arguments, config, output)
+    begun = env.restarted_because() is not None
     summary = run_training(
         config,
         output,
-        resume=arguments.resume is not None,
-        overwrite=arguments.overwrite,
+        resume=arguments.resume is not None or begun,
+        overwrite=arguments.overwrite and not begun,
         screen=Screen(title=f"train {output}", quiet=arguments.json),
     )
     show_result(summary, output, as_json=arguments.json)

@@ -24,7 +24,7 @@ from types import FrameType
 import psutil
 
 from pantheraml.base import env
-from pantheraml.base.errors import LaunchError
+from pantheraml.base.errors import HangError, LaunchError
 from pantheraml.launch.script import agent_command
 from pantheraml.specs.plan import Plan
 
@@ -123,9 +123,12 @@ def run_workers(
             )
         except OSError as err:
             raise LaunchError(f"The worker could not be started: {err}.", where=command[0]) from err
-    family = _Family(process.pid)
+    family = Family(process.pid)
     try:
         return _watch(process, family, stops, ask_to_stop, grace_seconds, on_tick)
+    except HangError:
+        family.end(0.0)  # who does not get on does not hear that it should save
+        raise
     finally:
         family.end(_parting_seconds(process, stops, grace_seconds))
         process.wait()
@@ -140,7 +143,7 @@ def _parting_seconds(process: subprocess.Popen[bytes], stops: StopRequests, grac
 
 def _watch(
     process: subprocess.Popen[bytes],
-    family: _Family,
+    family: Family,
     stops: StopRequests,
     ask_to_stop: Callable[[], None] | None,
     grace_seconds: float,
@@ -163,7 +166,7 @@ def _watch(
             return 128 + signal.SIGKILL
 
 
-class _Family:
+class Family:
     """A process and all its descendants, remembered while it lives.
 
     The elastic agent puts workers into sessions of their own, so no signal to a group reaches them, and once the agent
@@ -211,9 +214,12 @@ def explain_death(run_dir: Path, status: int, *, log_from: int = 0) -> str | Non
         return str(told[-1])
     if status >= 0:
         return None
-    name = signal.Signals(-status).name
-    hint = " (most often the kernel, out of memory)" if name == "SIGKILL" else ""
-    return f"A worker process was killed by {name}{hint}."
+    return was_killed("A worker process", signal.Signals(-status))
+
+
+def was_killed(who: str, by: signal.Signals) -> str:
+    hint = " (most often the kernel, out of memory)" if by is signal.SIGKILL else ""
+    return f"{who} was killed by {by.name}{hint}."
 
 
 def log_tail(run_dir: Path, *, lines: int, begin: int = 0) -> str:

@@ -1,14 +1,17 @@
 """One machine of several: `pantheraml train` on each of them starts its own processes, and all of those are one run.
 
-The process is replaced by the elastic agent of this machine, which meets the agents of the others and then runs the
-very same command line once per rank; from there on it is a run whose ranks somebody else has started.
+The process is replaced by the agent of this machine, which meets the agents of the others and then runs the very same
+command line once per rank; from there on it is a run whose ranks somebody else has started.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from pantheraml.base import env
@@ -43,6 +46,28 @@ class Machine:
         return cls(nnodes, node_rank, host.strip("[]"), int(port))
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """What the agent of a machine has to know; the rest is in the command that it runs."""
+
+    machine: Machine
+    processes: int
+    run: str
+    """The run folder, which all machines share."""
+    timeout_seconds: int
+    max_retries: int
+    restart_on: tuple[str, ...]
+    grace_seconds: int
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Assignment:
+        values = json.loads(text)
+        return cls(**{**values, "machine": Machine(**values["machine"]), "restart_on": tuple(values["restart_on"])})
+
+
 def processes_here(config: TrainConfig, devices: DeviceSpec, asked: int | None) -> int:
     """How many this machine starts: as many as asked for, else one per GPU that is used, else one."""
     if asked is not None:
@@ -52,16 +77,23 @@ def processes_here(config: TrainConfig, devices: DeviceSpec, asked: int | None) 
     return len(config.parallel.device_ids or devices.gpus)
 
 
-def become_agent(machine: Machine, processes: int, config: TrainConfig) -> NoReturn:
+def become_agent(machine: Machine, processes: int, config: TrainConfig, output: Path) -> NoReturn:
     """Run this command line again, as each of the `processes` ranks of this machine."""
     sys.stdout.flush()
     sys.stderr.flush()
     parallel = config.parallel
-    command = [
-        *(sys.executable, "-m", "pantheraml.worker.machine", str(machine.count), str(machine.number)),
-        *(machine.host, str(machine.port), str(processes)),
-        *(str(parallel.timeout_seconds), str(parallel.max_retries)),
-        *(sys.executable, *sys.orig_argv[1:]),
-    ]
-    grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(parallel.grace_seconds)}
-    os.execve(command[0], command, env.child_environment(PANTHERAML_RELAUNCHED="1", **grace))
+    assignment = Assignment(
+        machine=machine,
+        processes=processes,
+        run=str(output.resolve()),
+        timeout_seconds=parallel.timeout_seconds,
+        max_retries=parallel.max_retries,
+        restart_on=parallel.restart_on,
+        grace_seconds=parallel.grace_seconds,
+    )
+    agent = [sys.executable, "-m", "pantheraml.worker.machine", assignment.to_json()]
+    os.execve(
+        agent[0],
+        [*agent, sys.executable, *sys.orig_argv[1:]],
+        env.child_environment(PANTHERAML_RELAUNCHED="1", PANTHERAML_RESTARTED=None),
+    )

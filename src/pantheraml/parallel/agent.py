@@ -1,4 +1,4 @@
-"""Ranks on this machine, of which there may be others, under torch's elastic agent: started, watched, ended together.
+"""Ranks on this machine, under torch's elastic agent: started, watched, ended together.
 
 The agent tells each rank its number and where to meet, ends the others when one dies, and passes Ctrl-C on once. What
 torchrun prints about a failure is a traceback of its own; here the caller gets the rank, its exit code or signal, and
@@ -20,8 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pantheraml.base import env
-from pantheraml.launch.local import die_with_parent
-from pantheraml.parallel.rendezvous import MACHINES, meet
+from pantheraml.launch.local import die_with_parent, was_killed
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -33,15 +32,14 @@ class RankFailure:
     rank: int
     exit_code: int
     """As a shell sees it: 128 + number for a signal."""
-    signal: str | None
+    killed_by: signal.Signals | None
     error: str | None
     """What it raised, if it was a function."""
     traceback: str | None
 
     def __str__(self) -> str:
-        if self.signal is not None:
-            hint = " (most often the kernel, out of memory)" if self.signal == "SIGKILL" else ""
-            return f"Rank {self.rank} was killed by {self.signal}{hint}."
+        if self.killed_by is not None:
+            return was_killed(f"Rank {self.rank}", self.killed_by)
         if self.error is not None:
             return f"Rank {self.rank} failed: {self.error}."
         return f"Rank {self.rank} ended with status {self.exit_code}."
@@ -56,62 +54,16 @@ class Ended:
     stopped_by: signal.Signals | None = None
 
 
-@dataclass(frozen=True)
-class Machines:
-    """This machine among `count` that share a run; the agent of number 0 hosts the store, at `host`:`port`."""
-
-    count: int
-    number: int
-    host: str
-    port: int
-    timeout_seconds: int
-    max_retries: int
-
-
-def run_command(command: list[str], *, processes: int, machines: Machines | None = None) -> Ended:
-    """`processes` ranks of a command, each in a session of its own; with `machines`, beside those of the others.
-
-    A machine that does not come is a LaunchError that names it.
-    """
-    if machines is None:
-        return _run(command[0], command[1:], processes, "spawn", _ONE_MACHINE)
-    place = env.ProcessRank(machines.number, 0, machines.count)
-    address = env.StoreAddress(machines.host, machines.port, hosted_by_agent=False, attempt=0)
-    # Held until the end: the agents, and later their ranks, share this store.
-    store = meet(
-        place, address, timeout_seconds=machines.timeout_seconds, max_retries=machines.max_retries, who=MACHINES
-    )
-    try:
-        return _run(command[0], command[1:], processes, "spawn", _rendezvous_of(machines))
-    finally:
-        del store
-
-
-_ONE_MACHINE = {
-    "min_nodes": 1,
-    "max_nodes": 1,
-    "rdzv_backend": "c10d",
-    "rdzv_endpoint": "localhost:0",
-    "local_addr": "localhost",  # a machine's own name need not be known to itself
-}
-
-
-def _rendezvous_of(machines: Machines) -> dict[str, Any]:
-    host = f"[{machines.host}]" if ":" in machines.host else machines.host
-    return {
-        "min_nodes": machines.count,
-        "max_nodes": machines.count,
-        "rdzv_backend": "static",
-        "rdzv_endpoint": f"{host}:{machines.port}",
-        "rdzv_configs": {"rank": machines.number, "timeout": machines.timeout_seconds},
-    }
+def run_command(command: list[str], *, processes: int) -> Ended:
+    """`processes` ranks of a command, each in a session of its own."""
+    return _run(command[0], command[1:], processes, "spawn")
 
 
 def run_function(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, processes: int, start: Literal["spawn", "fork"]
 ) -> Ended:
     """`processes` ranks of `function(*arguments)`; its return values come back by rank."""
-    return _run(_Tied(function), list(arguments), processes, start, _ONE_MACHINE)
+    return _run(_Tied(function), list(arguments), processes, start)
 
 
 class _Tied:
@@ -129,12 +81,16 @@ class _Tied:
         return self._function(*arguments)
 
 
-def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str, rendezvous: dict[str, Any]) -> Ended:
+def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str) -> Ended:
     with tempfile.TemporaryDirectory(prefix="pantheraml-ranks-") as logs, _signals_and_environment_restored():
         config = LaunchConfig(
-            **rendezvous,
+            min_nodes=1,
+            max_nodes=1,
             nproc_per_node=processes,
-            run_id="pantheraml" if rendezvous["max_nodes"] > 1 else uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # a machine's own name need not be known to itself
+            run_id=uuid.uuid4().hex,
             max_restarts=0,
             start_method=start,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
@@ -176,13 +132,13 @@ def _first(failures: dict[int, ProcessFailure]) -> RankFailure:
         return (likely, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=order)
-    killed_by = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
+    killed_by = signal.Signals(-failure.exitcode) if failure.exitcode < 0 else None
     recorded: Any = failure.message  # what a function raised is a mapping, anything else a text about the exit code
     raised = recorded if isinstance(recorded, dict) else {}
     return RankFailure(
         rank=rank,
         exit_code=128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode,
-        signal=killed_by,
+        killed_by=killed_by,
         error=raised.get("message"),
         traceback=raised.get("extraInfo", {}).get("py_callstack"),
     )

@@ -75,6 +75,14 @@ def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.store_address() == env.StoreAddress("node0", 29500, hosted_by_agent=True, attempt=2)
 
 
+@pytest.mark.parametrize("hosted_by_agent", [True, False])
+def test_a_child_is_told_where_ranks_meet(monkeypatch: pytest.MonkeyPatch, hosted_by_agent: bool) -> None:
+    address = env.StoreAddress("node0", 29500, hosted_by_agent=hosted_by_agent, attempt=3)
+    told(monkeypatch, **env.store_variables(address))
+    assert env.store_address() == address
+    assert env.started_by_agent() == hosted_by_agent
+
+
 def test_the_switch_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not env.multi_gpu_requested()
     told(monkeypatch, UNSLOTH_ENABLE_MULTIGPU="1")

@@ -25,7 +25,7 @@ OPTIONS = {
         "--rdzv",
         "--resume",
     ],
-    "resume": ["--allow-change", "--json", "--nproc", "--set", "run_dir"],
+    "resume": ["--allow-change", "--json", "--nnodes", "--node-rank", "--nproc", "--rdzv", "--set", "run_dir"],
     "plan": [*CONFIG, "--json"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
     "replay": ["--device", "--json", "incident"],

@@ -1,0 +1,96 @@
+"""Ranks of one machine: how they end together, with shells for ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pantheraml.base.env import child_environment
+from pantheraml.base.errors import LaunchError
+from pantheraml.launch import rank_processes
+from pantheraml.launch.local import StopRequests
+from pantheraml.launch.outcomes import Outcome
+from pantheraml.launch.rank_processes import Watch, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "PARTING_SECONDS", 0.3)
+    monkeypatch.setattr(rank_processes, "KILL_AFTER_SECONDS", 1.0)
+
+
+def outcome_of(
+    script: str,
+    *,
+    ranks: int = 2,
+    stops: StopRequests | None = None,
+    others_failed: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Of shells that know their number as $RANK, beginning with 4."""
+    environments = [child_environment(RANK=str(4 + number)) for number in range(ranks)]
+    told: list[Outcome] = []
+    ended: list[list[psutil.Process]] = []
+
+    def tell(outcome: Outcome) -> None:
+        told.append(outcome)
+        ended.append(psutil.Process().children())
+
+    run_ranks(["sh", "-c", script], environments, 4, Watch(stops or StopRequests(), 2.0, others_failed, tell))
+    if stops is not None:
+        assert ended == [[]], "others must hear of a stop when these have saved, or they would end theirs too soon"
+    assert psutil.Process().children(recursive=True) == []
+    assert len(told) == 1
+    return told[0]
+
+
+def test_all_end_well() -> None:
+    assert outcome_of("exit 0") == Outcome(0)
+
+
+def test_one_is_killed() -> None:
+    """Rank 4 fails a moment later, as one does that loses its connection to rank 5."""
+    assert outcome_of("test $RANK = 5 && kill -9 $$; sleep 0.3; exit 70") == Outcome.of_ranks({5: -signal.SIGKILL})
+
+
+def test_those_who_are_left_are_ended_with_all_their_children() -> None:
+    begin = time.monotonic()
+    stubborn = 'trap "" INT TERM; test $RANK = 5 && exit 3; setsid sleep 60 & sleep 60; sleep 60'
+    assert outcome_of(stubborn) == Outcome.of_ranks({5: 3})
+    assert time.monotonic() - begin < 10
+
+
+def test_another_machine_failed(tmp_path: Path) -> None:
+    """Rank 0 takes these two signals, in this order, for no time to save."""
+    log = tmp_path / "log"
+    script = f'trap "echo TERM >> {log}" TERM; trap "echo INT >> {log}; exit 0" INT; while true; do sleep 0.02; done'
+    assert outcome_of(script, ranks=1, others_failed=lambda: True) == Outcome(None)
+    assert log.read_text() == "TERM\nINT\n"
+
+
+def test_another_machine_failed_and_these_say_more() -> None:
+    assert outcome_of("sleep 0.1; exit 17", others_failed=lambda: True) == Outcome.of_ranks({4: 17})
+
+
+def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+    stops = StopRequests()
+    log = tmp_path / "log"
+    script = f'trap "sleep 0.5; echo saved >> {log}; exit 0" TERM; while true; do sleep 0.02; done'
+
+    def stop_soon() -> bool:
+        if stops.count == 0 and time.monotonic() > begin + 0.3:
+            stops.receive(signal.SIGTERM)
+        return False
+
+    begin = time.monotonic()
+    assert outcome_of(script, stops=stops, others_failed=stop_soon) == Outcome.of_stop(signal.SIGTERM)
+    assert log.read_text() == "saved\nsaved\n"
+
+
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(LaunchError, match="could not be started"):
+        run_ranks(["/no/such/command"], [{}], 0, Watch(StopRequests(), 1.0, lambda: False, lambda outcome: None))
