@@ -31,8 +31,12 @@ KINDS: Mapping[str, frozenset[str]] = {
     "run.started": frozenset({"command", "pantheraml", "output"}),
     # processes ended and were started again, from the checkpoint of `step` (None: from the beginning)
     "run.restarted": frozenset({"message", "step", "world_size"}),
+    # some rank could not use its device, and all agreed that rank 0 goes on alone
+    "run.fallback": frozenset({"message", "reason", "planned_world_size"}),
     "run.finished": frozenset({"status", "seconds"}),
     "plan.made": frozenset({"plan"}),
+    # one more decision like those of the plan, which could be taken only when the model was there
+    "choice": frozenset({"name", "value", "reason", "automatic"}),
     "data.progress": frozenset({"split", "stage", "done", "total", "unit"}),
     "data.ready": frozenset(
         {"split", "format", "rows", "skipped_rows", "truncated_rows", "tokens", "target_tokens", "sequences"}

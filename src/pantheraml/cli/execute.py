@@ -82,14 +82,13 @@ def run_training(
         with EventWriter(output) as emit, local.StopRequests().installed() as stops:
             leg = _Leg(Follower(output, readers, from_end=True))
             emit("run.started", command=shlex.join(sys.argv), pantheraml=__version__, output=str(output))
+            if (because := env.restarted_because()) is not None:
+                emit("run.restarted", message=because, step=run.last_checkpoint(), world_size=plan.world_size)
             emit("plan.made", plan=plan.model_dump(mode="json"))
             for change in insisted:
                 emit("warning", message=f"the run goes on although {change}, as --allow-change says")
             with _written_down(run, config, emit, leg):
                 if place is None:
-                    if plan.world_size > 1:
-                        _run_task("prepare", run, None, config, stops, leg)
-                        replacement.commit()
                     _train(run, plan, config, stops, leg, emit, replacement)
                 else:
                     _run_rank(run, plan, config, place, stops, leg, replacement)
@@ -209,9 +208,8 @@ def _train(
     emit: EventWriter,
     replacement: Replacement,
 ) -> None:
-    """To the end, starting the processes again where `Restarts` says so. A single process prepares the data itself."""
-    restarts = Restarts(run, config, plan)
-    task = "start" if plan.world_size == 1 else "train"
+    """To the end, starting the processes again where `Restarts` says so."""
+    restarts, task = Restarts(run, config, plan), "start"
     while True:
         try:
             _run_task(task, run, plan, config, stops, leg, on_training=replacement.commit)
@@ -315,6 +313,7 @@ def _supervise(
         leg.poll()
         on_tick()
         if hang.is_over():
+            leg.raise_reported()  # those who are left wait for one that failed
             raise _hang_error(run)
 
     status = local.run_workers(
@@ -372,6 +371,11 @@ class _Leg:
         self.poll()
         self._follower.close()
 
+    def raise_reported(self) -> None:
+        """Raise what the workers said themselves, if they did."""
+        if self.errors:
+            raise _rebuild((self.foreseen or self.errors)[0])
+
     def raise_for(self, folder: Path, status: int, *, log_from: int) -> None:
         """Raise what the workers reported, or what can be told about their end; nothing if all went well."""
         if self.foreseen:
@@ -382,8 +386,7 @@ class _Leg:
             raise WorkerKilledError(death, where=str(folder / local.LOG_FILE), todo=f"The log ends with:\n{tail}")
         if status != 0 and explain_hang(RunDir(folder).stacks) is not None:
             raise _hang_error(RunDir(folder))
-        if self.errors:
-            raise _rebuild(self.errors[0])
+        self.raise_reported()
         if status != 0:
             tail = local.log_tail(folder, lines=8, begin=log_from)
             raise WorkerError(
@@ -394,12 +397,17 @@ class _Leg:
 
 
 def _hang_error(run: RunDir) -> HangError:
+    step = run.last_checkpoint()
+    again = (
+        "There is no checkpoint yet (checkpoint.every_steps): start it again"
+        if step is None
+        else f"`pantheraml resume {shlex.quote(str(run.path))}` goes on from step {step}"
+    )
     return HangError(
         explain_hang(run.stacks) or "The run does not get on.",
         where=str(run.stacks),
-        todo="The stacks of every rank are there. `pantheraml resume` continues from the last checkpoint; raise"
-        " parallel.timeout_seconds if the rank is only slow, or have the run start again by itself with"
-        " parallel.restart_on=[killed,hung].",
+        todo=f"The stacks are there. {again}, with a larger parallel.timeout_seconds if a rank was only slow;"
+        " parallel.restart_on=[killed,hung] has a run start again by itself.",
     )
 
 

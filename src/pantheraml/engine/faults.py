@@ -1,8 +1,9 @@
 """Makes the failures happen that a test asked for (`specs.faults`), where a real one would show.
 
-A run without faults has no injector, and its steps do not know of any. Misfortunes of the process come before the
-passes of a step; those of memory and numbers inside a decoder layer, by a hook that is there for that step alone. Each
-leaves a mark in the run folder first, so it comes once, however often the run is started again.
+A run without faults has no injector, and its steps do not know of any. A process is killed amid the passes of a step;
+other misfortunes of processes come before them, and those of memory and numbers inside a decoder layer, by a hook that
+is there for that step alone. Each leaves a mark in the run folder first, so it comes once, however often the run is
+started again.
 """
 
 from __future__ import annotations
@@ -70,13 +71,12 @@ class FaultInjector:
         if fault.kind in _IN_A_LAYER:
             return _struck(self._model, _IN_A_LAYER[fault.kind])
         if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "raise":
+            return _killed_amid(self._model)
+        if fault.kind == "raise":
             raise InjectedError(f"the fault {fault} was asked for")
-        elif fault.kind == "hang":
+        if fault.kind == "hang":
             hang()
-        else:
-            time.sleep(SLOW_SECONDS)
+        time.sleep(SLOW_SECONDS)
         return nullcontext()
 
 
@@ -87,9 +87,29 @@ def hang() -> None:
 
 
 @contextmanager
+def _killed_amid(model: nn.Module) -> Iterator[None]:
+    """Where a decoder layer runs for the second time, in the midst of accumulating gradients; if none does, at the end
+    of the passes."""
+    seen: set[nn.Module] = set()
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if module in seen:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.add(module)
+
+    for layer in _layers(model):
+        layer.register_forward_pre_hook(before_forward)
+    yield
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
 def _struck(model: nn.Module, strike: Strike) -> Iterator[None]:
     """The first decoder layer that runs, whichever this process has, gives once something else than it computed."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     handles: list[RemovableHandle] = []
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
@@ -98,7 +118,7 @@ def _struck(model: nn.Module, strike: Strike) -> Iterator[None]:
         _remove(handles)
         return strike(output)
 
-    handles += [layer.register_forward_hook(after_forward) for layer in layers]
+    handles += [layer.register_forward_hook(after_forward) for layer in _layers(model)]
     try:
         yield
         assert not handles, "no decoder layer ran in this step"

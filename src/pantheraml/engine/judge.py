@@ -9,18 +9,47 @@ fp16 it may also be the loss scale's, which is lowered first: no samples are los
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pantheraml.base.events import Emit
 from pantheraml.engine.feed import StepBatches
-from pantheraml.engine.guard.incident import Finding, culprit, failed_operation, investigate, write_incident
-from pantheraml.engine.guard.verdict import Verdict, worst_gradient
+from pantheraml.engine.guard.evidence import Evidence, gather_evidence
+from pantheraml.engine.guard.incident import Finding, culprit, investigate, write_incident
+from pantheraml.engine.guard.operation import failed_operation
+from pantheraml.engine.guard.verdict import Anomaly, Verdict
 from pantheraml.engine.step import Stepper, StepReport
 from pantheraml.engine.step_state import keep_step_state
 from pantheraml.specs.run_dir import RunDir
 
 PASSED = "the fault was transient: nothing was wrong when the step was run again"
+NOT_FOUND = "nothing was found when the step was watched"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A bad step, on which there is a verdict."""
+
+    step: int
+    batches: StepBatches
+    verdict: Verdict
+    report: StepReport
+    """Of the passes that the verdict is on."""
+    evidence: Evidence
+
+    @property
+    def rank(self) -> int | None:
+        """Where a spike shows: the rank with the largest loss. Gradients that grew are everyone's by now."""
+        if len(self.evidence.samples) == 1:
+            return 0
+        losses = [(loss, rank) for rank, loss in enumerate(self.report.rank_losses) if loss is not None]
+        return max(losses)[1] if losses and self.verdict.anomaly == "spike" else None
+
+    def __str__(self) -> str:
+        """What there is to say of a spike or a jump: all is finite, so no module is to blame."""
+        losses, rank = self.report.rank_losses, self.rank
+        where = "" if rank is None or losses[rank] is None else f"; the loss is {losses[rank]:.4g} on rank {rank}"
+        return f"the largest gradient is that of {self.evidence.tensor}{where}"
 
 
 class Judge:
@@ -32,7 +61,7 @@ class Judge:
         self._stepper, self._run, self._emit, self._about = stepper, run, emit, about
         self._keeps, self._debug = keeps, debug
         self.incident: str | None = None
-        """What was found out about the last step that was not finite."""
+        """What was found out about the last bad step that was looked into."""
 
     def judge(
         self, step: int, batches: StepBatches, report: StepReport, *, checkpoint: int | None
@@ -54,12 +83,12 @@ class Judge:
         first, before = policy.look(report.numbers, loss_scale=scale), policy.last_anomaly
         if first.anomaly is None:
             return policy.decide(report.numbers, loss_scale=scale), report
+        case = _Case(step, batches, first, report, self._evidence(batches, first.anomaly))
         # Bad ones in a row have most likely the same cause, which is known by then.
         if first.anomaly == before:
             verdict = policy.decide(report.numbers, loss_scale=scale)
-            self._report(step, verdict, report, batches, transient=None)
+            self._report(replace(case, verdict=verdict), transient=None)
             return verdict, report
-        tensor = worst_gradient(self._stepper.parts, first.anomaly)
         again = self._stepper.backward_again(batches, report)
         lowered = policy.look(again.numbers, loss_scale=scale).anomaly == "overflow"
         if lowered:
@@ -68,24 +97,32 @@ class Judge:
         if verdict.anomaly is None and lowered:
             return verdict, again
         about = {
-            **self._about,
             "checkpoint": checkpoint,
             "first_numbers": asdict(report.numbers),
-            "first_tensor": tensor,
+            "first_tensor": case.evidence.tensor,
         }
         if verdict.anomaly is None:
-            retried = Verdict("retry", first.cause, first.anomaly)
-            self._report(step, retried, report, batches, transient=True, tensor=tensor)
-            self._record(step, retried, again, batches, [], about)
-            return verdict, again
-        self._report(step, verdict, again, batches, transient=False)
-        if verdict.anomaly in ("nonfinite", "left_out"):
-            about["operation"] = failed_operation(self._stepper, batches) if self._debug else None
-            self._record(step, verdict, again, batches, investigate(self._stepper, batches), about)
+            case = replace(case, verdict=Verdict("retry", first.cause, first.anomaly))
+            self._report(case, transient=True)
+            self._record(replace(case, report=again), [], about)
+        else:
+            self._meet(_Case(step, batches, verdict, again, self._evidence(batches, verdict.anomaly)), about)
             if lowered:  # in vain
                 assert scale is not None
                 self._stepper.set_loss_scale(scale)
         return verdict, again
+
+    def _meet(self, case: _Case, about: Mapping[str, Any]) -> None:
+        """Look for the cause of what stays, and tell of it."""
+        self._report(case, transient=False)
+        findings: list[Finding] = []
+        if case.verdict.anomaly in ("nonfinite", "left_out"):
+            operation = failed_operation(self._stepper, case.batches) if self._debug else None
+            findings, about = investigate(self._stepper, case.batches), {**about, "operation": operation}
+        self._record(case, findings, about)
+
+    def _evidence(self, batches: StepBatches, anomaly: Anomaly | None) -> Evidence:
+        return gather_evidence(self._stepper.parts, batches, anomaly, self._stepper.world)
 
     def _with_smaller_scale(self, step: int, batches: StepBatches, report: StepReport) -> StepReport:
         """Run the passes again until gradients are finite, or fp16's loss scale is 1. The scale falls ever faster: by
@@ -98,71 +135,66 @@ class Judge:
             assert stepper.loss_scale is not None
             smaller = max(1.0, stepper.loss_scale / factor)
             retried = replace(verdict, cause=f"{verdict.cause}; the step is run again with {smaller:g}")
-            self._report(step, retried, report, batches, transient=False)
+            evidence = self._evidence(batches, verdict.anomaly)
+            self._report(_Case(step, batches, retried, report, evidence), transient=False)
             stepper.set_loss_scale(smaller)
             report, factor = stepper.backward_again(batches, report), factor**2
 
-    def _report(
-        self,
-        step: int,
-        verdict: Verdict,
-        report: StepReport,
-        batches: StepBatches,
-        *,
-        transient: bool | None,
-        tensor: str | None = None,
-    ) -> None:
+    def _report(self, case: _Case, *, transient: bool | None) -> None:
+        numbers = case.report.numbers
         self._emit(
             "verdict",
-            step=step,
-            action=verdict.action,
-            cause=verdict.cause,
-            anomaly=verdict.anomaly,
+            step=case.step,
+            action=case.verdict.action,
+            cause=case.verdict.cause,
+            anomaly=case.verdict.anomaly,
             transient=transient,
-            ranks=[*report.numbers.bad_ranks, *report.numbers.left_out],
-            tensor=tensor or worst_gradient(self._stepper.parts, verdict.anomaly),
-            samples=batches.sample_ids.tolist(),
+            ranks=[*numbers.bad_ranks, *numbers.left_out],
+            tensor=case.evidence.tensor,
+            samples=case.batches.sample_ids.tolist(),
         )
 
-    def _record(
-        self,
-        step: int,
-        verdict: Verdict,
-        report: StepReport,
-        batches: StepBatches,
-        findings: list[Finding],
-        about: Mapping[str, Any],
-    ) -> None:
+    def _record(self, case: _Case, findings: list[Finding], about: Mapping[str, Any]) -> None:
         """Write down what is known about a bad step."""
-        first = culprit(findings)
-        path = self._run.incidents / f"step-{step}.json"
-        transient = verdict.action == "retry"
-        none_found = PASSED if transient else "nothing was found when the step was watched"
-        finding = none_found if first is None else str(first)
+        verdict, first = case.verdict, culprit(findings)
+        path = self._run.incidents / f"step-{case.step}.json"
+        transient, grown = verdict.action == "retry", verdict.anomaly in ("spike", "jump")
+        finding = str(first) if first is not None else PASSED if transient else str(case) if grown else NOT_FOUND
         self.incident = f"{finding}; see {path}"
         kept = path.with_suffix(".safetensors")
-        if self._keeps:
+        # Spikes that are only detected are not bounded in number, and adapters may be large.
+        keeps = self._keeps and not (grown and verdict.action == "step")
+        if keeps:
             keep_step_state(kept, self._stepper)
         if not self._stepper.world.is_main:
             return
         context = {
             "verdict": asdict(verdict),
             "persistent": not transient,
-            "numbers": asdict(report.numbers),
-            "samples": batches.sample_ids.tolist(),
-            "micro_batch_size": max(map(len, batches.own_samples), default=1),
-            "kept": kept.name if self._keeps else None,
+            "numbers": asdict(case.report.numbers),
+            "rank_losses": case.report.rank_losses,
+            "tensor": case.evidence.tensor,
+            "samples": case.batches.sample_ids.tolist(),
+            "rank_samples": case.evidence.samples,
+            "micro_batch_size": max(map(len, case.batches.own_samples), default=1),
+            "kept": kept.name if keeps else None,
+            **self._about,
             **about,
         }
-        write_incident(path, step, findings, context)
+        write_incident(path, case.step, findings, context)
+        rank, samples = None, None
+        if first is not None:
+            rank, samples = first.rank, first.samples
+        elif grown and not transient and case.rank is not None:
+            rank, samples = case.rank, case.evidence.samples[case.rank]
         self._emit(
             "incident",
-            step=step,
+            step=case.step,
             path=str(path.relative_to(self._run.path)),
             finding=finding,
             transient=transient,
-            rank=first and first.rank,
+            rank=rank,
             module=first and first.module,
-            tensor=first.tensor if first else about["first_tensor"],
-            samples=first and first.samples,
+            tensor=first.tensor if first else case.evidence.tensor,
+            samples=samples,
         )

@@ -6,17 +6,19 @@ Everything that a reader may want to know leaves as an event; everything that a 
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from pantheraml.base.errors import DamagedCheckpointError, NonFiniteError, TrainingError
-from pantheraml.base.events import FILE_NAME, Emit, silent
+from pantheraml.base.events import FILE_NAME, Emit
 from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.evaluate import evaluate
@@ -24,7 +26,7 @@ from pantheraml.engine.faults import FaultInjector
 from pantheraml.engine.feed import Feed, StepBatches
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.guard.verdict import Verdict, first_nonfinite
-from pantheraml.engine.guard.watch import StepWatch
+from pantheraml.engine.guard.watch import Watch
 from pantheraml.engine.judge import Judge
 from pantheraml.engine.out_of_memory import explained_out_of_memory, pass_too_large
 from pantheraml.engine.saving import Saver, load_whole, newest_whole
@@ -32,7 +34,9 @@ from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
 from pantheraml.engine.step import Stepper, StepReport
 from pantheraml.parallel.shard_batch import Adaptive
+from pantheraml.planner.out_of_memory import leaner_resume
 from pantheraml.specs.plan import Plan
+from pantheraml.specs.resume import what_makes_the_numbers
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 
@@ -68,8 +72,8 @@ class Job:
     """Of the weights that training began with."""
     emit: Emit
     stop: StopFlag
-    heartbeat: Emit = silent
-    """Where this rank, whichever it is, says that it gets on."""
+    watch: Watch = field(default_factory=Watch)
+    """Told that this rank gets on."""
     faults: FaultInjector | None = None
     """Failures that a test asked for."""
 
@@ -79,11 +83,7 @@ class Job:
         return {
             "model": self.model_fingerprint,
             "data": self.train_data.fingerprint,
-            "train.seed": self.config.train.seed,
-            "train.global_batch_size": self.config.train.global_batch_size,
-            "method": self.config.method.model_dump(mode="json"),
-            "train.optimizer": self.config.train.optimizer,
-            "train.weights": self.config.train.weights,
+            **what_makes_the_numbers(self.config),
         }
 
 
@@ -128,12 +128,7 @@ class TrainingLoop:
             debug=job.config.stability.debug,
         )
         self._unreported = _Work()
-        self._watch = StepWatch(
-            RunDir(job.run_dir).stacks,
-            rank=job.stepper.world.rank,
-            timeout_seconds=job.config.parallel.timeout_seconds,
-            heartbeat=lambda: job.heartbeat("heartbeat", step=self.progress.step),
-        )
+        self._watch = job.watch
         parallel, ranks = job.config.parallel, job.plan.dims.data
         adapts = parallel.batch_shares == "adaptive" and ranks > 1
         self._adaptive = Adaptive(ranks, global_batch=job.config.train.global_batch_size) if adapts else None
@@ -145,7 +140,10 @@ class TrainingLoop:
             allowed = self.job.config.checkpoint.allow_change
             self.progress = restore(self.job.stepper, checkpoint, self.job.identity, allowed=allowed)
             self._saved = self.progress.step
+            settings = what_makes_the_numbers(self.job.config)  # the command line has told of those
             for change in identity_changes(checkpoint, self.job.identity):
+                if change.key in settings:
+                    continue
                 self.job.emit("warning", message=f"the run goes on although {change}, as --allow-change says")
             for name, here in library_versions().items() - checkpoint.state["versions"].items():
                 was = checkpoint.state["versions"].get(name)
@@ -166,8 +164,9 @@ class TrainingLoop:
             global_batch_size=job.config.train.global_batch_size,
         )
         job.stepper.model.train()
-        with self._saver, self._watch, self._beating():
-            with explained_out_of_memory(job.stepper, job.config, self._plan_in_use):
+        with self._saver, self._beating():
+            leaner = partial(self._going_on, leaner_resume(job.plan))
+            with explained_out_of_memory(job.stepper, job.config, self._plan_in_use, leaner):
                 self._save_beginning()
                 stopped_by = self._take_steps()
             if self._unreported.last is not None:
@@ -189,15 +188,14 @@ class TrainingLoop:
     @contextmanager
     def _beating(self) -> Iterator[None]:
         """With every pass this process gets on; a step may have many of them. (Not every stage has embeddings.)"""
-        if self.job.plan.dims.pipeline > 1:
+        self._watch.beat(self.progress.step)
+        with ExitStack() as hooks:
+            hooks.callback(self._watch.expect_long_work)  # the last checkpoint may still be on its way to the disk
+            if self.job.plan.dims.pipeline == 1:
+                embedding: Any = self.job.stepper.model.get_input_embeddings()  # type: ignore[operator]
+                handle = embedding.register_forward_pre_hook(lambda module, args: self._watch.beat())
+                hooks.callback(handle.remove)
             yield
-            return
-        embedding: Any = self.job.stepper.model.get_input_embeddings()  # type: ignore[operator]
-        handle = embedding.register_forward_pre_hook(lambda module, args: self._watch.beat())
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def _take_steps(self) -> StoppedBy:
         with self._feed() as feed:
@@ -207,7 +205,7 @@ class TrainingLoop:
                 if self._patience_is_out():
                     return "early_stopping"
                 self._saver.poll()
-                self._watch.beat()
+                self._watch.beat(self.progress.step)
                 stop = self._step(feed)
                 if stop and self.progress.step < self.length.steps:
                     return "request"
@@ -336,6 +334,7 @@ class TrainingLoop:
         """Go on, behind the bad step, with the weights and the optimizer of an older checkpoint. A collective."""
         job, progress, policy = self.job, self.progress, self.job.stepper.guard.policy
         latest, bad = progress.step - job.config.stability.rollback_steps, progress.step + 1
+        self._watch.expect_long_work()
         self._saver.finish()
         job.stepper.world.wait_for_main()
         checkpoint = newest_whole(
@@ -355,14 +354,16 @@ class TrainingLoop:
             job.emit("warning", message=message)
 
     def _stop_on(self, verdict: Verdict) -> None:
-        """The weights are those before the bad step: save them, then end the run with an error."""
+        """Weights and generators are those before the bad step: save them, then end the run with an error."""
         self.job.stepper.clear_gradients()
+        self.job.stepper.generators.put_back()
         if self.progress.step > 0 and self.progress.step != self._saved:
             self._save()
         what = f"Training stopped at step {self.progress.step + 1}: {verdict.cause}."
         if verdict.anomaly in ("spike", "jump"):
-            advice = "Lower train.learning_rate or train.max_grad_norm, or set stability.on_spike=skip."
-            raise TrainingError(what, todo=f"{advice} {self._kept()}")
+            advice = "Lower train.learning_rate or train.max_grad_norm in a new run."
+            going_on = self._going_on("stability.on_spike=skip")
+            raise TrainingError(what, where=self._judge.incident, todo=f"{advice} {going_on}")
         raise self._not_finite(what)
 
     def _not_finite(self, what: str) -> NonFiniteError:
@@ -370,14 +371,17 @@ class TrainingLoop:
             what,
             where=self._judge.incident
             or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
-            todo="Lower train.learning_rate, use model.precision=bf16 or fp32, or set stability.on_nonfinite=skip;"
-            f" if it was the first step, check that the model's own weights are finite. {self._kept()}",
+            todo="Look at those samples; in a new run, lower train.learning_rate or use model.precision=bf16 or fp32;"
+            " if it was the first step, check that the model's own weights are finite."
+            f" {self._going_on('stability.on_nonfinite=skip')}",
         )
 
-    def _kept(self) -> str:
+    def _going_on(self, changes: str) -> str:
+        """How to continue with settings that a resumed run may change."""
         if self._saved is None:
-            return "There is no checkpoint yet."
-        return f"`pantheraml resume` continues from step {self._saved}."
+            return f"There is no checkpoint yet; to begin again: --set {changes}."
+        folder = shlex.quote(str(self.job.run_dir))
+        return f"`pantheraml resume {folder} --set {changes}` goes on from step {self._saved}."
 
     # Between steps ----------------------------------------------------------------------------------------------------
 
@@ -439,7 +443,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         begin = time.perf_counter()
-        self._watch.pause()  # a disk may take its time
+        self._watch.expect_long_work()
         stepper, step = self.job.stepper, self.progress.step
         self._saver.finish()
         stepper.world.wait_for_main()  # the disk may have taken longer than the ranks' timeout for each other
@@ -450,7 +454,8 @@ class TrainingLoop:
             raise self._not_finite(f"After step {step} the weights are not finite ({first}); they are not saved.")
         self.progress.shares = None if self._adaptive is None else self._adaptive.to_state()
         groups, state = capture(stepper, self.progress, self.job.identity, self._saver.copies)
-        self._saver.start(step, groups, state, best_step=self.progress.best_step, begin=begin)
+        settings = {"config": self.job.config.to_dict(), "plan": self.job.plan.model_dump(mode="json")}
+        self._saver.start(step, groups, {**state, **settings}, best_step=self.progress.best_step, begin=begin)
         self._saved = step
 
     def _use_best_weights(self, stopped_by: StoppedBy) -> None:

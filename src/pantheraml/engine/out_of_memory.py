@@ -20,13 +20,16 @@ SIZE = rf"([\d.]+) ({'|'.join(UNITS)})"
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(stepper: Stepper, config: TrainConfig, plan: Callable[[], Plan]) -> Iterator[None]:
-    """Turn torch's out-of-memory error inside the block into one that says what to do. `plan` is as things stand then:
-    with the size of passes that was tried last."""
+def explained_out_of_memory(
+    stepper: Stepper, config: TrainConfig, plan: Callable[[], Plan], going_on: Callable[[], str]
+) -> Iterator[None]:
+    """Turn torch's out-of-memory error inside the block into one that says what to do. `plan` and `going_on` (how to
+    continue) are as things stand then: with the size of passes that was tried last."""
     try:
         yield
     except torch.OutOfMemoryError as err:
-        raise explain(err, config, plan(), stepper) from err
+        told = explain(err, config, plan(), stepper)
+        raise OutOfMemoryError(told.what, where=told.where, todo=f"{told.todo} {going_on()}") from err
 
 
 def explain(

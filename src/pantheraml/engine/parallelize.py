@@ -28,6 +28,19 @@ from pantheraml.parallel.layout import Layout
 from pantheraml.parallel.process_group import World
 from pantheraml.parallel.tensor import shard_tensors
 from pantheraml.specs.multi_gpu import MultiGPUConfig
+from pantheraml.specs.plan import Choice
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What could be decided only with the model at hand, to be told."""
+
+    choices: tuple[Choice, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Why the result is not that of one process."""
+
+    def __add__(self, other: Decided) -> Decided:
+        return Decided(self.choices + other.choices, self.warnings + other.warnings)
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Parallelised:
     """Ends the exchange of gradients after the last backward pass of a step."""
     held_twice: frozenset[str] = frozenset()
     """Trainable parameters of this process that another pipeline stage counts."""
+    decided: Decided = Decided()
 
 
 @dataclass(frozen=True)
@@ -65,12 +79,12 @@ def parallelize(
         return _pipelined(model, world, config, autocast)
     loss_model = LossModel(model)  # looks at the output head, so before anything is cut
     if dims.context > 1:
-        use_context_parallel(model, layout.group("context"))
+        use_context_parallel(model, layout.group("context"), tensor=dims.tensor)
     peers: dict[str, Any] = {"parts_of_rows": layout.group("context") if dims.context > 1 else None}
     if dims.tensor > 1:
         peers["shared"] = shard_tensors(model, layout.submesh("tensor"), prepare=read_weights)
     wrapped: nn.Module = loss_model
-    mean_over, finish = 1, nothing_to_finish
+    mean_over, finish, decided = 1, nothing_to_finish, _about_divided_model(model, layout)
     if dims.shard > 1:
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         fsdp.shard_parameters(
@@ -80,7 +94,7 @@ def parallelize(
     elif dims.tensor > 1:
         peers["sum_over"] = _copies(layout)
     elif dims.replicate * dims.context > 1:
-        wrapped = with_ddp(loss_model, world, config, traits)
+        wrapped, decided = with_ddp(loss_model, world, config, traits)
         mean_over = dims.replicate * dims.context
         finish = attach(
             wrapped,
@@ -93,11 +107,12 @@ def parallelize(
     passes = WholePasses(
         loss_model, wrapped, Peers(**peers), device=world.device, autocast=autocast, graph=traits.graph
     )
-    return Parallelised(passes, mean_over, finish)
+    return Parallelised(passes, mean_over, finish, decided=decided)
 
 
 def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast: Autocast) -> Parallelised:
     layout = world.layout
+    decided = _about_divided_model(model, layout)
     run = PipelineRun(
         model,
         layout.group("pipeline"),
@@ -107,10 +122,10 @@ def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast:
         autocast=autocast,
     )
     twice = run.shared_parameters if layout.place["pipeline"] > 0 else frozenset()
-    return Parallelised(run, held_twice=twice)
+    return Parallelised(run, held_twice=twice, decided=decided)
 
 
-def with_ddp(model: nn.Module, world: World, config: MultiGPUConfig, traits: Traits) -> nn.Module:
+def with_ddp(model: nn.Module, world: World, config: MultiGPUConfig, traits: Traits) -> tuple[nn.Module, Decided]:
     """A copy of `model` on every process that sees tokens of its own; gradients become the mean over them."""
     static = data.decide_static_graph(
         allowed=static_graph_allowed(config),
@@ -120,26 +135,46 @@ def with_ddp(model: nn.Module, world: World, config: MultiGPUConfig, traits: Tra
         compiled=traits.compiled,
         mixture_of_experts=has_experts(model),
     )
-    return data.wrap(
-        shared_batch_norm(model, world, config),
+    shared, about_norm = shared_batch_norm(model, world, config)
+    wrapped = data.wrap(
+        shared,
         world,
         config,
         constant_buffers=constant_buffers(model),
         group=_copies(world.layout),
         static_graph=static.value,
     )
+    choice = Choice(
+        name="parallel.static_graph", value=static.value, reason=static.reason, automatic=config.static_graph
+    )
+    return wrapped, Decided((choice,)) + about_norm
 
 
 def static_graph_allowed(config: MultiGPUConfig) -> bool:
     return config.static_graph and not env.static_graph_forbidden()
 
 
-def shared_batch_norm(model: nn.Module, world: World, config: MultiGPUConfig) -> nn.Module:
+def shared_batch_norm(model: nn.Module, world: World, config: MultiGPUConfig) -> tuple[nn.Module, Decided]:
     """Batch norm over the samples of all copies, where the model has such layers and `parallel.sync_bn` wants it."""
+    if not data.has_batch_norm(model):
+        return model, Decided()
+    name = "parallel.sync_bn"
     if not config.sync_bn:
-        return model
-    synchronised, _ = data.synchronise_batch_norm(model, world.device, _copies(world.layout))
-    return synchronised
+        return model, Decided((Choice(name=name, value=False, reason="as configured", automatic=False),))
+    synchronised, (value, reason) = data.synchronise_batch_norm(model, world.device, _copies(world.layout))
+    choice = Choice(name=name, value=value, reason=reason, automatic=True)
+    return synchronised, Decided((choice,), () if value else (_unshared(reason),))
+
+
+def _about_divided_model(model: nn.Module, layout: Layout) -> Decided:
+    alone = layout.dims.data * layout.dims.context == 1
+    if alone or not data.has_batch_norm(model):
+        return Decided()
+    return Decided(warnings=(_unshared("only copies of whole models share it"),))
+
+
+def _unshared(reason: str) -> str:
+    return f"each process takes batch norm over its own samples ({reason}): the result is not that of one process"
 
 
 def has_experts(model: nn.Module) -> bool:

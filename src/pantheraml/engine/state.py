@@ -122,7 +122,7 @@ def restore(
 
 def identity_changes(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> list[Change]:
     before = checkpoint.state["identity"]
-    return [Change(key, before.get(key), value) for key, value in identity.items() if before.get(key) != value]
+    return [Change(key, before[key], now) for key, now in identity.items() if key in before and before[key] != now]
 
 
 def load_weights(stepper: Stepper, checkpoint: Checkpoint) -> None:

@@ -26,7 +26,7 @@ from pantheraml.engine.guard.verdict import StepNumbers, first_nonfinite
 from pantheraml.engine.parallelize import Traits, parallelize
 from pantheraml.engine.passes import WholePasses
 from pantheraml.models.adapters import trainable_parameters
-from pantheraml.parallel.consistency import check_copies
+from pantheraml.parallel.consistency import check_copies, peers_with_copies
 from pantheraml.parallel.data import OwnTime
 from pantheraml.parallel.local import hand_over_gradients, local_parts, local_squares
 from pantheraml.parallel.process_group import World
@@ -43,6 +43,8 @@ class StepReport:
     """Tokens of the global batch, padding excluded."""
     memory_bytes: int
     """The largest memory of any process: peak allocated on a GPU, resident on a CPU."""
+    rank_losses: list[float | None]
+    """Per target token of each rank; None where it has none, or shares their sequences with others."""
     rank_tokens: list[float]
     rank_seconds: list[float]
     """Of each rank's own passes, without waiting for others; 0 where that is not measured."""
@@ -65,7 +67,7 @@ class Stepper:
             accumulates=(plan.fits or plan.micro_batch_size) * plan.dims.data < plan.global_batch_size,
         )
         self._parallelised = parallelize(model, world, config.parallel, self.autocast, traits)
-        self.passes = self._parallelised.passes
+        self.passes, self.decided = self._parallelised.passes, self._parallelised.decided
         self.parameters = trainable_parameters(model)
         """By name; DTensors where they are cut."""
         self.parts = local_parts(self.parameters)
@@ -75,6 +77,7 @@ class Stepper:
         self._spread = Spread(self.parameters, self.parts, world.layout, self._parallelised.held_twice)
         self.guard = Guard(config.stability, config.train.max_grad_norm, self._spread)
         self._check_every = config.parallel.check_every
+        self._copies = peers_with_copies(self.parameters, world.layout) if self._check_every else []
         self._compiled = plan.compile
         self._process = psutil.Process()
         wanted = config.parallel.batch_shares == "adaptive" or config.parallel.enable_multi_gpu_monitoring
@@ -128,7 +131,9 @@ class Stepper:
         )
         bytes_of = [int(size) for size in memory]
         fewest = None if all(map(math.isinf, sequences)) else int(min(sequences))
-        return StepReport(numbers, int(sum(tokens)), max(bytes_of), tokens, seconds, bytes_of, fewest)
+        shared = layout.dims.context > 1
+        means = [None if shared or not count else loss / count for loss, count in zip(losses, targets, strict=True)]
+        return StepReport(numbers, int(sum(tokens)), max(bytes_of), means, tokens, seconds, bytes_of, fewest)
 
     def backward_again(self, batches: StepBatches, first: StepReport) -> StepReport:
         """The same step's passes once more, as if `first` had not been: from the same weights and random numbers, they
@@ -195,12 +200,12 @@ class Stepper:
 
     def check_copies(self, step: int) -> None:
         """DriftError if ranks that should hold the same weights and gradients do not; now and then."""
-        dims = self.world.layout.dims
-        if self._check_every == 0 or step % self._check_every or dims.replicate == 1:
+        if self._check_every == 0 or step % self._check_every:
             return
-        gradients = [(name, part.grad) for name, part in self.parts]
-        group = self.world.layout.group("replicate")
-        check_copies(self.parts, gradients, step=step, device=self.world.device, group=group)
+        for group, names in self._copies:
+            weights = [(name, part) for name, part in self.parts if name in names]
+            gradients = [(name, part.grad) for name, part in weights]
+            check_copies(weights, gradients, step=step, device=self.world.device, group=group)
 
     def apply(self, numbers: StepNumbers, learning_rate: float, *, zero_nonfinite: bool = False) -> None:
         """Clip and take the step; with `zero_nonfinite`, after gradient values that are not finite were made 0."""

@@ -1,79 +1,132 @@
-"""Which collective each rank was in: read from what torch's flight recorder leaves when NCCL gives up waiting.
+"""Which collective each rank of a run that does not get on is in, as told by torch's flight recorder.
 
-The recorder keeps the last collectives of a process in memory and, told so by the environment, writes them to a file
-when one runs into its timeout: a pickle of plain lists and dictionaries, which is read here without torch. A rank that
-is behind the others in the count of collectives is the one they wait for.
+The recorder keeps the last collectives of a process in memory. A rank that gets no further writes those that matter to
+a file (`engine.guard.collectives`), which is read here, without torch. A rank whose unfinished collective some other
+member of its group has not begun waits for that one.
 """
 
 from __future__ import annotations
 
-import pickle
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PREFIX = "collectives-rank-"
-KEPT = 2000
-"""Collectives that are remembered; torch's own default, which older versions do not have."""
+from pantheraml.base.folders import write_text
+
+_PREFIX = "collectives-rank-"
+
+RECORDER_ENVIRONMENT = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""Collectives that are remembered: torch's own default, which older versions do not have."""
 
 
 @dataclass(frozen=True)
-class LastCollective:
-    """The newest one that a rank had begun, or was about to."""
-
+class Collective:
     name: str
     number: int
-    """How many its group had begun by then."""
+    """How many its group had begun by then, on this rank."""
     group: str
+    paired: bool
+    """Only between two ranks, and so not counted by the others."""
     done: bool
+    begun_ns: int
+
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any]) -> Collective:
+        """From the recorder's own form. Gloo never says `completed`, NCCL does before it retires."""
+        group, description = entry["process_group"]
+        return cls(
+            name=entry["profiling_name"].partition(":")[2],
+            number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            group=group if description in ("", "undefined") else f"{group} ({description})",
+            paired=entry["is_p2p"],
+            done=entry["state"] == "completed" or entry["retired"],
+            begun_ns=entry["time_created_ns"],
+        )
 
     def __str__(self) -> str:
-        return f"{'has done' if self.done else 'is in'} {self.name} {self.number}"
+        return f"{self.name} {self.number} of group {self.group}"
 
 
-def recorder_environment(folder: Path) -> dict[str, str]:
-    """What tells the recorder to write into `folder`."""
-    return {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(KEPT),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / PREFIX),  # torch appends the rank
-    }
+@dataclass(frozen=True)
+class RankRecord:
+    """Of one rank: the collectives that are not done, and the newest of every group; in the order they began."""
+
+    collectives: tuple[Collective, ...]
+
+    @classmethod
+    def of(cls, collectives: Iterable[Collective]) -> RankRecord:
+        ordered = sorted(collectives, key=lambda one: one.begun_ns)
+        newest = {(one.group, one.paired): one for one in ordered}
+        return cls(tuple(one for one in ordered if not one.done or newest[one.group, one.paired] is one))
+
+    @property
+    def current(self) -> Collective | None:
+        """The one that this rank is in: those behind it cannot begin."""
+        return next((one for one in self.collectives if not one.done), None)
+
+    def begun(self, group: str) -> int | None:
+        """How many collectives of a group this rank has begun; None: it is not known to be a member."""
+        return max((one.number for one in self.collectives if one.group == group and not one.paired), default=None)
+
+    def __str__(self) -> str:
+        if self.current is not None:
+            return f"in {self.current}"
+        return f"past {self.collectives[-1]}"
 
 
-def last_collectives(folder: Path) -> dict[int, LastCollective]:
-    """By rank, where the recorder left something that can be read."""
+def write_record(folder: Path, rank: int, record: RankRecord) -> None:
+    """So that people can read it too; nothing if there were no collectives."""
+    if record.collectives:
+        text = json.dumps([dataclasses.asdict(one) for one in record.collectives], indent=1)
+        write_text(_path(folder, rank), text)
+
+
+def remove_record(folder: Path, rank: int) -> None:
+    _path(folder, rank).unlink(missing_ok=True)
+
+
+def read_records(folder: Path) -> dict[int, RankRecord]:
+    """By rank, of those who left one."""
     found = {}
-    for path in folder.glob(f"{PREFIX}*"):
-        rank, last = path.name.removeprefix(PREFIX), _last(path)
-        if rank.isdigit() and last is not None:
-            found[int(rank)] = last
+    for path in folder.glob(f"{_PREFIX}*.json"):
+        with contextlib.suppress(FileNotFoundError):  # of a rank that has just got on
+            collectives = tuple(Collective(**one) for one in json.loads(path.read_text(encoding="utf-8")))
+            found[int(path.stem.removeprefix(_PREFIX))] = RankRecord(collectives)
     return dict(sorted(found.items()))
 
 
-def explain_difference(last: dict[int, LastCollective]) -> str | None:
-    """Who is behind whom, among ranks whose last collective was of one group; None if nobody is."""
-    if len({one.group for one in last.values()}) > 1 or len({(one.number, one.name) for one in last.values()}) < 2:
-        return None
-    return "; ".join(f"rank {rank} {one}" for rank, one in last.items())
+def waits_for(records: Mapping[int, RankRecord]) -> dict[int, list[int]]:
+    """Rank -> those who have not begun the collective that it is in."""
+    found = {}
+    for rank, record in records.items():
+        current = record.current
+        if current is not None and not current.paired:
+            begun = {peer: other.begun(current.group) for peer, other in records.items()}
+            behind = [peer for peer, number in begun.items() if number is not None and number < current.number]
+            if behind:
+                found[rank] = behind
+    return found
 
 
-class _Plain(pickle.Unpickler):
-    """Reads containers, numbers and texts, and nothing that could run code."""
+def tell(records: Mapping[int, RankRecord]) -> str | None:
+    """Where everybody is; None if nobody left a record."""
+    places: dict[str, list[int]] = {}
+    for rank, record in records.items():
+        places.setdefault(str(record), []).append(rank)
+    told = "; ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in places.items())
+    return told or None
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong into a flight record")
+
+def named(ranks: Sequence[int]) -> str:
+    """Such as: rank 3; ranks 0, 1 and 2."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _last(path: Path) -> LastCollective | None:
-    try:
-        with open(path, "rb") as file:
-            entries = _Plain(file).load()["entries"]
-        entry = max(entries, key=lambda one: one["record_id"])
-        return LastCollective(
-            name=entry["profiling_name"].partition(":")[2],
-            number=entry["collective_seq_id"],
-            group=str(entry["process_group"]),
-            done=entry["state"] == "completed" or entry["retired"],
-        )
-    except (OSError, EOFError, pickle.UnpicklingError, KeyError, ValueError, TypeError):
-        return None  # a process that is being killed may leave half a file, and stacks tell the rest
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"{_PREFIX}{rank}.json"

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pantheraml.base.errors import DriftError
+from pantheraml.parallel.layout import Layout
 
 Named = Sequence[tuple[str, Tensor | None]]
 """Tensors as they lie on this rank. None, a gradient that is not there, differs from any that is."""
@@ -40,6 +42,36 @@ def checksum(tensor: Tensor) -> Tensor:
         odd = torch.arange(2 * start + 1, 2 * (start + len(bits)), 2, device=flat.device)
         total += (bits * odd).sum()
     return total
+
+
+def peers_with_copies(
+    parameters: Sequence[tuple[str, Tensor]], layout: Layout
+) -> list[tuple[dist.ProcessGroup, frozenset[str]]]:
+    """Groups of processes that this one holds the same values in common with, and the parameters of which it does.
+
+    A collective of all processes; groups without any parameter are left out.
+    """
+    dims = layout.dims
+    # Sharding cuts weights over the ranks of a sequence, too; otherwise those hold copies.
+    copies = ["replicate"] if dims.shard > 1 else ["replicate", "context"]
+    whole = {name for name, parameter in parameters if _is_whole(parameter, "tensor")} if dims.tensor > 1 else set()
+    found = []
+    for dimensions, names in (
+        (copies, {name for name, _ in parameters} - whole),
+        ([*copies, "tensor"], whole),
+    ):
+        several = [name for name in dimensions if getattr(dims, name) > 1]
+        if several and names:
+            found.append((layout.group(*several), frozenset(names)))
+    return found
+
+
+def _is_whole(parameter: Tensor, dimension: str) -> bool:
+    """Whether every process along that dimension of the mesh holds all of what any of them holds."""
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return dimension not in names or parameter.placements[names.index(dimension)].is_replicate()
 
 
 def check_copies(

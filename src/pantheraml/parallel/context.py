@@ -30,14 +30,17 @@ def cut_sequence(tensor: Tensor, group: dist.ProcessGroup, *, dim: int = 1) -> T
     return tensor.narrow(dim, group.rank() * part, part).contiguous()
 
 
-def check_heads(heads: int, degree: int) -> None:
-    """UnsupportedModelError unless each of `degree` processes can have the same number of attention heads."""
-    if heads % degree == 0:
+def check_heads(heads: int, degree: int, *, tensor: int = 1) -> None:
+    """UnsupportedModelError unless each of `degree` processes can have the same number of attention heads, of those
+    that tensor parallelism over `tensor` processes leaves one of them. (Where that leaves fractions, it refuses.)"""
+    left, rest = divmod(heads, tensor)
+    if rest or left % degree == 0:
         return
-    fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
+    fitting = ", ".join(str(number) for number in range(2, left + 1) if left % number == 0)
+    beside = f", beside tensor parallelism over {tensor}," if tensor > 1 else ""
     raise UnsupportedModelError(
-        f"Context parallelism over {degree} processes would divide {heads} attention heads unevenly.",
-        todo=f"Use a parallel.context that divides {heads}: {fitting}." if fitting else "Use parallel.context=1.",
+        f"Context parallelism over {degree} processes{beside} would divide {heads} attention heads unevenly.",
+        todo=f"Use a parallel.context that divides {left}: {fitting}." if fitting else "Use parallel.context=1.",
     )
 
 

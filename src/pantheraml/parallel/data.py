@@ -128,14 +128,18 @@ def uses_reentrant_checkpointing(model: nn.Module) -> bool:
     return False
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def synchronise_batch_norm(
     model: Model, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[Model, Decision]:
     """`model` with batch norm over the samples of all ranks of `group`, if it has such layers and torch can do it."""
-    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        return model, Decision(False, "not applicable: the model has no batch norm layers")
+    if not has_batch_norm(model):
+        return model, Decision(False, "the model has no batch norm layers")
     if device.type != "cuda":
-        return model, Decision(False, "not applicable: torch synchronises batch norm between GPUs only")
+        return model, Decision(False, "torch synchronises batch norm between GPUs only")
     assert not isinstance(model, _BatchNorm), "a model is more than one layer, so its layers are converted in place"
     nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     return model, Decision(True, "the model has batch norm layers")

@@ -7,9 +7,11 @@ caller asks whether there are peers before it asks what to do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
 
@@ -21,6 +23,8 @@ class Layout:
     """Dimension -> this process's index in it."""
     mesh: DeviceMesh | None
     """Of all processes, with the names DIMENSIONS; None in a run of one process."""
+    timeout: timedelta | None = None
+    """How long its collectives may take; None: as torch has it, which knows nothing of what the main group was told."""
 
     @property
     def data_rank(self) -> int:
@@ -48,7 +52,9 @@ class Layout:
         assert self.mesh is not None, "a run of one process has no mesh"
         if len(names) == 1:
             return self.mesh[names[0]]
-        return self.mesh[names]._flatten("_".join(names))
+        flat = self.mesh[names]._flatten("_".join(names))
+        _allow(self.timeout, flat)
+        return flat
 
     def group(self, *names: str) -> dist.ProcessGroup:
         return self.submesh(*names).get_group()
@@ -58,7 +64,7 @@ ALONE = Layout(ParallelDims(), dict.fromkeys(DIMENSIONS, 0), None)
 """Of a run of one process."""
 
 
-def make_layout(dims: ParallelDims, device_type: str) -> Layout:
+def make_layout(dims: ParallelDims, device_type: str, *, timeout: timedelta | None = None) -> Layout:
     """Collective over all processes of an initialised process group, if there is more than one."""
     if dims.world_size == 1:
         return ALONE
@@ -66,4 +72,12 @@ def make_layout(dims: ParallelDims, device_type: str) -> Layout:
     mesh = init_device_mesh(device_type, dims.degrees, mesh_dim_names=DIMENSIONS)
     coordinates = mesh.get_coordinate()
     assert coordinates is not None, "every process of the group is in the mesh"
-    return Layout(dims, dict(zip(DIMENSIONS, coordinates, strict=True)), mesh)
+    _allow(timeout, mesh)
+    return Layout(dims, dict(zip(DIMENSIONS, coordinates, strict=True)), mesh, timeout)
+
+
+def _allow(timeout: timedelta | None, mesh: DeviceMesh) -> None:
+    """A mesh has no option for it: its groups begin with torch's 10 minutes on GPUs, and 30 elsewhere."""
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(timeout, group)

@@ -74,10 +74,18 @@ class NotNeededError(Exception):
 
 
 @contextmanager
-def open_world(plan: Plan, *, timeout_seconds: int, max_retries: int = 3, strict: bool = True) -> Iterator[World]:
+def open_world(
+    plan: Plan,
+    *,
+    timeout_seconds: float,
+    collective_seconds: float | None = None,
+    max_retries: int = 3,
+    strict: bool = True,
+) -> Iterator[World]:
     """Join the other ranks (if there are any) for the length of a `with` block.
 
-    A rank that does not come is a LaunchError that names it, after `timeout_seconds`; see `rendezvous.meet`. A device
+    A rank that does not come is a LaunchError that names it, after `timeout_seconds`; see `rendezvous.meet`. That is
+    also how long collectives may take, unless `collective_seconds` says something else. A device
     that is not usable is a DeviceError on all ranks, or, unless the run is `strict` or its model divided, the end of
     all but rank 0; see `device_vote`.
     """
@@ -111,17 +119,18 @@ def open_world(plan: Plan, *, timeout_seconds: int, max_retries: int = 3, strict
         copies_on = tuple(range(len(plan.device_ids))) if plan.copies else ()
         yield World(rank=0, size=1, device=device, fallback_reason=reason, copies_on=copies_on)
         return
+    collective_timeout = datetime.timedelta(seconds=collective_seconds or timeout_seconds)
     try:
         dist.init_process_group(
             backend=plan.backend,
             store=store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
+            timeout=collective_timeout,
             device_id=device if plan.backend == "nccl" else None,
         )
         patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        layout = make_layout(plan.dims, device.type)
+        layout = make_layout(plan.dims, device.type, timeout=collective_timeout)
     except (dist.DistError, RuntimeError, ValueError) as err:
         raise LaunchError(
             f"The {place.world_size} processes could not connect to each other: {err}",

@@ -66,10 +66,12 @@ class Shortage:
 
 
 def memory_error(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> OutOfMemoryError:
+    device = "GPU" if plan.device == "cuda" else "machine"
+    tried = ", with one sequence at a time" if plan.micro_batch_size == 1 else ""
     taken = "" if use is None else f" In use at the peak: {use}."
     ways = "; ".join(advice(shortage, use, config, plan))
     return OutOfMemoryError(
-        f"The GPU ran out of memory{shortage}.{taken}", todo=f"Change one or more of these: {ways}."
+        f"The {device} ran out of memory{tried}{shortage}.{taken}", todo=f"Change one or more of these: {ways}."
     )
 
 
@@ -89,7 +91,16 @@ def advice(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan:
         listed = " or ".join(f"train.activation_checkpointing={mode}" for mode in modes)
         ways.append(f"{listed} (now {plan.activation_checkpointing}; each keeps fewer activations than the one before)")
     ways.append(f"a shorter data.seq_len (now {config.data.seq_len})")
+    if not plan.dims.model_copies_apart:
+        ways.append("parallel.shard=N, which divides the weights among N processes")
     return ways
+
+
+def leaner_resume(plan: Plan) -> str:
+    """A setting that needs less memory and that a resumed run may change."""
+    modes = CHEAPER[plan.activation_checkpointing]
+    mode = "full" if "full" in modes else "offload"
+    return f"train.activation_checkpointing={mode}" if modes else "parallel.shard=N"
 
 
 def _full_fine_tune(use: MemoryUse | None, config: TrainConfig, plan: Plan) -> list[str]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from pantheraml.base.errors import CheckpointError, ConfigError
 from pantheraml.specs.config_file import all_keys, nearest_key
-from pantheraml.specs.train import TrainConfig
+from pantheraml.specs.train import StabilityConfig, TrainConfig
 
 # A resumed run gives the numbers it would have given without a stop. These keys do not enter those numbers, or say only
-# when to stop, watch or save; any other change would make it another run.
+# how to watch, save or meet what goes wrong; any other change would make it another run.
 MAY_CHANGE = frozenset(
     {
-        *("device", "faults", "train.max_steps", "train.epochs", "train.micro_batch_size"),
+        *("device", "faults", "train.micro_batch_size"),
         *("train.activation_checkpointing", "train.compile"),
         *("train.eval_every_steps", "train.early_stopping_patience", "train.log_every_steps"),
         *("data.path", "data.eval_path", "data.eval_fraction", "data.workers", "data.cache_dir", "data.on_bad_row"),
@@ -23,8 +23,16 @@ MAY_CHANGE = frozenset(
 )
 SECTIONS_THAT_MAY_CHANGE = frozenset({"parallel", "stability", "checkpoint", "report"})
 WHERE_WEIGHTS_ARE = ("model.device_map", "model.max_memory")
-# Of those sections: several processes equal one only where gradients are summed over all tokens.
-MAY_NOT_CHANGE = frozenset({"parallel.aggregation", "parallel.aggregation_weights"})
+# Of those sections: several processes equal one only where gradients are summed over all tokens; and clipping is a part
+# of every step.
+MAY_NOT_CHANGE = frozenset(
+    {
+        *("parallel.aggregation", "parallel.aggregation_weights"),
+        *(f"stability.{name}" for name in StabilityConfig.model_fields if name.startswith("clip")),
+    }
+)
+LENGTH = frozenset({"train.max_steps", "train.epochs"})
+"""A longer run is the same one only if the learning rate does not go by its length."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +56,26 @@ def check_resumable(old: TrainConfig, new: TrainConfig) -> list[Change]:
     before, after = _flat(old.to_dict()), _flat(new.to_dict())
     changed = [
         Change(key, before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not _may_change(key)
+        for key in sorted(what_makes_the_numbers(old).keys() | what_makes_the_numbers(new).keys())
+        if before.get(key) != after.get(key)
     ]
     refused = [change for change in changed if not is_allowed(change.key, new.checkpoint.allow_change)]
     if refused:
         insist = " ".join(f"--allow-change {change.key}" for change in refused)
+        why = ""
+        if any(change.key in LENGTH for change in refused):
+            why = f" (Under train.schedule={new.train.schedule} learning rates go by the run's length.)"
         raise CheckpointError(
-            f"The run cannot be continued exactly with another configuration: {'; '.join(map(str, refused))}.",
+            f"The run cannot be continued exactly with another configuration: {'; '.join(map(str, refused))}.{why}",
             todo=f"Undo the change, start a new run in another folder, or insist with {insist}.",
         )
     return changed
+
+
+def what_makes_the_numbers(config: TrainConfig) -> dict[str, Any]:
+    """The settings that a run's numbers come from, by their whole names."""
+    free = LENGTH if config.train.schedule == "constant" else frozenset()
+    return {key: value for key, value in _flat(config.to_dict()).items() if key not in free and not _may_change(key)}
 
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:

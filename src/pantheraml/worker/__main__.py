@@ -6,12 +6,11 @@ request in it, so that what happens to a finished run later does not enter its e
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-from transformers.utils.logging import disable_progress_bar
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import WorkerError
@@ -28,7 +27,16 @@ def load_task(name: str) -> Task:
     """The function `NAME_task` of module NAME; imported alone, since `prepare` needs no training code and so on."""
     if name not in TASKS:
         raise WorkerError(f"There is no worker task {name!r}.", todo=f"Tasks are {', '.join(TASKS)}.")
-    task: Task = getattr(importlib.import_module(f"pantheraml.worker.{name}"), f"{name}_task")
+    # An import leaves no garbage to speak of, and to look for some takes a sixth of its time. Nor will there be any in
+    # what was imported: a collection that need not go through it takes 10 ms instead of 600.
+    gc.disable()
+    try:
+        from transformers.utils.logging import disable_progress_bar
+
+        task: Task = getattr(importlib.import_module(f"pantheraml.worker.{name}"), f"{name}_task")
+    finally:
+        gc.freeze()
+        gc.enable()
     disable_progress_bar()  # what the libraries draw would end up in the log; our own progress is events
     return task
 

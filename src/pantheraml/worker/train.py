@@ -6,6 +6,8 @@ import contextlib
 import json
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.faults import FaultInjector
+from pantheraml.engine.guard.collectives import recorded_collectives
 from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.guard.watch import StepWatch, Watch
 from pantheraml.engine.loop import Job, TrainingLoop
 from pantheraml.engine.out_of_memory import explain
 from pantheraml.engine.step import Stepper
-from pantheraml.launch.flight_record import recorder_environment
+from pantheraml.launch.flight_record import RECORDER_ENVIRONMENT
+from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse, quantise_head_like_layers
@@ -44,14 +49,18 @@ def train_task(folder: Path, events: EventWriter) -> None:
     run = RunDir(folder)
     config, plan = run.config(), run.plan()
     stop = StopFlag(run.stop_file)
-    if plan.backend == "nccl" and plan.world_size > 1:
-        for name, value in recorder_environment(run.stacks).items():
-            env.suggest_for_this_process(name, value)
+    for name, value in RECORDER_ENVIRONMENT.items():
+        env.suggest_for_this_process(name, value)
     with stop.listening(), contextlib.suppress(NotNeededError), join(config.parallel, plan) as world:
         emit: Emit = events if world.is_main else silent
         if world.fallback_reason is not None:
-            plan = alone(plan)
-            emit("warning", message=f"one process goes on instead of {run.plan().world_size}: {world.fallback_reason}")
+            emit(
+                "run.fallback",
+                message=f"one process goes on instead of {plan.world_size}: {world.fallback_reason}",
+                reason=world.fallback_reason,
+                planned_world_size=plan.world_size,
+            )
+            config, plan = alone(config, plan)
         try:
             train_rank(run, config, plan, world, emit, stop, heartbeat=events)
         except torch.OutOfMemoryError as err:
@@ -60,13 +69,20 @@ def train_task(folder: Path, events: EventWriter) -> None:
 
 def join(parallel: MultiGPUConfig, plan: Plan) -> AbstractContextManager[World]:
     return open_world(
-        plan, timeout_seconds=parallel.timeout_seconds, max_retries=parallel.max_retries, strict=parallel.strict
+        plan,
+        timeout_seconds=parallel.timeout_seconds,
+        collective_seconds=COLLECTIVE_SHARE * parallel.timeout_seconds,
+        max_retries=parallel.max_retries,
+        strict=parallel.strict,
     )
 
 
-def alone(plan: Plan) -> Plan:
-    """The plan for the one process that is left; the global batch, and so the result, stays."""
-    return plan.model_copy(update={"world_size": 1, "dims": ParallelDims()})
+def alone(config: TrainConfig, plan: Plan) -> tuple[TrainConfig, Plan]:
+    """Config and plan for the one process that is left: nobody is there to share a batch with, but the global batch,
+    and so the result, stays."""
+    parallel = replace(config.parallel, batch_shares="even")
+    plan = plan.model_copy(update={"world_size": 1, "dims": ParallelDims()})
+    return config.model_copy(update={"parallel": parallel}), plan
 
 
 def train_rank(
@@ -81,6 +97,27 @@ def train_rank(
 ) -> None:
     """This rank's part of the run, inside a process group that is already open. Ranks other than 0 `emit` nothing; all
     say by `heartbeat` that they get on."""
+    # not a lambda: this file is in the stack of the thread that trains alone (see `launch.stacks`)
+    collectives = partial(recorded_collectives, plan.backend) if world.size > 1 else None
+    with StepWatch(
+        run.stacks,
+        rank=world.rank,
+        timeout_seconds=config.parallel.timeout_seconds,
+        collectives=collectives,
+        heartbeat=heartbeat,
+    ) as watch:
+        loop = make_loop(run, config, plan, world, emit, stop, watch)
+        loop.resume()
+        stopped_by = loop.run()
+        if stopped_by != "request":
+            save_result(run, config, loop.job.stepper, emit)
+        world.wait_for_main()
+
+
+def make_loop(
+    run: RunDir, config: TrainConfig, plan: Plan, world: World, emit: Emit, stop: StopFlag, watch: Watch
+) -> TrainingLoop:
+    """Model and data, ready to train. A collective."""
     layout = world.layout
     # Processes that see the same tokens drop the same ones.
     torch.manual_seed(config.train.seed + layout.data_rank * layout.dims.context + layout.place["context"])
@@ -89,12 +126,18 @@ def train_rank(
     for dataset in (train_data, eval_data):
         check_vocabulary(model, dataset)
     world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
+    watch.beat()
     stepper = Stepper(model, config, world, plan)
     if plan.compile:
         compile_layers(model)
+    for choice in stepper.decided.choices:
+        emit("choice", **choice.model_dump())
+    for warning in stepper.decided.warnings:
+        emit("warning", message=warning)
     if stepper.passes.full_logits_reason:
         emit("notice", message=f"the loss needs full logits: {stepper.passes.full_logits_reason}")
-    loop = TrainingLoop(
+    watch.expect_long_work()
+    return TrainingLoop(
         Job(
             config=config,
             plan=plan,
@@ -105,15 +148,10 @@ def train_rank(
             model_fingerprint=weights_fingerprint(config.model),
             emit=emit,
             stop=stop,
-            heartbeat=heartbeat,
+            watch=watch,
             faults=injector(run, config, plan, stepper) if config.faults else None,
         )
     )
-    loop.resume()
-    stopped_by = loop.run()
-    if stopped_by != "request":
-        save_result(run, config, stepper, emit)
-    world.wait_for_main()
 
 
 def injector(run: RunDir, config: TrainConfig, plan: Plan, stepper: Stepper) -> FaultInjector:
@@ -178,7 +216,8 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     if plan.fused:
         for reason, count in fuse(model).reasons.items():
             emit("notice", message=f"{count} decoder layers are not fused: {reason}")
-    if not full and not is_split(model):
+    # Tensor parallelism cuts a plain head over the vocabulary; what a rank then has of it is small enough.
+    if not full and not is_split(model) and plan.dims.tensor == 1:
         quantise_head_like_layers(model.get_base_model(), fused=plan.fused)
     apply_checkpointing(model, plan.activation_checkpointing)
     emit(

@@ -1,65 +1,124 @@
-"""What torch's flight recorder wrote, read without torch. Gloo's records have the form of NCCL's."""
+"""Which collective each rank is in, and who waits for whom by that."""
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch._C import _distributed_c10d
 
-from pantheraml.launch.flight_record import PREFIX, explain_difference, last_collectives
+from pantheraml.launch.flight_record import (
+    Collective,
+    RankRecord,
+    read_records,
+    remove_record,
+    tell,
+    waits_for,
+    write_record,
+)
 from pantheraml.launch.stacks import explain_hang
 
-WAITS = '  File "/x/torch/distributed/distributed_c10d.py", line 4180 in all_gather\n'
-STACK = f'Thread 0x7f02 (most recent call first):\n{WAITS}  File "/x/pantheraml/engine/loop.py", line 170 in _step\n'
+READS = '  File "/x/pantheraml/data/dataset.py", line 40 in sequence\n'
+BACKWARD = '  File "/x/torch/autograd/graph.py", line 9 in backward\n'
+TRAINS = 'Thread 0x7f02 (most recent call first):\n{}  File "/x/pantheraml/engine/loop.py", line 170 in _step\n'
 
 
-@pytest.fixture(scope="module")
-def record() -> dict[str, Any]:
-    """Of a process that took part in three collectives."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        for _ in range(3):
-            dist.all_reduce(torch.ones(2))
-        found: dict[str, Any] = pickle.loads(_distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
-    finally:
-        dist.destroy_process_group()
-    return found
+def entry(group: str, number: int, *, at: int, done: bool = True, **other: Any) -> dict[str, Any]:
+    """In the recorder's own form, as gloo's has it."""
+    return {
+        "process_group": (group, "undefined"),
+        "profiling_name": "gloo:all_reduce",
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "state": "scheduled",
+        "retired": done,
+        "time_created_ns": at,
+        **other,
+    }
 
 
-def leave(folder: Path, rank: int, record: dict[str, Any]) -> None:
-    (folder / f"{PREFIX}{rank}").write_bytes(pickle.dumps(record, protocol=2))
+def record(*entries: dict[str, Any]) -> RankRecord:
+    return RankRecord.of(map(Collective.from_entry, entries))
 
 
-def test_the_rank_that_is_behind_is_told(tmp_path: Path, record: dict[str, Any]) -> None:
-    before = {**record, "entries": sorted(record["entries"], key=lambda one: one["record_id"])[:-1]}
-    leave(tmp_path, 0, record)
-    leave(tmp_path, 1, before)
-    last = last_collectives(tmp_path)
-    assert list(last) == [0, 1]
-    assert last[0].name == "all_reduce"
-    assert last[0].number == last[1].number + 1
-    numbers = [one.number for one in last.values()]
-    said = explain_difference(last)
-    assert said == f"rank 0 has done all_reduce {numbers[0]}; rank 1 has done all_reduce {numbers[1]}"
-    for rank in (0, 1):
-        (tmp_path / f"rank-{rank}.txt").write_text(STACK)
-    assert f"By torch's flight recorder, {said}." in (explain_hang(tmp_path) or "")
+AHEAD = record(entry("0", 1, at=1), entry("0", 2, at=2), entry("0", 3, at=3, done=False))
+BEHIND = record(entry("0", 1, at=1), entry("0", 2, at=2))
 
 
-def test_ranks_that_are_in_the_same_collective_do_not_differ(tmp_path: Path, record: dict[str, Any]) -> None:
-    leave(tmp_path, 0, record)
-    leave(tmp_path, 1, record)
-    assert explain_difference(last_collectives(tmp_path)) is None
-    (tmp_path / "rank-0.txt").write_text(STACK)
-    assert "flight recorder" not in (explain_hang(tmp_path) or "")
+def test_who_has_not_begun_a_collective_is_waited_for() -> None:
+    assert waits_for({0: AHEAD, 1: BEHIND, 2: AHEAD}) == {0: [1], 2: [1]}
+    told = "ranks 0 and 2 are in all_reduce 3 of group 0; rank 1 is past all_reduce 2 of group 0"
+    assert tell({0: AHEAD, 1: BEHIND, 2: AHEAD}) == told
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"entries": []}), pickle.dumps(Path("x"))])
-def test_what_cannot_be_read_is_left_out(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / f"{PREFIX}0").write_bytes(content)
-    assert last_collectives(tmp_path) == {}
+def test_ranks_in_the_same_collective_do_not_wait_for_one_of_them() -> None:
+    assert waits_for({0: AHEAD, 1: AHEAD}) == {}
+    assert tell({0: AHEAD, 1: AHEAD}) == "ranks 0 and 1 are in all_reduce 3 of group 0"
+    assert tell({}) is None
+
+
+def test_groups_are_counted_apart() -> None:
+    """Tensor groups {0, 1} and {2, 3} and data groups {0, 2} and {1, 3}, named a to d; rank 3 does not come."""
+    ranks = {
+        0: record(entry("a", 5, at=1), entry("c", 2, at=2, done=False)),
+        1: record(entry("a", 5, at=1), entry("d", 2, at=2, done=False)),
+        2: record(entry("c", 1, at=1), entry("b", 5, at=2, done=False)),
+        3: record(entry("b", 4, at=1), entry("d", 1, at=2)),
+    }
+    assert waits_for(ranks) == {0: [2], 1: [3], 2: [3]}
+
+
+def test_the_first_that_is_not_done_is_what_a_rank_is_in() -> None:
+    """Those behind it were begun too, but cannot get on."""
+    several = record(entry("0", 4, at=9, done=False), entry("0", 3, at=8, done=False), entry("0", 2, at=7))
+    assert several.current == Collective.from_entry(entry("0", 3, at=8, done=False))
+    assert several.begun("0") == 4
+    assert several.begun("1") is None
+
+
+def test_both_backends_say_when_one_is_done() -> None:
+    assert Collective.from_entry(entry("0", 1, at=1, done=False, state="completed")).done
+    assert Collective.from_entry(entry("0", 1, at=1, done=True)).done
+    assert not Collective.from_entry(entry("0", 1, at=1, done=False, state="started")).done
+
+
+def test_messages_between_two_ranks_are_told_and_not_counted() -> None:
+    sends = entry("0", 3, at=4, done=False, is_p2p=True, p2p_seq_id=7, profiling_name="nccl:send 0->1")
+    pipeline = {0: record(entry("0", 3, at=1), sends), 1: BEHIND}
+    assert waits_for(pipeline) == {}
+    assert (tell(pipeline) or "").startswith("rank 0 is in send 0->1 7 of group 0")
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    described = record(entry("3", 3, at=3, process_group=("3", "mesh_tensor")))
+    for rank, one in {0: AHEAD, 1: described, 2: record()}.items():
+        write_record(tmp_path, rank, one)
+    assert read_records(tmp_path) == {0: AHEAD, 1: described}
+    assert str(described) == "past all_reduce 3 of group 3 (mesh_tensor)"
+    remove_record(tmp_path, 0)
+    remove_record(tmp_path, 2)
+    assert list(read_records(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("frames", "records", "stuck"),
+    [
+        # all seem to be at work, but one of them is in a collective that the other has not begun
+        ((READS, READS), (AHEAD, BEHIND), "rank 1 is stuck in sequence (dataset.py, line 40), and rank 0 waits for it"),
+        # all seem to wait, but one of them is in no collective
+        ((BACKWARD, BACKWARD), (AHEAD, BEHIND), "rank 1 is stuck in backward (graph.py, line 9), called by _step"),
+        ((BACKWARD, BACKWARD), (AHEAD, AHEAD), "ranks 0 and 1 wait for each other"),
+        ((BACKWARD, READS), (AHEAD,), "rank 1 is stuck in sequence"),
+    ],
+)
+def test_the_recorder_counts_for_more_than_the_stacks(
+    tmp_path: Path, frames: tuple[str, ...], records: tuple[RankRecord, ...], stuck: str
+) -> None:
+    for rank, frame in enumerate(frames):
+        (tmp_path / f"rank-{rank}.txt").write_text(TRAINS.format(frame))
+    for rank, one in enumerate(records):
+        write_record(tmp_path, rank, one)
+    said = explain_hang(tmp_path) or ""
+    assert stuck in said
+    assert said.endswith(f" By torch's flight recorder, {tell(dict(enumerate(records)))}.")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.cli.main import main
-from pantheraml.launch.machines import Machine, processes_here
+from pantheraml.cli.main import build_parser, main
+from pantheraml.cli.train import resume_overrides
+from pantheraml.launch.machines import Assignment, Machine, processes_here
 from pantheraml.specs.plan import GPU, DeviceSpec
 from pantheraml.specs.train import TrainConfig
 
@@ -35,6 +36,17 @@ def test_half_of_the_options(options: tuple[int, int | None, str | None], said: 
 def test_options_without_a_number_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--model", "m", "--data", "d", "--rdzv", "a:1"]) == ConfigError.exit_code
     assert "are for several machines" in capsys.readouterr().err
+
+
+def test_a_resumed_run_has_as_many_processes_as_the_machines_start() -> None:
+    several = ["--nnodes", "2", "--node-rank", "0", "--rdzv", "a:1"]
+    arguments = build_parser().parse_args(["resume", "run", "--nproc", "4", *several])
+    assert resume_overrides(arguments)["parallel", "world_size"] is None
+
+
+def test_an_agent_is_told_everything() -> None:
+    assignment = Assignment(Machine(2, 1, "fd00::1", 29500), 8, "/runs/a b", 300, 3, ("killed", "hung"), 120)
+    assert Assignment.from_json(assignment.to_json()) == assignment
 
 
 def test_under_another_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -85,28 +84,6 @@ def investigate(stepper: Watched, batches: StepBatches) -> list[Finding]:
     return [finding for findings in everyone for finding in findings]
 
 
-def failed_operation(stepper: Watched, batches: StepBatches) -> str | None:
-    """The operation whose backward pass gave NaN, and the line that called it, as torch's anomaly mode tells them.
-
-    None if there is none, and with several processes: torch tells by an error, for which the others would not wait.
-    """
-    return None if stepper.world.size > 1 else operation_with_nan(lambda: stepper.replay(batches))
-
-
-def operation_with_nan(backward: Callable[[], object]) -> str | None:
-    """The first operation that gives NaN while `backward` runs; None if none does."""
-    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        try:
-            backward()
-        except RuntimeError as err:
-            if "returned nan values" not in str(err):
-                raise
-            traces = [str(warning.message) for warning in told if "Traceback of forward call" in str(warning.message)]
-            return "\n".join([str(err), *traces])
-    return None
-
-
 def culprit(findings: Sequence[Finding]) -> Finding | None:
     """The finding that explains the others: ranks share gradients, so that of a forward pass comes before those."""
     return min(findings, key=lambda finding: (finding.phase != "forward", finding.module is None), default=None)
@@ -168,7 +145,7 @@ class _Watch:
         self._micro_batch = 0 if self._micro_batch is None else self._micro_batch + 1
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if self.found is not None:
                 return
             if not _finite(tensor):
@@ -205,7 +182,7 @@ class _Watch:
     def _finding(
         self, phase: Literal["forward", "backward"], name: str, module: nn.Module, what: str, bad: Tensor
     ) -> Finding:
-        values = _local(bad)
+        values = local_part(bad)
         return Finding(
             rank=self._world.rank,
             phase=phase,
@@ -233,16 +210,16 @@ class _Watch:
         return [sample for sample, is_bad in zip(samples, bad, strict=True) if is_bad]
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     """The tensors in what a module gives."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(output, list | tuple):
         for value in output:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -250,14 +227,14 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part: ranks stop looking at different places, so none may ask another."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _finite(tensor: Tensor) -> bool:
-    values = _local(tensor)
+    values = local_part(tensor)
     return values.dtype not in WIDE or bool(values.isfinite().all())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -64,12 +64,29 @@ class Verdict:
     """What the schedule's learning rate is multiplied by, from this step on."""
 
 
-def worst_gradient(parts: NamedParameters, anomaly: Anomaly | None) -> str | None:
-    """The tensor that an anomaly shows in, on this rank: the first that is not finite or, for a jump, the largest."""
-    gradients = [(name, part.grad) for name, part in parts if part.grad is not None and part.grad.numel() > 0]
-    if anomaly == "jump" and gradients:
-        return max(gradients, key=lambda named: float(named[1].abs().max()))[0]
-    return first_nonfinite(gradients)
+class Suspect(NamedTuple):
+    """The gradient that an anomaly shows in, as far as one process can tell."""
+
+    size: float
+    """Of its largest value; infinite if that is not finite."""
+    number: int
+    """Its place among the parameters of the process."""
+    name: str
+
+
+def suspect(parts: NamedParameters, anomaly: Anomaly | None) -> Suspect | None:
+    """The first gradient of `parts` that is not finite or, where all are, the largest after a spike or a jump."""
+    numbered = [
+        (number, name, part.grad)
+        for number, (name, part) in enumerate(parts)
+        if part.grad is not None and part.grad.numel() > 0
+    ]
+    bad = next(((number, name) for number, name, gradient in numbered if not bool(gradient.isfinite().all())), None)
+    if bad is not None:
+        return Suspect(math.inf, *bad)
+    if anomaly not in ("spike", "jump") or not numbered:
+        return None
+    return max(Suspect(float(gradient.abs().max()), number, name) for number, name, gradient in numbered)
 
 
 def first_nonfinite(named: Sequence[tuple[str, Tensor]]) -> str | None:

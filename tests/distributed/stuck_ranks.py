@@ -1,0 +1,62 @@
+"""Four ranks, in two groups of two in either of two ways; the last one comes late, and the others write down where they
+are meanwhile. Rank 0 also tells how long the collectives of every group may take."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pantheraml.engine.guard.collectives import recorded_collectives
+from pantheraml.engine.guard.watch import StepWatch
+from pantheraml.launch.flight_record import read_records
+from pantheraml.specs.multi_gpu import MultiGPUConfig
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import join
+from tests.harness import make_plan
+
+TIMEOUT = 60
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    allowed: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return allowed.total_seconds()
+
+
+def wait_for_records(folder: Path, ranks: int) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while len(read_records(folder)) < ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    config = TrainConfig.model_validate({"model": {"path": "none"}, "data": {"path": "none"}})
+    plan = make_plan(config, dims=ParallelDims(replicate=2, tensor=2))
+    with join(MultiGPUConfig(timeout_seconds=TIMEOUT), plan) as world:
+        tensor, replicate = world.layout.group("tensor"), world.layout.group("replicate")
+        both = world.layout.group("replicate", "tensor")
+        for group in (tensor, replicate):
+            dist.all_reduce(torch.ones(1), group=group)
+        world.wait_for_main()
+        if world.is_main:
+            found = {str(number): timeout_of(group) for number, group in enumerate((tensor, replicate, both))}
+            assert dist.group.WORLD is not None
+            (folder / "timeouts.json").write_text(json.dumps({"main": timeout_of(dist.group.WORLD), **found}))
+        with StepWatch(
+            folder / "stacks", rank=world.rank, timeout_seconds=0.5, collectives=lambda: recorded_collectives("gloo")
+        ) as watch:
+            watch.beat()
+            if world.rank == 3:
+                wait_for_records(folder / "stacks", ranks=4)
+                shutil.copytree(folder / "stacks", folder / "kept")
+            for group in (tensor, replicate):
+                dist.all_reduce(torch.ones(1), group=group)
