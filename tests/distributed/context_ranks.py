@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,15 +27,18 @@ from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import NO_LOSS, TokenSequence
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.loss import LossModel
+from pantheraml.engine.parallelize import Traits, parallelize
 from pantheraml.models.adapters import apply_method
 from pantheraml.models.attention import use_context_parallel
 from pantheraml.models.loader import load_model
 from pantheraml.parallel.context import cut_sequence
 from pantheraml.parallel.layout import Layout, make_layout
+from pantheraml.parallel.process_group import World
+from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
 
-WORLD, STEPS, VOCABULARY, LAYERS = 4, 5, 320, 2
+WORLD, STEPS, VOCABULARY, LAYERS = 4, 3, 320, 2
 
 SPREAD = {"initializer_range": 0.1}  # wide enough for attention to be more than an average
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, **SPREAD}
@@ -208,6 +212,20 @@ def run_refusal(name: str, layouts: dict[int, Layout]) -> str | None:
     return None
 
 
+def refused_beside_tensor(rank: int) -> str | None:
+    """What a run says that would cut 2 heads both by tensor and by context parallelism."""
+    two_heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    layout = make_layout(ParallelDims(context=2, tensor=2), "cpu")
+    world = World(rank, WORLD, torch.device("cpu"), layout=layout)
+    try:
+        parallelize(
+            make_model(Case("llama", 2, changes=two_heads), Path()), world, MultiGPUConfig(), nullcontext, Traits()
+        )
+    except UnsupportedModelError as err:
+        return str(err)
+    return None
+
+
 def whole_rows_stay(layout: Layout) -> float:
     """How far a call that tells no documents, on a model whose sequences are cut, is from the model as it was."""
     plain = make_model(Case("llama", 4), Path())
@@ -240,6 +258,7 @@ def main() -> None:
     layouts = {degree: make_layout(ParallelDims(replicate=WORLD // degree, context=degree), "cpu") for degree in (2, 4)}
     found: dict[str, Any] = {name: run_case(case, folder, layouts[case.context]) for name, case in CASES.items()}
     found["refusals"] = {name: run_refusal(name, layouts) for name in REFUSALS}
+    found["refused beside tensor"] = refused_beside_tensor(dist.get_rank())
     found["whole rows"] = whole_rows_stay(layouts[4])
     found["mixing refused"] = mixing_refused(layouts[4])
     everybody: list[Any] = [None] * WORLD

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -252,7 +250,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def compare(case: Case, layout: Layout, folder: Path) -> dict[str, Any]:
+def compare(case: Case, layout: Layout) -> dict[str, Any]:
     """All numbers of one case; on rank 0 they are complete."""
     one, many = Run(case, layout, sharded=False), Run(case, layout, sharded=True)
     start = {name: tensor.clone() for name, tensor in full_tensors(many.parameters, layout)}
@@ -279,7 +277,6 @@ def compare(case: Case, layout: Layout, folder: Path) -> dict[str, Any]:
             "after_rollback": relative([first_loss], [many.losses[0] * TARGETS]),
             "weights_put_back": same_bits(put_back, start),
             "moments_put_back": same_bits(moments_again, moments),
-            "same_file": same_file(one, many, end, folder),
         }
     return result
 
@@ -299,20 +296,6 @@ def roll_back(run: Run, weights: dict[str, Tensor], moments: dict[str, Tensor]) 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def same_file(one: Run, many: Run, end: dict[str, Tensor], folder: Path) -> bool:
-    """Whether the model or adapter that a sharded run saves is, to the byte, that of one process in the same state."""
-    load_full(one.parameters, end)
-    if isinstance(many.model, PeftModel):
-        save_file(get_peft_model_state_dict(one.model, save_embedding_layers=False), folder / "one.safetensors")
-        weights = get_peft_model_state_dict(many.model, state_dict=end, save_embedding_layers=False)
-        save_file(weights, folder / "many.safetensors")
-        return (folder / "one.safetensors").read_bytes() == (folder / "many.safetensors").read_bytes()
-    for name, model, given in (("one", one.model, None), ("many", many.model, end)):
-        model.save_pretrained(folder / name, state_dict=given)  # type: ignore[operator]
-    files = [folder / name / "model.safetensors" for name in ("one", "many")]
-    return files[0].read_bytes() == files[1].read_bytes()
 
 
 def gather_stages() -> dict[str, bool]:
@@ -341,9 +324,7 @@ def main() -> None:
         for name, case in CASES.items():
             dims = ParallelDims(**case.dims)
             if dims.world_size == dist.get_world_size():
-                folder = output.parent / name.replace(" ", "-")
-                folder.mkdir(exist_ok=True)
-                results[name] = compare(case, make_layout(dims, "cpu"), folder)
+                results[name] = compare(case, make_layout(dims, "cpu"))
         if dist.get_world_size() == 4:
             results["stages"] = gather_stages()
         if dist.get_rank() == 0:

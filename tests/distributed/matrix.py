@@ -1,7 +1,8 @@
 """The equality matrix: modes x methods x shares x accumulation x packing x clipping x families, as data.
 
 `chosen` is what every test run goes through: each mode with each method, the other properties dealt out so that every
-value of each meets every mode. `full` is the whole product (`make equality`).
+value of each meets every mode; and each other method and kind of number in the modes that change most about it. `full`
+is the whole product (`make equality`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pantheraml.specs.train import TrainConfig
 from tests import toy
 from tests.harness import make_plan
 
-MODES = {
+PLAIN_MODES = {
     "ddp x2": ParallelDims(replicate=2),
     "fsdp x2": ParallelDims(shard=2),
     "tp x2": ParallelDims(tensor=2),
@@ -29,12 +30,37 @@ MODES = {
     "fsdp 2 x tp 2": ParallelDims(shard=2, tensor=2),
     "dp 2 x pp 2": ParallelDims(replicate=2, pipeline=2),
 }
+OTHER_PRODUCTS = {
+    "dp 2 x tp 2": ParallelDims(replicate=2, tensor=2),
+    "dp 2 x cp 2": ParallelDims(replicate=2, context=2),
+    "fsdp 2 x cp 2": ParallelDims(shard=2, context=2),
+    "cp 2 x tp 2": ParallelDims(context=2, tensor=2),
+}
+TOO_LARGE_TO_CHOOSE = {"hsdp 2x2 x tp 2": ParallelDims(replicate=2, shard=2, tensor=2)}
+MODES = PLAIN_MODES | OTHER_PRODUCTS | TOO_LARGE_TO_CHOOSE
+
 METHODS = ("full", "lora")
 FAMILIES = ("llama", "qwen3", "gpt2")
 STEPS = 3
 
-WITHOUT_A_PLAN = {"tp x2", "cp x2", "fsdp 2 x tp 2"}
-"""What GPT-2 cannot do: it has no tensor plan, and its attention drops scores."""
+SPECIAL = {
+    "dora": ("dora", "float32"),
+    "nf4": ("lora", "nf4"),
+    "int8": ("lora", "int8"),
+    "fp8": ("lora", "fp8"),
+    "full float64": ("full", "float64"),
+    "lora float64": ("lora", "float64"),
+}
+"""Name -> method, numbers."""
+CHOSEN_SPECIALS = {
+    "ddp x2": ("int8", "fp8", "full float64"),
+    "tp x2": ("fp8",),
+    "pp x2": ("int8", "fp8"),
+    "hsdp 2x2": ("dora", "nf4", "fp8"),
+    "fsdp 2 x tp 2": ("dora", "nf4", "fp8"),
+    "dp 2 x pp 2": ("dora", "nf4", "fp8", "lora float64"),
+    "dp 2 x tp 2": ("dora", "nf4"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +72,15 @@ class Case:
     accumulated: bool
     packed: bool
     clipped: bool
+    numbers: str = "float32"
+    """What all computes in; or, under float32 adapters, what the base is packed in."""
 
     def __str__(self) -> str:
         words = [
             self.mode,
             self.family,
             self.method,
+            *([] if self.numbers == "float32" else [self.numbers]),
             "even" if self.even else "uneven",
             "accumulated" if self.accumulated else "at once",
             "packed" if self.packed else "padded",
@@ -65,7 +94,13 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        return not (self.family == "gpt2" and self.mode in WITHOUT_A_PLAN)
+        """GPT-2 has no plan for tensor parallelism."""
+        return not (self.family == "gpt2" and self.dims.tensor > 1)
+
+    @property
+    def global_batch(self) -> int:
+        """Four samples a share or more, so that there can be four passes; uneven: the last share has one less."""
+        return max(8, 4 * self.dims.data) - (0 if self.even else 1)
 
     def config(self, root: Path) -> TrainConfig:
         return TrainConfig.model_validate(
@@ -79,7 +114,7 @@ class Case:
                 },
                 "method": {"kind": self.method, "rank": 4},
                 "train": {
-                    "global_batch_size": 8 if self.even else 7,
+                    "global_batch_size": self.global_batch,
                     "max_steps": STEPS,
                     "learning_rate": 1e-2,
                     "max_grad_norm": 0.5 if self.clipped else 0,
@@ -88,39 +123,58 @@ class Case:
             }
         )
 
-    def plan(self, config: TrainConfig) -> Plan:
-        """Four passes, or one; a rank of an uneven batch then has fewer."""
-        share = -(-config.train.global_batch_size // self.dims.data)
-        return make_plan(config, dims=self.dims, micro=max(1, share // 4) if self.accumulated else share)
+    def plan(self, config: TrainConfig, *, alone: bool = False) -> Plan:
+        """Four passes, or one; a rank of an uneven batch then has fewer. `alone`: of one process, in one pass."""
+        share = -(-self.global_batch // self.dims.data)
+        micro = share // 4 if self.accumulated else share
+        plan = make_plan(config) if alone else make_plan(config, dims=self.dims, micro=max(1, micro))
+        packed = self.numbers if self.numbers in ("fp8", "int8", "nf4") else None
+        return plan.model_copy(update={"frozen_weights": packed})
 
     def reference(self) -> tuple[Any, ...]:
         """Cases with the same one compare with the same run of one process."""
-        return tuple(value for name, value in asdict(self).items() if name not in ("mode", "accumulated"))
+        own = tuple(value for name, value in asdict(self).items() if name not in ("mode", "accumulated"))
+        return (*own, self.global_batch)
 
 
 def full() -> list[Case]:
     switches = itertools.product((True, False), repeat=4)
     product = itertools.product(MODES, FAMILIES, METHODS, switches)
-    cases = (Case(mode, family, method, *values) for mode, family, method, values in product)
-    return [case for case in cases if case.possible]
+    cases = [Case(mode, family, method, *values) for mode, family, method, values in product]
+    return [case for case in cases if case.possible] + _special({mode: tuple(SPECIAL) for mode in MODES})
 
 
 def chosen() -> list[Case]:
-    return list(_dealt_out())
+    return [*_dealt_out(), *_special(CHOSEN_SPECIALS)]
 
 
 def _dealt_out() -> Iterator[Case]:
-    """Two cases for every mode and method, each the other's opposite in all four switches."""
-    for number, (mode, method) in enumerate(itertools.product(MODES, METHODS)):
+    """Two cases for every mode and method, each the other's opposite in all four switches; one in the products whose
+    parts are modes themselves."""
+    for number, (mode, method) in enumerate(itertools.product(PLAIN_MODES | OTHER_PRODUCTS, METHODS)):
         switches = [bool(number >> bit & 1) for bit in range(4)]
-        for turn, values in enumerate((switches, [not value for value in switches])):
+        turns = (switches, [not value for value in switches])
+        for turn, values in enumerate(turns if mode in PLAIN_MODES else turns[:1]):
             family = FAMILIES[(number // 2 + number % 2 + turn) % len(FAMILIES)]
             case = Case(mode, family, method, *values)
             yield case if case.possible else Case(mode, "llama", method, *values)
 
 
+def _special(wanted: dict[str, tuple[str, ...]]) -> list[Case]:
+    """One case each, with uneven shares and several passes, packed and clipped in turn."""
+    cases = []
+    for row, (mode, names) in enumerate(wanted.items()):
+        for column, name in enumerate(names):
+            method, numbers = SPECIAL[name]
+            packed = (row + column) % 2 == 0
+            cases.append(Case(mode, "wide llama", method, False, True, packed, not packed, numbers))
+    return cases
+
+
 def write_inputs(root: Path) -> None:
-    toy.write_jsonl(root / "data.jsonl", toy.arithmetic(60))
+    toy.write_jsonl(root / "data.jsonl", toy.arithmetic(120))
     toy.write_llama(root / "llama", num_hidden_layers=2)
+    # so wide that halves of its rows are whole nf4 blocks
+    toy.write_llama(root / "wide llama", hidden_size=128, intermediate_size=128, num_hidden_layers=2)
     toy.write_qwen3(root / "qwen3")
     toy.write_gpt2(root / "gpt2")

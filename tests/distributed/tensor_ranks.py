@@ -40,7 +40,7 @@ from pantheraml.parallel.tensor import shard_tensors
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import MethodConfig
 
-STEPS = 5
+STEPS = 3
 RATE = 0.03
 """Small: at 0.5, with random weights, a difference in the last bit grows twentyfold from step to step."""
 VOCABULARY = 96

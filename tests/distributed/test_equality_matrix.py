@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,12 +14,53 @@ import pytest
 from tests.distributed.launching import run_ranks
 from tests.distributed.matrix import Case, chosen, full, write_inputs
 
-TOLERANCE = 1e-5
+
+@dataclass(frozen=True)
+class Allowed:
+    """How far a mode may be from one process, relatively."""
+
+    first_loss: float
+    gradient: float
+    """Of the first step."""
+    loss: float
+    """Of any step."""
+    weights: float
+
+
+FLOAT32 = Allowed(
+    first_loss=1e-5,
+    gradient=1e-5,
+    loss=1e-5,
+    # Adam divides a gradient by its own size, so one near zero brings its last digits into the weight at full strength
+    weights=1e-4,
+)
+FLOAT64 = Allowed(
+    first_loss=1e-12,
+    gradient=1e-12,
+    loss=1e-12,
+    weights=1e-8,  # Adam's moments are float32 all the same
+)
+# Activations keep 3 bits, so where the last bit of a sum falls otherwise, one may move by a sixteenth; from the second
+# step on weights differ too, and with them ever more roundings. Measured: 5e-8, 3e-7; 1e-4 and 3e-3 after three steps.
+FP8 = Allowed(first_loss=1e-4, gradient=1e-3, loss=1e-3, weights=2e-2)
+# Activations are rounded by the largest of a row, of which a rank here has a part, and the head is not in fp8: what is
+# compared is two different roundings. Measured: 4e-4, 7e-2; 3e-3 and 9e-2 after three steps.
+FP8_IN_PARTS = Allowed(first_loss=2e-3, gradient=0.15, loss=1e-2, weights=0.2)
+
+
+def allowed(case: Case) -> Allowed:
+    if case.numbers == "fp8":
+        return FP8_IN_PARTS if case.dims.tensor > 1 else FP8
+    return FLOAT64 if case.numbers == "float64" else FLOAT32
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    cases = full() if metafunc.config.getoption("equality") == "full" else chosen()
-    metafunc.parametrize("case", cases, ids=str)
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", _cases(metafunc.config), ids=str)
+
+
+def _cases(config: pytest.Config) -> list[Case]:
+    return full() if config.getoption("equality") == "full" else chosen()
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +70,19 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     write_inputs(root)
     which = request.config.getoption("equality")
     found: dict[str, dict[str, Any]] = {}
-    for size in (2, 4):
+    for size in sorted({case.dims.world_size for case in _cases(request.config)}):
         timeout = 300 if which == "chosen" else 7200
         run_ranks("matrix_ranks", size, root, size, which, timeout=timeout)
         found |= json.loads((root / f"results-{size}.json").read_text())
     return found
 
 
-@pytest.mark.timeout(7500)
+@pytest.mark.timeout(22000)
 def test_a_mode_equals_one_process(results: dict[str, dict[str, Any]], case: Case) -> None:
-    found = results[str(case)]
-    assert found["losses"][0] != found["losses"][-1], "the case learns nothing, and so compares nothing"
-    assert found["loss"] <= TOLERANCE
-    assert found["gradient"] <= TOLERANCE
-    # Adam divides a gradient by its own size, so one near zero brings its last digits into the weight at full strength
-    assert found["weights"] <= 10 * TOLERANCE
+    found, limit = results[str(case)], allowed(case)
+    first, expected = found["losses"][0], found["expected"]
+    assert expected[0] > expected[-1] * 1.01, "the case learns nothing, and so compares nothing"
+    assert abs(first - expected[0]) <= limit.first_loss * expected[0]
+    assert found["gradient"] <= limit.gradient
+    assert found["loss"] <= limit.loss
+    assert found["weights"] <= limit.weights

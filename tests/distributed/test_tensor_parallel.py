@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Case -> the worst relative differences that any rank saw, over five steps of two micro-batches."""
+    """Case -> the worst relative differences that any rank saw, over three steps of two micro-batches."""
     path = tmp_path_factory.mktemp("tensor") / "results.json"
     run_ranks("tensor_ranks", RANKS, path)
     found: dict[str, dict[str, Any]] = json.loads(path.read_text())

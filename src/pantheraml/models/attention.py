@@ -34,7 +34,7 @@ from transformers.masking_utils import sdpa_mask
 
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.modes import observed
-from pantheraml.parallel.context import cut_sequence, heads_to_sequence, sequence_to_heads
+from pantheraml.parallel.context import check_heads, cut_sequence, heads_to_sequence, sequence_to_heads
 
 NAME = "pantheraml_documents"
 
@@ -110,8 +110,9 @@ def use_document_attention(model: nn.Module) -> str | None:
     return f"{type(whole).__name__} {reason}"
 
 
-def use_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
+def use_context_parallel(model: nn.Module, group: dist.ProcessGroup, *, tensor: int = 1) -> None:
     """Put the model on document attention between the processes of `group`, in place; all of them call it together.
+    `tensor`: over how many processes its heads will be cut afterwards.
 
     From now on a call that tells its documents (`DocumentLayout.arguments`) is about this process's part of every row,
     as `cut_sequence` gives it, while the documents are those of the whole rows. A call that tells none is about whole
@@ -124,6 +125,8 @@ def use_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
             f"Context parallelism is not possible: {reason}.",
             todo="Use parallel.context=1, and another way to divide the work: replicate, shard, tensor or pipeline.",
         )
+    if tensor > 1:  # else the pass below finds out
+        check_heads(whole.config.get_text_config().num_attention_heads, group.size(), tensor=tensor)
     body = getattr(whole, whole.base_model_prefix, whole)
     hook = functools.partial(_hand_over_group, group)
     handle = body.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)

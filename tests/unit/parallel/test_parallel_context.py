@@ -34,6 +34,16 @@ def test_a_model_of_one_head_has_no_degree_that_fits() -> None:
     assert caught.value.todo == "Use parallel.context=1."
 
 
+def test_heads_are_counted_after_tensor_parallelism_has_cut_them() -> None:
+    check_heads(8, 4, tensor=2)
+    with pytest.raises(
+        UnsupportedModelError, match=r"over 4 processes, beside tensor parallelism over 2, .* 4 "
+    ) as caught:
+        check_heads(4, 4, tensor=2)
+    assert caught.value.todo == "Use a parallel.context that divides 2: 2."
+    check_heads(4, 2, tensor=3)  # for tensor parallelism to refuse
+
+
 def test_a_group_of_one_keeps_everything(alone: dist.ProcessGroup) -> None:
     rows = torch.arange(12).view(2, 6)
     assert torch.equal(cut_sequence(rows, alone), rows)
