@@ -62,17 +62,20 @@ that are not finite are never saved, and a run that has such never ends with exi
 ## Incidents
 
 A persistent NaN is looked for: the passes are run with every module watched, and the first tensor that is not finite is
-named, with its module, rank and samples. `incidents/step-N.json` holds that, the numbers of both passes and what it
-takes to run the step again; `step-N.safetensors` beside it the adapter and the random numbers that the step began with.
+named, with its module, rank and samples. Of a persistent spike or jump the largest gradient is named, whichever rank
+holds it, and of a spike the rank with the largest loss. `incidents/step-N.json` holds that, every rank's samples and
+loss, the numbers of both passes and what it takes to run the step again; `step-N.safetensors` beside it the adapter and
+the random numbers that the step began with (not of a spike that is only detected: there may be many).
 
     pantheraml replay RUN_DIR/incidents/step-N.json [--device cpu]
 
-runs it once more in one process, watched, and says whether it finds what was recorded (exit code 0) or not (8). A full
-fine-tune is replayed with the nearest checkpoint at or before the step.
+runs it once more in one process, watched, and says whether it finds what was recorded (exit code 0) or not (8): the
+tensor or, of a spike or jump, the loss and the norm within 5 %. What kept no adapter is replayed with the nearest
+checkpoint at or before the step.
 
 With `stability.debug: true` every step has a `train.groups` event (norms of gradients and weights, layer by layer; else
-each `group_norms_every`-th), and an incident of a single process names the operation whose backward pass gave NaN, and
-the line that called it, by torch's anomaly mode.
+each `group_norms_every`-th), and an incident names, for each rank, the first operation whose backward pass gave NaN and
+the line that called it.
 
 ## A seeded NaN
 
@@ -104,8 +107,9 @@ the line that called it, by torch's anomaly mode.
 ## What it costs
 
 A step with the guard against one that neither looks at gradients nor clips them, taken in turns; median of the ratios
-(one below 0 shows how far they scatter). On a clean run the result with the guard is bit-equal to the result without it
-(`tests/unit/engine/test_engine_guard_runs.py`).
+(one below 0 shows how far they scatter). On a clean run the result with the guard is bit-equal to that without it: in
+one process (`tests/unit/engine/test_engine_guard_runs.py`), under DDP and FSDP (`tests/distributed/test_guard.py`).
+Clean is a run in which nothing is clipped; `percentile` always clips the largest gradients.
 
 {overhead}
 
@@ -116,8 +120,10 @@ A step with the guard against one that neither looks at gradients nor clips them
     SFTTrainer(..., callbacks=[GuardCallback(clipping="zclip", on_nonfinite="skip")])
 
 takes the keys of `stability`, clips in the trainer's place, stops or skips before a bad step is taken, saves what it
-has learnt in the trainer's checkpoints, and refuses to end with weights that are not finite. A callback can neither run
-a step again nor see the loss: retry, `zero`, `lower_rate`, `roll_back` and loss spikes are `pantheraml train`'s alone.
+has learnt in the trainer's checkpoints, and refuses to end with weights that are not finite. With `lower_rate` the
+trainer's schedule, and the rate that it logs, stay what they are; steps are taken with `rate_factor` of it. A callback
+can neither run a step again nor see the loss, and before it is asked the trainer has spread a NaN over all gradients:
+retry, `zero`, `roll_back` and loss spikes are `pantheraml train`'s alone.
 
 ## In your own loop
 

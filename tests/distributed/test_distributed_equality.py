@@ -114,3 +114,22 @@ def test_the_epoch_ends_with_every_sample_seen_once(results: dict[int, dict[str,
     assert len(dataset) % 7, "the case is meant to have a short last batch"
     total = int(dataset.target_tokens(np.arange(len(dataset))).sum())
     assert sum(values(read_events(run.path), "train.step", "target_tokens")) == total
+
+
+@pytest.mark.timeout(400)
+def test_what_was_decided_about_copies_is_told_with_its_reason(results: dict[int, dict[str, RunDir]]) -> None:
+    told = {
+        (world, name): [
+            (event["name"], event["value"], event["automatic"], event["reason"])
+            for event in read_events(results[world][name].path)
+            if event["kind"] == "choice"
+        ]
+        for world in (1, 2)
+        for name in ("lora packed", "other DDP settings")
+    }
+    assert told[1, "lora packed"] == told[1, "other DDP settings"] == [], "there is one process, and no DDP"
+    decision = ("parallel.static_graph", False, True)
+    assert told[2, "lora packed"] == [(*decision, "nothing needs it: there is no reentrant checkpointing")]
+    assert told[2, "other DDP settings"] == [
+        (*decision, "parallel.find_unused_parameters says that steps differ in what they use")
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +34,18 @@ def broken(playground: Playground, tmp_path: Path) -> Playground:
 
 
 def test_rank_0_goes_on_alone_and_says_so(broken: Playground, playground: Playground) -> None:
-    ended = broken.train("fallback-two", *SHORT, "--nproc", "2")
+    """Also where somebody said which rank gets how much of a batch: the one that is left gets all."""
+    ended = broken.train("fallback-two", *SHORT, "--nproc", "2", "--set", "parallel.batch_shares=[1,3]")
     assert ended.code == 0, ended.err
-    assert "one process goes on instead of 2: rank 1 cannot use its device: it fell off the bus" in ended.err
-    assert playground.train("fallback-one", *SHORT).code == 0
+    reason = "rank 1 cannot use its device: it fell off the bus"
+    assert f"one process goes on instead of 2: {reason}" in ended.err
     root: Path = playground.root
+    events = read_events(root / "fallback-two")
+    assert values(events, "run.fallback", "reason") == [reason]
+    assert values(events, "run.fallback", "planned_world_size") == [2]
+    written = json.loads((root / "fallback-two/run.json").read_text())
+    assert (written["fallback_reason"], written["world_size"]) == (reason, 1)
+    assert playground.train("fallback-one", *SHORT).code == 0
     losses, expected = (
         values(read_events(root / name), "train.step", "loss") for name in ("fallback-two", "fallback-one")
     )

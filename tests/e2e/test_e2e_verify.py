@@ -13,14 +13,17 @@ from pantheraml.base.env import child_environment
 from pantheraml.base.errors import ConfigError, EqualityError, UnsupportedModelError
 from tests import toy
 
-UNWEIGHTED = """
+MEAN_OF_MEANS = """
 import sys
 if "verify" in sys.orig_argv and "pantheraml.worker" in sys.orig_argv:
     import dataclasses
     from pantheraml.engine import step
-    spread = step.parallelize
-    # the mean over ranks of each rank's sum, as if all had the same number of tokens: what many trainers do
-    step.parallelize = lambda *given: dataclasses.replace(spread(*given), mean_over=1.0)
+    passes = step.Stepper._passes
+    def mean_of_means(self, batches):
+        # each rank's mean over its own tokens, and the mean of those, as if all had the same number: a common mistake
+        ranks, own = self._parallelised.mean_over, step._targets(batches)
+        return passes(self, dataclasses.replace(batches, target_tokens=ranks * own))
+    step.Stepper._passes = mean_of_means
 """
 
 
@@ -41,6 +44,7 @@ def test_modes_equal_one_process() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [mode["mode"] for mode in found["modes"]] == ["ddp", "fsdp", "tp", "pp", "cp"]
+    assert found["notes"] == []
     for mode in found["modes"]:
         assert mode["passed"] is True
         assert 0 < mode["gradient"] <= 1e-5, "no two ways of summing agree to the last bit"
@@ -48,28 +52,42 @@ def test_modes_equal_one_process() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_wrong_weighting_is_caught(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(UNWEIGHTED)
-    done = verify("--nproc", "2", "--modes", "ddp", PYTHONPATH=str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(MEAN_OF_MEANS)
+    done = verify("--nproc", "2", "--modes", "ddp", "--json", PYTHONPATH=str(tmp_path))
     assert done.returncode == EqualityError.exit_code
-    assert "DIFFERS" in done.stdout
     assert "ddp: the result differs from one process's" in done.stderr
     assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout)
+    (mode,) = found["modes"]
+    assert mode["passed"] is False
+    assert found["tolerance"] == 1e-5
+    assert 1e-3 < mode["gradient"] < 1, "not scaled, only weighted wrongly"
 
 
 @pytest.mark.timeout(300)
 def test_the_user_s_own_run_is_compared(tmp_path: Path) -> None:
+    """Also one with what cannot be equal, such as dropout, which is left out and said."""
     toy.write_gpt2(tmp_path / "model")
+    settings = tmp_path / "model/config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "resid_pdrop": 0.2, "embd_pdrop": 0.2}))
     toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(60))
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: {tmp_path / 'model'}}}\n"
         f"data: {{path: {tmp_path / 'data.jsonl'}, seq_len: 48, cache_dir: {tmp_path / 'cache'}}}\n"
-        "method: {kind: lora, rank: 4}\n"
+        "method: {kind: lora, rank: 4, dropout: 0.1}\n"
         "train: {global_batch_size: 7, max_steps: 50}\n"
+        "parallel: {aggregation: median, batch_shares: [2, 5]}\n"
     )
-    done = verify("--nproc", "2", "--config", str(tmp_path / "run.yaml"), "--steps", "2")
+    done = verify("--nproc", "2", "--config", str(tmp_path / "run.yaml"), "--steps", "2", "--json")
     assert done.returncode == 0, done.stderr
-    assert "not possible" in done.stdout, "GPT-2 has no tensor plan"
-    assert done.stdout.count("equal") >= 3
+    found = json.loads(done.stdout)
+    passed = {mode["mode"]: mode["passed"] for mode in found["modes"]}
+    assert passed == {"ddp": True, "fsdp": True, "tp": None, "pp": True, "cp": True}, "GPT-2 has no tensor plan"
+    shares = {mode["mode"]: mode["batch_shares"] for mode in found["modes"]}
+    assert shares == {"ddp": [2, 5], "fsdp": [2, 5], "tp": None, "pp": None, "cp": None}
+    dropout, aggregation = found["notes"]
+    assert dropout == "compared without dropout (embd_pdrop, method.dropout, resid_pdrop): each process draws its own"
+    assert aggregation.startswith("compared with parallel.aggregation=mean")
     refused = verify("--nproc", "2", "--config", str(tmp_path / "run.yaml"), "--modes", "tp")
     assert refused.returncode == UnsupportedModelError.exit_code
     assert "Traceback" not in refused.stderr

@@ -61,11 +61,23 @@ def test_hybrid_strategies_are_what_the_page_says() -> None:
         assert dims == ParallelDims(replicate=4, **{beside: 2})
 
 
-def test_bubbles() -> None:
+def test_bubbles_are_theory_s_and_the_newest_result_s() -> None:
+    newest = max((ROOT / "benchmarks/results").glob("pipeline_bubble-*.json"))
+    counted = {}
+    for row in json.loads(newest.read_text(encoding="utf-8"))["results"]:
+        assert row["idle_turns"] == row["expected_idle_turns"]
+        assert row["share"] == pytest.approx(row["expected_share"], rel=1e-12)
+        counted[row["processes"], row["micro_batches"], row["stages_per_process"]] = row["idle_turns"]
     for processes, *cells in table("processes"):
-        count = int(processes)
-        shares = [bubble_share(count, turns * count) for turns in (1, 2, 4, 8)] + [bubble_share(count, 4 * count, 2)]
-        assert cells == [f"{100 * share:.0f} %" for share in shares]
+        count, expected = int(processes), []
+        for turns, stages in ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2)):
+            case = (count, turns * count, stages)
+            waited, theory = counted.pop(case), bubble_share(*case)
+            whole = waited + 2 * stages * turns * count
+            assert waited / whole == pytest.approx(theory, rel=1e-12)
+            expected.append(f"{100 * theory:.0f} %: {waited} of {whole}")
+        assert cells == expected
+    assert not counted, "all that was counted is shown"
 
 
 def test_weak_scaling_is_the_newest_result_s() -> None:

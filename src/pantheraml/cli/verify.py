@@ -65,7 +65,7 @@ def _config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
 
 
 def _built_in(folder: Path, device: str | None) -> TrainConfig:
-    """A Llama of four layers and its data, made on the spot: enough for every mode with up to eight processes."""
+    """A Llama of eight layers and its data, made on the spot: enough for every mode with up to eight processes."""
     from pantheraml.data import synthetic
     from pantheraml.specs.config_file import validate
 
@@ -185,12 +185,17 @@ def show(verdicts: Verdicts) -> None:
         f"Allowed: {verdicts.tolerance:.1e} for loss and gradient, {verdicts.weights_tolerance:.1e} for weights"
         f" ({verdicts.tolerance_reason}). Time: of a step, against one process."
     )
+    for note in verdicts.notes:
+        console.print(f"Note: {note}.")
 
 
 def _cells(verdict: ModeVerdict, verdicts: Verdicts) -> list[str]:
+    divides = str(verdict.dims)
+    if verdict.batch_shares is not None:
+        divides += f", shares {','.join(map(str, verdict.batch_shares))}"
     if verdict.not_possible is not None:
-        return [verdict.mode, str(verdict.dims), "-", "-", "-", "-", f"not possible: {verdict.not_possible}"]
+        return [verdict.mode, divides, "-", "-", "-", "-", f"not possible: {verdict.not_possible}"]
     numbers = (verdict.loss, verdict.gradient, verdict.weights)
     told = [f"{number:.1e}" for number in numbers if number is not None]
     ratio = f"{verdict.seconds / verdicts.seconds_of_one:.2f}x" if verdict.seconds is not None else "-"
-    return [verdict.mode, str(verdict.dims), *told, ratio, "equal" if verdict.passed else "DIFFERS"]
+    return [verdict.mode, divides, *told, ratio, "equal" if verdict.passed else "DIFFERS"]

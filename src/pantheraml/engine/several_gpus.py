@@ -120,7 +120,12 @@ class SeveralGPUs:
             raise ConfigError("No parameter of the model is trained.", todo="Set requires_grad on some.")
         (device,) = self._devices
         check_place(device, gpus, backend=dist.get_backend(), asked=self._config.backend)
-        return with_ddp(model, joined_world(device), self._config, Traits(compiled=is_compiled(model)))
+        wrapped, decided = with_ddp(model, joined_world(device), self._config, Traits(compiled=is_compiled(model)))
+        for choice in decided.choices:
+            logger.info("%s is %s: %s", choice.name, choice.value, choice.reason)
+        for warning in decided.warnings:
+            logger.warning("%s", warning)
+        return wrapped
 
 
 def choose_mode(asked: MultiGPUMode, *, met: int, started: int, gpus: int) -> tuple[MultiGPUMode, str]:

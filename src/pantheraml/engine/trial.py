@@ -1,7 +1,7 @@
 """The first steps of a run, for comparison: their losses, the first gradient, the weights they end with.
 
 Two trials of the same config on the same data see the same global batches, however many processes take part and however
-the model is divided; so they have to come to the same numbers.
+the model is divided; so they have to come to the same numbers. For that, dropout is off: each process draws its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.feed import Feed
 from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.step import Stepper
+from pantheraml.models.dropout import remove_dropout, remove_dropout_from_configs
 from pantheraml.parallel.gather import full_tensors, spread_like
 from pantheraml.parallel.process_group import World
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -38,24 +40,22 @@ class Trial:
     """After the last step; likewise."""
     seconds: float
     """Median of the steps after the first."""
+    without: frozenset[str] = frozenset()
+    """Dropout that was taken out, by the names of settings if it has any."""
 
 
 def trial(
     model: nn.Module, config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset, *, steps: int
 ) -> Trial:
     """Take `steps` steps. A collective of all ranks of `world`; the model is spread over them in place."""
+    held = remove_dropout(model)  # stages of a pipeline copy what their modules hold
     stepper = Stepper(model, config, world, plan)
+    settings = remove_dropout_from_configs(model)  # only now: context parallelism is refused for what they say
+    if config.method.dropout:
+        settings |= {"method.dropout"}
     model.train()
     losses, times, gradient = [], [], {}
-    feed = Feed(
-        dataset,
-        world,
-        seed=config.train.seed,
-        global_batch=config.train.global_batch_size,
-        micro_batch=plan.micro_batch_size,
-        limit=None,
-    )
-    with feed:
+    with trial_feed(dataset, world, config, plan) as feed:
         for step in range(steps):
             batches = feed.step(step)
             begin = time.perf_counter()
@@ -66,7 +66,26 @@ def trial(
             losses.append(report.numbers.loss)
             times.append(time.perf_counter() - begin)
     weights = dict(full_tensors(stepper.parameters, world.layout, world.patient_group))
-    return Trial(losses, gradient, _copied(weights), statistics.median(times[1:] or times))
+    return Trial(losses, gradient, _copied(weights), statistics.median(times[1:] or times), settings or held)
+
+
+def trial_feed(dataset: TokenDataset, world: World, config: TrainConfig, plan: Plan) -> Feed:
+    shares = shares_by_hand(config, world.layout.dims)
+    return Feed(
+        dataset,
+        world,
+        seed=config.train.seed,
+        global_batch=config.train.global_batch_size,
+        micro_batch=plan.micro_batch_size,
+        limit=None,
+        weights_at=lambda step: shares,
+    )
+
+
+def shares_by_hand(config: TrainConfig, dims: ParallelDims) -> list[int] | None:
+    """`parallel.batch_shares`, where they are sizes for as many shares of a batch as `dims` has; None is evenly."""
+    shares = config.parallel.batch_shares
+    return shares if isinstance(shares, list) and len(shares) == dims.data else None
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,9 @@ class ProgressBar:
             "verdict": self._verdict,
             "incident": self._incident,
             "notice": lambda event: self._display.line(event["message"], ""),
-            "run.restarted": lambda event: self._display.line(f"warning: {event['message']}", "yellow"),
-            "warning": lambda event: self._display.line(f"warning: {event['message']}", "yellow"),
+            "run.restarted": self._warning,
+            "run.fallback": self._warning,
+            "warning": self._warning,
         }
         if title:
             self._display.line(title, "bold")
@@ -116,6 +117,9 @@ class ProgressBar:
         stage = self._stages.setdefault(key, new)
         stage.done, stage.now, stage.figures = done, moment(event), text
         self._display.show(self._stages.values(), stage)
+
+    def _warning(self, event: Event) -> None:
+        self._display.line(f"warning: {event['message']}", "yellow")
 
     def _run_started(self, event: Event) -> None:
         self._output = Path(event["output"])

@@ -135,12 +135,18 @@ def _section(section: Section) -> str:
 
 
 def _plan(events: Sequence[Event]) -> str:
-    plans = [event["plan"] for event in events if event["kind"] == "plan.made"]
-    if not plans or not plans[-1]["choices"]:
+    """What was decided before the last start, and then with the model at hand."""
+    choices: dict[str, Event] = {}
+    for event in events:
+        if event["kind"] == "plan.made":
+            choices = {choice["name"]: choice for choice in event["plan"]["choices"]}
+        elif event["kind"] == "choice":
+            choices[event["name"]] = event
+    if not choices:
         return ""
     rows = [
-        (choice["name"], choice["value"], "automatic" if choice["automatic"] else "set", choice["reason"])
-        for choice in plans[-1]["choices"]
+        (name, choice["value"], "automatic" if choice["automatic"] else "set", choice["reason"])
+        for name, choice in choices.items()
     ]
     return f"<h2>Plan</h2>{table(('setting', 'value', 'chosen', 'reason'), rows)}"
 
@@ -179,7 +185,7 @@ def _messages(events: Sequence[Event]) -> str:
 
 def _message(event: Event) -> tuple[str, str, str] | None:
     at = datetime.fromtimestamp(event["time"], UTC).strftime("%H:%M:%S")
-    if event["kind"] in ("notice", "warning", "run.restarted"):
+    if event["kind"] in ("notice", "warning", "run.restarted", "run.fallback"):
         return at, event["kind"], event["message"]
     if event["kind"] == "verdict":
         return at, "verdict", f"step {event['step']}: {event['action']}: {event['cause']}"

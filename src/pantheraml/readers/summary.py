@@ -49,6 +49,7 @@ class _Leg:
             self.errors.append(event)
         elif kind == "run.restarted":
             self.errors.clear()  # what went wrong was got over
+            self.latest.pop("run.fallback", None)  # devices are asked anew
         elif kind == "data.ready":
             self.data[event["split"]] = event
         elif kind == "train.step":
@@ -144,6 +145,7 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "peak_memory_bytes": int(max(memory)) if memory else None,
         "world_size": started.get("world_size", plan.get("world_size")),
+        "fallback_reason": legs[-1].latest.get("run.fallback", {}).get("reason"),
         "device": started.get("device", plan.get("device")),
         "precision": model.get("precision", plan.get("precision")),
         "parameters": model.get("parameters"),

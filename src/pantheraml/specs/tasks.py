@@ -56,8 +56,10 @@ class ModeVerdict(BaseModel):
 
     mode: str
     dims: ParallelDims
+    batch_shares: list[int] | None = None
+    """Samples of a global batch for each share of it, as the config says; None: evenly."""
     not_possible: str | None = None
-    """Why the model cannot be divided that way; nothing was measured then."""
+    """Why the run cannot be divided that way; nothing was measured then."""
     loss: float | None = None
     """Largest relative difference of a step's loss."""
     gradient: float | None = None
@@ -81,6 +83,8 @@ class Verdicts(BaseModel):
     tolerance_reason: str
     seconds_of_one: float
     """Median seconds of a step in one process."""
+    notes: list[str]
+    """In what the compared steps differ from those of the run."""
     modes: list[ModeVerdict]
 
     @property

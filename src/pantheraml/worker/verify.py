@@ -6,18 +6,20 @@ All modes use the same processes, one mode after another. Rank 0 takes the steps
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.base.errors import ConfigError, UnsupportedModelError
 from pantheraml.base.events import Emit, EventWriter
 from pantheraml.base.folders import write_text
 from pantheraml.data.dataset import TokenDataset
-from pantheraml.engine.trial import Difference, Trial, difference, trial
+from pantheraml.engine.trial import Difference, Trial, difference, shares_by_hand, trial
 from pantheraml.parallel.layout import ALONE, make_layout
 from pantheraml.parallel.process_group import World, open_world
+from pantheraml.planner.dims import check_together
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
@@ -57,6 +59,8 @@ def compare_modes(
 ) -> Verdicts | None:
     """The verdicts, on rank 0. A collective."""
     alone: Trial | None = None
+    notes = differences_to_run(config, request.modes.values())
+    config = comparable(config)
     tolerance, reason = TOLERANCE, "float32: the same sums in another order"
     if world.is_main:
         emit("verify.progress", done=0, total=len(request.modes), mode="one process")
@@ -71,11 +75,12 @@ def compare_modes(
     found = []
     for number, (mode, dims) in enumerate(request.modes.items()):
         emit("verify.progress", done=number + 1, total=len(request.modes), mode=mode)
-        verdict = ModeVerdict(mode=mode, dims=dims)
+        verdict = ModeVerdict(mode=mode, dims=dims, batch_shares=shares_by_hand(config, dims))
         try:
+            check_mode(config, dims)
             there = replace(world, layout=make_layout(dims, world.device.type))
             made = _trial(config, _plan_for(dims, plan, plan.micro_batch_size), there, dataset, request.steps)
-        except UnsupportedModelError as err:  # for the same reason on every rank, before they meet
+        except (ConfigError, UnsupportedModelError) as err:  # for the same reason on every rank, before they meet
             if request.asked:
                 raise
             found.append(verdict.model_copy(update={"not_possible": err.what}))
@@ -92,8 +97,39 @@ def compare_modes(
         weights_tolerance=WEIGHTS * tolerance,
         tolerance_reason=reason,
         seconds_of_one=alone.seconds,
+        notes=[*_about_dropout(alone), *notes],
         modes=found,
     )
+
+
+def comparable(config: TrainConfig) -> TrainConfig:
+    """`config` with the one aggregation that promises the result of one process."""
+    parallel = replace(config.parallel, aggregation="mean", aggregation_weights=None)
+    return config.model_copy(update={"parallel": parallel})
+
+
+def differences_to_run(config: TrainConfig, modes: Iterable[ParallelDims]) -> list[str]:
+    """What is compared differs in this from what the config says."""
+    notes, parallel = [], config.parallel
+    if parallel.aggregation != "mean":
+        notes.append(
+            f"compared with parallel.aggregation=mean: {parallel.aggregation} is not meant to equal one process"
+        )
+    if isinstance(parallel.batch_shares, list) and all(shares_by_hand(config, dims) is None for dims in modes):
+        sizes = ",".join(map(str, parallel.batch_shares))
+        notes.append(f"compared with even shares: no mode has {len(parallel.batch_shares)} for batch_shares={sizes}")
+    return notes
+
+
+def _about_dropout(alone: Trial) -> list[str]:
+    names = ", ".join(sorted(alone.without))
+    return [f"compared without dropout ({names}): each process draws its own"] if names else []
+
+
+def check_mode(config: TrainConfig, dims: ParallelDims) -> None:
+    """ConfigError where training would be refused; shares of a batch are compared as far as they go."""
+    parallel = replace(config.parallel, batch_shares="even", leave_out_nonfinite=False)
+    check_together(config.model_copy(update={"parallel": parallel}), dims)
 
 
 def _judged(verdict: ModeVerdict, apart: Difference, seconds: float, tolerance: float) -> ModeVerdict:

@@ -111,7 +111,6 @@ def test_batch_norm_is_left_alone_where_there_is_none_or_no_gpu() -> None:
         same, decision = synchronise_batch_norm(model, torch.device(device))
         assert same is model
         assert not decision.value
-        assert decision.reason.startswith("not applicable")
         assert reason in decision.reason
 
 

@@ -73,6 +73,15 @@ CHARTS = ("Loss", "Perplexity on evaluation data", "Learning rate", "Gradient no
           "Memory per device, GiB")  # fmt: skip
 
 
+def test_what_was_decided_with_the_model_at_hand_is_shown_with_the_plan(story: Any, tmp_path: Path) -> None:
+    story.begin()
+    story.tell("choice", name="parallel.static_graph", value=False, reason="nothing needs it", automatic=True)
+    page = Page(write_report(story.write(tmp_path / "run")))
+    at = page.text.index("parallel.static_graph")
+    assert page.text[at : at + 4] == ["parallel.static_graph", "False", "automatic", "nothing needs it"]
+    assert at > page.text.index("activations fit")
+
+
 def test_the_file_needs_nothing_from_elsewhere(complete: Any, tmp_path: Path) -> None:
     path = write_report(complete.write(tmp_path / "run"))
     page = Page(path)

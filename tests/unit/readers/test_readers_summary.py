@@ -36,6 +36,7 @@ def test_a_complete_run(complete: Any) -> None:
         "tokens_per_second": 64_000,
         "peak_memory_bytes": 17_000_120_000,
         "world_size": 2,
+        "fallback_reason": None,
         "device": "cuda",
         "precision": "bf16",
         "parameters": 1_235_814_400,
@@ -79,6 +80,16 @@ def test_what_a_run_got_over_is_no_error_of_its_end(story: Any) -> None:
     story.tell("run.restarted", message="Rank 1 was killed. The run goes on.", step=2, world_size=2)
     assert summarise(story.events)["error"] is None
     assert summarise(story.events)["status"] == "running"
+
+
+def test_a_fallback_is_recorded_until_the_processes_are_started_anew(story: Any) -> None:
+    story.begin()
+    reason = "rank 1 cannot use its device: it fell off the bus"
+    story.tell("run.fallback", message=f"one process goes on: {reason}", reason=reason, planned_world_size=2)
+    story.tell("warning", message="something else")
+    assert summarise(story.events)["fallback_reason"] == reason
+    story.tell("run.restarted", message="Rank 0 was killed. The run goes on.", step=2, world_size=2)
+    assert summarise(story.events)["fallback_reason"] is None
 
 
 def test_a_date_that_is_set_meanwhile_takes_no_time(story: Any) -> None:
