@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Files of tests are spread over the cores, one thread each: a second one is of no use to models this small.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Files of tests are spread over the cores, one thread each: a second one is of no use to models this small. Runs that
+# tests start may have as many as there are cores; those wait asleep, since cores that others need are not for spinning.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install install-dev demo test equality check format bench gpu-test clean
 

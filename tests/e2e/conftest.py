@@ -101,8 +101,13 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     root = tmp_path_factory.mktemp("playground")
     toy.write_llama(root / "model")
     toy.write_jsonl(root / "data.jsonl", toy.arithmetic(200))
-    cache = str(root / "cache")
-    return Playground(root, child_environment(PANTHERAML_CACHE=cache, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))
+    environment = child_environment(
+        PANTHERAML_CACHE=str(root / "cache"),
+        OMP_NUM_THREADS="1",
+        OMP_WAIT_POLICY="PASSIVE",  # a run's threads wait asleep: spinning, they take a busy machine four times as long
+        HF_HUB_OFFLINE="1",
+    )
+    return Playground(root, environment)
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,10 @@ Failing = Callable[..., str]
 
 
 def test_data_that_cannot_be_used(failing: Failing, tmp_path: Path) -> None:
-    """One of many ways; the others are in tests/unit."""
+    """One of many ways; the others are in tests/unit. Rank 0 reads it for both, and its error is that of the run."""
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "compl')
-    said = failing(3, data=str(path))
+    said = failing(3, "--nproc", "2", data=str(path))
     assert "line 2" in said
     assert "bad.jsonl" in said
 

@@ -49,8 +49,8 @@ INPUTS = ("data", "start", "base-run", "base", "cache")
 """What the demo puts into its folder beside its run."""
 TRY_PROMPT = "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
 
-BASE_TRAINING = {"max_steps": 900, "learning_rate": 3e-3, "warmup_steps": 20}
-FINE_TUNING = {"max_steps": 240, "learning_rate": 5e-3, "warmup_steps": 10}
+BASE_TRAINING = {"max_steps": 600, "learning_rate": 3e-3, "warmup_steps": 20}
+FINE_TUNING = {"max_steps": 180, "learning_rate": 5e-3, "warmup_steps": 10}
 
 
 @dataclass(frozen=True)
