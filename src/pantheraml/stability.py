@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, TrainingError
 from pantheraml.engine.guard.groups import Norms
-from pantheraml.engine.guard.incident import operation_with_nan
+from pantheraml.engine.guard.operation import operation_with_nan
 from pantheraml.engine.guard.own_loop import OwnLoopGuard, stopped, trained_parameters
-from pantheraml.engine.guard.verdict import Action, Anomaly, Verdict, worst_gradient
+from pantheraml.engine.guard.verdict import Action, Anomaly, Verdict, suspect
 from pantheraml.engine.several_gpus import SeveralGPUs, is_compiled
 from pantheraml.parallel.data import uses_reentrant_checkpointing
 from pantheraml.specs.own_loop import (
@@ -108,7 +108,8 @@ class NumericalStabilityManager:
         step = self._steps + 1
         tensor = operation = None
         if verdict.anomaly is not None:
-            tensor = worst_gradient(guard.parameters, verdict.anomaly)
+            found = suspect(guard.parameters, verdict.anomaly)
+            tensor = found and found.name
             logger.warning("step %s: %s (%s)", step, verdict.action, verdict.cause)
         if self._settings.debug and verdict.anomaly == "nonfinite":
             operation = _operation(model, guard, loss)

@@ -31,6 +31,7 @@ from pantheraml.parallel.consistency import check_copies
 from pantheraml.parallel.data import OwnTime, without_sync, wrap
 from pantheraml.parallel.process_group import World
 from pantheraml.parallel.shard_batch import Adaptive, shards, split, weighted_shares
+from tests.distributed.aggregation_runs import train_all
 
 SAMPLES = 10
 SHARES = [2, 3, 5]
@@ -409,6 +410,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
     results = {name: case(world) for name, case in CASES.items()}
+    results["runs"] = train_all(world, Path(sys.argv[1]))
     Path(sys.argv[1], f"rank{world.rank}.json").write_text(json.dumps(results))
     gc.collect()  # a gloo group that DDP's reducer is the last to hold may never end (torch 2.13)
     dist.destroy_process_group()

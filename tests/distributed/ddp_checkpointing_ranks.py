@@ -1,7 +1,8 @@
 """What each process runs for test_ddp_checkpointing: LoRA under DDP with every kind of activation checkpointing.
 
 `engine FOLDER` trains in our own wrapper, and writes what differs from one process without checkpointing;
-`trl FOLDER MODEL` trains by TRL's SFTTrainer, in as many processes as were started, and writes the losses.
+`trl FOLDER MODEL` trains by TRL's SFTTrainer, in as many processes as were started, and writes the losses; and once
+more with the guard, in a step of which the gradient of the last process is NaN.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.trainer_utils import set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -29,6 +30,7 @@ from pantheraml import FastLanguageModel
 from pantheraml.base.env import process_rank
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.loss import LossModel
+from pantheraml.hooks.guard_callback import GuardCallback
 from pantheraml.parallel import aggregate
 from pantheraml.parallel.data import decide_static_graph, uses_reentrant_checkpointing, without_sync, wrap
 from pantheraml.parallel.process_group import World
@@ -172,7 +174,9 @@ TRL_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 }
 
 
-def train_by_trl(model: Any, model_folder: Path, output: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def train_by_trl(
+    model: Any, model_folder: Path, output: Path, settings: dict[str, Any], callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
@@ -193,6 +197,7 @@ def train_by_trl(model: Any, model_folder: Path, output: Path, settings: dict[st
         ),
         train_dataset=Dataset.from_list(toy.arithmetic(64)),
         processing_class=AutoTokenizer.from_pretrained(model_folder),
+        callbacks=list(callbacks),
     )
     trainer.train()
     logged = trainer.state.log_history
@@ -200,11 +205,40 @@ def train_by_trl(model: Any, model_folder: Path, output: Path, settings: dict[st
     return {**found, "wrapped": type(trainer.model_wrapped).__name__}
 
 
+def train_guarded(model_folder: Path, output: Path) -> dict[str, Any]:
+    """Of every process: what the guard decided, and the weights in the end."""
+    place, model = process_rank(), plain_model(model_folder)
+    passes = [0]
+
+    def spoil(gradient: Tensor) -> Tensor:
+        passes[0] += 1
+        return gradient * torch.nan if passes[0] == 3 else gradient  # the first of two in step 2
+
+    if place.rank == place.world_size - 1:
+        next(value for name, value in model.named_parameters() if "lora_B" in name).register_hook(spoil)
+    guard = GuardCallback(on_nonfinite="lower_rate", rate_factor=0.5)
+    settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    train_by_trl(model, model_folder, output, settings, [guard])
+    weights = torch.cat([value.detach().flatten() for value in model.parameters() if value.requires_grad])
+    own = {"verdicts": [(step, verdict.action) for step, verdict in guard.verdicts], "weights": weights.tolist()}
+    everyone: list[Any] = [own] * place.world_size
+    if place.world_size > 1:
+        dist.all_gather_object(everyone, own)
+    return {
+        "verdicts": [found["verdicts"] for found in everyone],
+        "finite": bool(weights.isfinite().all()),
+        "alike": all(found["weights"] == own["weights"] for found in everyone),
+        "rate_factor": guard.state()["attributes"]["learnt"]["policy"]["rate_factor"],
+    }
+
+
 def run_trl(folder: Path, model_folder: Path) -> None:
     results: dict[str, Any] = {}
     for name, (make, settings) in TRL_CASES.items():
         set_seed(0)
         results[name] = train_by_trl(make(model_folder), model_folder, folder / "trainer", settings)
+    set_seed(0)
+    results["guarded"] = train_guarded(model_folder, folder / "trainer")
     (folder / f"rank{process_rank().rank}.json").write_text(json.dumps(results))
     leave_group()
 

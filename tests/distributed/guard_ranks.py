@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pantheraml.base.errors import DriftError
 from pantheraml.base.events import EventWriter
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
-from pantheraml.engine.feed import Feed
+from pantheraml.engine.feed import Feed, StepBatches
+from pantheraml.engine.guard.evidence import gather_evidence
 from pantheraml.engine.guard.incident import culprit, investigate
+from pantheraml.engine.guard.operation import failed_operation
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.judge import Judge
 from pantheraml.engine.step import Stepper
 from pantheraml.engine.trial import Trial, difference, trial
 from pantheraml.models.loader import load_tokenizer
+from pantheraml.parallel.consistency import peers_with_copies
 from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
@@ -42,7 +46,9 @@ MODES = {
     "tp x2": ParallelDims(tensor=2),
     "pp x2": ParallelDims(pipeline=2),
     "fsdp 2 x tp 2": ParallelDims(shard=2, tensor=2),
+    "cp x2": ParallelDims(context=2),
 }
+TWO = ("ddp x2", "fsdp x2", "tp x2", "pp x2")
 STEPS = 3
 
 # Each is set so that it clips in every step after the first, by much.
@@ -59,7 +65,7 @@ RARE = "~"
 """A character of one sample, whose embedding in the model `poisoned` is infinite."""
 
 CASES = [
-    *((mode, kind) for mode in MODES for kind in ("adaptive", "adagc")),
+    *((mode, kind) for mode in (*TWO, "fsdp 2 x tp 2") for kind in ("adaptive", "adagc")),
     # The rest goes by values or by the global norm alone, which other tests compare in every mode.
     *(("fsdp x2", kind) for kind in ("value", "norm", "percentile")),
     ("pp x2", "zclip"),
@@ -161,25 +167,42 @@ def retried(mode: str, root: Path, world: World) -> dict[str, Any]:
 
 def _retried(mode: str, root: Path, world: World, told: list[dict[str, Any]], *, at: int | None) -> Tensor:
     """The weights of this rank after the last step."""
-    config = config_of(root, "llama", method={"kind": "lora", "rank": 4, "dropout": 0.2})
+    stepper, judge, feed = _judged(mode, root, world, told)
+    layer = next(module for module in stepper.model.modules() if isinstance(module, GradientCheckpointingLayer))
+    with feed:
+        for step in range(STEPS):
+            _take(stepper, judge, feed, step, once_nan(layer) if step == at and world.rank == 1 else nullcontext())
+    return torch.cat([part.detach().flatten() for _, part in stepper.parts])
+
+
+def _judged(
+    mode: str, root: Path, world: World, told: list[dict[str, Any]], precision: str = "fp32", **changes: Any
+) -> tuple[Stepper, Judge, Feed]:
+    """Adapters under a judge, who tells `told`."""
+    config = config_of(root, "llama", method={"kind": "lora", "rank": 4, "dropout": 0.2}, **changes)
     dims = MODES[mode]
     here = replace(world, layout=make_layout(dims, "cpu"))
-    plan = make_plan(config, dims=dims, micro=2)
+    plan = make_plan(config, dims=dims, micro=2, precision=precision)
     torch.manual_seed(here.layout.data_rank)
     stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
     stepper.model.train()
     judge = Judge(
         stepper, RunDir(root), lambda kind, /, **fields: told.append({"kind": kind, **fields}), about={}, keeps=True
     )
-    layer = next(module for module in stepper.model.modules() if isinstance(module, GradientCheckpointingLayer))
-    with Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=2, limit=None) as feed:
-        for step in range(STEPS):
-            batches = feed.step(step)
-            with once_nan(layer) if step == at and world.rank == 1 else nullcontext():
-                report = stepper.backward(batches, stop_requested=False)
-            _, report = judge.judge(step + 1, batches, report, checkpoint=None)
-            stepper.apply(report.numbers, 1e-2)
-    return torch.cat([part.detach().flatten() for _, part in stepper.parts])
+    return stepper, judge, Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=2, limit=None)
+
+
+def _take(
+    stepper: Stepper, judge: Judge, feed: Feed, step: int, during: AbstractContextManager[None] | None = None
+) -> None:
+    batches = feed.step(step)
+    with during or nullcontext():
+        report = stepper.backward(batches, stop_requested=False)
+    verdict, report = judge.judge(step + 1, batches, report, checkpoint=None)
+    if verdict.action == "skip":
+        stepper.skip()
+    else:
+        stepper.apply(report.numbers, 1e-2)
 
 
 @contextmanager
@@ -189,6 +212,138 @@ def once_nan(layer: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+# fp16 -----------------------------------------------------------------------------------------------------------------
+
+
+def in_fp16(mode: str, root: Path, world: World) -> dict[str, Any]:
+    """Steps in the second of which gradients of rank 1 are NaN, in the first passes or in all; and in none."""
+    found: dict[str, Any] = {}
+    for name, passes in (("never", 0), ("once", 1), ("always", 100)):
+        told: list[dict[str, Any]] = []
+        stepper, judge, feed = _judged(mode, root, world, told, precision="fp16", stability={"on_nonfinite": "skip"})
+        stepper.scaler.scale(torch.ones(()))  # makes its tensors
+        stepper.set_loss_scale(4.0)
+        layer = next(module for module in stepper.model.modules() if isinstance(module, GradientCheckpointingLayer))
+        with feed:
+            for step in range(STEPS):
+                with nan_gradients(layer, 2 * passes) if step == 1 and world.rank == 1 else nullcontext():
+                    _take(stepper, judge, feed, step)
+        weights = torch.cat([part.detach().flatten() for _, part in stepper.parts])
+        verdicts = [(event["anomaly"], event["action"]) for event in told if event["kind"] == "verdict"]
+        found[name] = {"weights": weights, "verdicts": verdicts, "scale": stepper.loss_scale}
+    return {
+        "equal": everyones(torch.equal(found["never"]["weights"], found["once"]["weights"]), world),
+        "skipped": everyones(not torch.equal(found["never"]["weights"], found["always"]["weights"]), world),
+        "finite": everyones(bool(found["always"]["weights"].isfinite().all()), world),
+        "verdicts": everyones({name: case["verdicts"] for name, case in found.items()}, world),
+        "scales": everyones([case["scale"] for case in found.values()], world),
+    }
+
+
+@contextmanager
+def nan_gradients(layer: nn.Module, passes: int) -> Iterator[None]:
+    """The layer gives back NaN in so many passes from now on."""
+    left = [passes]
+
+    def spoil(gradient: Tensor) -> Tensor:
+        left[0] -= 1
+        return gradient * math.nan if left[0] >= 0 else gradient
+
+    def after_forward(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(spoil)
+
+    handle = layer.register_forward_hook(after_forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# Clean steps ----------------------------------------------------------------------------------------------------------
+
+OFF = {"clipping": "none", "on_spike": "ignore"}
+LOOSE: Mapping[str, Mapping[str, Any]] = {
+    "global_norm": {},
+    "value": {"clip_value": 1e6},
+    "adagc": {"clip_warmup_steps": 1, "clip_growth": 1e6},
+}
+
+
+def clean(mode: str, root: Path, world: World) -> dict[str, list[bool]]:
+    """Whether weights are those of steps without a guard, to the bit, on every rank."""
+    bare = _clean(mode, root, world, OFF)
+    guarded = {kind: _clean(mode, root, world, {"clipping": kind, **settings}) for kind, settings in LOOSE.items()}
+    return {kind: everyones(torch.equal(bare, weights), world) for kind, weights in guarded.items()}
+
+
+def _clean(mode: str, root: Path, world: World, stability: Mapping[str, Any]) -> Tensor:
+    stepper, judge, feed = _judged(mode, root, world, [], stability=stability, train={"max_grad_norm": 1e6})
+    with feed:
+        for step in range(STEPS):
+            _take(stepper, judge, feed, step)
+    return torch.cat([part.detach().flatten() for _, part in stepper.parts])
+
+
+# What ranks find out together -----------------------------------------------------------------------------------------
+
+
+def found_out(mode: str, root: Path, world: World) -> dict[str, Any]:
+    """Of a step in which something is wrong on rank 1 alone."""
+    stepper, _, feed = _judged(mode, root, world, [], parallel={"check_every": 1})
+    with feed:
+        batches = feed.step(0)
+    stepper.backward(batches, stop_requested=False)
+    found: dict[str, Any] = {"in step": _drift(stepper, world)}
+    for group, names in peers_with_copies(stepper.parameters, stepper.world.layout):
+        part = dict(stepper.parts)[min(names)]
+        if world.rank == 1:
+            part.data.view(-1)[0] += 1e-6
+        found.setdefault("drift", {})[min(names)] = [dist.get_world_size(group), _drift(stepper, world)]
+        if world.rank == 1:
+            part.data.view(-1)[0] -= 1e-6
+    name, last = stepper.parts[-1]
+    last_names = everyones(name, world)
+    for anomaly, value in (("jump", 1e6), ("nonfinite", math.nan)):
+        if world.rank == 1:
+            assert last.grad is not None
+            last.grad.view(-1)[0] = value
+        evidence = gather_evidence(stepper.parts, batches, anomaly, stepper.world)  # type: ignore[arg-type]
+        found[anomaly] = everyones(evidence.tensor, world)
+    found["expected"] = last_names[1]
+    found["operation"] = everyones(_bad_operation(stepper, batches, world), world)
+    return found
+
+
+def _drift(stepper: Stepper, world: World) -> list[str | None]:
+    try:
+        stepper.check_copies(1)
+    except DriftError as err:
+        return everyones(err.what, world)
+    return everyones(None, world)
+
+
+def _bad_operation(stepper: Stepper, batches: StepBatches, world: World) -> str | None:
+    layer = next(module for module in stepper.model.modules() if isinstance(module, GradientCheckpointingLayer))
+    handle = layer.register_forward_hook(lambda module, args, output: BadGradient.apply(output))
+    if world.rank != 1:
+        handle.remove()
+    try:
+        return failed_operation(stepper, batches)
+    finally:
+        handle.remove()
+
+
+class BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * math.nan
 
 
 def rollback_run(root: Path, name: str, dims: ParallelDims) -> RunDir:
@@ -231,9 +386,14 @@ def main() -> None:
             if world.is_main:
                 results[f"{mode} {kind}"] = asdict(difference(found, references[kind]))
         if size == 2:
-            for mode in (name for name, dims in MODES.items() if dims.world_size == size):
+            for mode in TWO:
                 results[f"{mode} poisoned"] = poisoned(mode, root, world)
                 results[f"{mode} retried"] = retried(mode, root, world)
+            for mode in ("ddp x2", "fsdp x2"):
+                results[f"{mode} fp16"] = in_fp16(mode, root, world)
+                results[f"{mode} clean"] = clean(mode, root, world)
+            for mode in (*TWO, "cp x2"):
+                results[f"{mode} found out"] = found_out(mode, root, world)
             rolled_back("fsdp x2", root, world)
             for kind in LEARNERS:
                 results[f"learnt {kind}"] = {mode: learnt(kind, mode, root, world) for mode in ("fsdp x2", "pp x2")}

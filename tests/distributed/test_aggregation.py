@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from pantheraml.base.events import read_events
+from tests.distributed.aggregation_runs import (
+    BAD_RANK,
+    WEIGHTS,
+    Share,
+    median_norm,
+    poisoned_sample,
+    shares_of,
+    weighted_norm,
+    write_inputs,
+)
 from tests.distributed.launching import run_ranks
+from tests.harness import values
 
 TOLERANCE = 1e-5
 WORLD = 3
@@ -16,11 +31,18 @@ pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Per rank: case -> what it found."""
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks left behind."""
     folder = tmp_path_factory.mktemp("aggregation")
+    write_inputs(folder)
     run_ranks("aggregation_ranks", WORLD, folder)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(root: Path) -> list[dict[str, Any]]:
+    """Per rank: case -> what it found."""
+    return [json.loads((root / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("layout", ["view", "copy"])
@@ -130,3 +152,74 @@ def test_drift_names_rank_and_tensor(ranks: list[dict[str, Any]], case: str, exp
     assert len(set(members)) == 1, "all ranks raise the same"
     for part in expected:
         assert part in members[0]
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shares(root: Path) -> list[Share]:
+    """What each rank brings to the first step, found by one process."""
+    return shares_of(root, "median", step=1)
+
+
+def test_runs_aggregate_as_they_are_configured(root: Path, shares: list[Share]) -> None:
+    mean = weighted_norm(shares, [1, 1, 1])
+    for name, expected in (("median", median_norm(shares)), ("weighted", weighted_norm(shares, WEIGHTS))):
+        norms = values(read_events(root / name), "train.step", "grad_norm")
+        assert norms[0] == pytest.approx(expected, rel=TOLERANCE)
+        assert norms[0] != pytest.approx(mean, rel=100 * TOLERANCE), "which is told from the mean"
+
+
+def test_a_rank_whose_fault_passes_takes_part(root: Path, shares: list[Share]) -> None:
+    events = read_events(root / "a fault that passes")
+    (verdict,) = [event for event in events if event["kind"] == "verdict"]
+    assert (verdict["step"], verdict["action"], verdict["anomaly"]) == (1, "retry", "left_out")
+    assert (verdict["transient"], verdict["ranks"]) == (True, [BAD_RANK])
+    assert values(events, "aggregation.left_out", "step") == [], "the step that counts had all of them"
+    assert values(events, "incident", "transient") == [True]
+    norms = values(events, "train.step", "grad_norm")
+    assert norms[0] == pytest.approx(weighted_norm(shares, [1, 1, 1]), rel=TOLERANCE)
+
+
+def test_a_rank_whose_fault_stays_is_left_out_and_explained(root: Path, shares: list[Share]) -> None:
+    run, bad = root / "a fault that stays", poisoned_sample(root)
+    (holder,) = [rank for rank, share in enumerate(shares) if bad in share.samples]
+    events = read_events(run)
+    (verdict,) = [event for event in events if event["kind"] == "verdict"]
+    assert (verdict["step"], verdict["action"], verdict["anomaly"]) == (1, "step", "left_out")
+    assert (verdict["transient"], verdict["ranks"]) == (False, [holder])
+    (left_out,) = [event for event in events if event["kind"] == "aggregation.left_out"]
+    assert (left_out["step"], left_out["ranks"]) == (1, [holder])
+    (incident,) = [event for event in events if event["kind"] == "incident"]
+    assert (incident["rank"], incident["samples"], incident["transient"]) == (holder, [bad], False)
+    assert incident["module"].endswith("embed_tokens")
+    written = json.loads((run / incident["path"]).read_text())
+    assert written["rank_samples"] == [share.samples for share in shares]
+    sound = [share for rank, share in enumerate(shares) if rank != holder]
+    norms, losses = (values(events, "train.step", field) for field in ("grad_norm", "loss"))
+    assert norms[0] == pytest.approx(weighted_norm(sound, [1, 1]), rel=TOLERANCE)
+    tokens = sum(share.tokens for share in sound)
+    assert losses[0] == pytest.approx(sum(share.loss * share.tokens for share in sound) / tokens, rel=TOLERANCE)
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert all(bool(torch.isfinite(weight).all()) for weight in adapter.values())
+
+
+def test_a_spike_is_told_of_the_rank_with_the_largest_loss(root: Path) -> None:
+    incident = next(event for event in read_events(root / "spike") if event["kind"] == "incident")
+    written = json.loads((root / "spike" / incident["path"]).read_text())
+    assert written["verdict"]["anomaly"] == "spike"
+    expected = shares_of(root, "spike", incident["step"])
+    assert written["rank_losses"] == pytest.approx([share.loss for share in expected], rel=TOLERANCE)
+    worst = max(range(WORLD), key=lambda rank: expected[rank].loss)
+    assert (incident["rank"], incident["samples"]) == (worst, expected[worst].samples)
+    assert incident["finding"].endswith(f"; the loss is {expected[worst].loss:.4g} on rank {worst}")
+
+
+def test_a_run_whose_ranks_drift_apart_stops_and_names_the_rank(root: Path, ranks: list[dict[str, Any]]) -> None:
+    (what,) = {rank["runs"]["drift"] for rank in ranks}
+    assert what.startswith(f"Rank {BAD_RANK} no longer holds what the other 2 rank(s) hold")
+    assert "at step 3 is in the weight " in what
+    assert values(read_events(root / "drift"), "train.step", "step") == [1, 2], "nothing was taken after it"
+    for rank in ranks:
+        assert [name for name, end in rank["runs"].items() if end is not None] == ["drift"]

@@ -69,3 +69,14 @@ def test_under_sft_trainer(trl: tuple[dict[str, Any], dict[str, Any]], case: str
     assert len(set(one["loss"])) == len(one["loss"]) == 4, "a model that does not train would pass what follows"
     for key in ("loss", "grad_norm"):
         assert two[key] == pytest.approx(one[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_nan_of_one_process_is_met_by_all_under_sft_trainer(
+    trl: tuple[dict[str, Any], dict[str, Any]], processes: int
+) -> None:
+    found = trl[processes - 1]["guarded"]
+    assert found["verdicts"] == [[[2, "skip"]]] * processes
+    assert found["finite"]
+    assert found["alike"], "all processes end with the same weights"
+    assert found["rate_factor"] == 0.5

@@ -13,7 +13,7 @@ import pytest
 
 from pantheraml.base.events import read_events
 from pantheraml.specs.parallel import ParallelDims
-from tests.distributed.guard_ranks import CASES, LEARNERS, MODES, rollback_run, write_inputs
+from tests.distributed.guard_ranks import CASES, LEARNERS, LOOSE, MODES, TWO, rollback_run, write_inputs
 from tests.distributed.launching import run_ranks
 from tests.harness import train_here, values
 
@@ -49,7 +49,7 @@ def test_clipping_equals_that_of_one_process(results: dict[str, Any], case: tupl
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("mode", [mode for mode, dims in MODES.items() if dims.world_size == 2])
+@pytest.mark.parametrize("mode", TWO)
 def test_a_bad_sample_is_found_on_its_rank(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} poisoned"]
     culprit, holders = found["culprit"], found["holders"]
@@ -64,7 +64,7 @@ def test_a_bad_sample_is_found_on_its_rank(results: dict[str, Any], mode: str) -
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("mode", [mode for mode, dims in MODES.items() if dims.world_size == 2])
+@pytest.mark.parametrize("mode", TWO)
 def test_all_ranks_decide_alike_and_go_on(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} poisoned"]
     first, second = found["verdicts"]
@@ -75,13 +75,70 @@ def test_all_ranks_decide_alike_and_go_on(results: dict[str, Any], mode: str) ->
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("mode", [mode for mode, dims in MODES.items() if dims.world_size == 2])
+@pytest.mark.parametrize("mode", TWO)
 def test_a_fault_of_one_rank_that_passes_leaves_no_trace(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} retried"]
     assert found["equal"] == [True, True]
     for told in found["told"]:
         (verdict,) = [event for event in told if event["kind"] == "verdict"]
         assert (verdict["step"], verdict["action"], verdict["transient"]) == (2, "retry", True)
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("mode", ["ddp x2", "fsdp x2"])
+def test_under_fp16_a_nan_of_one_rank_is_met_by_all_alike(results: dict[str, Any], mode: str) -> None:
+    found = results[f"{mode} fp16"]
+    first, second = found["verdicts"]
+    assert first == second
+    assert first["never"] == []
+    assert first["once"] == [["overflow", "retry"]]
+    assert first["always"] == [["overflow", "retry"]] * 2 + [["nonfinite", "skip"]]
+    assert found["equal"] == [True, True], "what passes leaves no trace"
+    assert found["skipped"] == [True, True]
+    assert found["finite"] == [True, True]
+    assert found["scales"] == [[4.0, 4.0, 4.0]] * 2, "it was not the scale's fault"
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("kind", LOOSE)
+@pytest.mark.parametrize("mode", ["ddp x2", "fsdp x2"])
+def test_clean_steps_with_the_guard_are_bit_equal_to_those_without(
+    results: dict[str, Any], mode: str, kind: str
+) -> None:
+    assert results[f"{mode} clean"][kind] == [True, True]
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("mode", [*TWO, "cp x2"])
+def test_the_gradient_that_shows_an_anomaly_is_named_by_all(results: dict[str, Any], mode: str) -> None:
+    found = results[f"{mode} found out"]
+    assert found["jump"] == found["nonfinite"] == [found["expected"]] * 2
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("mode", [*TWO, "cp x2"])
+def test_ranks_that_hold_the_same_weights_are_compared(results: dict[str, Any], mode: str) -> None:
+    """Those of a pipeline and of sharding hold none in common; of tensor parallelism, those that are not cut."""
+    found = results[f"{mode} found out"]
+    assert found["in step"] == [None, None]
+    drift = found.get("drift", {})
+    assert len(drift) == (0 if mode in ("fsdp x2", "pp x2") else 1)
+    for name, (ranks, told) in drift.items():
+        assert ranks == 2
+        assert told[0] == told[1]
+        assert told[0].startswith("Ranks 0, 1 no longer hold the same")
+        assert f"the weight {name}." in told[0]
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("mode", [*TWO, "cp x2"])
+def test_the_operation_that_gave_nan_is_named_with_its_rank_and_line(results: dict[str, Any], mode: str) -> None:
+    first, second = results[f"{mode} found out"]["operation"]
+    assert first == second
+    assert "rank 1: BadGradientBackward gave NaN" in first
+    assert "BadGradient.apply(output)" in first
+    if mode in ("ddp x2", "fsdp x2"):
+        assert "rank 0" not in first, "the others' backward passes were in order"
 
 
 @pytest.mark.timeout(700)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from pantheraml.base.errors import WorkerKilledError
@@ -33,11 +35,33 @@ def wait_for_checkpoints(playground: Playground, run: str, count: int) -> None:
         time.sleep(0.01)
 
 
+def kill_after(moment: str, playground: Playground, run: str, pid: int) -> None:
+    """Kill the worker once an event of that kind is written; it may be over by then."""
+    events, deadline = playground.root / run / "events.jsonl", time.monotonic() + 120
+    while not (events.exists() and f'"{moment}"' in events.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+        workers_of(pid)[-1].send_signal(signal.SIGKILL)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_result_is_that_of_an_undisturbed_run(playground: Playground, processes: int) -> None:
-    calm, killed = f"runs/calm-{processes}", f"runs/killed-{processes}"
-    nproc = ["--nproc", str(processes)]
+def test_a_kill_is_survived_at_any_moment(playground: Playground) -> None:
+    """While the model is loaded, amid the steps, and when the result is about to be saved."""
+    assert playground.train("runs/calm-1", *SETTINGS).code == 0
+    process = playground.start_training("runs/killed-1", *SETTINGS)
+    for moment in ("data.ready", "checkpoint.saved", "train.finished"):
+        kill_after(moment, playground, "runs/killed-1", process.pid)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert len(values(read_events(playground.root / "runs/killed-1"), "run.restarted", "step")) >= 2
+    assert adapter_hash(playground, "runs/killed-1") == adapter_hash(playground, "runs/calm-1")
+
+
+@pytest.mark.timeout(300)
+def test_the_result_is_that_of_an_undisturbed_run(playground: Playground) -> None:
+    calm, killed = "runs/calm-2", "runs/killed-2"
+    nproc = ["--nproc", "2"]
     assert playground.train(calm, *SETTINGS, *nproc).code == 0
     process = playground.start_training(killed, *SETTINGS, *nproc)
     wait_for_checkpoints(playground, killed, 1)

@@ -14,7 +14,7 @@ from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.specs.run_dir import RunDir
 from tests.e2e.conftest import Playground, workers_of
 
-ENDLESS = ("--set", "train.max_steps=100000")
+ENDLESS = ("--set", "train.max_steps=100000", "--set", "train.schedule=constant")
 
 
 @pytest.mark.timeout(200)

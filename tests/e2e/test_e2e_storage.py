@@ -15,7 +15,16 @@ from pantheraml.base.errors import RunDirectoryError, StorageError
 from pantheraml.checkpoint.store import CheckpointStore
 from tests.e2e.conftest import Playground
 
-ENDLESS = ("--set", "train.max_steps=100000", "--set", "checkpoint.every_steps=1", "--set", "checkpoint.keep=3")
+ENDLESS = (
+    "--set",
+    "train.max_steps=100000",
+    "--set",
+    "train.schedule=constant",
+    "--set",
+    "checkpoint.every_steps=1",
+    "--set",
+    "checkpoint.keep=3",
+)
 
 
 class ReadOnly:

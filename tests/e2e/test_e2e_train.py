@@ -107,7 +107,8 @@ def test_a_scheduler_may_stop_a_single_worker(playground: Playground) -> None:
 
 
 def test_workers_of_a_parent_that_was_killed_save_and_end(playground: Playground) -> None:
-    process = playground.start_training("runs/orphan", "--nproc", "2", "--set", "train.max_steps=100000")
+    endless = ["--set", "train.max_steps=100000", "--set", "train.schedule=constant"]
+    process = playground.start_training("runs/orphan", "--nproc", "2", *endless)
     playground.wait_for_steps("runs/orphan")
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 3

@@ -2,7 +2,8 @@
 
 It takes clipping over from the trainer, and answers gradients that are not finite, or jump, by the engine's policy. A
 callback cannot run a step again, nor does it see the loss; so there is no retry, no roll back and no loss spike. And by
-the time it is asked, the trainer has multiplied all gradients by the norm's NaN: where that came from cannot be told.
+the time it is asked, the trainer has multiplied all gradients by the norm's NaN: where that came from cannot be told,
+and nothing is left to be taken with zeros.
 Every process must hold the whole model: all then have the same gradients, and decide alike without a word.
 """
 
@@ -25,7 +26,7 @@ from pantheraml.specs.train import StabilityConfig
 
 logger = log.get(__name__)
 
-NOT_HERE = ("zero", "lower_rate", "roll_back")
+NOT_HERE = ("zero", "roll_back")
 """Answers that a callback cannot give."""
 
 
@@ -38,10 +39,12 @@ class GuardCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
             if getattr(self._config, name) in NOT_HERE:
                 raise ConfigError(
                     f"A trainer's callback cannot do {name}={getattr(self._config, name)}.",
-                    todo="Use stop, skip or detect, or train with `pantheraml train`.",
+                    todo="Use stop, skip, lower_rate or detect, or train with `pantheraml train`.",
                 )
         self._guard: OwnLoopGuard | None = None
         self._max_grad_norm = 0.0
+        self._scheduled: list[Any] = []
+        """Learning rates that a schedule has set, while a step is taken with lower ones."""
         self.learnt: Mapping[str, Any] | None = None
         """What a run that is resumed had learnt of norms."""
         self.verdicts: list[tuple[int, Verdict]] = []
@@ -74,6 +77,16 @@ class GuardCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
             guard.drop_gradients()
         else:
             guard.clip(given["optimizer"], numbers.grad_norm)
+        groups = given["optimizer"].param_groups
+        self._scheduled = [group["lr"] for group in groups]
+        for group in groups if verdict.rate_factor != 1.0 else ():
+            group["lr"] = group["lr"] * verdict.rate_factor
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        for group, rate in zip(given["optimizer"].param_groups, self._scheduled, strict=True):
+            group["lr"] = rate
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         args.max_grad_norm = self._max_grad_norm

@@ -6,6 +6,7 @@ numbers too; else the weights of the checkpoint before, or those that the run be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.feed import StepBatches, read_batch
 from pantheraml.engine.guard.incident import Finding, culprit, investigate, read_incident
-from pantheraml.engine.judge import PASSED
+from pantheraml.engine.guard.verdict import StepNumbers
+from pantheraml.engine.judge import NOT_FOUND, PASSED
 from pantheraml.engine.state import load_weights
 from pantheraml.engine.step import Stepper
 from pantheraml.engine.step_state import load_step_state
@@ -29,7 +31,8 @@ from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import ReplayRequest, ReplayResult
 from pantheraml.worker.train import build_model, open_data
 
-NOTHING = "nothing was found when the step was watched"
+ALIKE = 0.05
+"""Another device, or one process instead of several, may change a spike by so much: it is far above that."""
 
 
 def replay_task(folder: Path, events: EventWriter) -> None:
@@ -49,15 +52,39 @@ def replayed(request: ReplayRequest, world: World) -> ReplayResult:
     batches = _batches(dataset, incident, world)
     report = stepper.backward(batches, stop_requested=False)
     then, now = culprit(recorded), culprit(investigate(stepper, batches))
-    passed = not incident["persistent"]
+    passed, about = not incident["persistent"], {"step": incident["step"], "cause": incident["verdict"]["cause"]}
+    if not passed and incident["verdict"]["anomaly"] in ("spike", "jump"):
+        numbers = _numbers(incident)
+        return ReplayResult(
+            **about,
+            recorded=_sizes(numbers),
+            found=str(now) if now is not None else _sizes(report.numbers),
+            weights=weights,
+            loss=f"{report.numbers.loss:.6g}",
+            same=now is None and _alike(numbers, report.numbers),
+        )
     return ReplayResult(
-        step=incident["step"],
-        cause=incident["verdict"]["cause"],
-        recorded=str(then) if then is not None else PASSED if passed else NOTHING,
-        found=str(now) if now is not None else NOTHING,
+        **about,
+        recorded=str(then) if then is not None else PASSED if passed else NOT_FOUND,
+        found=str(now) if now is not None else NOT_FOUND,
         weights=weights,
         loss=f"{report.numbers.loss:.6g}",
         same=_same(then, now) and (now is not None or report.numbers.finite == passed),
+    )
+
+
+def _numbers(incident: Mapping[str, Any]) -> StepNumbers:
+    values = incident["numbers"]
+    return StepNumbers(**{**values, "left_out": tuple(values["left_out"])})
+
+
+def _sizes(numbers: StepNumbers) -> str:
+    return f"loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}"
+
+
+def _alike(then: StepNumbers, now: StepNumbers) -> bool:
+    return math.isclose(then.loss, now.loss, rel_tol=ALIKE) and math.isclose(
+        then.grad_norm, now.grad_norm, rel_tol=ALIKE
     )
 
 

@@ -151,6 +151,20 @@ def test_a_jump_that_stays_is_met_as_a_spike_is(root: Path, on_spike: str, actio
         assert steps.take(flips=2).action == action
     told = [(event["action"], event["transient"]) for event in steps.events if event["kind"] == "verdict"]
     assert told == ([] if on_spike == "ignore" else [(action, False)])
+    incidents = [event for event in steps.events if event["kind"] == "incident"]
+    if on_spike == "ignore":
+        assert incidents == []
+        return
+    (incident,) = incidents
+    assert incident["tensor"] == steps.stepper.parts[1][0], "the one whose gradient was disturbed"
+    assert incident["tensor"] in incident["finding"]
+    written = json.loads((steps.run.path / incident["path"]).read_text())
+    assert written["persistent"]
+    assert written["findings"] == []
+    assert sorted(incident["samples"]) == sorted(written["samples"]) == sorted(*written["rank_samples"])
+    numbers = written["numbers"]
+    assert written["rank_losses"] == [pytest.approx(numbers["loss_sums"][0] / numbers["target_tokens"])]
+    assert (written["kept"] is None) == (action == "step"), "how many are only detected is not bounded"
 
 
 def test_what_stays_is_not_run_again_step_after_step(root: Path) -> None:

@@ -94,6 +94,18 @@ def test_a_run_that_was_stopped_just_before_resumes_exactly(root: Path, straight
     check_that_it_resumes(before, straight)
 
 
+def test_a_run_that_a_bad_step_stopped_goes_on_as_if_it_had_not(root: Path) -> None:
+    skipping, stopped = (
+        run_of(root, way, stability={"on_nonfinite": way}, checkpoint={"every_steps": None}) for way in ("skip", "stop")
+    )
+    expected = train_here(skipping)
+    with pytest.raises(NonFiniteError):
+        train_here(stopped)
+    stopped.write_config(skipping.config())
+    assert values(train_here(stopped), "train.step", "loss") == values(expected, "train.step", "loss")
+    assert same_adapter(stopped, skipping)
+
+
 def check_that_it_resumes(run: RunDir, straight: Straight) -> None:
     """To the same end as the run that was never stopped."""
     whole, events = straight

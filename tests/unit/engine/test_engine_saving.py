@@ -42,7 +42,7 @@ def start(root: Path, tmp_path: Path) -> Callable[..., RunDir]:
             "model": {"path": str(root / "model")},
             "data": {"path": str(root / "data.jsonl"), "seq_len": 48, "cache_dir": str(root / "cache")},
             "method": {"rank": 4, "dropout": 0.2},
-            "train": {"global_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2},
+            "train": {"global_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, "schedule": "constant"},
             "checkpoint": {"every_steps": 2, "keep": 3},
         }
         config = TrainConfig.model_validate(merged(base, changes))
@@ -112,6 +112,8 @@ def test_writing_in_the_background_changes_nothing_but_the_wait(start: Callable[
     assert adapter(beside) == adapter(inline)
     for step in (2, 4, 6):
         first, second = (CheckpointStore(run.checkpoints).load(step) for run in (beside, inline))
+        assert first.state["config"]["checkpoint"].pop("background")
+        assert not second.state["config"]["checkpoint"].pop("background")
         assert first.state == second.state
         for group in ("weights", "optimizer", "rng"):
             tensors, others = (checkpoint.tensors.read_group(group) for checkpoint in (first, second))

@@ -23,7 +23,7 @@ def make(root: Path, name: str, micro: int, steps: int = 3) -> RunDir:
             "model": {"path": str(root / "model")},
             "data": {"path": str(root / "data.jsonl"), "seq_len": 48, "cache_dir": str(root / "cache")},
             "method": {"rank": 4},
-            "train": {"global_batch_size": 8, "max_steps": steps, "learning_rate": 1e-2},
+            "train": {"global_batch_size": 8, "max_steps": steps, "learning_rate": 1e-2, "schedule": "constant"},
             "checkpoint": {"every_steps": 2},
         }
     )

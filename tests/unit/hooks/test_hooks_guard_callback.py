@@ -94,6 +94,21 @@ def test_a_bad_step_is_survived(folder: Path, tmp_path: Path) -> None:
     assert all(value.isfinite().all() for value in weights(run).values())
 
 
+def test_a_lowered_rate_is_that_of_the_steps_to_come(folder: Path, tmp_path: Path) -> None:
+    """And the schedule's stays what it is."""
+    guard = GuardCallback(on_nonfinite="lower_rate", rate_factor=0.25, clipping="none")
+    run = trainer(folder, tmp_path, guard, max_steps=3, optim="sgd", lr_scheduler_type="linear")
+    nan_at(run, 1)
+    taken: list[float] = []
+    run.create_optimizer()
+    run.optimizer.register_step_pre_hook(lambda optimizer, *_: taken.append(optimizer.param_groups[0]["lr"]))
+    run.train()
+    assert taken == pytest.approx([0.25 * 1e-2 * left / 3 for left in (3, 2, 1)])
+    logged = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    assert logged == pytest.approx([1e-2 * left / 3 for left in (3, 2, 1)])
+    assert guard.state()["attributes"]["learnt"]["policy"]["rate_factor"] == 0.25
+
+
 def test_a_bad_step_stops_the_training_before_it_is_taken(folder: Path, tmp_path: Path) -> None:
     run = trainer(folder, tmp_path, GuardCallback())
     nan_at(run, 2)
@@ -123,3 +138,5 @@ def test_what_it_has_learnt_resumes(folder: Path, tmp_path: Path) -> None:
 def test_what_a_callback_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="on_spike=roll_back"):
         GuardCallback(on_spike="roll_back")
+    with pytest.raises(ConfigError, match="on_nonfinite=zero"):
+        GuardCallback(on_nonfinite="zero")

@@ -6,7 +6,7 @@ import pytest
 
 from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.planner.choose import choose
-from pantheraml.planner.out_of_memory import MemoryUse, Shortage, advice, memory_error
+from pantheraml.planner.out_of_memory import MemoryUse, Shortage, advice, leaner_resume, memory_error
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -47,6 +47,24 @@ def test_what_is_not_known_is_left_out() -> None:
     assert Shortage(asked=None, free=GIB, total=2 * GIB).__str__() == ": 1.00 GiB of 2.00 GiB were free"
 
 
+def test_that_smaller_passes_were_tried_is_said() -> None:
+    error = memory_error(SHORTAGE, None, *planned(train={"micro_batch_size": 1}))
+    assert error.what.startswith("The GPU ran out of memory, with one sequence at a time: 2.00 GiB more")
+
+
+@pytest.mark.parametrize(
+    ("mode", "change"),
+    [
+        ("none", "train.activation_checkpointing=full"),
+        ("full", "train.activation_checkpointing=offload"),
+        ("offload", "parallel.shard=N"),
+    ],
+)
+def test_what_a_resumed_run_may_change(mode: str, change: str) -> None:
+    _, plan = planned(train={"activation_checkpointing": mode})
+    assert leaner_resume(plan) == change
+
+
 def test_an_odd_micro_batch_saves_its_own_share() -> None:
     ways = advice(SHORTAGE, use(activations=90 * GIB), *planned(train={"micro_batch_size": 3}))
     assert ways[0] == "train.micro_batch_size=1 (now 3; saves about 60.00 GiB)"
@@ -78,7 +96,7 @@ def test_an_odd_micro_batch_saves_its_own_share() -> None:
             ["train.optimizer=adamw8bit (now adamw_bf16; saves about 2.00 GiB)"],
             ["train.weights"],
         ),
-        ({"train": {"micro_batch_size": 1}}, ["seq_len"], ["micro_batch_size"]),
+        ({"train": {"micro_batch_size": 1}}, ["seq_len", "parallel.shard=N"], ["micro_batch_size"]),
         ({"train": {"activation_checkpointing": "offload"}}, ["seq_len"], ["activation_checkpointing"]),
     ],
 )

@@ -26,11 +26,22 @@ def config(**sections: dict[str, Any]) -> TrainConfig:
 
 def test_a_run_may_be_made_longer_watched_and_spread_otherwise() -> None:
     longer = config(
-        train={"max_steps": 9, "log_every_steps": 3},
+        train={"max_steps": 9, "log_every_steps": 3, "schedule": "constant"},
         parallel={"world_size": 2, "shard": 2, "batch_shares": "adaptive"},
+        stability={"on_nonfinite": "skip", "max_skipped_steps": 9},
         checkpoint={"keep": 7},
     )
-    assert check_resumable(config(), longer) == []
+    assert check_resumable(config(train={"schedule": "constant"}), longer) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_steps", 9), ("epochs", 7.0)])
+def test_where_the_learning_rate_goes_by_the_length_that_may_not_change(key: str, value: float) -> None:
+    longer = config(train={key: value})
+    with pytest.raises(CheckpointError, match=rf"train\.{key} was .*\(Under train.schedule=cosine"):
+        check_resumable(config(), longer)
+    with pytest.raises(CheckpointError, match="schedule was 'constant'") as refused:
+        check_resumable(config(train={"schedule": "constant"}), config())
+    assert key not in str(refused.value), "it is the same"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +52,8 @@ def test_a_run_may_be_made_longer_watched_and_spread_otherwise() -> None:
         ("method", "rank", 3),
         ("train", "learning_rate", 1.0),
         ("parallel", "aggregation", "median"),
+        ("stability", "clipping", "zclip"),
+        ("stability", "clip_percentile", 50.0),
     ],
 )
 def test_what_makes_the_numbers_may_not_change_unless_somebody_insists(section: str, key: str, value: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pantheraml.base.errors import NonFiniteError, RunDirectoryError
+from pantheraml.base.errors import NonFiniteError, RunDirectoryError, TrainingError
 from pantheraml.cli.main import main
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.process_group import World
@@ -109,6 +109,24 @@ def test_a_transient_fault_leaves_a_step_in_which_nothing_is_found(root: Path, m
     assert "transient" in result.recorded
     losses = {event["step"]: event["loss"] for event in events_of(run)}
     assert float(result.loss) == pytest.approx(losses[2], rel=1e-5), "weights, samples and dropout are those of then"
+
+
+def test_a_spike_that_stays_is_found_again(root: Path) -> None:
+    # a loss that is above its mean by anything at all
+    stability = {"on_spike": "stop", "spike_warmup_steps": 2, "spike_zscore": 1e-9}
+    config = config_of(root, "model", stability=stability, train={"learning_rate": 1e-6, "max_steps": 8})
+    run = make_run(root / "spike", config, make_plan(config, micro=2))
+    with pytest.raises(TrainingError, match="standard deviations above"):
+        train_here(run)
+    (incident,) = run.incidents.glob("*.json")
+    result = replay(run, incident)
+    assert result.same
+    assert result.found == result.recorded
+    content = json.loads(incident.read_text())
+    content["numbers"]["grad_norm"] *= 1.2
+    elsewhere = incident.with_name("elsewhere.json")
+    elsewhere.write_text(json.dumps(content))
+    assert not replay(run, elsewhere).same
 
 
 def events_of(run: RunDir) -> list[dict[str, Any]]:

@@ -1,0 +1,175 @@
+"""Whole runs of three ranks that aggregate gradients as they are configured, and what one process would come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from pantheraml.base.env import set_for_this_process
+from pantheraml.base.errors import DriftError
+from pantheraml.base.events import EventWriter
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.order import step_samples
+from pantheraml.engine.feed import StepBatches, read_batch
+from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.step import Stepper
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.parallel.layout import make_layout
+from pantheraml.parallel.process_group import World
+from pantheraml.parallel.shard_batch import Ids, shards
+from pantheraml.specs.faults import fail_at
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.train import build_model, open_data, train_rank
+from tests import toy
+from tests.harness import make_plan, make_run, merged, silent
+
+RANKS, BATCH, BAD_RANK = 3, 9, 1
+WEIGHTS = [3.0, 1.0, 0.5]
+RARE = "~"
+"""A character of one sample, whose embedding in the model `poisoned` is infinite."""
+
+LEAVE_OUT = {"leave_out_nonfinite": True}
+
+RUNS: Mapping[str, Mapping[str, Any]] = {
+    "median": {"parallel": {"aggregation": "median"}},
+    "weighted": {"parallel": {"aggregation": "weighted", "aggregation_weights": WEIGHTS}},
+    "a fault that passes": {"parallel": LEAVE_OUT, "faults": [fail_at(BAD_RANK, 1, "nan")]},
+    "a fault that stays": {"parallel": LEAVE_OUT, "model": "poisoned"},
+    # a loss that is above its mean by anything at all, and weights that stay what they are
+    "spike": {
+        "stability": {"spike_warmup_steps": 2, "spike_zscore": 1e-9},
+        "train": {"learning_rate": 1e-12, "max_steps": 6},
+    },
+    "drift": {"parallel": {"check_every": 1}, "train": {"max_steps": 4}},
+}
+
+
+def write_inputs(root: Path) -> None:
+    """Models and data, and a folder for every run."""
+    rows = toy.arithmetic(40)
+    rows[7]["prompt"] += RARE
+    toy.write_jsonl(root / "data.jsonl", rows)
+    toy.write_llama(root / "model")
+    toy.write_llama(root / "poisoned")
+    weights = load_file(root / "poisoned" / "model.safetensors")
+    (token,) = load_tokenizer(config_of(root).model).encode(RARE)
+    weights["model.embed_tokens.weight"][token] = math.inf
+    save_file(weights, root / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+    for name, changes in RUNS.items():
+        config = config_of(root, **changes)
+        make_run(root / name, config, make_plan(config, world=RANKS, micro=2))
+
+
+def config_of(root: Path, *, model: str = "model", faults: Sequence[str] = (), **changes: Any) -> TrainConfig:
+    """The bad sample is in the first step."""
+    base = {
+        "model": {"path": str(root / model)},
+        "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
+        "method": {"kind": "lora", "rank": 4},
+        "train": {"global_batch_size": BATCH, "max_steps": 2, "learning_rate": 1e-2, "seed": 17},
+    }
+    return TrainConfig.model_validate({**merged(base, changes), "faults": list(faults)})
+
+
+# In every rank --------------------------------------------------------------------------------------------------------
+
+
+def train_all(world: World, root: Path) -> dict[str, str | None]:
+    """The error that each run ended with on this rank."""
+    set_for_this_process("PANTHERAML_FAULTS", "1")
+    layout = make_layout(ParallelDims(replicate=world.size), "cpu")
+    here = World(world.rank, world.size, world.device, dist.new_group(backend="gloo"), layout)
+    ends: dict[str, str | None] = {}
+    for name in RUNS:
+        run = RunDir(root / name)
+        drifts = name == "drift" and world.rank == BAD_RANK
+        with EventWriter(run.path, rank=world.rank) as events, drifting(2) if drifts else nullcontext():
+            try:
+                emit = events if world.is_main else silent
+                train_rank(run, run.config(), run.plan(), here, emit, StopFlag(run.stop_file))
+                ends[name] = None
+            except DriftError as err:
+                ends[name] = err.what
+    return ends
+
+
+@contextmanager
+def drifting(step: int) -> Iterator[None]:
+    """After that step of the optimizer one weight is another one."""
+    taken = [0]
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        taken[0] += 1
+        if taken[0] == step:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].view(-1)[0] += 1e-6
+
+    handle = register_optimizer_step_post_hook(after_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# In one process -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a step."""
+
+    samples: list[int]
+    tokens: int
+    loss: float
+    """Per token, as the gradient is."""
+    gradient: Tensor
+
+
+def shares_of(root: Path, name: str, step: int) -> list[Share]:
+    """By a process that takes the shares of the ranks one after another, with the weights that the run began with."""
+    run = RunDir(root / name)
+    config, (data, _) = run.config(), open_data(run)
+    alone, plan = World(0, 1, torch.device("cpu")), make_plan(config, micro=2)
+    stepper = Stepper(build_model(config, plan, alone, silent), config, alone, plan)
+    ids = step_samples(data.fingerprint, config.train.seed, len(data), BATCH, step - 1, None)
+    return [share_of(stepper, data, part) for part in shards(ids, RANKS, micro_batch=2)]
+
+
+def share_of(stepper: Stepper, data: TokenDataset, parts: list[Ids]) -> Share:
+    samples = [int(sample) for part in parts for sample in part]
+    tokens = int(data.target_tokens(torch.tensor(samples).numpy()).sum())
+    batches = [read_batch(data, part, stepper.world) for part in parts]
+    report = stepper.backward(StepBatches(parts[0], tokens, batches, parts), stop_requested=False)
+    gradient = torch.cat([part.grad.flatten() for _, part in stepper.parts if part.grad is not None])
+    stepper.clear_gradients()
+    return Share(samples, tokens, report.numbers.loss, gradient)
+
+
+def weighted_norm(shares: Sequence[Share], weights: Sequence[float]) -> float:
+    masses = [share.tokens * weight for share, weight in zip(shares, weights, strict=True)]
+    total = torch.stack([mass * share.gradient for mass, share in zip(masses, shares, strict=True)]).sum(0)
+    return float(total.norm()) / sum(masses)
+
+
+def median_norm(shares: Sequence[Share]) -> float:
+    return float(torch.stack([share.gradient for share in shares]).median(dim=0).values.norm())
+
+
+def poisoned_sample(root: Path) -> int:
+    run = RunDir(root / "a fault that stays")
+    data, _ = open_data(run)
+    (token,) = load_tokenizer(run.config().model).encode(RARE)
+    (bad,) = [index for index in range(len(data)) if token in data.sequence(index).input_ids]
+    return bad
