@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from pantheraml.base.errors import ConfigError
+from pantheraml.engine.trial import Trial
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import TrainConfig
-from pantheraml.worker.verify import check_mode, comparable, differences_to_run
+from pantheraml.worker.verify import NARROW, TOLERANCE, allowed_differences, check_mode, comparable, differences_to_run
+from tests.harness import make_plan
 
 
 def config_of(**sections: Any) -> TrainConfig:
@@ -47,3 +50,31 @@ def test_what_training_would_refuse_is_not_compared() -> None:
     check_mode(config, ParallelDims(context=2))
     with pytest.raises(ConfigError, match="adamw8bit packs whole tensors"):
         check_mode(config, ParallelDims(shard=2))
+
+
+def trial_of(loss: float) -> Trial:
+    return Trial(losses=[loss], gradient={"a": torch.ones(2)}, weights={"a": torch.ones(2)}, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "cuts_rows", "usual", "cut_rows"),
+    [
+        ({}, True, TOLERANCE, TOLERANCE),
+        ({"precision": "bf16"}, True, NARROW * 0.01, NARROW * 0.01),
+        ({"precision": "bf16", "frozen_weights": "fp8"}, False, NARROW * 0.01, NARROW * 0.01),
+        ({"precision": "bf16", "frozen_weights": "fp8"}, True, NARROW * 0.01, NARROW * 0.25),
+        ({"precision": "fp32", "frozen_weights": "fp8"}, True, NARROW * 0.01, NARROW * 0.25),
+        ({"precision": "fp32", "frozen_weights": "nf4"}, True, TOLERANCE, TOLERANCE),
+    ],
+)
+def test_what_is_allowed_is_measured_where_numbers_are_narrow(
+    plan: dict[str, Any], cuts_rows: bool, usual: float, cut_rows: float
+) -> None:
+    def alone_with(**changes: Any) -> Trial:
+        (change,) = changes.items()
+        return trial_of({("micro_batch_size", 1): 1.01, ("frozen_weights", None): 1.25}[change])
+
+    made = make_plan(config_of()).model_copy(update=plan)
+    allowed = allowed_differences(made, trial_of(1.0), alone_with, cuts_rows=cuts_rows)
+    assert allowed.of(ParallelDims(replicate=2)) == pytest.approx(usual)
+    assert allowed.of(ParallelDims(shard=2, tensor=2)) == pytest.approx(cut_rows)
