@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pantheraml import stability
 from pantheraml.base.errors import ConfigError, NonFiniteError
+from pantheraml.parallel.data import wrap
+from pantheraml.parallel.process_group import World
+from pantheraml.specs.multi_gpu import MultiGPUConfig
 
 STEPS, ROWS = 4, 8
 
@@ -123,6 +126,17 @@ def ddp_options(**settings: Any) -> list[Any]:
     return [wrapped.static_graph, wrapped.find_unused_parameters, wrapped.bucket_bytes_cap]
 
 
+def config_options(**settings: Any) -> list[bool]:
+    """What a run's section `parallel` gives DDP: gradients in its buckets, and buffers of rank 0 in every pass."""
+    rank, trained = dist.get_rank(), model()
+    trained.register_buffer("own", torch.zeros(1))
+    wrapped = wrap(trained, World(rank=rank, size=2, device=torch.device("cpu")), MultiGPUConfig(**settings))
+    assert isinstance(wrapped, DistributedDataParallel)
+    trained.get_buffer("own").fill_(rank + 1)
+    wrapped(torch.ones(1, 4)).sum().backward()
+    return [wrapped.gradient_as_bucket_view, bool(trained.get_buffer("own") == 1)]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -139,6 +153,11 @@ def main() -> None:
                 ddp_options(multi_gpu_static_graph=False, multi_gpu_bucket_cap_mb=3),
                 ddp_options(multi_gpu_find_unused_parameters=True),
                 ddp_options(multi_gpu_mode="none"),
+            ],
+            "config": [
+                config_options(),
+                config_options(gradient_as_bucket_view=False),
+                config_options(broadcast_buffers=False),
             ],
         }
         Path(sys.argv[1], f"rank-{rank}.json").write_text(json.dumps(found))

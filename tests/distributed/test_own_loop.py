@@ -62,3 +62,4 @@ def test_a_model_that_nobody_wrapped(ranks: list[dict[str, Any]]) -> None:
 def test_settings_reach_ddp(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["ddp"] == [[True, False, 25 * MIB], [False, False, 3 * MIB], [False, True, 25 * MIB], []]
+    assert ranks[1]["config"] == [[True, True], [False, True], [True, False]]

@@ -66,7 +66,7 @@ def test_twenty_failures_change_nothing(playground: Playground) -> None:
         "killed by SIGKILL",
         "was asked for",
         "is stuck in hang",
-        "with 2 sequences at a time, the GPU ran out",
+        "with 2 sequences at a time, the machine ran out",
     ):
         assert expected in told
     assert json.loads((run / "run.json").read_text())["error"] is None

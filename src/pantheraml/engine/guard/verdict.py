@@ -75,7 +75,8 @@ class Suspect(NamedTuple):
 
 
 def suspect(parts: NamedParameters, anomaly: Anomaly | None) -> Suspect | None:
-    """The first gradient of `parts` that is not finite or, where all are, the largest after a spike or a jump."""
+    """The first gradient of `parts` that is not finite or, where all are, the largest: the norm of finite values may be
+    infinite, and a spike or a jump has one that is too large."""
     numbered = [
         (number, name, part.grad)
         for number, (name, part) in enumerate(parts)
@@ -84,7 +85,7 @@ def suspect(parts: NamedParameters, anomaly: Anomaly | None) -> Suspect | None:
     bad = next(((number, name) for number, name, gradient in numbered if not bool(gradient.isfinite().all())), None)
     if bad is not None:
         return Suspect(math.inf, *bad)
-    if anomaly not in ("spike", "jump") or not numbered:
+    if anomaly not in ("nonfinite", "spike", "jump") or not numbered:
         return None
     return max(Suspect(float(gradient.abs().max()), number, name) for number, name, gradient in numbered)
 
