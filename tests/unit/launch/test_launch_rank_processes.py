@@ -34,16 +34,17 @@ def outcome_of(
     """Of shells that know their number as $RANK, beginning with 4."""
     environments = [child_environment(RANK=str(4 + number)) for number in range(ranks)]
     told: list[Outcome] = []
-    ended: list[list[psutil.Process]] = []
+    ended: list[set[psutil.Process]] = []
+    before = set(psutil.Process().children())  # another test's, which lasts
 
     def tell(outcome: Outcome) -> None:
         told.append(outcome)
-        ended.append(psutil.Process().children())
+        ended.append(set(psutil.Process().children()) - before)
 
     run_ranks(["sh", "-c", script], environments, 4, Watch(stops or StopRequests(), 2.0, others_failed, tell))
     if stops is not None:
-        assert ended == [[]], "others must hear of a stop when these have saved, or they would end theirs too soon"
-    assert psutil.Process().children(recursive=True) == []
+        assert ended == [set()], "others must hear of a stop when these have saved, or they would end theirs too soon"
+    assert set(psutil.Process().children()) == before
     assert len(told) == 1
     return told[0]
 
