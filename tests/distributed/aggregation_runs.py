@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base.env import set_for_this_process
 from pantheraml.base.errors import DriftError
@@ -53,6 +56,8 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
         "train": {"learning_rate": 1e-12, "max_steps": 6},
     },
     "drift": {"parallel": {"check_every": 1}, "train": {"max_steps": 4}},
+    # shares follow what was measured in ten steps
+    "slow": {"parallel": {"batch_shares": "adaptive"}, "train": {"max_steps": 14}},
 }
 
 
@@ -94,8 +99,8 @@ def train_all(world: World, root: Path) -> dict[str, str | None]:
     ends: dict[str, str | None] = {}
     for name in RUNS:
         run = RunDir(root / name)
-        drifts = name == "drift" and world.rank == BAD_RANK
-        with EventWriter(run.path, rank=world.rank) as events, drifting(2) if drifts else nullcontext():
+        trouble = TROUBLE[name]() if name in TROUBLE and world.rank == BAD_RANK else nullcontext()
+        with EventWriter(run.path, rank=world.rank) as events, trouble:
             try:
                 emit = events if world.is_main else silent
                 train_rank(run, run.config(), run.plan(), here, emit, StopFlag(run.stop_file))
@@ -106,13 +111,13 @@ def train_all(world: World, root: Path) -> dict[str, str | None]:
 
 
 @contextmanager
-def drifting(step: int) -> Iterator[None]:
-    """After that step of the optimizer one weight is another one."""
+def drifting() -> Iterator[None]:
+    """After the second step of the optimizer one weight is another one."""
     taken = [0]
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         taken[0] += 1
-        if taken[0] == step:
+        if taken[0] == 2:
             with torch.no_grad():
                 optimizer.param_groups[0]["params"][0].view(-1)[0] += 1e-6
 
@@ -121,6 +126,25 @@ def drifting(step: int) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def slowed() -> Iterator[None]:
+    """Every decoder layer takes longer."""
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if isinstance(module, GradientCheckpointingLayer):
+            time.sleep(0.1)
+
+    handle = register_module_forward_pre_hook(before_forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+TROUBLE = {"drift": drifting, "slow": slowed}
+"""Of the bad rank."""
 
 
 # In one process -------------------------------------------------------------------------------------------------------

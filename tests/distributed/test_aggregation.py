@@ -15,6 +15,7 @@ from tests.distributed.aggregation_runs import (
     BAD_RANK,
     WEIGHTS,
     Share,
+    config_of,
     median_norm,
     poisoned_sample,
     shares_of,
@@ -22,7 +23,7 @@ from tests.distributed.aggregation_runs import (
     write_inputs,
 )
 from tests.distributed.launching import run_ranks
-from tests.harness import values
+from tests.harness import make_plan, make_run, train_here, values
 
 TOLERANCE = 1e-5
 WORLD = 3
@@ -223,3 +224,15 @@ def test_a_run_whose_ranks_drift_apart_stops_and_names_the_rank(root: Path, rank
     assert values(read_events(root / "drift"), "train.step", "step") == [1, 2], "nothing was taken after it"
     for rank in ranks:
         assert [name for name, end in rank["runs"].items() if end is not None] == ["drift"]
+
+
+def test_a_slow_rank_gets_less_work_and_the_result_stays(root: Path) -> None:
+    events = read_events(root / "slow")
+    tokens = values(events, "train.ranks", "tokens")
+    bad = [float(by_rank[BAD_RANK]) / sum(by_rank) for by_rank in tokens]
+    even, measured = sum(bad[:10]) / 10, sum(bad[12:]) / 2
+    assert even == pytest.approx(1 / 3, abs=0.05)
+    assert measured < 0.6 * even
+    config = config_of(root, train={"max_steps": 14})
+    alone = train_here(make_run(root / "alone", config, make_plan(config, micro=2)))
+    assert values(events, "train.step", "loss") == pytest.approx(values(alone, "train.step", "loss"), rel=TOLERANCE)
