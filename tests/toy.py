@@ -30,6 +30,23 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+RARE = "~"
+"""A character that stands in no row of `arithmetic`."""
+
+
+def write_poisoned_llama(folder: Path) -> Path:
+    """A Llama that gives NaN for text with a RARE character: the embedding of it is infinite."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_llama(folder)
+    weights = load_file(folder / "model.safetensors")
+    (token,) = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(RARE).ids
+    weights["model.embed_tokens.weight"][token] = torch.inf
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def write_tokenizer(folder: Path, *, chat_template: str | None = None, pad: bool = True) -> None:
     from transformers import PreTrainedTokenizerFast
 

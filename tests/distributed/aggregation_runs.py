@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -40,9 +38,6 @@ from tests.harness import make_plan, make_run, merged, silent
 
 RANKS, BATCH, BAD_RANK = 3, 9, 1
 WEIGHTS = [3.0, 1.0, 0.5]
-RARE = "~"
-"""A character of one sample, whose embedding in the model `poisoned` is infinite."""
-
 LEAVE_OUT = {"leave_out_nonfinite": True}
 
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -64,14 +59,10 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 def write_inputs(root: Path) -> None:
     """Models and data, and a folder for every run."""
     rows = toy.arithmetic(40)
-    rows[7]["prompt"] += RARE
+    rows[7]["prompt"] += toy.RARE
     toy.write_jsonl(root / "data.jsonl", rows)
     toy.write_llama(root / "model")
-    toy.write_llama(root / "poisoned")
-    weights = load_file(root / "poisoned" / "model.safetensors")
-    (token,) = load_tokenizer(config_of(root).model).encode(RARE)
-    weights["model.embed_tokens.weight"][token] = math.inf
-    save_file(weights, root / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+    toy.write_poisoned_llama(root / "poisoned")
     for name, changes in RUNS.items():
         config = config_of(root, **changes)
         make_run(root / name, config, make_plan(config, world=RANKS, micro=2))
@@ -194,6 +185,6 @@ def median_norm(shares: Sequence[Share]) -> float:
 def poisoned_sample(root: Path) -> int:
     run = RunDir(root / "a fault that stays")
     data, _ = open_data(run)
-    (token,) = load_tokenizer(run.config().model).encode(RARE)
+    (token,) = load_tokenizer(run.config().model).encode(toy.RARE)
     (bad,) = [index for index in range(len(data)) if token in data.sequence(index).input_ids]
     return bad

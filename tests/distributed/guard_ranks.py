@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -61,9 +60,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "adagc": {"clip_growth": 0.5},
 }
 LEARNERS = ("zclip", "adagc")
-RARE = "~"
-"""A character of one sample, whose embedding in the model `poisoned` is infinite."""
-
 CASES = [
     *((mode, kind) for mode in (*TWO, "fsdp 2 x tp 2") for kind in ("adaptive", "adagc")),
     # The rest goes by values or by the global norm alone, which other tests compare in every mode.
@@ -85,15 +81,11 @@ def config_of(root: Path, model: str = "qwen3", **changes: dict[str, Any]) -> Tr
 
 def write_inputs(root: Path) -> None:
     rows = toy.arithmetic(40)
-    rows[7]["prompt"] += RARE
+    rows[7]["prompt"] += toy.RARE
     toy.write_jsonl(root / "data.jsonl", rows)
     toy.write_qwen3(root / "qwen3")
     toy.write_llama(root / "llama")
-    toy.write_llama(root / "poisoned")
-    weights = load_file(root / "poisoned" / "model.safetensors")
-    (token,) = load_tokenizer(config_of(root, "poisoned").model).encode(RARE)
-    weights["model.embed_tokens.weight"][token] = math.inf
-    save_file(weights, root / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+    toy.write_poisoned_llama(root / "poisoned")
 
 
 def dataset_of(config: TrainConfig) -> TokenDataset:
@@ -134,7 +126,7 @@ def poisoned(mode: str, root: Path, world: World) -> dict[str, Any]:
     plan = make_plan(config, dims=dims, micro=2)
     stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
     stepper.model.train()
-    (token,) = load_tokenizer(config.model).encode(RARE)
+    (token,) = load_tokenizer(config.model).encode(toy.RARE)
     (bad,) = [index for index in range(len(data)) if token in data.sequence(index).input_ids]
     with Feed(data, here, seed=0, global_batch=7, micro_batch=2, limit=None) as feed:
         step = next(number for number in range(6) if bad in feed.samples(number))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import psutil
 
@@ -98,6 +99,24 @@ class StopRequests:
                 signal.signal(number, handler)
 
 
+def start_process(
+    command: list[str], environment: dict[str, str], log: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C in the terminal reaches the parent alone, with which it ends."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    except OSError as err:
+        raise LaunchError(f"A process could not be started: {err}.", where=command[0]) from err
+
+
 def run_workers(
     command: list[str],
     run_dir: Path,
@@ -111,18 +130,7 @@ def run_workers(
     """Run to the end and return the exit status. `ask_to_stop` is called on the first stop request; without it (a task
     that has nothing to save) the workers are terminated at once."""
     with open(run_dir / LOG_FILE, "ab") as log:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C in the terminal reaches this parent alone
-                preexec_fn=die_with_parent,
-            )
-        except OSError as err:
-            raise LaunchError(f"The worker could not be started: {err}.", where=command[0]) from err
+        process = start_process(command, environment, log)
     family = Family(process.pid)
     try:
         return _watch(process, family, stops, ask_to_stop, grace_seconds, on_tick)

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pantheraml.base.errors import LaunchError
-from pantheraml.launch.local import KILL_AFTER_SECONDS, POLL_SECONDS, Family, StopRequests, die_with_parent
+from pantheraml.launch.local import KILL_AFTER_SECONDS, POLL_SECONDS, Family, StopRequests, start_process
 from pantheraml.launch.outcomes import Outcome
 
 PARTING_SECONDS = 10.0
@@ -38,7 +37,7 @@ def run_ranks(command: list[str], environments: Sequence[dict[str, str]], first_
     families: list[Family] = []
     try:
         for environment in environments:
-            processes.append(_start(command, environment))
+            processes.append(start_process(command, environment))
             families.append(Family(processes[-1].pid))
         outcome = _outcome(processes, families, first_rank, watch)
         if watch.stops.count:
@@ -53,19 +52,6 @@ def run_ranks(command: list[str], environments: Sequence[dict[str, str]], first_
         for family, process in zip(families, processes, strict=True):
             family.end(0.0 if watch.stops.urgent else PARTING_SECONDS)  # a worker of rank 0 may still save
             process.wait()
-
-
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone
-            preexec_fn=die_with_parent,
-        )
-    except OSError as err:
-        raise LaunchError(f"A rank could not be started: {err}.", where=command[0]) from err
 
 
 def _outcome(

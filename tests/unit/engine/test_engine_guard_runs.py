@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pantheraml.base.errors import NonFiniteError, TrainingError
@@ -33,22 +33,16 @@ from tests import toy
 from tests.harness import make_plan, make_run, merged, silent, train_here, values
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-RARE = "~"
-"""A character that stands in one row only; the poisoned model's embedding of it is infinite."""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guard")
     toy.write_llama(folder / "model")
-    toy.write_llama(folder / "poisoned")
+    toy.write_poisoned_llama(folder / "poisoned")
     rows = toy.arithmetic(40)
-    rows[7]["prompt"] += RARE
+    rows[7]["prompt"] += toy.RARE
     toy.write_jsonl(folder / "data.jsonl", rows)
-    weights = load_file(folder / "poisoned" / "model.safetensors")
-    tokenizer = load_tokenizer(config_of(folder, model="poisoned").model)
-    weights["model.embed_tokens.weight"][tokenizer.encode(RARE)] = math.inf
-    save_file(weights, folder / "poisoned" / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -77,7 +71,7 @@ def dataset_of(config: TrainConfig) -> TokenDataset:
 
 def poisoned_samples(config: TrainConfig) -> list[int]:
     """Those that hold the rare token."""
-    data, (token,) = dataset_of(config), load_tokenizer(config.model).encode(RARE)
+    data, (token,) = dataset_of(config), load_tokenizer(config.model).encode(toy.RARE)
     return [index for index in range(len(data)) if token in data.sequence(index).input_ids]
 
 

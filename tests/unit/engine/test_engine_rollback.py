@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pantheraml.base.errors import NonFiniteError
-from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
@@ -21,21 +19,14 @@ from tests.harness import make_plan, make_run, merged, train_here, values
 Straight = tuple[RunDir, list[dict[str, Any]]]
 """A run that was not stopped, and its events."""
 
-RARE = "~"
-"""A character of one row, whose embedding is infinite."""
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rollback")
-    toy.write_llama(folder / "model")
+    toy.write_poisoned_llama(folder / "model")
     rows = toy.arithmetic(40)
-    rows[3]["prompt"] += RARE
+    rows[3]["prompt"] += toy.RARE
     toy.write_jsonl(folder / "data.jsonl", rows)
-    weights = load_file(folder / "model" / "model.safetensors")
-    (token,) = load_tokenizer(config_of(folder).model).encode(RARE)
-    weights["model.embed_tokens.weight"][token] = math.inf
-    save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from pantheraml.base.errors import NonFiniteError, RunDirectoryError, TrainingError
 from pantheraml.cli.main import main
-from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.faults import fail_at
 from pantheraml.specs.run_dir import RunDir
@@ -23,22 +20,15 @@ from pantheraml.worker.replay import replayed
 from tests import toy
 from tests.harness import make_plan, make_run, merged, train_here, values
 
-RARE = "~"
-"""A character of one row, whose embedding in the model `poisoned` is infinite."""
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
     rows = toy.arithmetic(24)
-    rows[7]["prompt"] += RARE
+    rows[7]["prompt"] += toy.RARE
     toy.write_jsonl(folder / "data.jsonl", rows)
     toy.write_llama(folder / "model")
-    toy.write_llama(folder / "poisoned")
-    weights = load_file(folder / "poisoned" / "model.safetensors")
-    (token,) = load_tokenizer(config_of(folder, "poisoned").model).encode(RARE)
-    weights["model.embed_tokens.weight"][token] = math.inf
-    save_file(weights, folder / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+    toy.write_poisoned_llama(folder / "poisoned")
     return folder
 
 
