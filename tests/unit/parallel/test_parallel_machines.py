@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -79,7 +79,7 @@ def test_each_start_is_a_fresh_one(port: int) -> None:
 
 def test_a_machine_that_says_nothing_and_comes_back(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its new agent knows of no earlier start, and learns from machine 0 which one this is."""
-    monkeypatch.setattr(machines, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(machines, "ANSWER_SECONDS", 2.0)  # machine 0 also waits so long for the other to read
 
     def power_cut() -> list[Any]:
         Meeting(assignment(port, 1)).agree_on_start(0, None)
@@ -102,14 +102,18 @@ def test_a_machine_that_does_not_come_back(port: int, monkeypatch: pytest.Monkey
 
 
 def test_somebody_in_a_hurry_does_not_wait_for_the_verdict(port: int) -> None:
+    left = Event()
+
     def leaving() -> Verdict | None:
         meeting = Meeting(assignment(port, 1))
         meeting.tell(Outcome.of_stop(signal.SIGTERM))
-        return meeting.verdict(judge, lambda: True)
+        verdict = meeting.verdict(judge, lambda: True)
+        left.set()
+        return verdict
 
     def staying() -> Verdict | None:
         meeting = Meeting(assignment(port, 0))
-        time.sleep(0.3)
+        assert left.wait(30)
         meeting.tell(Outcome(0))
         return meeting.verdict(judge, patient)
 
@@ -119,12 +123,18 @@ def test_somebody_in_a_hurry_does_not_wait_for_the_verdict(port: int) -> None:
 
 
 def test_machine_0_is_gone(port: int) -> None:
+    met, gone = Event(), Event()
+
     def host() -> None:
-        Meeting(assignment(port, 0))
+        meeting = Meeting(assignment(port, 0))
+        assert met.wait(30)
+        del meeting
+        gone.set()
 
     def guest() -> str:
         meeting = Meeting(assignment(port, 1))
-        time.sleep(0.5)
+        met.set()
+        assert gone.wait(30)
         assert not meeting.others_failed()
         meeting.tell(Outcome(0))
         with pytest.raises(LaunchError) as raised:
