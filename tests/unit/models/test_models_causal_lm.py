@@ -1,0 +1,51 @@
+"""The fast class answers the questions that trainers ask once a step as transformers' own does, only sooner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pantheraml.models.causal_lm import make_fast
+
+
+def fast(folder: Path, *, tied: bool = False, dora: bool = False) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=tied)
+    make_fast(model)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], use_dora=dora))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("only_trainable", [False, True])
+@pytest.mark.parametrize("exclude_embeddings", [False, True])
+def test_parameters_are_counted_as_transformers_does(
+    tiny_model: Any, tied: bool, only_trainable: bool, exclude_embeddings: bool
+) -> None:
+    model = fast(tiny_model("llama"), tied=tied).base_model.model
+    counted = model.num_parameters(only_trainable, exclude_embeddings)
+    assert counted == PreTrainedModel.num_parameters(model, only_trainable, exclude_embeddings)
+    assert counted > 0
+
+
+def test_every_module_is_in_the_mode_that_was_asked_for(tiny_model: Any) -> None:
+    model = fast(tiny_model("llama"))
+    for mode in (True, False, True):
+        model.train(mode)
+        assert {module.training for module in model.modules()} == {mode}
+    next(module for module in model.modules() if isinstance(module, nn.Dropout | nn.Identity)).eval()
+    model.train()
+    assert all(module.training for module in model.modules())
+
+
+def test_a_module_with_more_to_do_is_told_each_time(tiny_model: Any) -> None:
+    """DoRA forgets its norms then."""
+    model = fast(tiny_model("llama"), dora=True).train()
+    dora = next(module for module in model.modules() if type(module).__name__ == "DoraLinearLayer")
+    dora._cache_store("default", torch.ones(1))
+    model.train()
+    assert not dora._dora_cache
