@@ -18,6 +18,7 @@ from pantheraml.base.folders import write_text
 from pantheraml.readers import figures
 from pantheraml.readers.report_charts import charts
 from pantheraml.readers.report_page import chart_cards, escape, figure_cards, page, table
+from pantheraml.readers.report_ranks import ranks_part
 from pantheraml.readers.summary import History, history, summarise
 
 FILE_NAME = "report.html"
@@ -62,6 +63,7 @@ def write_report(
         f"<h2>Curves</h2>{chart_cards([(chart.title, chart.note) for chart in drawn])}" if drawn else "",
         *(_section(section) for section in extra),
         _plan(events),
+        ranks_part(events),
         _data(summary),
         _messages(events),
         _checkpoints(events, kept=set(summary["checkpoints"])),

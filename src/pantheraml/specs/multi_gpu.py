@@ -90,7 +90,8 @@ class MultiGPUConfig:
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
     """Size of a DDP communication bucket in MiB."""
     enable_multi_gpu_monitoring: bool = True
-    """Events `train.ranks` tell tokens, seconds and memory of every rank, so that a slow or full one is seen."""
+    """Events `train.ranks` tell tokens, seconds and memory of every rank, and the report shows them: a slow or full one
+    is seen."""
     timeout_seconds: Annotated[int, Field(ge=1)] = 300
     """How long a rank waits for its peers before the run stops with an error."""
     max_retries: Annotated[int, Field(ge=0)] = 3
@@ -105,7 +106,7 @@ class MultiGPUConfig:
     strict: bool = False
     """Stop if a rank cannot use its device, instead of going on with one device after a warning."""
     grace_seconds: Annotated[int, Field(ge=1)] = 120
-    """How long workers may take to save after Ctrl-C or SIGTERM before they are killed."""
+    """How long workers may take to save after Ctrl-C, SIGTERM or SIGUSR1 before they are killed."""
 
     @property
     def enable_hybrid(self) -> bool:

@@ -181,3 +181,28 @@ def test_messages_are_bounded(story: Any, tmp_path: Path) -> None:
     assert "The last 200 of 1,000." in page.words
     assert "warning number 999." in page.words
     assert len(re.findall(r"warning number \d+\.", page.words)) == 200
+
+
+def test_ranks_of_the_last_start_and_the_slow_one_named(story: Any, tmp_path: Path) -> None:
+    def started() -> None:
+        story.tell("train.started", first_step=1, total_steps=2, world_size=3, device="cpu", global_batch_size=4)
+
+    story.begin()
+    started()
+    story.tell("train.ranks", step=1, tokens=[9_999] * 4, seconds=[9.0] * 4, memory_bytes=[1] * 4)
+    started()
+    story.tell("train.ranks", step=1, tokens=[800, 801, 300], seconds=[0.5, 0.5, 0.7], memory_bytes=[2**30, 1, None])
+    story.tell("train.ranks", step=2, tokens=[800, 803, 300], seconds=[0.5, 0.5, 1.1], memory_bytes=[1, 2**29, None])
+    words = Page(write_report(story.write(tmp_path / "run"))).words
+    assert "Rank 2 takes 1.8 times as long" in words
+    assert "Rank 0 takes" not in words
+    assert "0 | 800 | 0.5 s | 1.00 × | 1 GiB | 1 | 802 | 0.5 s | 1.00 × | 512 MiB" in words
+    assert "2 | 300 | 0.9 s | 1.80 × | –" in words
+    assert "9,999" not in words
+
+
+def test_ranks_whose_time_is_unknown(story: Any, tmp_path: Path) -> None:
+    story.begin()
+    story.tell("train.ranks", step=1, tokens=[800, 800], seconds=None, memory_bytes=[1024, 1024])
+    words = Page(write_report(story.write(tmp_path / "run"))).words
+    assert "0 | 800 | – | – | 1 KiB | 1 | 800 | – | – | 1 KiB" in words
