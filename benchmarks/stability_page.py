@@ -18,8 +18,9 @@ WORDS = """# Stability: the guard
 Made by `python benchmarks/run.py --table` from the files in `benchmarks/results/`; do not edit.
 
 After the backward passes of a step and before it is taken, all ranks look at the same few numbers (every rank's loss,
-the gradient norm, the last update against the weights), gathered in the one exchange that the norm needs anyway, and
-come to one verdict. So ranks cannot disagree, under accumulation, fp16 scaling, FSDP, tensor or pipeline parallelism.
+the gradient norm, the last update against the weights, now and then norms layer by layer), gathered in the one
+exchange that the norm needs anyway, and come to one verdict. So ranks cannot disagree, under accumulation, fp16
+scaling, FSDP, tensor or pipeline parallelism.
 All settings are in the section `stability` of the [configuration](configuration.md).
 
 ## What is noticed
@@ -119,11 +120,24 @@ Clean is a run in which nothing is clipped; `percentile` always clips the larges
 
     SFTTrainer(..., callbacks=[GuardCallback(clipping="zclip", on_nonfinite="skip")])
 
-takes the keys of `stability`, clips in the trainer's place, stops or skips before a bad step is taken, saves what it
-has learnt in the trainer's checkpoints, and refuses to end with weights that are not finite. With `lower_rate` the
-trainer's schedule, and the rate that it logs, stay what they are; steps are taken with `rate_factor` of it. A callback
-can neither run a step again nor see the loss, and before it is asked the trainer has spread a NaN over all gradients:
-retry, `zero`, `roll_back` and loss spikes are `pantheraml train`'s alone.
+takes the keys of `stability`, clips in the trainer's place, answers a bad step before it is taken, saves what it has
+learnt in the trainer's checkpoints, and refuses to end with weights that are not finite.
+
+| of `stability` | in a trainer |
+|---|---|
+| every `clipping` | yes |
+| `nonfinite` by `stop`, `skip`, `zero`, `lower_rate`, `roll_back`, `detect` | yes |
+| `jump` by `stop`, `skip`, `lower_rate`, `roll_back`, `detect`, `ignore` (`on_spike`) | yes |
+| `spike` | no: a callback does not see the loss; `spike_warmup_steps` is refused |
+| a bad step run once more, incidents, `replay` | no: a callback cannot run a step again |
+| `debug`, `group_norms_every`, `update_ratio_every` | refused: `pantheraml train` has events for them |
+| fp16, FSDP, DeepSpeed | refused: gradients have to be whole, and not scaled |
+
+With `zero`, values are made 0 after every pass: before a callback is asked, the trainer has spread a NaN over all
+gradients. What other processes have found enters as it is. With `lower_rate` the trainer's schedule, and the rate that
+it logs, stay what they are; steps are taken with `rate_factor` of it. `roll_back` goes to copies of weights and
+optimizer on the device: one is taken each `rollback_steps` steps and two are kept, with AdamW 24 bytes for each trained
+weight. Samples and schedule go on. A training that was resumed has copies only of what it did since.
 
 ## In your own loop
 

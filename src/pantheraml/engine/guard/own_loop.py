@@ -38,9 +38,12 @@ class OwnLoopGuard(Guard):
         self._spread = Spread(self.parameters, self.parameters, world.layout)
         super().__init__(config, max_grad_norm, self._spread)
 
-    def judge(self, loss: Tensor | None) -> tuple[StepNumbers, Verdict]:
-        """On the gradients that are there now; `loss` is this process's, None where nobody tells it. A collective."""
+    def judge(self, loss: Tensor | None, *, spoilt: Tensor | None = None) -> tuple[StepNumbers, Verdict]:
+        """On the gradients that are there now; `loss` is this process's, None where nobody tells it. `spoilt` tells
+        whether they held values that are not finite, where they do not any more. A collective."""
         share = self._share()
+        if spoilt is not None:
+            share = torch.where(spoilt.to(share.device), torch.nan, share)
         own = torch.zeros_like(share) if loss is None else loss.detach().to(share).reshape(())
         losses, shares = zip(*self._world.gather(torch.stack([own, share]).tolist()).tolist(), strict=True)
         numbers = StepNumbers(
