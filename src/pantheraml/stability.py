@@ -113,7 +113,7 @@ class NumericalStabilityManager:
             logger.warning("step %s: %s (%s)", step, verdict.action, verdict.cause)
         if self._settings.debug and verdict.anomaly == "nonfinite":
             operation = _operation(model, guard, loss)
-        groups = guard.groups.at(step)
+        groups = guard.groups.of_copies() if guard.groups.due(step) else None
         if verdict.action in ("step", "zero"):
             norm = guard.zero_nonfinite() if verdict.action == "zero" else numbers.grad_norm
             guard.clip(optimizer, norm)

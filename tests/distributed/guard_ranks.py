@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base.errors import DriftError
@@ -189,7 +193,8 @@ def _take(
 ) -> None:
     batches = feed.step(step)
     with during or nullcontext():
-        report = stepper.backward(batches, stop_requested=False)
+        norms = stepper.guard.groups.due(step + 1)
+        report = stepper.backward(batches, stop_requested=False, group_norms=norms)
     verdict, report = judge.judge(step + 1, batches, report, checkpoint=None)
     if verdict.action == "skip":
         stepper.skip()
@@ -277,6 +282,41 @@ def _clean(mode: str, root: Path, world: World, stability: Mapping[str, Any]) ->
         for step in range(STEPS):
             _take(stepper, judge, feed, step)
     return torch.cat([part.detach().flatten() for _, part in stepper.parts])
+
+
+# What a step exchanges ------------------------------------------------------------------------------------------------
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts what this process sends to its peers, by torch's names of operators and types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes plain tensors and the collectives between them first
+        if func.namespace in ("c10d", "_c10d_functional"):
+            kinds = {str(leaf.dtype) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+            self.counts[" ".join([func.name().partition(".")[0], *sorted(kinds)])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def layered(mode: str | None, root: Path, world: World, *, every: int) -> dict[str, Any]:
+    """Norms layer by layer after a step's passes, and what a whole step exchanges."""
+    config = config_of(root, stability={"group_norms_every": every})
+    dims = ParallelDims() if mode is None else MODES[mode]
+    here = World(0, 1, world.device) if mode is None else replace(world, layout=make_layout(dims, "cpu"))
+    plan = make_plan(config, dims=dims, micro=4)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
+    told: list[dict[str, Any]] = []
+    judge = Judge(stepper, RunDir(root), lambda kind, /, **fields: told.append(fields), about={}, keeps=True)
+    with Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=4, limit=None) as feed:
+        _take(stepper, judge, feed, 0)  # the first one is not like the others: DDP and pipelines prepare in it
+        with Exchanges() as exchanges:
+            _take(stepper, judge, feed, 1)
+    return {"groups": [event["groups"] for event in told], "exchanges": exchanges.counts}
 
 
 # What ranks find out together -----------------------------------------------------------------------------------------
@@ -369,7 +409,7 @@ def main() -> None:
     root, size = Path(sys.argv[1]), int(sys.argv[2])
     results: dict[str, Any] = {}
     references: dict[str, Trial] = {}
-    with open_world(make_plan(config_of(root), world=size), timeout_seconds=120) as world:
+    with open_world(make_plan(config_of(root), world=size), timeout_seconds=300) as world:
         for mode, kind in (case for case in CASES if MODES[case[0]].world_size == size):
             if world.is_main and kind not in references:
                 references[kind] = clipped(kind, None, root, world)
@@ -381,6 +421,12 @@ def main() -> None:
             for mode in TWO:
                 results[f"{mode} poisoned"] = poisoned(mode, root, world)
                 results[f"{mode} retried"] = retried(mode, root, world)
+                for every in (0, 1):
+                    own = layered(mode, root, world, every=every)
+                    results[f"{mode} layered {every}"] = everyones(own, world)
+            if world.is_main:
+                results["alone layered"] = layered(None, root, world, every=1)
+            world.wait_for_main()
             for mode in ("ddp x2", "fsdp x2"):
                 results[f"{mode} fp16"] = in_fp16(mode, root, world)
                 results[f"{mode} clean"] = clean(mode, root, world)

@@ -71,9 +71,8 @@ class Judge:
         `checkpoint`: the step of the newest one.
         """
         verdict, report = self._decide(step, batches, report, checkpoint)
-        groups = self._stepper.guard.groups.at(step)
-        if groups is not None:
-            self._emit("train.groups", step=step, groups=groups)
+        if report.groups is not None:
+            self._emit("train.groups", step=step, groups=report.groups)
         return verdict, report
 
     def _decide(

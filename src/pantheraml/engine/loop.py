@@ -266,7 +266,8 @@ class TrainingLoop:
             batches = feed.step(self.progress.step)
             try:
                 with nullcontext() if job.faults is None else job.faults.during(self.progress.step + 1):
-                    report = stepper.backward(batches, stop_requested=job.stop.is_raised())
+                    norms = stepper.guard.groups.due(self.progress.step + 1)
+                    report = stepper.backward(batches, stop_requested=job.stop.is_raised(), group_norms=norms)
                 self._heed_peers(report, feed)
                 return batches, report
             except torch.OutOfMemoryError as err:

@@ -20,6 +20,7 @@ from pantheraml.engine import optim
 from pantheraml.engine.adamw_graph import GraphAdamW
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.generators import Generators
+from pantheraml.engine.guard.groups import Norms
 from pantheraml.engine.guard.norms import Spread
 from pantheraml.engine.guard.state import Guard
 from pantheraml.engine.guard.verdict import StepNumbers, first_nonfinite
@@ -52,6 +53,8 @@ class StepReport:
     """As `memory_bytes`, of each rank."""
     most_at_a_time: int | None
     """The fewest sequences of a pass that some rank had to make do with; None: not known."""
+    groups: Norms | None = None
+    """Norms layer by layer, where they were asked for."""
 
 
 class Stepper:
@@ -92,8 +95,9 @@ class Stepper:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=self.autocast_dtype)
 
-    def backward(self, batches: StepBatches, *, stop_requested: bool) -> StepReport:
-        """Gradients of the global batch on every rank, and what all ranks know about them."""
+    def backward(self, batches: StepBatches, *, stop_requested: bool, group_norms: bool = False) -> StepReport:
+        """Gradients of the global batch on every rank, and what all ranks know about them; with `group_norms`, also by
+        layer."""
         self.generators.remember()
         if self._own_time is not None:
             self._own_time.start()
@@ -101,8 +105,11 @@ class Stepper:
         self.scaler.unscale_(self.optimizer)
         layout, own_targets = self.world.layout, _targets(batches)
         memory_bytes, found = self._memory_bytes(), torch.stack([total, self._squares().to(total.device)])
+        groups = self.guard.groups
+        if group_norms:
+            found = torch.cat([found, groups.squares().to(found.device)])
         # The host waits for the device here, and from here to the update the device waits for the host.
-        loss, own_squares = found.tolist()
+        loss, own_squares, *layers = found.tolist()
         rows = self.world.gather(
             [
                 loss if layout.counts_loss else 0.0,
@@ -114,10 +121,11 @@ class Stepper:
                 self._own_time.seconds() if self._own_time is not None else 0.0,
                 float(batches.most_at_a_time or math.inf),
                 *self.guard.updates.take(),
+                *(groups.by_group(layers) if group_norms else ()),
             ]
         ).tolist()
         # Plain numbers from here on: a tensor operation takes the host as long as a hundred of these.
-        losses, squares, tokens, targets, stops, memory, seconds, sequences, update, weights = map(
+        losses, squares, tokens, targets, stops, memory, seconds, sequences, update, weights, *layers = map(
             list, zip(*rows, strict=True)
         )
         # What a rank brought that was left out is neither in the gradient nor in the loss.
@@ -133,7 +141,8 @@ class Stepper:
         fewest = None if all(map(math.isinf, sequences)) else int(min(sequences))
         shared = layout.dims.context > 1
         means = [None if shared or not count else loss / count for loss, count in zip(losses, targets, strict=True)]
-        return StepReport(numbers, int(sum(tokens)), max(bytes_of), means, tokens, seconds, bytes_of, fewest)
+        norms = groups.norms(layers) if group_norms else None
+        return StepReport(numbers, int(sum(tokens)), max(bytes_of), means, tokens, seconds, bytes_of, fewest, norms)
 
     def backward_again(self, batches: StepBatches, first: StepReport) -> StepReport:
         """The same step's passes once more, as if `first` had not been: from the same weights and random numbers, they
@@ -141,7 +150,8 @@ class Stepper:
         self._forget_unscaling()
         self.clear_gradients()
         self.generators.put_back()
-        second = self.backward(batches, stop_requested=first.numbers.stop_requested)
+        again, stop = first.groups is not None, first.numbers.stop_requested
+        second = self.backward(batches, stop_requested=stop, group_norms=again)
         # what the first pass has read of the step before is not there to be read again
         return replace(second, numbers=replace(second.numbers, update_ratio=first.numbers.update_ratio))
 

@@ -1,15 +1,16 @@
 """Norms of gradients and weights by group: one for each layer of the model, one for each other part of it.
 
-A step's global norm tells that something grows; these tell where. They are taken now and then, for the host waits for
-them.
+A step's global norm tells that something grows; these tell where. They are taken now and then, and go the way of the
+step's other numbers: with them to the host, and with them to the other ranks.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,25 +34,44 @@ def group_of(name: str) -> str:
 
 class GroupNorms:
     def __init__(self, every: int, spread: Spread) -> None:
-        """Of each `every`-th step; 0 = none."""
+        """Of each `every`-th step; 0 = none. A collective where stages of a pipeline hold different groups."""
         self._every, self._spread = every, spread
         self._groups = [group_of(name) for name in spread.names]
+        stages = [self._groups]
+        if every > 0 and spread.layout.dims.pipeline > 1:
+            stages = [[] for _ in range(spread.layout.dims.world_size)]
+            dist.all_gather_object(stages, self._groups)
+        self._names = list(dict.fromkeys(name for groups in stages for name in groups))
 
-    def at(self, step: int) -> Norms | None:
-        """Before the step is taken; None if it is not one of those. A collective, which all ranks come to alike."""
-        if self._every == 0 or step % self._every:
-            return None
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def squares(self) -> Tensor:
+        """This rank's shares of squared norms, of each gradient and then of each weight, on the device."""
         spread = self._spread
-        gradients, weights = self._by_group(spread.gradients()), self._by_group(spread.weights())
-        own = {name: {"grad_norm": gradients[name], "weight_norm": weights[name]} for name in gradients}
-        if spread.layout.dims.pipeline == 1:
-            return own
-        everyone: list[Norms] = [{} for _ in range(spread.layout.dims.world_size)]
-        dist.all_gather_object(everyone, own)
-        return {name: norms for stage in everyone for name, norms in stage.items()}
+        return torch.cat([spread.shares(spread.gradients()), spread.shares(spread.weights())])
 
-    def _by_group(self, tensors: Sequence[Tensor | None]) -> dict[str, float]:
-        squares: dict[str, float] = dict.fromkeys(self._groups, 0.0)
-        for name, norm in zip(self._groups, self._spread.norms(tensors).tolist(), strict=True):
-            squares[name] += norm**2
-        return {name: math.sqrt(square) for name, square in squares.items()}
+    def by_group(self, squares: Sequence[float]) -> list[float]:
+        """The same by group, in an order that all ranks share."""
+        half = len(self._groups)
+        return [*self._summed(squares[:half]), *self._summed(squares[half:])]
+
+    def norms(self, shares: Sequence[Sequence[float]]) -> Norms:
+        """From every rank's, for each number that `by_group` gives."""
+        found = [math.sqrt(sum(of_ranks)) for of_ranks in shares]
+        pairs = zip(found[: len(self._names)], found[len(self._names) :], strict=True)
+        return {
+            name: {"grad_norm": gradient, "weight_norm": weight}
+            for name, (gradient, weight) in zip(self._names, pairs, strict=True)
+        }
+
+    def of_copies(self) -> Norms:
+        """Where every rank holds the whole model, and so knows what the others would say."""
+        ranks = self._spread.layout.dims.world_size
+        return self.norms([[share] * ranks for share in self.by_group(self.squares().tolist())])
+
+    def _summed(self, squares: Sequence[float]) -> Iterable[float]:
+        sums = dict.fromkeys(self._names, 0.0)
+        for name, square in zip(self._groups, squares, strict=True):
+            sums[name] += square
+        return sums.values()

@@ -52,7 +52,11 @@ class Spread:
 
     def share(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """This rank's share of the squared norm of all tensors as one: the sum over all ranks is that square."""
-        return (self._squares(tensors) * self._one_of_copies * self._is_counted).sum()
+        return self.shares(tensors).sum()
+
+    def shares(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """The same for each tensor by itself."""
+        return self._squares(tensors) * self._one_of_copies * self._is_counted
 
     def _squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Of this rank's parts. Norms are taken in float32 unless values are wider: no copies are made of them."""
