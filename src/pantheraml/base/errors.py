@@ -22,7 +22,7 @@
     ├── WorkerError                  70   a process met something nobody foresaw (a bug)
     │   └── WorkerKilledError        71   a process was killed (the kernel out of memory, a crash in native code)
     └── InterruptedRunError         130   stopped by Ctrl-C; the text says what was saved
-        └── PreemptedError          143   stopped by SIGTERM, as schedulers send it; likewise
+        └── PreemptedError          143   stopped by SIGTERM or SIGUSR1, as schedulers send them; likewise
 
 An error says what happened, where, and what to do next. The command line prints just that and exits with the number
 above; `--debug` adds the traceback. Worker processes send their error to the parent as an event, so the same text

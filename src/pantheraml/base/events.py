@@ -55,6 +55,8 @@ KINDS: Mapping[str, frozenset[str]] = {
     "heartbeat": frozenset({"step"}),
     # group of parameters (a layer, say) -> grad_norm and weight_norm, now and then
     "train.groups": frozenset({"step", "groups"}),
+    # by a signal to this rank, after which all have stopped
+    "train.stopped": frozenset({"signal"}),
     "train.finished": frozenset({"steps", "stopped_by"}),
     "eval.progress": frozenset({"step", "done", "total"}),
     "eval.done": frozenset({"step", "loss", "perplexity", "target_tokens", "seconds"}),

@@ -21,14 +21,18 @@ PARTIAL = ".partial-"
 
 
 @contextmanager
-def committed_folder(final: Path) -> Iterator[Path]:
-    """A scratch folder to write into; if the block ends without error, it takes the place of `final`."""
+def committed_folder(final: Path, *, make_parents: bool = True) -> Iterator[Path]:
+    """A scratch folder to write into; if the block ends without error, it takes the place of `final`.
+
+    Without `make_parents` the folder around it is made, but none above that: where one is gone, it fails.
+    """
     scratch = scratch_folder(final)
     try:
         with storage_errors(final):
-            final.parent.mkdir(parents=True, exist_ok=True)
+            final.parent.mkdir(parents=make_parents, exist_ok=True)
             _recover(final)
-            shutil.rmtree(scratch, ignore_errors=True)
+            if scratch.exists():
+                shutil.rmtree(scratch)  # if it cannot be removed, why not is what people should be told
             scratch.mkdir()
             yield scratch
             for path in [*scratch.rglob("*"), scratch]:

@@ -71,7 +71,9 @@ class CheckpointStore:
             stack.close()
 
         with ExitStack() as stack:
-            peers.all_do(lambda: stack.enter_context(committed_folder(final)) if peers.is_main else None)
+            # a run folder that somebody moved away is not made anew (see `CheckpointWriter`)
+            begin = committed_folder(final, make_parents=False)
+            peers.all_do(lambda: stack.enter_context(begin) if peers.is_main else None)
             found = peers.all_do(write_own)
             everything = {name: known for files in found for name, known in files.items()}
             peers.all_do(lambda: commit(everything) if peers.is_main else None)

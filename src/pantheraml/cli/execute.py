@@ -93,7 +93,7 @@ def run_training(
                 else:
                     _run_rank(run, plan, config, place, stops, leg, replacement)
                 if leg.stopped_by == "request":
-                    raise _stopped(run, stops)
+                    raise _stopped(run, leg, stops)
     return write_run_json(output)
 
 
@@ -108,15 +108,17 @@ def _refuse_inputs_inside(run: RunDir, config: TrainConfig, *, overwrite: bool) 
             )
 
 
-def _stopped(run: RunDir, stops: local.StopRequests) -> InterruptedRunError:
+def _stopped(run: RunDir, leg: _Leg, stops: local.StopRequests) -> InterruptedRunError:
+    by = leg.signal if stops.first is None else stops.first.name
     step = run.last_checkpoint()
     saved = "no checkpoint was saved" if step is None else f"the checkpoint of step {step} is saved"
     again = (
         f"Continue with: pantheraml resume {shlex.quote(str(run.path))}" if step else "Start it again when you like."
     )
-    if stops.interrupted:
+    if by == "SIGINT":
         return InterruptedRunError(f"Stopped on request; {saved}.", where=str(run.path), todo=again)
-    return PreemptedError(f"Stopped by SIGTERM, as schedulers send it; {saved}.", where=str(run.path), todo=again)
+    named = "a signal to one of its processes" if by is None else f"{by}, as schedulers send it"
+    return PreemptedError(f"Stopped by {named}; {saved}.", where=str(run.path), todo=again)
 
 
 @contextlib.contextmanager
@@ -245,8 +247,9 @@ def _run_task(
     """Processes that this one starts: a single one, or, with a plan, one per device."""
 
     def ask_to_stop() -> None:
+        leg.poll()  # training may have begun since the last look
         if not leg.training:  # there is nothing to save yet, nor anybody who would look at the file
-            raise _stopped(run, stops)
+            raise _stopped(run, leg, stops)
         run.stop_file.touch()
 
     def tick() -> None:
@@ -334,7 +337,7 @@ def _supervise(
         )
     # whoever asked: the workers may have heard of it, or the agent between, and not this process
     if (stops.count or leg.stopped_by == "request") and status and not leg.foreseen:
-        raise _stopped(run, stops)
+        raise _stopped(run, leg, stops)
     leg.raise_for(run.path, status, log_from=log_from)
 
 
@@ -345,6 +348,8 @@ class _Leg:
         self._follower = follower
         self.errors: list[Event] = []
         self.stopped_by: str | None = None
+        self.signal: str | None = None
+        """The one that a worker was stopped by, if it told."""
         self.training = False
         """Data and model are there, and steps are taken."""
 
@@ -359,6 +364,8 @@ class _Leg:
                 self.errors.append(event)
             elif event["kind"] == "train.started":
                 self.training = True
+            elif event["kind"] == "train.stopped":
+                self.signal = self.signal or event["signal"]
             elif event["kind"] == "train.finished":
                 self.stopped_by = event["stopped_by"]
 

@@ -74,7 +74,8 @@ def _serve(
     function: Callable[[Any], Any], connection: Connection[Any, Any], inherited: list[Connection[Any, Any]]
 ) -> None:
     """The life of a child: it ends when the parent closes its side, also when the parent dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()

@@ -1,9 +1,9 @@
 """Worker processes on this machine: started, watched, stopped in order, never left behind.
 
 Several processes run under torch's elastic agent, one per device; one alone runs by itself. The parent that calls this
-never imports torch. Ctrl-C or SIGTERM asks the workers to save and leave (a file in the run
-folder, which they look at between steps); a second Ctrl-C, or the end of the grace period, kills them. If the parent
-itself dies, the kernel sends SIGTERM to the child, so that an orphaned run saves and ends too.
+never imports torch. Ctrl-C or a scheduler's notice asks the workers to save and leave (a file in the run folder, which
+they look at between steps); a second Ctrl-C, or the end of the grace period, kills them. If the parent itself dies, the
+kernel sends SIGTERM to the child, so that an orphaned run saves and ends too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from pantheraml.base.errors import HangError, LaunchError
 from pantheraml.launch.script import agent_command
 from pantheraml.specs.plan import Plan
 
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+"""By which schedulers say that a run has to leave soon: SIGUSR1 is what people choose with Slurm's --signal."""
 LOG_FILE = "worker.log"
 POLL_SECONDS = 0.1
 KILL_AFTER_SECONDS = 10.0
@@ -65,7 +67,7 @@ def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -
 
 
 class StopRequests:
-    """Counts Ctrl-C and SIGTERM while it is installed."""
+    """Counts Ctrl-C and the notices of schedulers while it is installed."""
 
     def __init__(self) -> None:
         self._received: list[int] = []
@@ -75,13 +77,13 @@ class StopRequests:
         return len(self._received)
 
     @property
-    def interrupted(self) -> bool:
-        """Whether it began with Ctrl-C, by a person; schedulers send SIGTERM."""
-        return self._received[:1] == [signal.SIGINT]
+    def first(self) -> signal.Signals | None:
+        """What it began with: SIGINT is Ctrl-C, by a person; schedulers send others."""
+        return signal.Signals(self._received[0]) if self._received else None
 
     @property
     def urgent(self) -> bool:
-        """Somebody pressed Ctrl-C and does not want to wait for what the first request began. (A second SIGTERM is not
+        """Somebody pressed Ctrl-C and does not want to wait for what the first request began. (A second notice is not
         meant like that: a scheduler may signal a process both by itself and with its group.)"""
         return self.count > 1 and signal.SIGINT in self._received[1:]
 
@@ -91,7 +93,7 @@ class StopRequests:
 
     @contextmanager
     def installed(self) -> Iterator[StopRequests]:
-        before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, *NOTICES)}
         try:
             yield self
         finally:

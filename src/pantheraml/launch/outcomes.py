@@ -13,13 +13,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pantheraml.base.errors import HangError, LaunchError, WorkerError, WorkerKilledError
+from pantheraml.base.errors import (
+    HangError,
+    InterruptedRunError,
+    LaunchError,
+    PreemptedError,
+    WorkerError,
+    WorkerKilledError,
+)
 from pantheraml.base.events import moment, read_events
-from pantheraml.launch.local import was_killed
+from pantheraml.launch.local import NOTICES, was_killed
 from pantheraml.specs.run_dir import RunDir
 
 REASONS = {WorkerKilledError.exit_code: "killed", WorkerError.exit_code: "failed", HangError.exit_code: "hung"}
 """Exit codes after which a run may start again, in the words of `parallel.restart_on`."""
+
+STOPS = {signal.SIGINT: InterruptedRunError.exit_code, **dict.fromkeys(NOTICES, PreemptedError.exit_code)}
+"""Signals by which somebody asks a run to stop, and the exit code of one that did."""
 
 CONSEQUENCES = (HangError.exit_code, WorkerKilledError.exit_code, WorkerError.exit_code, LaunchError.exit_code)
 """What may be told by those whom somebody else's end has ended, and so is no cause if there is a better one; the
@@ -47,12 +57,11 @@ class Outcome:
             died = status == WorkerKilledError.exit_code
             return cls(status, f"Rank {rank} was killed." if died else f"Rank {rank} ended with status {status}.")
         number = signal.Signals(-status)
-        stopped = number in (signal.SIGINT, signal.SIGTERM)
-        return cls(128 + number if stopped else WorkerKilledError.exit_code, was_killed(f"Rank {rank}", number))
+        return cls(STOPS.get(number, WorkerKilledError.exit_code), was_killed(f"Rank {rank}", number))
 
     @classmethod
     def of_stop(cls, number: signal.Signals) -> Outcome:
-        return cls(128 + number, f"Stopped by {number.name}.")
+        return cls(STOPS[number], f"Stopped by {number.name}.")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -61,11 +61,11 @@ def _outcome(
     others_failed_at: float | None = None
     while True:
         statuses = [process.poll() for process in processes]
-        if watch.stops.count:
-            number = signal.SIGINT if watch.stops.interrupted else signal.SIGTERM
-            # Ranks but the first take both for the same, and SIGTERM ends one that has only just started in silence.
+        if (number := watch.stops.first) is not None:
+            # Ranks but the first take all for the same, and one that has only just started ends by others in silence.
+            silent = signal.SIGTERM if number is signal.SIGINT else number
             _signal(processes[:1] if first_rank == 0 else [], number)
-            _signal(processes[1:] if first_rank == 0 else processes, signal.SIGTERM)
+            _signal(processes[1:] if first_rank == 0 else processes, silent)
             return Outcome.of_stop(number)
         if any(statuses):
             # once more: who was killed may have been alive when it was asked, and its peers dead when they were

@@ -20,9 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pantheraml.base import env
-from pantheraml.launch.local import die_with_parent, was_killed
+from pantheraml.launch.local import NOTICES, die_with_parent, was_killed
 
-HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HANDLED_SIGNALS = (*NOTICES, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED_NAMES = ",".join(number.name for number in HANDLED_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class _Tied:
     def __call__(self, *arguments: Any) -> Any:
         die_with_parent()
         # A forked process has the agent's handlers, which cannot interrupt a rank that waits inside torch.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in NOTICES:
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return self._function(*arguments)
 
@@ -94,6 +96,7 @@ def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str) -> E
             max_restarts=0,
             start_method=start,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            signals_to_handle=_HANDLED_NAMES,
         )
         try:
             return Ended(elastic_launch(config, entrypoint)(*arguments))
@@ -107,9 +110,8 @@ def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str) -> E
 def _signals_and_environment_restored() -> Iterator[None]:
     """The agent takes signals over and writes one variable; in a notebook the process lives on after it."""
     before = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
-    names = ",".join(number.name for number in HANDLED_SIGNALS)
     try:
-        with env.changed("TORCHELASTIC_SIGNALS_TO_HANDLE", names):
+        with env.changed("TORCHELASTIC_SIGNALS_TO_HANDLE", _HANDLED_NAMES):
             yield
     finally:
         for number, handler in before.items():

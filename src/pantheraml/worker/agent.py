@@ -1,12 +1,14 @@
 """`python -m pantheraml.worker.agent N COMMAND...`: N ranks of a command, ended together, judged by the first to fail.
 
-The exit code is 0, that of the rank that failed first, or 128 + the number of the signal that stopped this process.
+The exit code is 0, that of the rank that failed first, or, of the signal that stopped this process, 143 where it was a
+scheduler's notice and 128 + its number otherwise.
 """
 
 from __future__ import annotations
 
 import sys
 
+from pantheraml.launch.outcomes import STOPS
 from pantheraml.parallel.agent import Ended, run_command
 
 
@@ -18,7 +20,7 @@ def main() -> int:
 def exit_code_of(ended: Ended) -> int:
     """Says who failed, if someone did."""
     if ended.stopped_by is not None:
-        return 128 + ended.stopped_by
+        return STOPS.get(ended.stopped_by, 128 + ended.stopped_by)
     if ended.failure is not None:
         print(ended.failure, file=sys.stderr, flush=True)
         return ended.failure.exit_code

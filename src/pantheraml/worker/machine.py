@@ -6,7 +6,6 @@ theirs, meet again, and run the same command; it continues from the last checkpo
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from pantheraml.base import env, log
 from pantheraml.base.errors import InterruptedRunError, PantheraError
 from pantheraml.launch.local import StopRequests
 from pantheraml.launch.machines import Assignment
-from pantheraml.launch.outcomes import Starts
+from pantheraml.launch.outcomes import STOPS, Starts
 from pantheraml.launch.rank_processes import Watch, run_ranks
 from pantheraml.parallel.machines import Meeting, RanksHere
 from pantheraml.specs.run_dir import RunDir
@@ -35,8 +34,9 @@ def run_machine(assignment: Assignment, command: list[str]) -> int:
             # the others need machine 0 to part in order
             hurry = (lambda: stops.urgent) if assignment.machine.number == 0 else (lambda: stops.count > 0)
             verdict = meeting.verdict(starts.judge, hurry)
-        if verdict is None or stops.count:
-            return 128 + (signal.SIGINT if stops.interrupted else signal.SIGTERM)
+        if stops.first is not None:
+            return STOPS[stops.first]
+        assert verdict is not None, "only who was asked to stop is in a hurry"
         if verdict.told and not (verdict.resumes and assignment.machine.number == 0):  # there the run itself says it
             print(verdict.told, file=sys.stderr, flush=True)
         if not verdict.starts_again:

@@ -111,6 +111,8 @@ def train_rank(
         stopped_by = loop.run()
         if stopped_by != "request":
             save_result(run, config, loop.job.stepper, emit)
+        elif stop.signal is not None:
+            heartbeat("train.stopped", signal=stop.signal.name)
         world.wait_for_main()
 
 

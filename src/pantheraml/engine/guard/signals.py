@@ -1,4 +1,4 @@
-"""How a worker learns that it should stop: SIGTERM, or a file that the launching parent puts into the run folder.
+"""How a worker learns that it should stop: a signal, or a file that the launching parent puts into the run folder.
 
 The file is for the parent on this machine (Ctrl-C); the signal is for schedulers and for a parent that died. Either
 only raises a flag; the loop looks at it between steps, where all ranks agree on stopping, save, and leave in order.
@@ -12,22 +12,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from pantheraml.launch.local import NOTICES
+
 
 class StopFlag:
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._signalled = False
+        self.signal: signal.Signals | None = None
+        """The first that came, if one did."""
 
     def is_raised(self) -> bool:
-        return self._signalled or self._file.exists()
+        return self.signal is not None or self._file.exists()
 
     @contextmanager
     def listening(self) -> Iterator[StopFlag]:
         def on_signal(number: int, frame: FrameType | None) -> None:
-            self._signalled = True
+            self.signal = self.signal or signal.Signals(number)
 
         # Ctrl-C reaches the parent alone; a SIGINT that gets here all the same must not kill a rank in mid-step.
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, on_signal) for number in (*NOTICES, signal.SIGINT)}
         try:
             yield self
         finally:
