@@ -14,6 +14,9 @@ import pytest
 # Processes that Python and torch.compile keep for the life of the interpreter.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
 
+LEAVE_SECONDS = 60.0
+"""For children and threads on their way out. Where there are none it costs nothing, and a busy machine is slow."""
+
 # set by pytest itself and by torch when an optimizer is first imported
 IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 
@@ -57,10 +60,9 @@ def _threads() -> set[str]:
 def no_leaks() -> Iterator[None]:
     environment, children, threads = dict(os.environ), _children(), _threads()
     yield
-    for _ in range(50):  # a child that is on its way out gets five seconds
-        if not (_children() - children or _threads() - threads):
-            break
-        time.sleep(0.1)
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while (_children() - children or _threads() - threads) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not _children() - children, "the test left processes behind"
     assert not _threads() - threads, "the test left threads behind"
     changed = {k: v for k, v in os.environ.items() if environment.get(k) != v and not k.startswith(IGNORED)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -121,17 +121,23 @@ def drifting() -> Iterator[None]:
 
 @contextmanager
 def slowed() -> Iterator[None]:
-    """Every decoder layer takes longer."""
+    """Every decoder layer takes much longer, also on a machine that is busy with other things."""
+    begun = [0.0]
 
     def before_forward(module: nn.Module, args: Any) -> None:
         if isinstance(module, GradientCheckpointingLayer):
-            time.sleep(0.1)
+            begun[0] = time.perf_counter()
 
-    handle = register_module_forward_pre_hook(before_forward)
+    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, GradientCheckpointingLayer):
+            time.sleep(max(0.1, 20 * (time.perf_counter() - begun[0])))
+
+    handles = [register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward)]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 TROUBLE = {"drift": drifting, "slow": slowed}

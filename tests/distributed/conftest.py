@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import SERVER
+from tests.distributed.launching import LIMIT_SECONDS, SERVER
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of a file waits for a few launches."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(3 * LIMIT_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)

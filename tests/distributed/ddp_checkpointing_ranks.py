@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -173,6 +174,13 @@ TRL_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "ours, selective": (partial(our_model, use_gradient_checkpointing="selective"), {}),
 }
 
+# name -> the guard, and what is in place of a gradient
+GUARDED: dict[str, tuple[dict[str, Any], float]] = {
+    "lower_rate": ({"on_nonfinite": "lower_rate", "rate_factor": 0.5}, math.nan),
+    "zero": ({"on_nonfinite": "zero"}, math.nan),
+    "as with zero": ({}, 0.0),
+}
+
 
 def train_by_trl(
     model: Any, model_folder: Path, output: Path, settings: dict[str, Any], callbacks: Sequence[TrainerCallback] = ()
@@ -205,18 +213,17 @@ def train_by_trl(
     return {**found, "wrapped": type(trainer.model_wrapped).__name__}
 
 
-def train_guarded(model_folder: Path, output: Path) -> dict[str, Any]:
-    """Of every process: what the guard decided, and the weights in the end."""
+def train_guarded(model_folder: Path, output: Path, guard: GuardCallback, bad: float) -> dict[str, Any]:
+    """Of every process: what the guard decided, and the weights in the end. A gradient of the last one is `bad`."""
     place, model = process_rank(), plain_model(model_folder)
     passes = [0]
 
     def spoil(gradient: Tensor) -> Tensor:
         passes[0] += 1
-        return gradient * torch.nan if passes[0] == 3 else gradient  # the first of two in step 2
+        return torch.full_like(gradient, bad) if passes[0] == 3 else gradient  # the first of two in step 2
 
     if place.rank == place.world_size - 1:
         next(value for name, value in model.named_parameters() if "lora_B" in name).register_hook(spoil)
-    guard = GuardCallback(on_nonfinite="lower_rate", rate_factor=0.5)
     settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     train_by_trl(model, model_folder, output, settings, [guard])
     weights = torch.cat([value.detach().flatten() for value in model.parameters() if value.requires_grad])
@@ -226,7 +233,7 @@ def train_guarded(model_folder: Path, output: Path) -> dict[str, Any]:
         dist.all_gather_object(everyone, own)
     return {
         "verdicts": [found["verdicts"] for found in everyone],
-        "finite": bool(weights.isfinite().all()),
+        "weights": weights.tolist(),
         "alike": all(found["weights"] == own["weights"] for found in everyone),
         "rate_factor": guard.state()["attributes"]["learnt"]["policy"]["rate_factor"],
     }
@@ -237,8 +244,9 @@ def run_trl(folder: Path, model_folder: Path) -> None:
     for name, (make, settings) in TRL_CASES.items():
         set_seed(0)
         results[name] = train_by_trl(make(model_folder), model_folder, folder / "trainer", settings)
-    set_seed(0)
-    results["guarded"] = train_guarded(model_folder, folder / "trainer")
+    for name, (guard, bad) in GUARDED.items():
+        set_seed(0)
+        results[name] = train_guarded(model_folder, folder / "trainer", GuardCallback(**guard), bad)
     (folder / f"rank{process_rank().rank}.json").write_text(json.dumps(results))
     leave_group()
 

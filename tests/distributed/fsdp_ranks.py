@@ -27,11 +27,12 @@ from pantheraml.models.quantise.packed import pack_linears, packed_buffers
 from pantheraml.parallel.borders import SharedGradients
 from pantheraml.parallel.fsdp import shard_parameters, without_sync
 from pantheraml.parallel.gather import full_tensors, load_full, spread_like
-from pantheraml.parallel.layout import Layout, make_layout
+from pantheraml.parallel.layout import Layout
 from pantheraml.parallel.local import hand_over_gradients, local_parts, local_squares
 from pantheraml.parallel.tensor import shard_tensors
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import MethodConfig
+from tests.distributed.layouts import layout_of
 
 STEPS, SEQUENCES, LENGTH, VOCABULARY = 5, 16, 12, 321
 CLIP = 0.5
@@ -300,7 +301,7 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 def gather_stages() -> dict[str, bool]:
     """Tensors of two pipeline stages, each sharded over two ranks, plain or in parts, with a name that both have."""
-    layout = make_layout(ParallelDims(pipeline=2, shard=2), "cpu")
+    layout = layout_of(ParallelDims(pipeline=2, shard=2), "cpu")
     whole = {name: torch.randn(5 + number, 3) for number, name in enumerate(("shared", "first", "second", "plain"))}
     whole["narrow"] = torch.randn(3, 2).bfloat16()
     mine = ("shared", "first") if layout.place["pipeline"] == 0 else ("second", "plain", "narrow", "shared")
@@ -318,13 +319,13 @@ def gather_stages() -> dict[str, bool]:
 
 def main() -> None:
     output = Path(sys.argv[1])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     try:
         results: dict[str, Any] = {}
         for name, case in CASES.items():
             dims = ParallelDims(**case.dims)
             if dims.world_size == dist.get_world_size():
-                results[name] = compare(case, make_layout(dims, "cpu"))
+                results[name] = compare(case, layout_of(dims, "cpu"))
         if dist.get_world_size() == 4:
             results["stages"] = gather_stages()
         if dist.get_rank() == 0:

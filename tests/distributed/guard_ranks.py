@@ -34,13 +34,13 @@ from pantheraml.engine.step import Stepper
 from pantheraml.engine.trial import Trial, difference, trial
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.consistency import peers_with_copies
-from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model, train_rank
 from tests import toy
+from tests.distributed.layouts import layout_of
 from tests.harness import make_plan, make_run, merged, silent
 
 MODES = {
@@ -99,7 +99,7 @@ def dataset_of(config: TrainConfig) -> TokenDataset:
 def clipped(kind: str, mode: str | None, root: Path, world: World) -> Trial:
     config = config_of(root, stability={"clipping": kind, "clip_warmup_steps": 1, **KINDS[kind]})
     dims = ParallelDims() if mode is None else MODES[mode]
-    here = World(0, 1, world.device) if mode is None else replace(world, layout=make_layout(dims, "cpu"))
+    here = World(0, 1, world.device) if mode is None else replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=4)
     return trial(build_model(config, plan, here, silent), config, plan, here, dataset_of(config), steps=STEPS)
 
@@ -108,7 +108,7 @@ def learnt(kind: str, mode: str, root: Path, world: World) -> list[dict[str, Any
     """What every rank would save after two steps."""
     config = config_of(root, stability={"clipping": kind, "clip_warmup_steps": 1, **KINDS[kind]})
     dims = MODES[mode]
-    here = replace(world, layout=make_layout(dims, "cpu"))
+    here = replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=4)
     stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
     with Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=4, limit=None) as feed:
@@ -126,7 +126,7 @@ def poisoned(mode: str, root: Path, world: World) -> dict[str, Any]:
     """A run up to the step with the bad sample, whose gradient is then zeroed where it is not finite."""
     config = config_of(root, "poisoned", method={"kind": "lora", "rank": 4}, stability={"on_nonfinite": "zero"})
     dims, data = MODES[mode], dataset_of(config)
-    here = replace(world, layout=make_layout(dims, "cpu"))
+    here = replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=2)
     stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
     stepper.model.train()
@@ -177,7 +177,7 @@ def _judged(
     """Adapters under a judge, who tells `told`."""
     config = config_of(root, "llama", method={"kind": "lora", "rank": 4, "dropout": 0.2}, **changes)
     dims = MODES[mode]
-    here = replace(world, layout=make_layout(dims, "cpu"))
+    here = replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=2, precision=precision)
     torch.manual_seed(here.layout.data_rank)
     stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
@@ -307,7 +307,7 @@ def layered(mode: str | None, root: Path, world: World, *, every: int) -> dict[s
     """Norms layer by layer after a step's passes, and what a whole step exchanges."""
     config = config_of(root, stability={"group_norms_every": every})
     dims = ParallelDims() if mode is None else MODES[mode]
-    here = World(0, 1, world.device) if mode is None else replace(world, layout=make_layout(dims, "cpu"))
+    here = World(0, 1, world.device) if mode is None else replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=4)
     stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
     told: list[dict[str, Any]] = []
@@ -393,7 +393,7 @@ def rollback_run(root: Path, name: str, dims: ParallelDims) -> RunDir:
 
 def rolled_back(mode: str, root: Path, world: World) -> None:
     run = RunDir(root / f"roll back {mode}")
-    here = replace(world, layout=make_layout(MODES[mode], "cpu"))
+    here = replace(world, layout=layout_of(MODES[mode], "cpu"))
     with EventWriter(run.path, rank=world.rank) as events:
         train_rank(run, run.config(), run.plan(), here, events if world.is_main else silent, StopFlag(run.stop_file))
 

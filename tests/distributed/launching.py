@@ -14,6 +14,8 @@ from pathlib import Path
 from pantheraml.base.env import child_environment
 
 REPOSITORY = Path(__file__).parents[2]
+LIMIT_SECONDS = 900.0
+"""For the ranks of one launch to end: the longest takes less than a minute, on a machine that does nothing else."""
 
 
 class RankServer:
@@ -22,7 +24,7 @@ class RankServer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, script: str, processes: int, *arguments: object, timeout: float = 300) -> None:
+    def run(self, script: str, processes: int, *arguments: object, timeout: float = LIMIT_SECONDS) -> None:
         """Run `main` of `tests/distributed/SCRIPT.py` as ranks of one process group; fails with what they wrote."""
         with tempfile.NamedTemporaryFile("r", prefix="ranks-", encoding="utf-8", errors="replace") as log:
             request = {"script": script, "processes": processes, "arguments": [*map(str, arguments)], "log": log.name}

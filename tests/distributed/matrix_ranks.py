@@ -13,11 +13,11 @@ from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
 from pantheraml.engine.trial import Trial, difference, trial
 from pantheraml.models.loader import load_tokenizer
-from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model
+from tests.distributed.layouts import layout_of
 from tests.distributed.matrix import STEPS, Case, chosen, full
 from tests.harness import make_plan, silent
 
@@ -34,7 +34,7 @@ def alone(case: Case, root: Path, world: World) -> Trial:
 
 def together(case: Case, root: Path, world: World) -> Trial:
     config = case.config(root)
-    there = replace(world, layout=make_layout(case.dims, "cpu"))
+    there = replace(world, layout=layout_of(case.dims, "cpu"))
     return steps_of(case, config, case.plan(config), there)
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     root, size = Path(sys.argv[1]), int(sys.argv[2])
     cases = [case for case in (full() if sys.argv[3] == "full" else chosen()) if case.dims.world_size == size]
     results = {}
-    with open_world(make_plan(cases[0].config(root), world=size), timeout_seconds=120) as world:
+    with open_world(make_plan(cases[0].config(root), world=size), timeout_seconds=300) as world:
         one_process = references(cases, root, world)
         for case in cases:
             found = together(case, root, world)

@@ -56,7 +56,9 @@ def clipped(kind: str, ranks: int, rank: int) -> list[float]:
     wrapped = wrapper.wrap_model_for_multi_gpu(trained) if ranks > 1 else trained
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     for step in range(STEPS):
-        wrapper(wrapped, loss_of(wrapped, step, ranks, rank), optimizer)
+        result = wrapper(wrapped, loss_of(wrapped, step, ranks, rank), optimizer)
+        assert result.groups is not None
+        assert math.isclose(math.hypot(*(norms["grad_norm"] for norms in result.groups.values())), result.grad_norm)
     return weights(trained)
 
 

@@ -15,7 +15,7 @@ from pantheraml.worker.train import train_rank
 
 def main() -> None:
     runs = [RunDir(Path(name)) for name in json.loads(Path(sys.argv[1]).read_text())]
-    with open_world(runs[0].plan(), timeout_seconds=60) as world:
+    with open_world(runs[0].plan(), timeout_seconds=300) as world:
         for run in runs:
             with EventWriter(run.path, rank=world.rank) as events:
                 emit = events if world.is_main else lambda kind, /, **fields: None

@@ -22,11 +22,11 @@ from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
 from pantheraml.engine.step import Stepper, StepReport
-from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.worker.train import build_model, open_data, save_result
+from tests.distributed.layouts import layout_of
 from tests.harness import make_plan, silent
 
 
@@ -88,7 +88,7 @@ def damage(checkpoint: Path) -> None:
 def main() -> None:
     legs = json.loads(Path(sys.argv[1]).read_text())
     opening = make_plan(RunDir(Path(legs[0]["run"])).config(), world=env.process_rank().world_size)
-    with open_world(opening, timeout_seconds=120) as world:
+    with open_world(opening, timeout_seconds=300) as world:
         for leg in legs:
             if "damage" in leg and world.is_main:
                 damage(CheckpointStore(RunDir(Path(leg["run"])).checkpoints).path(leg["damage"]))
@@ -97,7 +97,7 @@ def main() -> None:
                 run_leg(RunDir(Path(leg["run"])), leg, World(rank=0, size=1, device=world.device))
             world.wait_for_main()
             if not alone:
-                layout = make_layout(ParallelDims(**leg["dims"]), "cpu")
+                layout = layout_of(ParallelDims(**leg["dims"]), "cpu")
                 run_leg(RunDir(Path(leg["run"])), leg, replace(world, layout=layout))
             world.wait_for_main()
 

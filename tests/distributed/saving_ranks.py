@@ -94,7 +94,7 @@ def main() -> None:
     root, size = Path(sys.argv[1]), int(sys.argv[2])
     modes = {mode: dims for mode, dims in MODES.items() if dims.world_size == size}
     saved = [(mode, kind) for mode in modes for kind in KINDS]
-    with open_world(make_plan(config_of("full", root), world=size), timeout_seconds=60) as world:
+    with open_world(make_plan(config_of("full", root), world=size), timeout_seconds=300) as world:
         layouts = {mode: make_layout(dims, "cpu") for mode, dims in modes.items()}
         for mode, kind in saved:
             save(mode, kind, root, replace(world, layout=layouts[mode]))

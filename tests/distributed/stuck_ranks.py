@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,14 +16,14 @@ import torch.distributed as dist
 
 from pantheraml.engine.guard.collectives import recorded_collectives
 from pantheraml.engine.guard.watch import StepWatch
-from pantheraml.launch.flight_record import read_records
+from pantheraml.launch.flight_record import RankRecord, read_records
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import join
 from tests.harness import make_plan
 
-TIMEOUT = 60
+TIMEOUT = 200
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -30,11 +31,29 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return allowed.total_seconds()
 
 
-def wait_for_records(folder: Path, ranks: int) -> None:
+def wait_until(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT
-    while len(read_records(folder)) < ranks:
+    while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def begun(record: RankRecord) -> int:
+    """How many collectives a rank has begun, of all groups."""
+    return sum(record.begun(group) or 0 for group in {one.group for one in record.collectives})
+
+
+def recorded_after(count: int, *, waits: bool) -> RankRecord:
+    """Once this rank has begun so many, and all are done but the last if it `waits` in that: on a busy machine it is
+    there only after the alarm."""
+
+    def is_there() -> bool:
+        record = recorded_collectives("gloo")
+        done = [one.done for one in record.collectives]
+        return begun(record) == count and done == [True] * (len(done) - waits) + [False] * waits
+
+    wait_until(is_there)
+    return recorded_collectives("gloo")
 
 
 def main() -> None:
@@ -51,12 +70,16 @@ def main() -> None:
             found = {str(number): timeout_of(group) for number, group in enumerate((tensor, replicate, both))}
             assert dist.group.WORLD is not None
             (folder / "timeouts.json").write_text(json.dumps({"main": timeout_of(dist.group.WORLD), **found}))
+        count = begun(recorded_collectives("gloo")) + {3: 0, 2: 1}.get(world.rank, 2)
         with StepWatch(
-            folder / "stacks", rank=world.rank, timeout_seconds=0.5, collectives=lambda: recorded_collectives("gloo")
+            folder / "stacks",
+            rank=world.rank,
+            timeout_seconds=0.5,
+            collectives=lambda: recorded_after(count, waits=world.rank != 3),
         ) as watch:
             watch.beat()
             if world.rank == 3:
-                wait_for_records(folder / "stacks", ranks=4)
+                wait_until(lambda: len(read_records(folder / "stacks")) == 4)
                 shutil.copytree(folder / "stacks", folder / "kept")
             for group in (tensor, replicate):
                 dist.all_reduce(torch.ones(1), group=group)

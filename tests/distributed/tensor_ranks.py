@@ -270,7 +270,7 @@ def compare_fp8(mesh: DeviceMesh) -> dict[str, list[float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     layout = make_layout(ParallelDims(replicate=2, tensor=2), "cpu")
     pair, four = layout.submesh("tensor"), init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
     results: dict[str, Any] = {name: compare(case, four) for name, case in CASES.items() if case.degree == 4}

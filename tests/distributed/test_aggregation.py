@@ -28,8 +28,6 @@ from tests.harness import make_plan, make_run, train_here, values
 TOLERANCE = 1e-5
 WORLD = 3
 
-pytestmark = pytest.mark.timeout(500)
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

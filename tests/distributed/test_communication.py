@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.launching import LIMIT_SECONDS
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 HIDDEN, LAYERS, VOCABULARY, LENGTH, ROWS = 64, 4, 512, 32, 4
@@ -66,7 +68,7 @@ print(json.dumps([
 def results() -> dict[Case, dict[str, Any]]:
     request = json.dumps({"size": SIZE, "cases": [asdict(case) for case in CASES]})
     command = [sys.executable, "-c", RUN, str(BENCHMARKS), request]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr[-6000:]
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

@@ -12,8 +12,6 @@ from tests import toy
 from tests.distributed.context_ranks import CASES, LAYERS, REFUSALS, STEPS, WORLD
 from tests.distributed.launching import run_ranks
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ import pytest
 
 from tests import toy
 from tests.distributed.launching import run_ranks
-
-pytestmark = pytest.mark.timeout(500)
 
 
 def run(folder: Path, *arguments: str, processes: int = 2) -> list[dict[str, Any]]:
@@ -75,8 +74,11 @@ def test_under_sft_trainer(trl: tuple[dict[str, Any], dict[str, Any]], case: str
 def test_a_nan_of_one_process_is_met_by_all_under_sft_trainer(
     trl: tuple[dict[str, Any], dict[str, Any]], processes: int
 ) -> None:
-    found = trl[processes - 1]["guarded"]
-    assert found["verdicts"] == [[[2, "skip"]]] * processes
-    assert found["finite"]
-    assert found["alike"], "all processes end with the same weights"
-    assert found["rate_factor"] == 0.5
+    lowered, zeroed, zeros = (trl[processes - 1][name] for name in ("lower_rate", "zero", "as with zero"))
+    assert lowered["verdicts"] == [[[2, "skip"]]] * processes
+    assert all(map(math.isfinite, lowered["weights"]))
+    assert lowered["rate_factor"] == 0.5
+    assert zeroed["verdicts"] == [[[2, "zero"]]] * processes
+    assert zeroed["weights"] == pytest.approx(zeros["weights"], rel=1e-6), "what the others have found enters"
+    for found in (lowered, zeroed):
+        assert found["alike"], "all processes end with the same weights"

@@ -84,7 +84,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Run
     return found
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]], name: str, world: int) -> None:
@@ -107,7 +106,6 @@ def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]]
         assert difference <= 10 * TOLERANCE, key
 
 
-@pytest.mark.timeout(400)
 def test_the_epoch_ends_with_every_sample_seen_once(results: dict[int, dict[str, RunDir]]) -> None:
     run = results[1]["one epoch with a short last batch"]
     dataset = TokenDataset.open(Path(json.loads(run.data_file.read_text())["train"]))
@@ -116,7 +114,6 @@ def test_the_epoch_ends_with_every_sample_seen_once(results: dict[int, dict[str,
     assert sum(values(read_events(run.path), "train.step", "target_tokens")) == total
 
 
-@pytest.mark.timeout(400)
 def test_what_was_decided_about_copies_is_told_with_its_reason(results: dict[int, dict[str, RunDir]]) -> None:
     told = {
         (world, name): [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launching import run_ranks
+from tests.distributed.launching import LIMIT_SECONDS, run_ranks
 from tests.distributed.matrix import Case, chosen, full, write_inputs
 
 
@@ -71,7 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     which = request.config.getoption("equality")
     found: dict[str, dict[str, Any]] = {}
     for size in sorted({case.dims.world_size for case in _cases(request.config)}):
-        timeout = 300 if which == "chosen" else 7200
+        timeout = LIMIT_SECONDS if which == "chosen" else 7200
         run_ranks("matrix_ranks", size, root, size, which, timeout=timeout)
         found |= json.loads((root / f"results-{size}.json").read_text())
     return found

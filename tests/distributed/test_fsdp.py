@@ -29,7 +29,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return launch(folder, 2) | launch(folder, 4)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_as_one_process_does(results: dict[str, Any], name: str) -> None:
     case, found = CASES[name], results[name]
@@ -44,7 +43,6 @@ def test_ranks_train_as_one_process_does(results: dict[str, Any], name: str) -> 
     assert found["moved"] > 0.1, "the case is meant to change its weights"
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_its_part_only(results: dict[str, Any], name: str) -> None:
     dims = CASES[name].dims
@@ -54,7 +52,6 @@ def test_a_rank_holds_its_part_only(results: dict[str, Any], name: str) -> None:
     assert share <= results[name]["bytes"] <= 1.08 * share
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_put_back_is_what_computes(results: dict[str, Any], name: str) -> None:
     found = results[name]
@@ -63,6 +60,5 @@ def test_what_is_put_back_is_what_computes(results: dict[str, Any], name: str) -
     assert found["after_rollback"] <= TOLERANCE[CASES[name].dtype]
 
 
-@pytest.mark.timeout(600)
 def test_tensors_of_all_pipeline_stages_come_to_rank_0(results: dict[str, Any]) -> None:
     assert results["stages"] == {"all_ranks_agree": True}

@@ -25,7 +25,7 @@ def ranks() -> list[psutil.Process]:
 def test_a_rank_that_fails_ends_the_others_and_is_heard(server: RankServer) -> None:
     for way, told in (("raise", "rank 1 is unwell"), ("exit", "exit code 7")):
         with pytest.raises(AssertionError, match=told):
-            server.run("failing_ranks", 3, way, timeout=100)
+            server.run("failing_ranks", 3, way, timeout=300)
         assert not ranks()
         server.run("failing_ranks", 3, "end")
     with pytest.raises(AssertionError, match="no_such_script"):

@@ -13,8 +13,6 @@ from tests.distributed.pipeline_ranks import CASES, STEPS, Case
 
 PROCESSES = 4
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def launch(folder: Path, device: str, *names: str) -> list[dict[str, Any]]:
     """What each process found in the cases named (none: all)."""

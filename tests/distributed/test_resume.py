@@ -146,7 +146,6 @@ def numbers(run: RunDir) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", SAME)
 def test_on_the_same_processes_nothing_differs(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
     straight, stopped = runs[name]
@@ -166,7 +165,6 @@ def state(run: RunDir) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", OTHER)
 def test_on_other_processes_the_same_samples_give_the_same_losses(
     runs: dict[str, tuple[RunDir, RunDir]], name: str
@@ -193,7 +191,6 @@ def test_the_cases_stop_in_the_middle_of_an_epoch_and_of_an_order(runs: dict[str
         assert len(seen) > len(set(seen)), "there is more than one epoch"
 
 
-@pytest.mark.timeout(400)
 def test_adaptive_shares_go_on_from_what_was_measured(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
     _, stopped = runs["adaptive"]
     state = json.loads((stopped.checkpoints / "step-00000005" / "state.json").read_text())["progress"]["shares"]
@@ -202,7 +199,6 @@ def test_adaptive_shares_go_on_from_what_was_measured(runs: dict[str, tuple[RunD
     assert sum(state["tokens"]) == so_far, "measurements of both legs, from the run's first step on"
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [name for name in SAME if name.endswith("damaged")])
 def test_all_ranks_leave_a_damaged_checkpoint_together(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
     events = read_events(runs[name][1].path)
@@ -211,7 +207,6 @@ def test_all_ranks_leave_a_damaged_checkpoint_together(runs: dict[str, tuple[Run
     assert values(events, "train.started", "first_step")[1] < 6
 
 
-@pytest.mark.timeout(400)
 def test_each_rank_saves_what_it_holds_and_no_more(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
     straight, stopped = runs["full ddp fsdp4 mixed alone tensor"]
     whole = (straight.checkpoints / "step-00000006" / "optimizer.safetensors").stat().st_size

@@ -11,8 +11,6 @@ from safetensors.numpy import load_file
 from tests.distributed.launching import run_ranks
 from tests.distributed.saving_ranks import ALONE, KINDS, MODES, place_of, write_inputs
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

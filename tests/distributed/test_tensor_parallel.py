@@ -25,14 +25,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_same_losses_gradients_weights_and_logits(results: dict[str, dict[str, Any]], name: str) -> None:
     for what in ("loss", "gradient", "weights", "logits"):
         assert results[name][what] <= TOLERANCE[CASES[name].dtype], what
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["logits", "gradients"])
 def test_fp8_is_as_near_to_plain_arithmetic_as_in_one_piece(results: dict[str, dict[str, Any]], what: str) -> None:
     alone, cut = results["fp8"][what]
@@ -40,7 +38,6 @@ def test_fp8_is_as_near_to_plain_arithmetic_as_in_one_piece(results: dict[str, d
     assert cut <= 1.1 * alone
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_holds_its_share_of_the_weights(results: dict[str, dict[str, Any]], name: str) -> None:
     """What adapters and norms are whole on every rank is at most a tenth of these small models."""
@@ -48,7 +45,6 @@ def test_each_rank_holds_its_share_of_the_weights(results: dict[str, dict[str, A
     assert fair <= results[name]["share"] <= fair + 0.1
 
 
-@pytest.mark.timeout(300)
 def test_a_layer_sends_its_activations_twice_each_way(results: dict[str, dict[str, Any]]) -> None:
     sent = results["llama full"]["collectives"]
     # two a decoder layer, and the embedding; two numbers a token for the loss
@@ -58,7 +54,6 @@ def test_a_layer_sends_its_activations_twice_each_way(results: dict[str, dict[st
     assert sent["end"] == {}
 
 
-@pytest.mark.timeout(300)
 def test_whole_parameters_in_divided_work_send_their_gradients_together(results: dict[str, dict[str, Any]]) -> None:
     sent = results["qwen3 full"]["collectives"]
     assert sent["forward"] == {"all_reduce": 2 * LAYERS + 1, "allgather_": 1}
@@ -67,7 +62,6 @@ def test_whole_parameters_in_divided_work_send_their_gradients_together(results:
     assert sent["end"] == {"allreduce_": 1}
 
 
-@pytest.mark.timeout(300)
 def test_adapters_send_the_gradients_of_their_whole_halves_alone(results: dict[str, dict[str, Any]]) -> None:
     sent = results["llama lora"]["collectives"]
     assert sent["forward"] == {"all_reduce": 2 * LAYERS + 1, "allgather_": 1}

@@ -14,9 +14,30 @@ import psutil
 import pytest
 
 from pantheraml.base.env import child_environment
+from pantheraml.base.events import read_events
 from tests import toy
+from tests.ports import reserved_port
 
 COMMAND = [sys.executable, "-m", "pantheraml.cli.main"]
+HERE = Path(__file__).parent
+TEST_SECONDS = 900
+COMMAND_SECONDS = 300.0
+PATIENCE_SECONDS = 200.0
+"""For a whole test, for one command, and for something that is about to come. A machine with other work takes ten times
+as long as an idle one; where all goes well, generous limits cost nothing."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+
+
+def wait_until(condition: Callable[[], object], *, pause: float = 0.02) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(pause)
 
 
 @dataclass(frozen=True)
@@ -55,10 +76,8 @@ class Playground:
         self.started.append(process)
         return process
 
-    def __call__(self, *arguments: str, timeout: float = 180) -> Ended:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=timeout)
-        return Ended(process.returncode, out, err)
+    def __call__(self, *arguments: str, timeout: float = COMMAND_SECONDS) -> Ended:
+        return result_of(self.start(*arguments), timeout=timeout)
 
     def train(self, output: str, *arguments: str, data: str | None = None) -> Ended:
         """A short run on one CPU process."""
@@ -81,19 +100,34 @@ class Playground:
                     found.append(process)
         return found
 
+    def wait_for_event(self, run: str, kind: str, count: int = 1) -> None:
+        """Until a run that was started has told of something so many times."""
+        wait_until(lambda: [event["kind"] for event in read_events(self.root / run)].count(kind) >= count)
+
     def wait_for_steps(self, run: str) -> None:
-        """Until a run that was started has taken its first step."""
-        events = self.root / run / "events.jsonl"
-        deadline = time.monotonic() + 180
-        while not (events.exists() and '"train.step"' in events.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        """Until it has taken its first one."""
+        self.wait_for_event(run, "train.step")
+
+    def wait_for_checkpoint(self, run: str) -> None:
+        """Until one is whole, though it may not have been told of yet."""
+        wait_until(lambda: list((self.root / run / "checkpoints").glob("step-*/manifest.json")))
+
+
+def result_of(process: subprocess.Popen[str], stdin: str | None = None, *, timeout: float = COMMAND_SECONDS) -> Ended:
+    """A command, once it is over."""
+    out, err = process.communicate(stdin, timeout=timeout)
+    return Ended(process.returncode, out, err)
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
     """The training ranks below a command line process, without the agent between them."""
-    everyone = psutil.Process(pid).children(recursive=True)
-    return [p for p in everyone if "pantheraml.worker" in p.cmdline() and "pantheraml.worker.agent" not in p.cmdline()]
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            command = process.cmdline()
+            if "pantheraml.worker" in command and "pantheraml.worker.agent" not in command:
+                found.append(process)
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +148,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 def nobody_left(playground: Playground) -> Iterator[None]:
     """A test that fails half way does not leave its run behind; one that passes has nobody left to end."""
     yield
-    _, left = psutil.wait_procs(playground.processes(), timeout=10)  # for those on their way out
+    _, left = psutil.wait_procs(playground.processes(), timeout=60)  # for those on their way out
     told = []
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -123,9 +157,15 @@ def nobody_left(playground: Playground) -> Iterator[None]:
     psutil.wait_procs(left, timeout=10)
     for command in playground.started:
         if command.returncode is None:
-            command.communicate()
+            print(*command.communicate(), sep="\n")  # shown if the test has failed
     playground.started.clear()
     assert not told, "the test left processes behind"
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    with reserved_port() as number:
+        yield str(number)
 
 
 @pytest.fixture

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from pantheraml.base.errors import HangError
 from pantheraml.base.events import moment, read_events
-from tests.e2e.conftest import Playground
+from tests.e2e.conftest import Playground, result_of
 
-LATE_SECONDS = 5.0
+LATE_SECONDS = 60.0
 """How much later than promised an error may come here: a second between the looks of the parent, another between the
-heartbeats that time is counted from, and the rest for a machine that has other tests to run."""
+heartbeats that time is counted from, and the rest for a machine that has other tests to run. A run that nobody ends
+would hang for ever."""
 
 
 def hang(playground: Playground, run: str, *, rank: int, nproc: int, timeout: int) -> tuple[int, str, Any]:
@@ -21,9 +20,8 @@ def hang(playground: Playground, run: str, *, rank: int, nproc: int, timeout: in
     tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
     settings = [f'faults=["{rank}:3:hang"]', f"parallel.timeout_seconds={timeout}", "parallel.grace_seconds=2"]
     given = [part for setting in (*settings, "train.max_steps=1000") for part in ("--set", setting)]
-    process = tested.start_training(run, "--nproc", str(nproc), *given)
-    _, err = process.communicate(timeout=170)
-    return process.returncode, err, read_events(playground.root / run)
+    ended = result_of(tested.start_training(run, "--nproc", str(nproc), *given))
+    return ended.code, ended.err, read_events(playground.root / run)
 
 
 def seconds_stuck(events: Any, rank: int) -> float:
@@ -33,7 +31,6 @@ def seconds_stuck(events: Any, rank: int) -> float:
     return moment(error) - moment(beats[-1])
 
 
-@pytest.mark.timeout(200)
 def test_the_stuck_rank_is_named(playground: Playground) -> None:
     code, err, events = hang(playground, "runs/hang", rank=1, nproc=2, timeout=10)
     assert code == HangError.exit_code, err
@@ -50,7 +47,6 @@ def test_the_stuck_rank_is_named(playground: Playground) -> None:
     assert seconds_stuck(events, rank=1) < 1.2 * 10 + LATE_SECONDS
 
 
-@pytest.mark.timeout(200)
 def test_a_process_that_nobody_waits_for_is_ended_too(playground: Playground) -> None:
     code, err, events = hang(playground, "runs/hang-alone", rank=0, nproc=1, timeout=5)
     assert code == HangError.exit_code, err

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import signal
-import time
 from dataclasses import replace
 
 import psutil
@@ -14,7 +12,8 @@ import pytest
 
 from pantheraml.base.errors import WorkerKilledError
 from pantheraml.base.events import read_events
-from tests.e2e.conftest import Playground, workers_of
+from pantheraml.specs.faults import fail_at
+from tests.e2e.conftest import Playground, result_of, wait_until, workers_of
 from tests.harness import values
 
 SETTINGS = [
@@ -28,48 +27,62 @@ def adapter_hash(playground: Playground, run: str) -> str:
     return hashlib.sha256((playground.root / run / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
-def wait_for_checkpoints(playground: Playground, run: str, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while len(list((playground.root / run / "checkpoints").glob("step-*/manifest.json"))) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def hold(playground: Playground, rank: int, step: int) -> tuple[Playground, list[str]]:
+    """A command line, and its settings, of a run that gets as far as this step, once, and stays there to be killed: one
+    that goes on may be over before a busy machine has come to the killing."""
+    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
+    return tested, ["--set", f'faults=["{fail_at(rank, step, "hang")}"]']
 
 
-def kill_after(moment: str, playground: Playground, run: str, pid: int) -> None:
-    """Kill the worker once an event of that kind is written; it may be over by then."""
-    events, deadline = playground.root / run / "events.jsonl", time.monotonic() + 120
-    while not (events.exists() and f'"{moment}"' in events.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-        workers_of(pid)[-1].send_signal(signal.SIGKILL)
+def wait_until_held(playground: Playground, run: str) -> None:
+    """And until there is something to go on from."""
+    wait_until(lambda: list((playground.root / run / "faults").glob("*-hang")))
+    playground.wait_for_checkpoint(run)
 
 
-@pytest.mark.timeout(300)
+def rank_of(pid: int, rank: int) -> list[psutil.Process]:
+    return [worker for worker in workers_of(pid) if worker.environ().get("RANK", "0") == str(rank)]
+
+
+def kill(pid: int, rank: int = 0) -> None:
+    """Once it is there."""
+    wait_until(lambda: rank_of(pid, rank))
+    rank_of(pid, rank)[0].kill()
+
+
 def test_a_kill_is_survived_at_any_moment(playground: Playground) -> None:
     """While the model is loaded, amid the steps, and when the result is about to be saved."""
+    run = "runs/killed-1"
     assert playground.train("runs/calm-1", *SETTINGS).code == 0
-    process = playground.start_training("runs/killed-1", *SETTINGS)
-    for moment in ("data.ready", "checkpoint.saved", "train.finished"):
-        kill_after(moment, playground, "runs/killed-1", process.pid)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert len(values(read_events(playground.root / "runs/killed-1"), "run.restarted", "step")) >= 2
-    assert adapter_hash(playground, "runs/killed-1") == adapter_hash(playground, "runs/calm-1")
+    held, settings = hold(playground, rank=0, step=7)
+    process = held.start_training(run, *SETTINGS, *settings)
+    playground.wait_for_event(run, "data.ready")
+    kill(process.pid)
+    playground.wait_for_event(run, "run.restarted")
+    wait_until_held(playground, run)
+    kill(process.pid)
+    playground.wait_for_event(run, "train.finished")
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may be over by now
+        for worker in rank_of(process.pid, 0):
+            worker.kill()
+    done = result_of(process)
+    assert done.code == 0, done
+    assert len(values(read_events(playground.root / run), "run.restarted", "step")) >= 2
+    assert adapter_hash(playground, run) == adapter_hash(playground, "runs/calm-1")
 
 
-@pytest.mark.timeout(300)
 def test_the_result_is_that_of_an_undisturbed_run(playground: Playground) -> None:
     calm, killed = "runs/calm-2", "runs/killed-2"
     nproc = ["--nproc", "2"]
     assert playground.train(calm, *SETTINGS, *nproc).code == 0
-    process = playground.start_training(killed, *SETTINGS, *nproc)
-    wait_for_checkpoints(playground, killed, 1)
-    workers_of(process.pid)[-1].send_signal(signal.SIGKILL)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert "SIGKILL" in err
-    assert "The run goes on from step" in err
+    held, settings = hold(playground, rank=1, step=7)
+    process = held.start_training(killed, *SETTINGS, *nproc, *settings)
+    wait_until_held(playground, killed)
+    kill(process.pid, rank=1)
+    done = result_of(process)
+    assert done.code == 0, done
+    assert "SIGKILL" in done.err
+    assert "The run goes on from step" in done.err
     events = read_events(playground.root / killed)
     assert len(values(events, "train.started", "first_step")) == 2
     assert values(events, "train.started", "first_step")[1] > 1
@@ -77,7 +90,6 @@ def test_the_result_is_that_of_an_undisturbed_run(playground: Playground) -> Non
     assert adapter_hash(playground, killed) == adapter_hash(playground, calm)
 
 
-@pytest.mark.timeout(300)
 def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:
     """Rank 1 is gone for good, as far as the run may try: one process takes over the whole batch."""
     tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
@@ -85,11 +97,9 @@ def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:
     given = [part for setting in settings for part in ("--set", setting)]
     assert playground.train("runs/one-process", *given).code == 0
     lost = ["parallel.max_retries=0", "parallel.min_world_size=1", 'faults=["1:4:kill"]']
-    ended = tested.train(
-        "runs/left", *given, "--nproc", "2", *(part for setting in lost for part in ("--set", setting))
-    )
-    assert ended.code == 0, ended
-    assert "with 1 of 2 processes; the global batch, and so the result, stays" in ended.err
+    done = tested.train("runs/left", *given, "--nproc", "2", *(part for setting in lost for part in ("--set", setting)))
+    assert done.code == 0, done
+    assert "with 1 of 2 processes; the global batch, and so the result, stays" in done.err
     alone, left = (read_events(playground.root / "runs" / name) for name in ("one-process", "left"))
     assert values(left, "train.started", "world_size") == [2, 1]
     assert values(left, "train.started", "first_step") == [1, 3]
@@ -100,14 +110,13 @@ def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.timeout(200)
 def test_a_run_that_may_not_start_again_says_what_happened(playground: Playground) -> None:
     never = ["--set", "parallel.max_retries=0"]
     process = playground.start_training("runs/never", "--set", "train.max_steps=100000", *never)
     playground.wait_for_steps("runs/never")
-    workers_of(process.pid)[-1].send_signal(signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == WorkerKilledError.exit_code, err
-    assert "A worker process was killed by SIGKILL" in err
-    assert "Traceback" not in err
+    kill(process.pid)
+    done = result_of(process)
+    assert done.code == WorkerKilledError.exit_code, done
+    assert "A worker process was killed by SIGKILL" in done.err
+    assert "Traceback" not in done.err
     assert json.loads((playground.root / "runs/never/run.json").read_text())["status"] == "crashed"

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pantheraml.base.events import read_events
-from tests.e2e.conftest import Ended, Playground
+from tests.e2e.conftest import Ended, Playground, result_of, wait_until
 
 PAGE = Path(__file__).parents[2] / "docs/launching.md"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -25,20 +21,14 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Starter:
-    """Starts commands beside the playground's model and data, and leaves none of their processes behind."""
+    """Starts commands beside the playground's model and data."""
 
     playground: Playground
 
     def start(self, command: list[str], stdin: str | None = None, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             cwd=self.playground.root,
             env={**self.playground.environment, **environment},
@@ -47,15 +37,11 @@ class Starter:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.playground.started.append(process)
+        return process
 
     def __call__(self, command: list[str], stdin: str | None = None, **environment: str) -> Ended:
-        process = self.start(command, stdin, **environment)
-        try:
-            out, err = process.communicate(stdin, timeout=240)
-        except subprocess.TimeoutExpired:
-            end_all(process)
-            raise
-        return Ended(process.returncode, out, err)
+        return result_of(self.start(command, stdin, **environment), stdin)
 
     def script(self, name: str, code: str) -> list[str]:
         path = self.playground.root / name
@@ -68,35 +54,9 @@ class Starter:
         return ["train", *fixed, "--output", output, *(word for size in sizes for word in ("--set", size))]
 
 
-def end_all(process: subprocess.Popen[str]) -> None:
-    everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in everyone:
-        member.kill()
-    process.communicate()
-
-
 @pytest.fixture(scope="module")
 def starter(playground: Playground) -> Starter:
     return Starter(playground)
-
-
-@pytest.fixture
-def no_ranks_left() -> Iterator[None]:
-    """The elastic agent's ranks have sessions of their own; nobody's child is lost when its parent is killed."""
-    yield
-
-    def ours() -> list[psutil.Process]:
-        found = psutil.process_iter(["cmdline"])
-        return [p for p in found if "ranks_left_behind" in " ".join(p.info["cmdline"] or [])]
-
-    wait_until(lambda: not ours(), 20)
-
-
-def wait_until(condition: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def losses(playground: Playground, run: str) -> list[float]:
@@ -117,9 +77,9 @@ def own_launch(starter: Starter) -> list[float]:
 @pytest.mark.parametrize(
     "launcher", [[*TORCHRUN, "--standalone", "-m"], [*ACCELERATE, "-m"]], ids=["torchrun", "accelerate"]
 )
-def test_other_launchers(starter: Starter, own_launch: list[float], launcher: list[str]) -> None:
+def test_other_launchers(starter: Starter, own_launch: list[float], launcher: list[str], port: str) -> None:
     output = f"runs/{len(launcher)}"
-    extra = ["--main_process_port", free_port()] if "--multi_gpu" in launcher else []
+    extra = ["--main_process_port", port] if "--multi_gpu" in launcher else []
     command = [*launcher[:-1], *extra, "-m", "pantheraml", *starter.training(output)]
     ended = starter(command)
     assert ended.code == 0, ended
@@ -137,11 +97,11 @@ def as_rank(rank: int, port: str) -> dict[str, str]:
             "MASTER_PORT": port}  # fmt: skip
 
 
-def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter) -> None:
+def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter, port: str) -> None:
     """Nobody ends rank 1 for us here: it must learn that rank 0 could not prepare. Settings say who is who."""
     bad = starter.playground.root / "bad.jsonl"
     bad.write_text('{"prompt": "a", "completion": "b"}\nnot JSON\n')
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     one, other = (
         starter.training(
             "runs/bad",
@@ -150,36 +110,35 @@ def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter) -> Non
         )
         for rank in (0, 1)
     )
-    second = starter.start([sys.executable, "-m", "pantheraml", *other], **where)
+    started = starter.start([sys.executable, "-m", "pantheraml", *other], **where)
     first = starter([sys.executable, "-m", "pantheraml", *one], **where)
-    out, err = second.communicate(timeout=60)
+    second = result_of(started)
     assert first.code == 3, first
     assert "line 2" in first.err
-    assert second.returncode == 3, err
-    assert "Trained" not in out
-    assert "Traceback" not in first.err + err
+    assert second.code == 3, second
+    assert "Trained" not in second.out
+    assert "Traceback" not in first.err + second.err
 
 
-def test_a_peer_that_never_comes(starter: Starter) -> None:
+def test_a_peer_that_never_comes(starter: Starter, port: str) -> None:
     settings = starter.training("runs/lonely", "parallel.timeout_seconds=3")
-    ended = starter([sys.executable, "-m", "pantheraml", *settings], **as_rank(0, free_port()))
+    ended = starter([sys.executable, "-m", "pantheraml", *settings], **as_rank(0, port))
     assert ended.code == 6, ended
     assert "1 of 2 processes came within 3 s; missing: rank 1." in ended.err
     assert "Traceback" not in ended.err
     assert not (starter.playground.root / "runs/lonely/data.json").exists(), "ranks meet before data is prepared"
 
 
-def test_ranks_with_different_settings(starter: Starter) -> None:
-    port = free_port()
+def test_ranks_with_different_settings(starter: Starter, port: str) -> None:
     one, other = (
         [sys.executable, "-m", "pantheraml", *starter.training("runs/differ", f"train.seed={seed}")] for seed in (1, 2)
     )
-    second = starter.start(other, **as_rank(1, port))
+    started = starter.start(other, **as_rank(1, port))
     first = starter(one, **as_rank(0, port))
-    _, err = second.communicate(timeout=60)
+    second = result_of(started)
     assert first.code == 2, first
     assert "Rank 1 was started with another configuration" in first.err
-    assert second.returncode in (2, 6), err
+    assert second.code in (2, 6), second
 
 
 # A script that starts itself again ------------------------------------------------------------------------------------
@@ -194,14 +153,13 @@ def say(*words):
 say("started", os.environ.get("RANK"))
 enable_multi_gpu({arguments})
 say("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"))
-ranks_left_behind = True
 rank = os.environ.get("RANK")
 {body}
 """
 WAIT = """
-open(f"ready-{rank}", "w").close()
 try:
-    time.sleep(100)
+    open(f"ready-{rank}", "w").close()
+    time.sleep(1000)
 except KeyboardInterrupt:
     with open(f"interrupted-{rank}", "a") as file:
         file.write("once ")
@@ -223,27 +181,26 @@ sys.exit(7 if rank == "1" else 0)
 
 
 def test_a_script_whose_rank_is_killed_names_it(starter: Starter) -> None:
-    body = "os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(100)"
-    begin = time.monotonic()
-    ended = starter(starter.script("ranks_left_behind.py", LIGHT.format(arguments=2, body=body)))
+    """And the other rank does not sleep to its end, for which the test would not wait."""
+    body = "os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(1000)"
+    ended = starter(starter.script("light.py", LIGHT.format(arguments=2, body=body)))
     assert ended.code == 137, ended
     assert "Rank 1 was killed by SIGKILL" in ended.err
-    assert time.monotonic() - begin < 90, "the other rank did not sleep to its end"
 
 
-@pytest.mark.usefixtures("no_ranks_left")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
 def test_ranks_end_with_the_script(starter: Starter, number: signal.Signals) -> None:
+    """Ranks have sessions of their own; that none is left when the script was killed is seen to after every test."""
     folder = starter.playground.root
     for name in ("ready", "interrupted"):
         for rank in (0, 1):
             (folder / f"{name}-{rank}").unlink(missing_ok=True)
-    process = starter.start(starter.script("ranks_left_behind.py", LIGHT.format(arguments=2, body=WAIT)))
-    wait_until(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)), 90)
+    process = starter.start(starter.script("light.py", LIGHT.format(arguments=2, body=WAIT)))
+    wait_until(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)))
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    ended = result_of(process)
     if number == signal.SIGINT:
-        assert process.returncode == 130, err
+        assert ended.code == 130, ended
         assert [(folder / f"interrupted-{rank}").read_text() for rank in (0, 1)] == ["once ", "once "]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from pantheraml.base.events import Event, read_events
-from tests.e2e.conftest import Ended, Playground
-from tests.e2e.test_e2e_launch import free_port
+from tests.e2e.conftest import Ended, Playground, result_of
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = "29511"
+"""Of the first machine, whose ports are its own."""
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
@@ -24,8 +25,9 @@ def ip(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[str]]:
-    """The names of two namespaces. Neither reaches the other by anything but these addresses."""
-    names = ["pantheraml-test-0", "pantheraml-test-1"]
+    """The names of two namespaces. Neither reaches the other by anything but these addresses, and other tests that run
+    on this computer have machines of their own."""
+    names = [f"pantheraml-{os.getpid()}-{number}" for number in (0, 1)]
     if shutil.which("ip") is None or ip("netns", "add", names[0]).returncode:
         pytest.skip("network namespaces need root and iproute2")
     try:
@@ -49,7 +51,7 @@ def training(playground: Playground, output: str, *further: str) -> list[str]:
 
 
 def start(playground: Playground, before: list[str], *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*before, sys.executable, "-m", "pantheraml", *arguments],
         cwd=playground.root,
         env={**playground.environment, "PANTHERAML_FAULTS": "1"},
@@ -58,11 +60,8 @@ def start(playground: Playground, before: list[str], *arguments: str) -> subproc
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def ended(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=240)
-    return Ended(process.returncode, out, err)
+    playground.started.append(process)
+    return process
 
 
 def on_both(playground: Playground, machines: list[str], *arguments: str) -> tuple[Ended, Ended]:
@@ -76,7 +75,7 @@ def on_both(playground: Playground, machines: list[str], *arguments: str) -> tup
         )
         for number, name in reversed(list(enumerate(machines)))
     ]
-    second, first = (ended(process) for process in started)
+    second, first = (result_of(process) for process in started)
     return first, second
 
 
@@ -102,7 +101,7 @@ def test_two_machines_come_to_what_two_processes_of_one_come_to(
     assert "Trained weights" in first.out
     assert "Trained weights" not in second.out
     unwatched = ["--set", "parallel.enable_multi_gpu_monitoring=false"]
-    alone = ended(start(playground, [], *training(playground, "runs/one-machine", "--nproc", "2", *unwatched)))
+    alone = result_of(start(playground, [], *training(playground, "runs/one-machine", "--nproc", "2", *unwatched)))
     assert alone.code == 0, alone
     together = losses(playground.root / "runs/machines")
     assert len(together) == 3
@@ -136,23 +135,24 @@ def test_a_rank_that_is_killed_on_one_machine(
         assert (folder / "adapter" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_machine_that_does_not_come(playground: Playground) -> None:
+def test_a_machine_that_does_not_come(playground: Playground, port: str) -> None:
+    """The first listens at any port that is free, the second looks for it at one where nobody does."""
     few = ["--set", "parallel.timeout_seconds=3"]
     started = [
         start(
             playground,
             [],
             *training(playground, f"runs/no-{number}", *few),
-            *("--nnodes", "2", "--node-rank", str(number), "--rdzv", f"127.0.0.1:{free_port()}"),
+            *("--nnodes", "2", "--node-rank", str(number), "--rdzv", f"127.0.0.1:{place}"),
         )
-        for number in (0, 1)
+        for number, place in enumerate(("0", port))
     ]
     said = (
         "1 of 2 machines came within 3 s; missing: machine 1.",
         "Machine 1 of 2 could not reach the store at 127.0.0.1:",
     )
     for number, process in enumerate(started):
-        alone = ended(process)
+        alone = result_of(process)
         assert alone.code == 6, alone
         assert said[number] in alone.err
         assert "Traceback" not in alone.err

@@ -8,14 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.e2e.conftest import Playground
+from tests.e2e.conftest import COMMAND_SECONDS, Playground
 
 PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
 
 
-@pytest.mark.timeout(400)
 def test_every_block_runs(playground: Playground, tmp_path: Path) -> None:
     shutil.copytree(playground.model, tmp_path / "my-model")
     blocks = re.findall(r"```(bash|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -25,6 +22,6 @@ def test_every_block_runs(playground: Playground, tmp_path: Path) -> None:
     for language, code in blocks:
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"

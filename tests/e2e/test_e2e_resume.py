@@ -20,7 +20,6 @@ def flip(run: Path, step: int) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.timeout(300)
 def test_a_run_goes_on_with_another_number_of_processes_and_past_damage(playground: Playground) -> None:
     whole, moved = playground.root / "runs/whole", playground.root / "runs/moved"
     assert playground.train("runs/whole", *SETTINGS, "--set", "train.max_steps=6").code == 0
@@ -52,7 +51,6 @@ def test_a_run_goes_on_with_another_number_of_processes_and_past_damage(playgrou
     assert "Traceback" not in refused.err
 
 
-@pytest.mark.timeout(300)
 def test_a_change_that_breaks_the_promise_has_to_be_insisted_on(playground: Playground) -> None:
     assert playground.train("runs/changed", *SETTINGS, "--set", "train.max_steps=2").code == 0
     run = playground.root / "runs/changed"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 
 import psutil
-import pytest
 
 from pantheraml.base.errors import PreemptedError
 from pantheraml.base.events import read_events
+from pantheraml.specs.faults import fail_at
 from pantheraml.specs.run_dir import RunDir
-from tests.e2e.conftest import Playground, workers_of
+from tests.e2e.conftest import PATIENCE_SECONDS, Playground, result_of, workers_of
 
 
 def run_json(playground: Playground, run: str) -> dict[str, object]:
@@ -70,23 +71,24 @@ def test_a_config_file_trains_and_the_result_speaks_and_exports(playground: Play
     assert "--overwrite" in refused.err
 
 
-@pytest.mark.timeout(400)
 def test_interrupt_saves_and_resume_continues_as_if_nothing_had_happened(playground: Playground) -> None:
     settings = ["--set", "train.max_steps=40", "--set", "method.dropout=0.1", "--set", "train.seed=3", "--nproc", "2"]
     assert playground.train("runs/straight", *settings).code == 0
-    process = playground.start_training("runs/broken", *settings)
+    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
+    slow = json.dumps([fail_at(0, step, "slow") for step in range(2, 40)])  # or it may be over before it is interrupted
+    process = tested.start_training("runs/broken", *settings, "--set", f"faults={slow}")
     playground.wait_for_steps("runs/broken")
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "pantheraml resume" in err
-    assert "the checkpoint of step" in err
+    ended = result_of(process)
+    assert ended.code == 130, ended
+    assert "pantheraml resume" in ended.err
+    assert "the checkpoint of step" in ended.err
     assert not [worker for worker in workers if worker.is_running()]
     stopped = run_json(playground, "runs/broken")
     assert stopped["status"] == "stopped"
     assert 0 < int(str(stopped["steps"])) < 40
-    resumed = playground("resume", "runs/broken")
+    resumed = playground("resume", "runs/broken", "--set", "faults=[]")
     assert resumed.code == 0, resumed
     assert losses(playground, "runs/broken") == losses(playground, "runs/straight")
     straight, broken = (
@@ -98,10 +100,11 @@ def test_interrupt_saves_and_resume_continues_as_if_nothing_had_happened(playgro
 def test_a_scheduler_may_stop_a_single_worker(playground: Playground) -> None:
     process = playground.start_training("runs/scheduled", "--nproc", "2", "--set", "train.max_steps=100000")
     playground.wait_for_steps("runs/scheduled")
-    workers_of(process.pid)[0].send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == PreemptedError.exit_code, err
-    assert "Traceback" not in err
+    workers_of(process.pid)[1].send_signal(signal.SIGUSR1)
+    ended = result_of(process)
+    assert ended.code == PreemptedError.exit_code, ended
+    assert "Stopped by SIGUSR1" in ended.err, "which the worker tells the parent"
+    assert "Traceback" not in ended.err
     assert run_json(playground, "runs/scheduled")["status"] == "preempted"
     assert list((playground.root / "runs/scheduled/checkpoints").iterdir())
 
@@ -114,7 +117,7 @@ def test_workers_of_a_parent_that_was_killed_save_and_end(playground: Playground
     assert len(workers) >= 3
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    _gone, alive = psutil.wait_procs(workers, timeout=40)
+    _gone, alive = psutil.wait_procs(workers, timeout=PATIENCE_SECONDS)
     assert not alive
     saved = RunDir(playground.root / "runs/orphan").last_checkpoint()
     assert saved is not None, "the orphans saved before they left"

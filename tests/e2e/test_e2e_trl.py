@@ -24,6 +24,7 @@ from pantheraml.base.env import child_environment
 from pantheraml.models.causal_lm import TokenScoreOutput
 from pantheraml.models.quantise.fp8 import FP8Linear
 from tests import toy
+from tests.e2e.conftest import COMMAND_SECONDS
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -237,7 +238,13 @@ def test_compute_metrics_gets_logits(folder: Path, tmp_path: Path) -> None:
 def run_python(*arguments: str, cwd: Path) -> str:
     environment = child_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

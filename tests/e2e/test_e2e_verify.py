@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from pantheraml.base.env import child_environment
 from pantheraml.base.errors import ConfigError, EqualityError, UnsupportedModelError
 from tests import toy
+from tests.e2e.conftest import COMMAND_SECONDS
 
 MEAN_OF_MEANS = """
 import sys
@@ -33,12 +32,11 @@ def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         env=child_environment(**environment),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=COMMAND_SECONDS,
         check=False,
     )
 
 
-@pytest.mark.timeout(300)
 def test_modes_equal_one_process() -> None:
     done = verify("--nproc", "2", "--modes", "ddp,fsdp,tp,pp,cp", "--json")
     assert done.returncode == 0, done.stderr
@@ -50,7 +48,6 @@ def test_modes_equal_one_process() -> None:
         assert 0 < mode["gradient"] <= 1e-5, "no two ways of summing agree to the last bit"
 
 
-@pytest.mark.timeout(300)
 def test_a_wrong_weighting_is_caught(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(MEAN_OF_MEANS)
     done = verify("--nproc", "2", "--modes", "ddp", "--json", PYTHONPATH=str(tmp_path))
@@ -64,7 +61,6 @@ def test_a_wrong_weighting_is_caught(tmp_path: Path) -> None:
     assert 1e-3 < mode["gradient"] < 1, "not scaled, only weighted wrongly"
 
 
-@pytest.mark.timeout(300)
 def test_the_user_s_own_run_is_compared(tmp_path: Path) -> None:
     """Also one with what cannot be equal, such as dropout, which is left out and said."""
     toy.write_gpt2(tmp_path / "model")

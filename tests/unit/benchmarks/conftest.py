@@ -22,7 +22,7 @@ def python() -> Python:
 
     def run(code: str, *arguments: str) -> str:
         command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{code}", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=800)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

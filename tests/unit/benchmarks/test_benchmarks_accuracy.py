@@ -71,6 +71,7 @@ RUN = "import json, accuracy\nprint(json.dumps(accuracy.run(size='tiny', seeds=1
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_it_runs(python: Python) -> None:
     measured = json.loads(python(RUN).splitlines()[-1])
     bf16, nf4 = measured["results"]

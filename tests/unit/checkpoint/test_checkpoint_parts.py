@@ -36,9 +36,9 @@ class Threads:
     def peers(self, rank: int) -> Peers:
         def exchange(mine: Any) -> list[Any]:
             self._slots[rank] = mine
-            self._barrier.wait(timeout=20)
+            self._barrier.wait(timeout=100)
             found = list(self._slots)
-            self._barrier.wait(timeout=20)
+            self._barrier.wait(timeout=100)
             return found
 
         return Peers(rank, exchange, alone=False)
@@ -153,12 +153,13 @@ def test_a_part_that_nobody_saved_is_not_made_up(store: CheckpointStore) -> None
 
 def test_if_one_ranks_disk_fails_all_say_so_and_the_checkpoint_before_stays(store: CheckpointStore) -> None:
     scratch = store.root / ".partial-step-00000002"
+    in_the_way = [scratch / "weights-00002.safetensors"]
 
     def save(rank: int, peers: Peers) -> Path:
         def exchange(mine: Any) -> list[Any]:
             found = peers.exchange(mine)
-            if rank == 2 and scratch.exists():  # its disk refuses: a folder is where the file goes
-                (scratch / "weights-00002.safetensors").mkdir(exist_ok=True)
+            if rank == 2 and in_the_way:  # its disk refuses: a folder is where the file goes
+                in_the_way.pop().mkdir()
             return found
 
         return store.save(2, groups(rank), {}, peers=Peers(rank, exchange, alone=False))

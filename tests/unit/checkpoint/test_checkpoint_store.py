@@ -129,3 +129,9 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     path = CheckpointStore(tmp_path).save(1, tensors(1.0), {"x": 1})
     listed = set(json.loads((path / "manifest.json").read_text())["files"])
     assert listed == {p.name for p in path.iterdir()} - {"manifest.json"}
+
+
+def test_a_run_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="No such file or directory"):
+        CheckpointStore(tmp_path / "run" / "checkpoints").save(1, tensors(1.0), {})
+    assert not (tmp_path / "run").exists()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -118,28 +120,48 @@ def test_a_run_folder_that_is_gone_is_not_made_again(store: CheckpointStore, wri
 
 
 ENDLESS = """
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from pantheraml.checkpoint.parts import whole
 from pantheraml.checkpoint.store import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]))
-for step in range(2, 10_000):
-    store.save(step, {"weights": whole({"a": torch.full((2_000_000,), float(step))})}, {"step": step})
-    store.prune(keep=2, also=set())
+for _ in sys.stdin:  # for each line a process that writes until it is killed
+    pid = os.fork()
+    step = 1
+    while pid == 0:
+        step += 1
+        store.save(step, {"weights": whole({"a": torch.full((2_000_000,), float(step))})}, {"step": step})
+        store.prune(keep=2, also=set())
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def test_a_kill_in_mid_write_leaves_whole_checkpoints(store: CheckpointStore) -> None:
+@pytest.fixture
+def endless(store: CheckpointStore) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", ENDLESS, str(store.root)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_kill_in_mid_write_leaves_whole_checkpoints(store: CheckpointStore, endless: subprocess.Popen[str]) -> None:
     store.save(1, tensors(1.0), {"step": 1})
+    assert endless.stdin is not None
+    assert endless.stdout is not None
     for _ in range(3):
         store.prune(keep=9, also=set())  # what the last kill left
-        process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(store.root)])
+        print(file=endless.stdin, flush=True)
+        writes = int(endless.stdout.readline())
         deadline = time.monotonic() + 60
         while not any(store.root.glob(".partial-*/weights.safetensors")):
             assert time.monotonic() < deadline
-            assert process.poll() is None
-        process.kill()
-        process.wait()
+            time.sleep(0.001)
+        os.kill(writes, signal.SIGKILL)
+        assert endless.stdout.readline().strip() == str(-signal.SIGKILL)
         assert store.steps()
         for step in store.steps():
             loaded = store.load(step)

@@ -96,13 +96,13 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'peft', 'pyarrow', 'plotly', 'numpy', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, pantheraml; assert not {'torch', 'transformers'} & set(sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0
 
 
 def test_errors_are_text_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

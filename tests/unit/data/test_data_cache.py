@@ -82,7 +82,7 @@ def test_runs_that_start_together_prepare_once(
     ]
     for run in runs:
         run.start()
-    found = [answers.get(timeout=60) for _ in runs]
+    found = [answers.get(timeout=200) for _ in runs]
     for run in runs:
         run.join()
     assert len({folder for folder, _ in found}) == 1
@@ -98,11 +98,11 @@ def test_waiting_for_another_run_is_said(tmp_path: Path, events: Any) -> None:
     def hold() -> None:
         with locked(tmp_path, "abc", events):
             holds.set()
-            release.wait(30)
+            release.wait(100)
 
     other = context.Process(target=hold)
     other.start()
-    assert holds.wait(30)
+    assert holds.wait(100)
 
     def emit(kind: str, /, **fields: Any) -> None:
         events(kind, **fields)

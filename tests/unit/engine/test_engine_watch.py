@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from pantheraml.engine.guard import watch as guard_watch
 from pantheraml.engine.guard.collectives import recorded_collectives
 from pantheraml.engine.guard.watch import LONG_WORK_SECONDS, StepWatch
 from pantheraml.launch.flight_record import Collective, RankRecord, read_records
@@ -19,54 +22,72 @@ from pantheraml.launch.flight_record import Collective, RankRecord, read_records
 RECORD = RankRecord((Collective("all_reduce", 3, "0", paired=False, done=False, begun_ns=1),))
 
 
-def wait_for_stacks(file: Path) -> str:
-    deadline = time.monotonic() + 10
-    while not (text := file.read_text()):
+PATIENCE = 100.0
+"""Seconds for what does happen."""
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return text
+
+
+def wait_for_stacks(file: Path) -> None:
+    wait_until(lambda: " in test_" in file.read_text())  # which is among the last that is written
+
+
+def beat_here(watch: StepWatch, file: Path) -> str:
+    """The stacks of a process that got no further than this, whenever they come."""
+    watch.beat()
+    wait_until(lambda: " in beat_here" in file.read_text())
+    return file.read_text()
+
+
+def beat_there(watch: StepWatch, file: Path) -> str:
+    watch.beat()
+    wait_until(lambda: " in beat_there" in file.read_text())
+    return file.read_text()
 
 
 def wait_for_record(folder: Path) -> RankRecord:
-    deadline = time.monotonic() + 10
-    while not (records := read_records(folder)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return records[0]
+    wait_until(lambda: bool(read_records(folder)))
+    return read_records(folder)[0]
 
 
 def test_stacks_come_late_and_go_when_it_gets_on(tmp_path: Path) -> None:
     file = tmp_path / "rank-3.txt"
     with StepWatch(tmp_path, rank=3, timeout_seconds=0.2) as watch:
-        watch.beat()
-        assert file.read_text() == ""
-        assert "wait_for_stacks" in wait_for_stacks(file)
-        watch.beat()
-        assert file.read_text() == ""
+        assert "beat_there" not in beat_here(watch, file)
+        assert "beat_here" not in beat_there(watch, file), "those of the last time are gone"
     assert not list(tmp_path.iterdir()), "nothing is left of a run that came to its end"
 
 
 def test_the_file_is_there_from_the_beginning(tmp_path: Path) -> None:
     """Of a rank that is suspended there is nothing else."""
-    with StepWatch(tmp_path, rank=1, timeout_seconds=100.0):
+    with StepWatch(tmp_path, rank=1, timeout_seconds=PATIENCE) as watch:
+        assert (tmp_path / "rank-1.txt").read_text() == ""
+        watch.beat()
         assert (tmp_path / "rank-1.txt").read_text() == ""
 
 
-def test_long_work_may_take_long_but_not_for_ever(tmp_path: Path) -> None:
+def test_long_work_may_take_long(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.txt"
-    with StepWatch(tmp_path, rank=0, timeout_seconds=0.1, long_work_seconds=1.2) as watch:
+    with StepWatch(tmp_path, rank=0, timeout_seconds=0.1, long_work_seconds=PATIENCE) as watch:
         time.sleep(0.3)
         assert file.read_text() == "", "until the first beat the model is loaded"
-        assert wait_for_stacks(file)
         watch.beat()
+        wait_for_stacks(file)
         watch.expect_long_work()
-        assert file.read_text() == ""
         time.sleep(0.3)
         assert file.read_text() == ""
-        assert wait_for_stacks(file)
         watch.beat()
-        assert file.read_text() == ""
-        assert wait_for_stacks(file)
+        wait_for_stacks(file)
+
+
+def test_long_work_may_not_take_for_ever(tmp_path: Path) -> None:
+    with StepWatch(tmp_path, rank=0, timeout_seconds=0.1, long_work_seconds=0.5):
+        wait_for_stacks(tmp_path / "rank-0.txt")
 
 
 def test_long_work_is_never_given_less_than_a_step(tmp_path: Path) -> None:
@@ -75,35 +96,45 @@ def test_long_work_is_never_given_less_than_a_step(tmp_path: Path) -> None:
         assert (tmp_path / "rank-0.txt").read_text() == ""
 
 
-def test_heartbeats_are_fewer_than_beats(tmp_path: Path) -> None:
+def test_heartbeats_are_fewer_than_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
+    now = [1000.0]
+    monkeypatch.setattr(guard_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def hear(kind: str, /, **fields: Any) -> None:
-        told.append((kind, fields))
+        told.append((now[0], kind, fields))
 
-    with StepWatch(tmp_path, rank=0, timeout_seconds=2.0, heartbeat=hear) as watch:
+    with StepWatch(tmp_path, rank=0, timeout_seconds=200.0, heartbeat=hear) as watch:
         watch.beat()
         assert not told, "nobody knows yet how far the run had come"
-        begin = time.monotonic()
         watch.beat(7)
-        while time.monotonic() - begin < 0.5:
+        for _ in range(50):
+            now[0] += 1
             watch.beat()
-    assert 2 <= len(told) <= 3, "one at the start, then every tenth of the timeout"
-    assert told[-1] == ("heartbeat", {"step": 7})
+    # one at the start, then each time that more than a tenth of the timeout has passed
+    assert told == [(moment, "heartbeat", {"step": 7}) for moment in (1000.0, 1021.0, 1042.0)]
 
 
 def test_collectives_come_late_and_go_when_it_gets_on(tmp_path: Path) -> None:
-    with StepWatch(tmp_path, rank=0, timeout_seconds=0.4, collectives=lambda: RECORD) as watch:
+    may_answer = threading.Event()
+
+    def collectives() -> RankRecord:
+        assert may_answer.wait(PATIENCE)
+        return RECORD
+
+    with StepWatch(tmp_path, rank=0, timeout_seconds=0.2, collectives=collectives) as watch:
         for _ in range(2):
+            may_answer.clear()
             watch.beat()
             assert not read_records(tmp_path)
+            may_answer.set()
             assert wait_for_record(tmp_path) == RECORD
         watch.expect_long_work()
         assert not read_records(tmp_path)
         watch.beat()
         assert wait_for_record(tmp_path) == RECORD, "an alarm that is sooner than the last one is heard"
     assert not list(tmp_path.iterdir())
-    assert "collectives" not in {thread.name for thread in threading.enumerate()}
+    wait_until(lambda: "alarm" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_training_does_not_wait_for_a_recorder_that_does_not_answer(tmp_path: Path) -> None:
@@ -111,15 +142,15 @@ def test_training_does_not_wait_for_a_recorder_that_does_not_answer(tmp_path: Pa
 
     def collectives() -> RankRecord:
         asked.set()
-        answer.wait(10)
+        assert answer.wait(PATIENCE)
         return RECORD
 
     with StepWatch(tmp_path, rank=0, timeout_seconds=0.2, collectives=collectives) as watch:
         watch.beat()
-        assert asked.wait(10)
+        assert asked.wait(PATIENCE)
         begin = time.monotonic()
         watch.beat()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 50
         answer.set()
     assert not read_records(tmp_path), "what was found out too late is not told"
 
@@ -137,6 +168,7 @@ def test_torch_records_collectives_in_the_form_that_is_read(tmp_path: Path) -> N
     with group_of_one():
         for _ in range(3):
             dist.all_reduce(torch.ones(2))
+        wait_until(lambda: recorded_collectives("gloo").current is None)  # recorded a moment after it is done
         found = recorded_collectives("gloo")
     newest = found.collectives[-1]
     assert (newest.name, newest.paired, newest.done) == ("all_reduce", False, True)

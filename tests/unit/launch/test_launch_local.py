@@ -5,43 +5,51 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pantheraml.launch import local
 from pantheraml.launch.local import StopRequests, explain_death, log_tail, run_workers, task_command
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
 NEST = """
-import subprocess, sys, time
-sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(100)", sys.argv[1]]
 children = [subprocess.Popen(sleep, start_new_session=True) for _ in range(2)]
-print("ready", flush=True)
-time.sleep(100)
+print("up", flush=True)
 """
+DIES = """
+while not os.path.exists(sys.argv[1] + "/seen"): time.sleep(0.02)
+os.kill(os.getpid(), 9)
+"""
+PATIENCE = 100.0
+"""Seconds for what does happen."""
 
 
 def run(
     folder: Path,
     code: str,
     *,
-    stop_after: float | None = None,
-    signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+    stop: Sequence[signal.Signals] = (),
+    on_tick: Callable[[], object] = lambda: None,
     ask: bool = True,
-    grace: float = 5,
+    grace: float = PATIENCE,
 ) -> tuple[int, float]:
+    """Signals come once the worker says that it is up."""
     stops = StopRequests()
     begin = time.monotonic()
 
     def tick() -> None:
-        if stop_after is not None and time.monotonic() - begin > stop_after and not stops.count:
-            for number in signals:
+        if not stops.count and "up" in log_tail(folder, lines=1):
+            for number in stop:
                 stops.receive(number)
+        on_tick()
 
     status = run_workers(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, str(folder)],
         folder,
         environment={"PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"},
         stops=stops,
@@ -52,6 +60,11 @@ def run(
     return status, time.monotonic() - begin
 
 
+def left(folder: Path) -> list[psutil.Process]:
+    """Those of this test that are there: the command line of each names its folder."""
+    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
+
+
 def test_output_goes_to_the_log_and_the_status_comes_back(tmp_path: Path) -> None:
     status, _ = run(tmp_path, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
     assert status == 3
@@ -59,61 +72,79 @@ def test_output_goes_to_the_log_and_the_status_comes_back(tmp_path: Path) -> Non
 
 
 def test_a_worker_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
-    code = "import os, time\nwhile not os.path.exists('stop'): time.sleep(0.05)\nopen('saved', 'w').close()"
-    status, _ = run(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n{code}", stop_after=0.3)
+    code = (
+        "import os, sys, time; os.chdir(sys.argv[1]); print('up', flush=True)\n"
+        "while not os.path.exists('stop'): time.sleep(0.05)\nopen('saved', 'w').close()"
+    )
+    status, _ = run(tmp_path, code, stop=[signal.SIGTERM])
     assert status == 0
     assert (tmp_path / "saved").exists()
 
 
-def test_a_worker_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path) -> None:
-    status, seconds = run(tmp_path, DEAF, stop_after=0.5, grace=0.5)
+def test_a_worker_that_does_not_listen_is_killed_after_its_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "KILL_AFTER_SECONDS", 2.0)
+    status, seconds = run(tmp_path, DEAF, stop=[signal.SIGTERM], grace=0.5)
     assert status == 137
-    assert seconds < 20
+    assert 2.5 < seconds < 50
+    assert not left(tmp_path)
 
 
-def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
-    status, seconds = run(tmp_path, DEAF, stop_after=0.5, signals=[signal.SIGINT, signal.SIGINT], grace=60)
+def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "KILL_AFTER_SECONDS", PATIENCE)
+    status, seconds = run(tmp_path, DEAF, stop=[signal.SIGINT, signal.SIGINT])
     assert status == 137
-    assert seconds < 8, "without a grace period, and without time to part"
+    assert seconds < 50, "without a grace period, and without time to part"
 
 
 @pytest.mark.parametrize(
-    ("received", "interrupted", "urgent"),
+    ("received", "urgent"),
     [
-        ([], False, False),
-        ([signal.SIGINT], True, False),
-        ([signal.SIGTERM], False, False),
-        ([signal.SIGTERM, signal.SIGTERM], False, False),
-        ([signal.SIGTERM, signal.SIGINT], False, True),
-        ([signal.SIGINT, signal.SIGINT], True, True),
+        ([], False),
+        ([signal.SIGINT], False),
+        ([signal.SIGTERM], False),
+        ([signal.SIGTERM, signal.SIGTERM], False),
+        ([signal.SIGUSR1, signal.SIGTERM], False),
+        ([signal.SIGTERM, signal.SIGINT], True),
+        ([signal.SIGINT, signal.SIGINT], True),
     ],
 )
-def test_who_asks_to_stop_and_how(received: list[signal.Signals], interrupted: bool, urgent: bool) -> None:
-    stops = StopRequests()
-    for number in received:
-        stops.receive(number)
-    assert (stops.count, stops.interrupted, stops.urgent) == (len(received), interrupted, urgent)
+def test_who_asks_to_stop_and_how(received: list[signal.Signals], urgent: bool) -> None:
+    with StopRequests().installed() as stops:
+        for number in received:
+            signal.raise_signal(number)
+    assert (stops.count, stops.urgent) == (len(received), urgent)
+    assert stops.first == (received[0] if received else None)
 
 
 def test_a_task_with_nothing_to_save_ends_at_once(tmp_path: Path) -> None:
-    status, seconds = run(tmp_path, "import time; time.sleep(100)", stop_after=0.2, ask=False)
+    sleep = "import time; print('up', flush=True); time.sleep(100)"
+    status, seconds = run(tmp_path, sleep, stop=[signal.SIGTERM], ask=False)
     assert status == 143
-    assert seconds < 5
+    assert seconds < 50
 
 
 def test_grandchildren_in_sessions_of_their_own_end_too(tmp_path: Path) -> None:
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    run(tmp_path, NEST, stop_after=1.0, ask=False)
-    assert "ready" in log_tail(tmp_path, lines=1)
-    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(100)" in " ".join(p.info["cmdline"] or [])]
+    status, _ = run(tmp_path, f"{NEST}time.sleep(100)", stop=[signal.SIGTERM], ask=False)
+    assert status == 143
+    assert not left(tmp_path)
 
 
-def test_children_of_a_process_that_was_killed_end_too(tmp_path: Path) -> None:
+def test_children_of_a_process_that_was_killed_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the elastic agent dies: nothing leads to its workers any more but our memory."""
-    status, _ = run(tmp_path, NEST.replace("time.sleep(100)\n", "time.sleep(2); import os; os.kill(os.getpid(), 9)\n"))
+    monkeypatch.setattr(local.Family, "LOOK_SECONDS", 0.0)
+    counts: list[int] = []
+
+    def let_it_die() -> None:
+        """After a look at the process in which it had children already."""
+        if counts[-1:] == [3]:
+            (tmp_path / "seen").touch()
+        counts.append(len(left(tmp_path)))
+
+    status, _ = run(tmp_path, NEST + DIES, on_tick=let_it_die)
     assert status == -9
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(100)" in " ".join(p.info["cmdline"] or [])]
+    assert not left(tmp_path)
 
 
 def test_deaths_by_signal_are_explained(tmp_path: Path) -> None:

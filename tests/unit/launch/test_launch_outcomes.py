@@ -52,6 +52,9 @@ def test_what_ranks_are_said_to_have_died_of() -> None:
     assert Outcome.of_ranks({0: 71}) == Outcome(71, "Rank 0 was killed.")
     assert Outcome.of_ranks({2: -signal.SIGSEGV}).told == "Rank 2 was killed by SIGSEGV."
     assert Outcome.of_ranks({2: -signal.SIGTERM}).exit_code == PreemptedError.exit_code
+    assert Outcome.of_ranks({2: -signal.SIGUSR1}).exit_code == PreemptedError.exit_code
+    assert Outcome.of_ranks({2: -signal.SIGINT}).exit_code == InterruptedRunError.exit_code
+    assert Outcome.of_stop(signal.SIGUSR1) == Outcome(PreemptedError.exit_code, "Stopped by SIGUSR1.")
     assert Outcome.of_ranks({0: 70, 1: -signal.SIGKILL, 2: -signal.SIGABRT}) == KILLED
     assert Outcome.of_ranks({2: 2}) == Outcome(2, "Rank 2 ended with status 2.")
 

@@ -17,6 +17,9 @@ from pantheraml.launch.local import StopRequests
 from pantheraml.launch.outcomes import Outcome
 from pantheraml.launch.rank_processes import Watch, run_ranks
 
+PATIENCE = 100.0
+"""Seconds for what does happen."""
+
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,7 @@ def outcome_of(
         told.append(outcome)
         ended.append(set(psutil.Process().children()) - before)
 
-    run_ranks(["sh", "-c", script], environments, 4, Watch(stops or StopRequests(), 2.0, others_failed, tell))
+    run_ranks(["sh", "-c", script], environments, 4, Watch(stops or StopRequests(), PATIENCE, others_failed, tell))
     if stops is not None:
         assert ended == [set()], "others must hear of a stop when these have saved, or they would end theirs too soon"
     assert set(psutil.Process().children()) == before
@@ -53,42 +56,51 @@ def test_all_end_well() -> None:
     assert outcome_of("exit 0") == Outcome(0)
 
 
-def test_one_is_killed() -> None:
-    """Rank 4 fails a moment later, as one does that loses its connection to rank 5."""
-    assert outcome_of("test $RANK = 5 && kill -9 $$; sleep 0.3; exit 70") == Outcome.of_ranks({5: -signal.SIGKILL})
+def test_one_is_killed(tmp_path: Path) -> None:
+    """Rank 4 fails once rank 5 is dead, as one does that loses its connection to it."""
+    own, alive = tmp_path / "pid", f'grep -qs "State:.[RSD]" /proc/$(cat {tmp_path}/pid)/status'
+    dies = f"test $RANK = 5 && echo $$ > {own}.new && mv {own}.new {own} && kill -9 $$"
+    script = f"{dies}; until test -e {own}; do sleep 0.02; done; while {alive}; do sleep 0.02; done; exit 70"
+    assert outcome_of(script) == Outcome.of_ranks({5: -signal.SIGKILL})
 
 
-def test_those_who_are_left_are_ended_with_all_their_children() -> None:
-    begin = time.monotonic()
-    stubborn = 'trap "" INT TERM; test $RANK = 5 && exit 3; setsid sleep 60 & sleep 60; sleep 60'
+def test_those_who_are_left_are_ended_with_all_their_children(tmp_path: Path) -> None:
+    begin, up = time.monotonic(), tmp_path / "up"
+    fails = f"test $RANK = 5 && until test -e {up}; do sleep 0.02; done && exit 3"
+    stubborn = f'trap "" INT TERM; {fails}; setsid sleep 100 & touch {up}; sleep 100; sleep 100'
     assert outcome_of(stubborn) == Outcome.of_ranks({5: 3})
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 50
 
 
-def test_another_machine_failed(tmp_path: Path) -> None:
+def test_another_machine_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 takes these two signals, in this order, for no time to save."""
-    log = tmp_path / "log"
-    script = f'trap "echo TERM >> {log}" TERM; trap "echo INT >> {log}; exit 0" INT; while true; do sleep 0.02; done'
-    assert outcome_of(script, ranks=1, others_failed=lambda: True) == Outcome(None)
+    monkeypatch.setattr(rank_processes, "PRESSING_SECONDS", 2.0)  # a shell that has got both takes the other one first
+    monkeypatch.setattr(rank_processes, "KILL_AFTER_SECONDS", PATIENCE)
+    log, up = tmp_path / "log", tmp_path / "up"
+    traps = f'trap "echo TERM >> {log}" TERM; trap "echo INT >> {log}; exit 0" INT'
+    script = f"{traps}; touch {up}; while true; do sleep 0.02; done"
+    assert outcome_of(script, ranks=1, others_failed=up.exists) == Outcome(None)
     assert log.read_text() == "TERM\nINT\n"
 
 
-def test_another_machine_failed_and_these_say_more() -> None:
-    assert outcome_of("sleep 0.1; exit 17", others_failed=lambda: True) == Outcome.of_ranks({4: 17})
+def test_another_machine_failed_and_these_say_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "PARTING_SECONDS", PATIENCE)
+    assert outcome_of("sleep 0.1; exit 17", ranks=1, others_failed=lambda: True) == Outcome.of_ranks({4: 17})
 
 
-def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
     stops = StopRequests()
     log = tmp_path / "log"
-    script = f'trap "sleep 0.5; echo saved >> {log}; exit 0" TERM; while true; do sleep 0.02; done'
+    saves = f'trap "sleep 0.5; echo saved >> {log}; exit 0" {number.name[3:]}'
+    script = f"{saves}; touch {tmp_path}/up-$RANK; while true; do sleep 0.02; done"
 
-    def stop_soon() -> bool:
-        if stops.count == 0 and time.monotonic() > begin + 0.3:
-            stops.receive(signal.SIGTERM)
+    def stop_when_up() -> bool:
+        if stops.count == 0 and len(list(tmp_path.glob("up-*"))) == 2:
+            stops.receive(number)
         return False
 
-    begin = time.monotonic()
-    assert outcome_of(script, stops=stops, others_failed=stop_soon) == Outcome.of_stop(signal.SIGTERM)
+    assert outcome_of(script, stops=stops, others_failed=stop_when_up) == Outcome.of_stop(number)
     assert log.read_text() == "saved\nsaved\n"
 
 

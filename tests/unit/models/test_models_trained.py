@@ -58,7 +58,7 @@ def test_trained_and_exported_give_the_logits_of_training(
 
     export_merged(config, method, tmp_path / "trained", **HERE, output=tmp_path / "merged")
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert type(merged) is type(AutoModelForCausalLM.from_pretrained(config.path))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import Any
@@ -16,18 +15,22 @@ from pantheraml.launch.machines import Assignment, Machine
 from pantheraml.launch.outcomes import Outcome, Verdict
 from pantheraml.parallel import machines
 from pantheraml.parallel.machines import Meeting, RanksHere
+from tests.ports import reserved_port
 
 Outcomes = dict[int, Outcome | None]
 
 
+PATIENCE = 100
+"""Seconds for those who do come."""
+
+
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
-def assignment(port: int, number: int, *, count: int = 2, processes: int = 1, timeout: int = 5) -> Assignment:
+def assignment(port: int, number: int, *, count: int = 2, processes: int = 1, timeout: int = PATIENCE) -> Assignment:
     machine = Machine(count, number, "127.0.0.1", port)
     return Assignment(machine, processes, "/run", timeout, 0, ("killed",), 1)
 
@@ -47,13 +50,24 @@ def patient() -> bool:
     return False
 
 
-def agent(port: int, number: int, outcomes: list[Outcome], **settings: Any) -> list[Any]:
+HELD: list[Meeting] = []
+"""By those who host a store, until the others have read it."""
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> Iterator[None]:
+    yield
+    HELD.clear()
+
+
+def agent(
+    port: int, number: int, outcomes: list[Outcome], *, timeouts: Sequence[int] = (PATIENCE, PATIENCE), **settings: Any
+) -> list[Any]:
     """Takes part in as many starts as it has outcomes."""
     seen: list[Any] = []
-    meetings = []  # held, as the store is hosted by the first
-    for turn, outcome in enumerate(outcomes):
-        meeting = Meeting(assignment(port, number, **settings))
-        meetings.append(meeting)
+    for turn, (outcome, timeout) in enumerate(zip(outcomes, timeouts, strict=False)):
+        meeting = Meeting(assignment(port, number, timeout=timeout, **settings))
+        HELD.append(meeting)
         seen.append((meeting.ranks, meeting.agree_on_start(turn, f"start {turn}" if turn else None)))
         meeting.tell(outcome)
         verdict = meeting.verdict(judge, patient)
@@ -79,7 +93,7 @@ def test_each_start_is_a_fresh_one(port: int) -> None:
 
 def test_a_machine_that_says_nothing_and_comes_back(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its new agent knows of no earlier start, and learns from machine 0 which one this is."""
-    monkeypatch.setattr(machines, "ANSWER_SECONDS", 2.0)  # machine 0 also waits so long for the other to read
+    monkeypatch.setattr(machines, "ANSWER_SECONDS", 0.5)
 
     def power_cut() -> list[Any]:
         Meeting(assignment(port, 1)).agree_on_start(0, None)
@@ -96,8 +110,9 @@ def test_a_machine_that_does_not_come_back(port: int, monkeypatch: pytest.Monkey
     def power_cut() -> None:
         Meeting(assignment(port, 1)).agree_on_start(0, None)
 
-    first, _ = together(lambda: agent(port, 0, [Outcome(70, "lost"), Outcome(0)], timeout=1), power_cut)
-    with pytest.raises(LaunchError, match=r"1 of 2 machines came within 1 s; missing: machine 1\."):
+    # machine 0 waits for the other as long as it takes, and when that is gone, for two seconds
+    first, _ = together(lambda: agent(port, 0, [Outcome(70, "lost"), Outcome(0)], timeouts=(PATIENCE, 2)), power_cut)
+    with pytest.raises(LaunchError, match=r"1 of 2 machines came within 2 s; missing: machine 1\."):
         first.result()
 
 
@@ -113,7 +128,7 @@ def test_somebody_in_a_hurry_does_not_wait_for_the_verdict(port: int) -> None:
 
     def staying() -> Verdict | None:
         meeting = Meeting(assignment(port, 0))
-        assert left.wait(30)
+        assert left.wait(PATIENCE)
         meeting.tell(Outcome(0))
         return meeting.verdict(judge, patient)
 
@@ -127,14 +142,14 @@ def test_machine_0_is_gone(port: int) -> None:
 
     def host() -> None:
         meeting = Meeting(assignment(port, 0))
-        assert met.wait(30)
+        assert met.wait(PATIENCE)
         del meeting
         gone.set()
 
     def guest() -> str:
         meeting = Meeting(assignment(port, 1))
         met.set()
-        assert gone.wait(30)
+        assert gone.wait(PATIENCE)
         assert not meeting.others_failed()
         meeting.tell(Outcome(0))
         with pytest.raises(LaunchError) as raised:

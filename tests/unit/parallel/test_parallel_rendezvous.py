@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -18,6 +19,10 @@ from pantheraml.base.env import ProcessRank, StoreAddress
 from pantheraml.base.errors import DeviceError, LaunchError
 from pantheraml.parallel.device_vote import Agreement, agree_on_devices, device_problem
 from pantheraml.parallel.rendezvous import MACHINES, interface_towards, meet
+from tests.ports import reserved_port
+
+PATIENCE = 100
+"""Seconds for those who do come."""
 
 
 def place(rank: int, world_size: int = 2) -> ProcessRank:
@@ -25,10 +30,9 @@ def place(rank: int, world_size: int = 2) -> ProcessRank:
 
 
 @pytest.fixture
-def address() -> StoreAddress:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return StoreAddress("127.0.0.1", probe.getsockname()[1], hosted_by_agent=False, attempt=0)
+def address() -> Iterator[StoreAddress]:
+    with reserved_port() as port:
+        yield StoreAddress("127.0.0.1", port, hosted_by_agent=False, attempt=0)
 
 
 @pytest.fixture
@@ -45,12 +49,12 @@ def on_ranks(count: int, work: Callable[[int], Any]) -> list[Future[Any]]:
         return [pool.submit(work, rank) for rank in range(count)]
 
 
-def failure(seconds: float, rank: int, where: StoreAddress, **options: Any) -> str:
-    """What a lone rank is told, which must not take longer than `seconds`."""
+def failure(rank: int, where: StoreAddress, **options: Any) -> str:
+    """What a lone rank is told, which must not take for ever."""
     begin = time.monotonic()
     with pytest.raises(LaunchError) as raised:
         meet(place(rank), where, **options)
-    assert time.monotonic() - begin < seconds
+    assert time.monotonic() - begin < 50
     return str(raised.value)
 
 
@@ -59,7 +63,7 @@ def test_all_ranks_share_one_store_and_may_meet_again(address: StoreAddress) -> 
         seen = []
         stores = []  # kept until all are done, as a process that hosts one would
         for turn in range(2):
-            store = meet(place(rank, 3), address, timeout_seconds=20)
+            store = meet(place(rank, 3), address, timeout_seconds=PATIENCE)
             stores.append(store)
             assert not store.check([f"word/{rank}"]), "each meeting starts with an empty store"
             store.set(f"word/{rank}", f"{turn}-{rank}")
@@ -75,56 +79,64 @@ def test_all_ranks_share_one_store_and_may_meet_again(address: StoreAddress) -> 
 def test_a_rank_that_comes_late_is_waited_for(address: StoreAddress) -> None:
     def work(rank: int) -> Any:
         time.sleep(1.0 if rank == 0 else 0.0)
-        return meet(place(rank), address, timeout_seconds=20)
+        return meet(place(rank), address, timeout_seconds=PATIENCE)
 
     assert all(future.result() for future in on_ranks(2, work))
 
 
 def test_a_peer_that_never_comes_is_named(address: StoreAddress) -> None:
-    def work(rank: int) -> str:
-        with pytest.raises(LaunchError) as raised:
-            meet(place(rank, 4), address, timeout_seconds=2)
-        return str(raised.value)
+    host = meet(place(0, 1), replace(address, attempt=1), timeout_seconds=PATIENCE)  # the same store, for another start
 
-    told = [future.result() for future in on_ranks(2, work)]
-    assert "2 of 4 processes came within 2 s; missing: ranks 2, 3." in told[0]
-    assert "2 of 4" in told[1] or "lost the store" in told[1]
+    def early() -> None:
+        meet(place(1, 4), address, timeout_seconds=PATIENCE)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(early)
+        deadline = time.monotonic() + PATIENCE
+        while host.num_keys() < 4:  # two for each who has come
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(LaunchError, match=r"2 of 4 processes came within 2 s; missing: ranks 2, 3\."):
+            meet(place(0, 4), address, timeout_seconds=2)
+        assert not first.done()
+        del host
+        with pytest.raises(LaunchError, match="Rank 1 lost the store"):
+            first.result()
 
 
 def test_a_rank_0_that_never_comes(address: StoreAddress) -> None:
-    said = failure(4, 1, address, timeout_seconds=2)
-    assert f"Rank 1 of 2 could not reach the store at 127.0.0.1:{address.port} within 2 s" in said
+    said = failure(1, address, timeout_seconds=0.5)
+    assert f"Rank 1 of 2 could not reach the store at 127.0.0.1:{address.port} within 0.5 s" in said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_address_that_is_none(rank: int) -> None:
     nowhere = StoreAddress("no-such-machine.invalid", 29500, hosted_by_agent=False, attempt=0)
     assert "no-such-machine.invalid, from MASTER_ADDR, is not" in failure(
-        10, rank, nowhere, timeout_seconds=5, max_retries=1
+        rank, nowhere, timeout_seconds=5, max_retries=1
     )
 
 
 def test_a_port_that_is_taken(foreign_listener: StoreAddress) -> None:
-    said = failure(5, 0, foreign_listener, timeout_seconds=3, max_retries=1)
+    said = failure(0, foreign_listener, timeout_seconds=PATIENCE, max_retries=1)
     assert f"port {foreign_listener.port} is taken" in said
 
 
 def test_a_port_where_somebody_else_listens(foreign_listener: StoreAddress) -> None:
     """The store's own client would wait for ever."""
-    assert "it is not the store of this run" in failure(5, 1, foreign_listener, timeout_seconds=2)
+    assert "it is not the store of this run" in failure(1, foreign_listener, timeout_seconds=1)
 
 
-def test_a_port_that_is_taken_for_a_moment_only(address: StoreAddress) -> None:
+def test_a_port_that_is_taken_for_a_moment_only(address: StoreAddress, caplog: pytest.LogCaptureFixture) -> None:
     """`max_retries` is for this."""
-    server = socket.socket()
-    server.bind((address.host, address.port))
-    server.listen()
+    server = socket.create_server((address.host, address.port))
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, place(0), address, timeout_seconds=20, max_retries=5)
-        time.sleep(0.6)
-        assert not first.done()
+        first = pool.submit(meet, place(0), address, timeout_seconds=PATIENCE, max_retries=20)
+        while "is taken by another process. Trying again" not in caplog.text:
+            assert not first.done()
+            time.sleep(0.01)
         server.close()
-        second = pool.submit(meet, place(1), address, timeout_seconds=20)
+        second = pool.submit(meet, place(1), address, timeout_seconds=PATIENCE)
         assert first.result() is not None
         assert second.result() is not None
 
@@ -132,8 +144,8 @@ def test_a_port_that_is_taken_for_a_moment_only(address: StoreAddress) -> None:
 def vote(address: StoreAddress, problems: list[str | None], *, strict: bool) -> list[Future[Agreement]]:
     def work(rank: int) -> Agreement:
         mine = place(rank, len(problems))
-        store = meet(mine, address, timeout_seconds=20)
-        return agree_on_devices(store, mine, problems[rank], strict=strict, timeout_seconds=20)
+        store = meet(mine, address, timeout_seconds=PATIENCE)
+        return agree_on_devices(store, mine, problems[rank], strict=strict, timeout_seconds=PATIENCE)
 
     return on_ranks(len(problems), work)
 
@@ -167,14 +179,14 @@ def test_otherwise_all_stop_with_the_same_error(
 
 
 def test_a_rank_that_does_not_vote_is_an_error_too(address: StoreAddress) -> None:
-    def work(rank: int) -> None:
-        store = meet(place(rank), address, timeout_seconds=20)
+    def work(rank: int) -> Any:
+        store = meet(place(rank), address, timeout_seconds=PATIENCE)
         if rank == 0:
             with pytest.raises(LaunchError, match="Not all 2 processes said within 1 s"):
                 agree_on_devices(store, place(0), None, strict=False, timeout_seconds=1)
+        return store  # kept until both have met
 
-    for future in on_ranks(2, work):
-        future.result()
+    assert all(future.result() for future in on_ranks(2, work))
 
 
 def test_what_is_wrong_with_a_device() -> None:
@@ -201,11 +213,11 @@ def test_the_interface_between_machines_is_the_one_that_leads_there() -> None:
 
 
 def test_machines_meet_apart_from_ranks_and_are_named_as_such(address: StoreAddress) -> None:
-    with pytest.raises(LaunchError, match=r"1 of 2 machines came within 0.2 s; missing: machine 1\."):
-        meet(place(0), address, timeout_seconds=0.2, who=MACHINES)
-    machines = meet(place(0, 1), address, timeout_seconds=5, who=MACHINES)
+    with pytest.raises(LaunchError, match=r"1 of 2 machines came within 2 s; missing: machine 1\."):
+        meet(place(0), address, timeout_seconds=2, who=MACHINES)
+    machines = meet(place(0, 1), address, timeout_seconds=PATIENCE, who=MACHINES)
     machines.set("told", "to machines")
-    ranks = meet(place(0, 1), address, timeout_seconds=5)
+    ranks = meet(place(0, 1), address, timeout_seconds=PATIENCE)
     assert not ranks.check(["told"])
     nowhere = StoreAddress("no-such-machine.invalid", 1, hosted_by_agent=False, attempt=0)
     with pytest.raises(LaunchError, match="from --rdzv, is not the name of a machine"):

@@ -102,7 +102,7 @@ class SlowBackend:
         self.status: str | None = None
 
     def log(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
-        assert self.release.wait(30)
+        assert self.release.wait(100)
         self.logged.append(step)
 
     def finish(self, status: str) -> None:
@@ -121,7 +121,7 @@ def test_a_slow_sink_does_not_hold_up_the_run(story: Any, tmp_path: Path) -> Non
     follower = Follower(story.write(tmp_path), [Sink("slow", backend)])
     begin = time.monotonic()
     assert len(follower.poll()) == len(story.events)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 50
     assert backend.logged == []
     backend.release.set()
     follower.close()
@@ -136,7 +136,7 @@ def test_a_sink_whose_server_is_gone_is_switched_off(
     sink = Sink("gone", GoneBackend())
     follower = Follower(story.write(tmp_path), [sink])
     with EventWriter(tmp_path) as emit, caplog.at_level(logging.WARNING, "pantheraml"):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while not caplog.records and time.monotonic() < deadline:
             emit("notice", message="the run goes on")
             follower.poll()

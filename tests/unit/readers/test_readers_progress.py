@@ -17,6 +17,14 @@ from pantheraml.readers import figures
 from pantheraml.readers.progress import ProgressBar, Stage
 
 
+@pytest.fixture(autouse=True)
+def _usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rich is told by the environment that the tests run in."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
 def log_of(events: list[Any], *, title: str = "") -> list[str]:
     stream = io.StringIO()
     bar = ProgressBar(title, console=Console(file=stream, width=80))
@@ -119,7 +127,7 @@ def test_the_terminal_draws_in_place_and_cleans_up(complete: Any, terminal: tupl
     loss, eval_loss = loss_at(complete, 60), loss_at(complete, 30, "eval.done")
     assert f"loss {loss} · eval {eval_loss} · lr 0.0001 · 64,000 tokens/s · 15.8 GiB" in drawn
     bar.close()
-    deadline = time.monotonic() + 5  # rich asks its clock thread to end and does not wait for it
+    deadline = time.monotonic() + 100  # rich asks its clock thread to end and does not wait for it
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert threading.active_count() == before, "the clock thread has ended"

@@ -22,7 +22,8 @@ PUSH = """
 import sys
 from pathlib import Path
 from pantheraml.readers.follow import Follower
-from pantheraml.readers.sinks import open_sink
+from pantheraml.readers.sinks import open_sink, sink
+sink.CLOSE_SECONDS = 200  # a busy machine is no fault of the tool
 run_dir = Path(sys.argv[2])
 follower = Follower(run_dir, [open_sink(sys.argv[1], run_dir=run_dir, project="kittens")])
 follower.poll()
@@ -45,10 +46,11 @@ def push(name: str, run_dir: Path) -> str:
     home = run_dir.parent
     environment = child_environment(
         HOME=str(home), TRACKIO_DIR=str(home / "trackio"), HF_HUB_OFFLINE="1", WANDB_MODE="offline",
+        WANDB__SERVICE_WAIT="200", WANDB_INIT_TIMEOUT="200",
         MLFLOW_TRACKING_URI=None, WANDB_API_KEY=None, XDG_CONFIG_HOME=None, XDG_CACHE_HOME=None,
     )  # fmt: skip
     command = [sys.executable, "-c", PUSH, name, str(run_dir)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert "switched off" not in done.stderr, done.stderr
     assert "cleanly" not in done.stderr, done.stderr
