@@ -107,7 +107,11 @@ class EventWriter:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             self._append(data)
         except OSError as err:
-            raise StorageError(f"Writing {FILE_NAME} failed: {err.strerror}.", where=str(self._path)) from err
+            raise StorageError(
+                f"Writing {FILE_NAME} failed: {err.strerror}.",
+                where=str(self._path),
+                todo="Make room or mend the disk; `pantheraml resume` then goes on from the last checkpoint.",
+            ) from err
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from pantheraml.base import env
-from pantheraml.base.errors import PantheraError, WorkerError
+from pantheraml.base.errors import PantheraError, StorageError, WorkerError
 from pantheraml.base.events import EventWriter, emit_error
 from pantheraml.launch.local import LOG_FILE
 
@@ -20,9 +21,7 @@ def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) 
         try:
             work(emit)
         except PantheraError as err:
-            traceback.print_exc()
-            emit_error(emit, err, traceback=traceback.format_exc())
-            return err.exit_code
+            return _told(emit, err)
         except Exception as err:  # noqa: BLE001 - the border of the process: anything unforeseen is reported, not lost
             said = next(iter(str(err).splitlines()), "").rstrip(".")
             unforeseen = WorkerError(
@@ -30,7 +29,13 @@ def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) 
                 where=str(folder / LOG_FILE),
                 todo="The full traceback is in that log; `--debug` prints it.",
             )
-            traceback.print_exc()
-            emit_error(emit, unforeseen, traceback=traceback.format_exc())
-            return unforeseen.exit_code
+            return _told(emit, unforeseen)
     return 0
+
+
+def _told(emit: EventWriter, err: PantheraError) -> int:
+    """The exit code of `err`, which is being handled, and is in the log and in the events if these can be written."""
+    traceback.print_exc()
+    with contextlib.suppress(StorageError):  # then the parent cannot write there either, and says so
+        emit_error(emit, err, traceback=traceback.format_exc())
+    return err.exit_code

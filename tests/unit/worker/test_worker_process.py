@@ -1,0 +1,46 @@
+"""The border of a worker process: its exit code says what happened even where its events cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pantheraml.base.errors import ConfigError, StorageError, WorkerError
+from pantheraml.base.events import EventWriter, read_events
+from pantheraml.worker.process import run_reporting
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Path:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    return tmp_path
+
+
+def foreseen(emit: EventWriter) -> None:
+    raise ConfigError("A key is wrong.")
+
+
+def unforeseen(emit: EventWriter) -> None:
+    raise ZeroDivisionError("nobody thought of it")
+
+
+def telling(emit: EventWriter) -> None:
+    emit("notice", message="getting on")
+
+
+def test_errors_are_told_as_events(tmp_path: Path) -> None:
+    assert run_reporting("train", tmp_path, telling) == 0
+    assert run_reporting("train", tmp_path, foreseen) == ConfigError.exit_code
+    assert run_reporting("train", tmp_path, unforeseen) == WorkerError.exit_code
+    told = [event.get("what") for event in read_events(tmp_path)]
+    assert told == [None, "A key is wrong.", "The train worker failed: ZeroDivisionError: nobody thought of it."]
+
+
+def test_the_exit_code_stays_where_events_find_no_room(full_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_reporting("train", full_disk, foreseen) == ConfigError.exit_code
+    assert run_reporting("train", full_disk, unforeseen) == WorkerError.exit_code
+    assert run_reporting("train", full_disk, telling) == StorageError.exit_code
+    said = capfd.readouterr().err
+    assert "A key is wrong." in said
+    assert "No space left on device" in said
