@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--equality", choices=["chosen", "full"], default="chosen", help="how much of the equality matrix to go through"
     )
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in the background with Ctrl-C ignored, and so would be all that tests start: a shell
+    that finds a signal ignored cannot trap it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection() -> None:
