@@ -22,7 +22,8 @@ COLUMNS = 200
 
 @pytest.fixture(params=[8192, 64], ids=["whole rows", "blocks"], autouse=True)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernel, "_BLOCK", request.param)
+    for name in ("_BLOCK", "_BLOCK_QUANTISED"):
+        monkeypatch.setattr(triton_kernel, name, request.param)
 
 
 def inputs() -> tuple[Tensor, Tensor]:

@@ -49,7 +49,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         return (
             None if d_rows is None else put_back(d_rows * scale, kept, ctx.count),
-            None if d_weight is None else (d_weight * scale).to(weight_dtype),
-            None if d_bias is None else (d_bias * scale).to(bias_dtype),
+            None if d_weight is None else _scaled(d_weight, scale, weight_dtype),
+            None if d_bias is None else _scaled(d_bias, scale, bias_dtype),
             None,
         )
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """In one pass over the gradient, which may be as large as the model's embedding."""
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
