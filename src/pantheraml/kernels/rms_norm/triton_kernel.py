@@ -1,4 +1,8 @@
-"""One program a row: the row stays in registers from the load to the last store."""
+"""One program a row: the row stays in registers from the load to the last store.
+
+All loads come before the first sum over the row: warps wait for each other there, and what is loaded after it is
+waited for once more.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ def _forward(
         kept = values.to(dtype)
         tl.store(total + row * columns + at, kept, mask=live)
         values = kept.to(tl.float32)
+    gain = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / columns + epsilon)
     tl.store(inverses + row, inverse)
-    gain = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
     if PLUS_ONE:
         normal = (values * inverse * (1.0 + gain)).to(dtype).to(tl.float32)
     else:
@@ -54,9 +58,12 @@ def _backward(
     if PLUS_ONE:
         gain += 1.0
     scaled = tl.load(g + place, mask=live, other=0.0).to(tl.float32) * gain
+    other = scaled
+    if ADD:
+        other = tl.load(residual + place, mask=live, other=0.0)
     dx = inverse * (scaled - normal * (tl.sum(scaled * normal, 0) / columns))
     if ADD:
-        dx += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        dx += other.to(tl.float32)
     tl.store(out + place, dx.to(out.dtype.element_ty), mask=live)
 
 
