@@ -136,6 +136,27 @@ def quantise_rows(layer: Layer) -> Op:
     )
 
 
+def copy_rows(layer: Layer) -> Op:
+    """Rows with room for an adapter's columns: what `quantise_rows` is where products are in bf16."""
+    import torch
+
+    from pantheraml.kernels.quantise_rows import copy_rows as ours
+
+    room = 64
+
+    def reference(t: Inputs) -> Any:
+        out = torch.empty(layer.tokens, layer.width + room, dtype=t["x"].dtype, device=layer.device)
+        out[:, : layer.width] = t["x"]
+        return out
+
+    return Op(
+        inputs={"x": layer.normal(layer.tokens, layer.width)},
+        ours=lambda t: ours(t["x"], room=room, dtype=t["x"].dtype),
+        reference=reference,
+        read=lambda out: (out[:, : layer.width],),
+    )
+
+
 def rms_norm(layer: Layer) -> Op:
     """Residual sum, norm and quantisation: what stands before a layer's products."""
     from pantheraml.kernels.quantise_rows import reference_quantise_rows
@@ -229,29 +250,54 @@ def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
     )
 
 
-def rotary(layer: Layer) -> Op:
-    """Query, key and value out of the merged product, the first two turned."""
+def _turns(layer: Layer) -> Inputs:
     import torch
 
+    angles = layer.normal(layer.tokens, layer.head_dim // 2).float()
+    return {"cos": torch.cat([angles.cos()] * 2, dim=1), "sin": torch.cat([angles.sin()] * 2, dim=1)}
+
+
+def rotary(layer: Layer) -> Op:
+    """Query, key and value out of the merged product, the first two turned."""
     from pantheraml.kernels.rotary import reference_rotate
     from pantheraml.kernels.rotary import rotate as ours
 
     heads, size = (layer.heads, layer.key_heads, layer.key_heads), layer.head_dim
-    angles = layer.normal(layer.tokens, size // 2).float()
 
     def reference(t: Inputs) -> tuple[Any, ...]:
         q, k, v = t["merged"].unflatten(1, (-1, size)).split(heads, dim=1)
         return reference_rotate(q, t["cos"], t["sin"]), reference_rotate(k, t["cos"], t["sin"]), v.contiguous()
 
     return Op(
-        inputs={
-            "merged": layer.normal(layer.tokens, sum(heads) * size),
-            "cos": torch.cat([angles.cos()] * 2, dim=1),
-            "sin": torch.cat([angles.sin()] * 2, dim=1),
-        },
+        inputs={"merged": layer.normal(layer.tokens, sum(heads) * size)} | _turns(layer),
         ours=lambda t: ours(t["merged"], t["cos"], t["sin"], heads=heads),
         reference=reference,
         read=lambda parts: parts,
+    )
+
+
+def rotary_backward(layer: Layer) -> Op:
+    """The gradients of query, key and value, the first two turned back, as rows with room for adapters' columns."""
+    import torch
+
+    from pantheraml.kernels.rotary import reference_rotate
+    from pantheraml.kernels.rotary import unrotate as ours
+
+    counts = {"q": layer.heads, "k": layer.key_heads, "v": layer.key_heads}
+    columns, room = sum(counts.values()) * layer.head_dim, 64
+
+    def reference(t: Inputs) -> Any:
+        q, k = (reference_rotate(t[name], t["cos"], -t["sin"]) for name in "qk")
+        out = torch.empty(layer.tokens, columns + room, dtype=q.dtype, device=layer.device)
+        out[:, :columns] = torch.cat([part.flatten(1) for part in (q, k, t["v"])], dim=1)
+        return out
+
+    return Op(
+        inputs={name: layer.normal(layer.tokens, count, layer.head_dim) for name, count in counts.items()}
+        | _turns(layer),
+        ours=lambda t: ours((t["q"], t["k"], t["v"]), t["cos"], t["sin"], room=room),
+        reference=reference,
+        read=lambda out: (out[:, :columns],),
     )
 
 
@@ -367,7 +413,9 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "lora_columns, project": lora_project,
     "lora_columns, gradient": lora_gradient,
     "rotary": rotary,
+    "rotary, backward": rotary_backward,
     "quantise_rows": quantise_rows,
+    "copy_rows": copy_rows,
     "rms_norm": rms_norm,
     "gated_activation": gated_activation,
     "gated_activation_backward": gated_activation_backward,

@@ -20,9 +20,9 @@ from pantheraml.kernels.gated_activation import (
 )
 from pantheraml.kernels.lora_columns import adapter_gradient, blocks_of
 from pantheraml.kernels.lora_columns.reference import reference_gradient
-from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows
+from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows, reference_quantise_rows
 from pantheraml.kernels.rms_norm import rms_norm
-from pantheraml.kernels.rotary import reference_rotate, unrotate_quantised
+from pantheraml.kernels.rotary import reference_rotate, rotate, unrotate, unrotate_quantised
 from tests.interpreter.comparison import assert_close, assert_same_codes
 
 GPU = torch.device("cuda")
@@ -124,13 +124,48 @@ def test_the_gradient_reads_every_code_exactly() -> None:
         assert torch.equal(out[0], codes.float() * scale)
 
 
-@pytest.mark.parametrize(("heads", "size"), [((32, 8, 8), 128), ((28, 4, 4), 128), ((32, 32, 32), 96), ((9, 3, 3), 64)])
+HEADS = [((32, 8, 8), 128), ((28, 4, 4), 128), ((32, 32, 32), 96), ((9, 3, 3), 64)]
+"""Of queries, keys and values, and their size."""
+
+
+def turns(tokens: int, size: int) -> tuple[Tensor, Tensor]:
+    angle = 6 * torch.rand(tokens, size // 2, device=GPU)
+    return torch.cat([angle.cos()] * 2, 1).bfloat16(), torch.cat([angle.sin()] * 2, 1).bfloat16()
+
+
+@pytest.mark.parametrize(("heads", "size"), HEADS)
+@pytest.mark.parametrize("strided", BOTH)
+def test_rotation_there_and_back(heads: tuple[int, int, int], size: int, strided: bool) -> None:
+    """To the last bit: float32 holds products of two bf16 numbers exactly, so nothing hangs on their order."""
+    tokens, columns = 300, sum(heads) * size
+    cos, sin = turns(tokens, size)
+    merged = normal(tokens, columns)
+    q, k, v = merged.unflatten(1, (-1, size)).split(heads, dim=1)
+    found = rotate(merged, cos, sin, heads=heads)
+    for ours, theirs in zip(found, (reference_rotate(q, cos, sin), reference_rotate(k, cos, sin), v), strict=True):
+        assert torch.equal(ours, theirs)
+    if strided:
+        q, k, v = (part.transpose(0, 1).contiguous().transpose(0, 1) for part in (q, k, v))
+    back = reference_rotate(q, cos, -sin), reference_rotate(k, cos, -sin), v
+    ours = unrotate((q, k, v), cos, sin, room=64)
+    assert ours.shape == (tokens, columns + 64)
+    assert torch.equal(ours[:, :columns], torch.cat([part.flatten(1) for part in back], 1))
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 4096, 5120])
+def test_copies(width: int) -> None:
+    x = normal(300, width + 8)
+    for rows in (x[:, :width].contiguous(), x[:, :width], x[:, 3 : width + 3]):
+        assert torch.equal(copy_rows(rows, room=64, dtype=torch.bfloat16)[:, :width], rows)
+    assert torch.equal(copy_rows(x.float(), room=0, dtype=torch.bfloat16), x)
+
+
+@pytest.mark.parametrize(("heads", "size"), HEADS)
 @pytest.mark.parametrize("scaled", BOTH)
 def test_unrotate_and_quantise(heads: tuple[int, int, int], size: int, scaled: bool) -> None:
     tokens = 300
     q, k, v = (normal(count, tokens, size, scale=1e-3).transpose(0, 1) for count in heads)
-    angle = 6 * torch.rand(tokens, size // 2, device=GPU)
-    cos, sin = (torch.cat([part, part], 1).bfloat16() for part in (angle.cos(), angle.sin()))
+    cos, sin = turns(tokens, size)
     columns = sum(heads) * size
     multiplier = torch.rand(columns, device=GPU) + 0.5 if scaled else None
     payload, scales = unrotate_quantised((q, k, v), cos, sin, room=64, multiplier=multiplier)
@@ -154,14 +189,14 @@ def test_what_is_no_number_is_none_afterwards(value: float) -> None:
     g[7, 14000] = value
     heads = tuple(normal(64, count, 128) for count in (32, 8, 8))
     heads[1][7, 3, 100] = value
-    turns = torch.ones(64, 128, device=GPU).bfloat16(), torch.zeros(64, 128, device=GPU).bfloat16()
+    still = torch.ones(64, 128, device=GPU).bfloat16(), torch.zeros(64, 128, device=GPU).bfloat16()
     normed = rms_norm(x, torch.ones(4096, device=GPU).bfloat16(), 1e-5)
     assert normed.scales is not None
     gradient = gated_activation_backward(g, pair)[1]
     assert gradient.scales is not None
     for payload, scales in (
         quantise_rows(x),
-        unrotate_quantised((heads[0], heads[1], heads[2]), *turns),
+        unrotate_quantised((heads[0], heads[1], heads[2]), *still),
         (normed.payload, normed.scales),
         (gradient.payload, gradient.scales),
     ):

@@ -20,3 +20,12 @@ def _same_numbers_every_time() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture
+def unwritten_is_nan() -> Iterator[None]:
+    """What `torch.empty` gives is NaN until somebody writes there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from pantheraml.kernels import triton_support
 from pantheraml.kernels.e4m3 import E4M3, LIMIT
-from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows, triton_kernel
+from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows, reference_quantise_rows, triton_kernel
 
 
 def rows() -> torch.Tensor:
@@ -67,3 +67,31 @@ def test_a_small_error_would_show(limit: float, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(triton_support, "LIMIT", tl.constexpr(limit))
     with pytest.raises(AssertionError):
         assert_exact(rows(), None, room=0)
+
+
+def assert_copied(x: torch.Tensor, room: int) -> None:
+    """With nothing written beside the rows: `x` has no NaN."""
+    found = copy_rows(x, room=room, dtype=x.dtype)
+    assert found.shape == (x.shape[0], x.shape[1] + room)
+    assert torch.equal(found[:, : x.shape[1]], x)
+    assert found[:, x.shape[1] :].isnan().all()
+
+
+@pytest.mark.usefixtures("unwritten_is_nan")
+@pytest.mark.parametrize("piece", [4096, 64], ids=["whole", "pieces"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copies(piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_PIECE", piece)
+    x = rows().to(dtype)
+    for room in (0, 64):
+        assert_copied(x, room)
+        assert_copied(x[:, 3:170], room)
+        assert_copied(x.T, room)
+        assert_copied(x[:1].expand(5, -1), room)
+
+
+def test_copies_in_another_dtype() -> None:
+    x = torch.randint(-100, 100, (9, 200)).float()  # which bf16 holds exactly
+    found = copy_rows(x, room=64, dtype=torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found[:, :200].float(), x)

@@ -45,12 +45,37 @@ def test_rotate(heads: tuple[int, int, int], size: int) -> None:
     check_rotate(heads, size, *angles(size))
 
 
-@pytest.mark.parametrize(("heads", "size"), SHAPES)
-@pytest.mark.parametrize("strided", [False, True])
-def test_unrotate(heads: tuple[int, int, int], size: int, strided: bool) -> None:
+def check_unrotate(
+    heads: tuple[int, int, int], size: int, *, strided: bool = False, room: int = 0, error: float = 0.0
+) -> None:
     cos, sin = angles(size)
     parts = gradients(heads, size, strided=strided)
-    assert_close(unrotate(parts, cos, sin), turned_back(parts, cos, sin))
+    columns = sum(heads) * size
+    found = unrotate(parts, cos, sin + error, room=room)
+    assert found.shape == (TOKENS, columns + room)
+    assert found[:, columns:].isnan().all()
+    assert_close(found[:, :columns], turned_back(parts, cos, sin))
+
+
+@pytest.mark.usefixtures("unwritten_is_nan")
+@pytest.mark.parametrize(("heads", "size"), SHAPES)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("room", [0, 64])
+def test_unrotate(heads: tuple[int, int, int], size: int, strided: bool, room: int) -> None:
+    check_unrotate(heads, size, strided=strided, room=room)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_and_their_gradients_pass_as_they_are(value: float) -> None:
+    heads, size = SHAPES[1]
+    cos, sin = angles(size)
+    merged = torch.randn(TOKENS, sum(heads) * size)
+    merged[2, -5] = value
+    q, k, v = merged.unflatten(1, (-1, size)).split(heads, dim=1)
+    _, _, found = rotate(merged, cos, sin, heads=heads)
+    assert torch.equal(found.view(torch.int32), v.contiguous().view(torch.int32))
+    back = unrotate((q, k, v), cos, sin)[:, -heads[2] * size :]
+    assert torch.equal(back.contiguous().view(torch.int32), v.flatten(1).contiguous().view(torch.int32))
 
 
 def check_quantised(
@@ -99,5 +124,7 @@ def test_a_small_error_would_show() -> None:
     heads, size = SHAPES[0]
     with pytest.raises(AssertionError):
         check_rotate(heads, size, *angles(size), error=1e-4)
+    with pytest.raises(AssertionError):
+        check_unrotate(heads, size, error=1e-4)
     with pytest.raises(AssertionError):
         check_quantised(heads, size, error=1e-3)

@@ -1,4 +1,4 @@
-"""Rows to e4m3, with room behind each row for an adapter's columns."""
+"""Rows as the input of a product: in e4m3 or as they are, with room behind each for an adapter's columns."""
 
 from __future__ import annotations
 
@@ -25,3 +25,20 @@ def quantise_rows(x: Tensor, *, room: int = 0, multiplier: Tensor | None = None)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     triton_kernel.quantise(x if x.stride(1) == 1 else x.contiguous(), multiplier, out, scales)
     return out, scales
+
+
+def copy_rows(x: Tensor, *, room: int, dtype: torch.dtype) -> Tensor:
+    """`x` [rows, columns] as [rows, columns + room] in `dtype`. The room is not written.
+
+    Torch's own copy takes rows apart that do not lie end to end, and moves value by value: 100 us for 8,192 rows of
+    4,096 in bf16 (H200), of which reading and writing take 32.
+    """
+    rows, columns = x.shape
+    out = torch.empty(rows, columns + room, dtype=dtype, device=x.device)
+    if not runs_triton(x):
+        out[:, :columns] = x
+        return out
+    from pantheraml.kernels.quantise_rows import triton_kernel
+
+    triton_kernel.copy(x if x.stride(1) == 1 else x.contiguous(), out)
+    return out

@@ -22,38 +22,36 @@ def rotate(merged: Tensor, cos: Tensor, sin: Tensor, *, heads: tuple[int, int, i
     cos and sin are [tokens, size], their two halves alike.
     """
     tokens, size = cos.shape
-    parts = []
-    start = 0
-    for count, rotated in zip(heads, (True, True, False), strict=True):
-        source = merged[:, start : start + count * size].unflatten(1, (count, size))
-        start += count * size
-        if not runs_triton(merged):
-            parts.append(reference_rotate(source, cos, sin) if rotated else source.contiguous())
-            continue
-        from pantheraml.kernels.rotary import triton_kernel
+    q, k, v = merged.unflatten(1, (-1, size)).split(heads, dim=1)
+    if not runs_triton(merged):
+        return reference_rotate(q, cos, sin), reference_rotate(k, cos, sin), v.contiguous()
+    from pantheraml.kernels.rotary import triton_kernel
 
-        out = torch.empty(tokens, count, size, dtype=merged.dtype, device=merged.device)
-        triton_kernel.turn(source, out.flatten(1), cos, sin, count if rotated else 0, back=False)
-        parts.append(out)
-    return parts[0], parts[1], parts[2]
+    outs = [torch.empty(tokens, count, size, dtype=merged.dtype, device=merged.device) for count in heads]
+    triton_kernel.turn((q, k, v), outs, cos, sin, back=False)
+    return outs[0], outs[1], outs[2]
 
 
-def unrotate(parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of query, key and value, each [tokens, heads, size], to the gradient of the merged matrix."""
+def unrotate(parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, *, room: int = 0) -> Tensor:
+    """Gradients of query, key and value, each [tokens, heads, size], to the gradient of the merged matrix [tokens,
+    columns + room].
+
+    The room is not written.
+    """
     tokens, size = cos.shape
-    widths = [part.shape[1] * size for part in parts]
-    merged = torch.empty(tokens, sum(widths), dtype=parts[0].dtype, device=parts[0].device)
-    start = 0
-    for part, width, rotated in zip(parts, widths, (True, True, False), strict=True):
-        out = merged[:, start : start + width]
-        start += width
-        if not runs_triton(merged):
-            out.copy_((reference_rotate(part, cos, -sin) if rotated else part).flatten(1))
-            continue
-        from pantheraml.kernels.rotary import triton_kernel
+    heads = [part.shape[1] for part in parts]
+    columns = sum(heads) * size
+    merged = torch.empty(tokens, columns + room, dtype=parts[0].dtype, device=parts[0].device)
+    q, k, v = parts
+    if not runs_triton(merged):
+        turned = reference_rotate(q, cos, -sin), reference_rotate(k, cos, -sin), v
+        merged[:, :columns] = torch.cat([part.flatten(1) for part in turned], dim=1)
+        return merged
+    from pantheraml.kernels.rotary import triton_kernel
 
-        last = part if part.stride(2) == 1 else part.contiguous()
-        triton_kernel.turn(last, out, cos, sin, part.shape[1] if rotated else 0, back=True)
+    sources = [part if part.stride(2) == 1 else part.contiguous() for part in parts]
+    outs = merged[:, :columns].unflatten(1, (-1, size)).split(heads, dim=1)
+    triton_kernel.turn(sources, outs, cos, sin, back=True)
     return merged
 
 
@@ -67,8 +65,8 @@ def unrotate_quantised(
 ) -> tuple[Tensor, Tensor]:
     """`unrotate` (times `multiplier` [columns]) as e4m3 [tokens, columns + room] and float32 scales [tokens].
 
-    The room is not written. The matrix itself never exists: one launch instead of four, which took 108 us in
-    Llama-3.1-8B's shape and 8,192 tokens, and takes 44 us (H200).
+    The room is not written. The matrix itself never exists: to write it and to quantise it then took 108 us in
+    Llama-3.1-8B's shape and 8,192 tokens; this takes 44 us (H200).
     """
     tokens, size = cos.shape
     columns = sum(part.shape[1] for part in parts) * size

@@ -2,47 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pantheraml.kernels.triton_support import block_of, ceil_div, larger, largest, launch, row_scale, to_e4m3
 
+_HEADS = 8
+"""Of a token, for the two warps of a program: 16 bytes a thread of each half."""
 _VALUES = 3072
 """Of a token, for one warp: 96 in the registers of a thread."""
 
 
 @triton.jit
-def _turn(
-    source, token_stride, head_stride, out, out_stride, cos, sin, heads, rotated,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr,
+def _turn_heads(
+    source, token_stride, head_stride, out, out_stride, first, heads, token, cos, sin,
+    ROTATED: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`heads` heads of one token from `source` to `out`; the first `rotated` of them turned."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    """HEADS of the `heads` heads of a token, from `first` on."""
+    head = first + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     live = (head < heads) & (at < HALF)
-    turns = live & (head < rotated)
-    c = tl.load(cos + token * 2 * HALF + at, mask=turns, other=1.0).to(tl.float32)
-    s = tl.load(sin + token * 2 * HALF + at, mask=turns, other=0.0).to(tl.float32)
-    if BACK:
-        s = -s
-    low = source + token * token_stride + head * head_stride + at
-    a = tl.load(low, mask=live, other=0.0).to(tl.float32)
-    b = tl.load(low + HALF, mask=live, other=0.0).to(tl.float32)
+    place = source + token * token_stride + head * head_stride + at
     to = out + token * out_stride + head * 2 * HALF + at
-    tl.store(to, (a * c - b * s).to(out.dtype.element_ty), mask=live)
-    tl.store(to + HALF, (b * c + a * s).to(out.dtype.element_ty), mask=live)
+    low = tl.load(place, mask=live, other=0.0)
+    high = tl.load(place + HALF, mask=live, other=0.0)
+    if ROTATED:
+        # once a head, though alike: a mask of one row would send them to the other rows through shared memory
+        c = tl.load(cos + token * 2 * HALF + at, mask=live, other=1.0).to(tl.float32)
+        s = tl.load(sin + token * 2 * HALF + at, mask=live, other=0.0).to(tl.float32)
+        if BACK:
+            s = -s
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        low, high = a * c - b * s, b * c + a * s
+    tl.store(to, low.to(out.dtype.element_ty), mask=live)
+    tl.store(to + HALF, high.to(out.dtype.element_ty), mask=live)
 
 
-def turn(source: Tensor, out: Tensor, cos: Tensor, sin: Tensor, rotated: int, back: bool) -> None:
-    """`source` [tokens, heads, size] (any strides but the last) to `out` [tokens, heads * size] (any row stride)."""
-    tokens, heads, size = source.shape
-    block = min(8, block_of(heads))
+@triton.jit
+def _turn(
+    q, q_token, q_head, k, k_token, k_head, v, v_token, v_head,
+    q_out, q_stride, k_out, k_stride, v_out, v_stride, queries, keys, cos, sin,
+    BACK: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one token a block of query heads or of key heads, turned, or one of value heads, as it is."""
+    blocks: tl.constexpr = QUERY_BLOCKS + 2 * KEY_BLOCKS
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    if block < QUERY_BLOCKS:
+        _turn_heads(
+            q, q_token, q_head, q_out, q_stride, block * HEADS, queries, token, cos, sin,
+            True, BACK, HEADS, HALF, BLOCK,
+        )  # fmt: skip
+    elif block < QUERY_BLOCKS + KEY_BLOCKS:
+        _turn_heads(
+            k, k_token, k_head, k_out, k_stride, (block - QUERY_BLOCKS) * HEADS, keys, token, cos, sin,
+            True, BACK, HEADS, HALF, BLOCK,
+        )  # fmt: skip
+    else:
+        _turn_heads(
+            v, v_token, v_head, v_out, v_stride, (block - QUERY_BLOCKS - KEY_BLOCKS) * HEADS, keys, token, cos, sin,
+            False, BACK, HEADS, HALF, BLOCK,
+        )  # fmt: skip
+
+
+def turn(sources: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor, sin: Tensor, *, back: bool) -> None:
+    """Query, key and value of `sources` to those of `outs`, each [tokens, heads, size]. A source may have any strides
+    but the last, an out any but the last two."""
+    tokens, queries, size = sources[0].shape
+    keys = sources[1].shape[1]
+    heads = min(_HEADS, block_of(queries))
+    blocks = ceil_div(queries, heads), ceil_div(keys, heads)
     launch(
-        _turn, (tokens, ceil_div(heads, block)),
-        source, source.stride(0), source.stride(1), out, out.stride(0), cos, sin, heads, rotated,
-        HALF=size // 2, BLOCK=block_of(size // 2), HEADS=block, BACK=back, num_warps=2,
+        _turn, (tokens * (blocks[0] + 2 * blocks[1]),),
+        *[argument for source in sources for argument in (source, source.stride(0), source.stride(1))],
+        *[argument for out in outs for argument in (out, out.stride(0))], queries, keys, cos, sin,
+        BACK=back, QUERY_BLOCKS=blocks[0], KEY_BLOCKS=blocks[1], HEADS=heads, HALF=size // 2,
+        BLOCK=block_of(size // 2), num_warps=2,
     )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ class _AttentionInput(torch.autograd.Function):
         elif group.quantised:
             g = Operand(*unrotate_quantised(parts, cos, sin, room=group.room, multiplier=group.multiplier))
         else:
-            g = group.gradient_operand(unrotate(parts, cos, sin))
+            g = Operand(unrotate(parts, cos, sin, room=group.room), None)
         wants_input = ctx.needs_input_grad[0]
         d_normed, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=wants_input)
         dx = None

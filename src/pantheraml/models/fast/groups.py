@@ -34,7 +34,7 @@ from pantheraml.kernels.lora_columns import (
     splits_for,
 )
 from pantheraml.kernels.nf4 import BLOCK
-from pantheraml.kernels.quantise_rows import quantise_rows
+from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows
 from pantheraml.models.fast.storage import Extent, store
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
@@ -230,17 +230,13 @@ class ProjectionGroup:
         """Plain rows [rows, width] as this group's input."""
         if self.quantised:
             return Operand(*quantise_rows(rows, room=self.room))
-        payload = torch.empty(rows.shape[0], self.width + self.room, dtype=self.dtype, device=rows.device)
-        payload[:, : self.width] = rows
-        return Operand(payload, None)
+        return Operand(copy_rows(rows, room=self.room, dtype=self.dtype), None)
 
     def gradient_operand(self, g: Tensor) -> Operand:
         """A gradient of the output [rows, height] as input of the way back."""
         if self.quantised:
             return Operand(*quantise_rows(g, room=self.room, multiplier=self.multiplier))
-        payload = torch.empty(g.shape[0], self.height + self.room, dtype=self.dtype, device=g.device)
-        payload[:, : self.height] = g
-        return Operand(payload, None)
+        return Operand(copy_rows(g, room=self.room, dtype=self.dtype), None)
 
     def begin_forward(self, x: Operand) -> Tensor:
         """x A' [rows, ranks]. Completes `x`."""
