@@ -16,6 +16,18 @@ from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
 
+class _Number:
+    """On the device, where it is written when it changes. Mostly it does not, and the GPU waits for every launch."""
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        self._value, self.on_device = value, torch.full((), value, device=device)
+
+    def set(self, value: float) -> None:
+        if value != self._value:
+            self._value = value
+            self.on_device.fill_(value)
+
+
 class GraphAdamW(AdamW):
     """Adam with decoupled weight decay over float32 parameters on one GPU."""
 
@@ -24,8 +36,8 @@ class GraphAdamW(AdamW):
         self.gradient_factor = 1.0
         """What the next steps multiply gradients by."""
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._rates: list[Tensor] = []
-        self._factor: Tensor | None = None
+        self._rates: list[_Number] = []
+        self._factor: _Number | None = None
 
     @property
     def is_recorded(self) -> bool:
@@ -40,9 +52,9 @@ class GraphAdamW(AdamW):
             super().step()
             return
         assert self._factor is not None
-        self._factor.fill_(self.gradient_factor)
+        self._factor.set(self.gradient_factor)
         for rate, group in zip(self._rates, self.param_groups, strict=True):
-            rate.fill_(group["lr"])
+            rate.set(group["lr"])
         self._graph.replay()
 
     def record(self) -> None:
@@ -51,13 +63,14 @@ class GraphAdamW(AdamW):
         There has been a step, which made the states. Nothing is changed by this.
         """
         gradients = self._gradients()
-        self._factor = torch.ones((), device=gradients[0].device)
-        self._rates = [torch.full((), group["lr"], device=gradients[0].device) for group in self.param_groups]
+        device = gradients[0].device
+        self._factor = _Number(1.0, device)
+        self._rates = [_Number(group["lr"], device) for group in self.param_groups]
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            torch._foreach_mul_(gradients, self._factor)
+            torch._foreach_mul_(gradients, self._factor.on_device)
             for rate, group in zip(self._rates, self.param_groups, strict=True):
-                self._update(group, rate)
+                self._update(group, rate.on_device)
         self._graph = graph
 
     def forget_recording(self) -> None:

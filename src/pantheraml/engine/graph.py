@@ -3,9 +3,10 @@
 A step of a small model is more than a thousand short kernels, and a server's CPU may take longer to launch them than
 the GPU to run them (1B LoRA on an H200: 59 ms of kernels, 68 to 80 ms of launching). Packed batches have one shape, so
 their launches are recorded once and then replayed as a whole. What a graph reads and writes stays where it was: batches
-are copied into the tensors that it was recorded with, and gradients are zeroed, not dropped. Batches that differ in
-shape have graphs of their own, in one memory; those of which too few targets count run as ever, because how many
-decides about shapes.
+are copied into the tensors that it was recorded with, and gradients are not dropped. A graph for the first batch of a
+step writes over the gradients of the step before, which spares zeroing them and adding to each (8B LoRA: 449 launches
+and 1.4 of 286 ms); a graph for any other adds to them. Batches that differ in shape have graphs of their own, in one
+memory; those of which too few targets count run as ever, because how many decides about shapes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ Run = Callable[[Batch, Tensor], Tensor]
 MOST_GRAPHS = 8
 """Shapes beyond that many run without a graph."""
 
+_Shape = tuple[object, ...]
+
 
 @dataclass(frozen=True)
 class _Recorded:
@@ -33,6 +36,8 @@ class _Recorded:
     batch: Batch
     factor: Tensor
     loss: Tensor
+    writes_over: bool
+    """Gradients, instead of adding to them."""
 
 
 class StepGraph:
@@ -40,19 +45,21 @@ class StepGraph:
 
     def __init__(self, run: Run, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self._run, self._parameters, self._device = run, parameters, device
-        self._recorded: dict[tuple[object, ...], _Recorded] = {}
-        self._seen: set[tuple[object, ...]] = set()
+        self._recorded: dict[tuple[_Shape, bool], _Recorded] = {}
+        """By shape, and by whether gradients are written over. All know the same gradients, which the first of them
+        made, or found; so no other than the first can be one that makes them."""
+        self._seen: set[_Shape] = set()
+        self._is_first = True
+        """Whether the next batch is the first of a step; the gradients of the step before may still be there."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch, factor: float) -> Tensor:
         """The summed loss of `batch`; gradients are added to the parameters'. It is overwritten by the next call."""
-        key = _key(batch)
-        if key not in self._recorded and key in self._seen and len(self._recorded) < MOST_GRAPHS:
-            self._recorded[key] = self._record(batch)
-        recorded = self._recorded.get(key)
-        if recorded is None or not _all_rows(batch):
-            if _all_rows(batch):  # the first of its shape: kernels are compiled and chosen outside of a recording
-                self._seen.add(key)
+        first, self._is_first = self._is_first, False
+        recorded = self._recording(batch, first)
+        if first and self._recorded and not (recorded is not None and recorded.writes_over):
+            torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
+        if recorded is None:
             return self._run(batch.to(self._device), torch.tensor(factor, device=self._device))
         for here, there in zip(_tensors(batch), _tensors(recorded.batch), strict=True):
             there.copy_(here, non_blocking=True)
@@ -60,31 +67,46 @@ class StepGraph:
         recorded.graph.replay()
         return recorded.loss
 
+    def _recording(self, batch: Batch, first: bool) -> _Recorded | None:
+        """What is to be replayed for `batch`; None: it runs by itself."""
+        if not _all_rows(batch):
+            return None
+        shape = _shape(batch)
+        if shape not in self._seen:  # kernels are compiled and chosen outside of a recording
+            self._seen.add(shape)
+            return None
+        key = shape, first and (not self._recorded or (shape, True) in self._recorded)
+        if key not in self._recorded and len(self._recorded) < MOST_GRAPHS:
+            self._recorded[key] = self._record(batch, writes_over=key[1])
+        return self._recorded.get(key)
+
     @property
     def is_recorded(self) -> bool:
         """Gradients stay where they are from now on, until `forget`."""
         return bool(self._recorded)
 
     def clear_gradients(self) -> None:
-        """Zeros where a graph adds to; as always before there is one."""
-        if self._recorded:
-            torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
-        else:
+        """The next batch is the first of a step. What a graph may write over stays until then."""
+        self._is_first = True
+        if not self._recorded:
             for parameter in self._parameters:
                 parameter.grad = None
 
     def forget(self) -> None:
-        """Drop what was recorded, and its memory."""
+        """Drop what was recorded, and its memory; the gradients are dropped, too."""
         self._recorded.clear()
         self._seen.clear()
+        self._is_first = True
 
-    def _record(self, batch: Batch) -> _Recorded:
+    def _record(self, batch: Batch, *, writes_over: bool) -> _Recorded:
         # What fits every batch of this shape: documents are at most a row long, and all rows are looked at.
         rows, width = batch.input_ids.shape
         static = replace(batch.to(self._device), max_length=width, target_count=rows * width)
         factor = torch.zeros((), device=self._device)
         for parameter in self._parameters:
-            if parameter.grad is None:
+            if writes_over:
+                parameter.grad = None  # what the recording puts there is where every replay will put it
+            elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gc.collect()
         torch.cuda.synchronize(self._device)
@@ -92,10 +114,10 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._run(static, factor)
-        return _Recorded(graph, static, factor, loss)
+        return _Recorded(graph, static, factor, loss, writes_over)
 
 
-def _key(batch: Batch) -> tuple[object, ...]:
+def _shape(batch: Batch) -> _Shape:
     return tuple(batch.input_ids.shape), None if batch.boundaries is None else len(batch.boundaries)
 
 
