@@ -81,11 +81,11 @@ class Judge:
         policy, scale = self._stepper.guard.policy, self._stepper.loss_scale
         first, before = policy.look(report.numbers, loss_scale=scale), policy.last_anomaly
         if first.anomaly is None:
-            return policy.decide(report.numbers, loss_scale=scale), report
+            return policy.settle(first, report.numbers), report
         case = _Case(step, batches, first, report, self._evidence(batches, first.anomaly))
         # Bad ones in a row have most likely the same cause, which is known by then.
         if first.anomaly == before:
-            verdict = policy.decide(report.numbers, loss_scale=scale)
+            verdict = policy.settle(first, report.numbers)
             self._report(replace(case, verdict=verdict), transient=None)
             return verdict, report
         again = self._stepper.backward_again(batches, report)

@@ -47,7 +47,10 @@ class Policy:
 
     def decide(self, numbers: StepNumbers, *, loss_scale: float | None) -> Verdict:
         """Once for every step. `loss_scale` is the current fp16 loss scale, or None without loss scaling."""
-        verdict = self.look(numbers, loss_scale=loss_scale)
+        return self.settle(self.look(numbers, loss_scale=loss_scale), numbers)
+
+    def settle(self, verdict: Verdict, numbers: StepNumbers) -> Verdict:
+        """Have what `look` said be the decision on the step."""
         if verdict.action in ("stop", "retry"):
             return verdict  # nothing is learnt from a step that the run, or a resumed one, comes to again
         # Other weights are to come to other steps: what is bad then has causes of its own.
