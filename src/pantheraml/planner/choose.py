@@ -55,8 +55,8 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         check_copies(config, frozen)
     check_split(config, one)
     fused = _fused(config, device, gpus, (precision, frozen, dims), one.several, choices)
-    graph = _cuda_graph(config, device, world_size, fused, one.several, choices)
     compiled = _compile(config, device, world_size, fused, one.several, choices)
+    graph = _cuda_graph(config, device, world_size, fused or compiled, one.several, choices)
     micro_batch = _micro_batch(config, dims, device, len(gpus) if one.copies else 1, choices)
     threads = max(1, devices.cpu_count // here)
     choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {here} process(es)")
@@ -281,7 +281,7 @@ def _why_not_fused(gpus: tuple[GPU, ...], precision: Precision, frozen: str | No
 
 
 def _cuda_graph(
-    config: TrainConfig, device: str, world_size: int, fused: bool, several: str | None, choices: Choices
+    config: TrainConfig, device: str, world_size: int, tried: bool, several: str | None, choices: Choices
 ) -> bool:
     asked = config.train.cuda_graph
     why_never = None
@@ -303,8 +303,8 @@ def _cuda_graph(
     reason = why_never
     if reason is None and not config.data.packing:
         reason = "without packing every batch has another shape"
-    if reason is None and not fused:
-        reason = "measured so far only with fused layers"
+    if reason is None and not tried:
+        reason = "measured so far only with fused or compiled layers"
     if reason is not None:
         choices.automatic("train.cuda_graph", False, reason)
         return False

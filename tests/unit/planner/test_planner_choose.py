@@ -205,8 +205,11 @@ def test_steps_are_recorded_where_shapes_stay_and_nothing_interrupts() -> None:
     assert not choose(config(), machine(gpus=2)).cuda_graph
     assert not choose(config(), machine()).cuda_graph
     assert not choose(config(data={"path": "d", "packing": False}), machine(gpus=1)).cuda_graph
-    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).cuda_graph
-    assert choose(config(method={"kind": "full"}, train={"cuda_graph": "on"}), machine(gpus=1)).cuda_graph
+    assert choose(config(method={"kind": "full"}), machine(gpus=1)).cuda_graph
+    dora = choose(config(method={"kind": "dora"}), machine(gpus=1))
+    assert not dora.cuda_graph
+    assert "fused or compiled" in dora.reason("train.cuda_graph")
+    assert choose(config(method={"kind": "dora"}, train={"cuda_graph": "on"}), machine(gpus=1)).cuda_graph
     assert not choose(config(train={"activation_checkpointing": "offload"}), machine(gpus=1)).cuda_graph
     for impossible in ({"activation_checkpointing": "offload"}, {}):
         with pytest.raises(ConfigError, match=r"train\.cuda_graph=on is not possible"):
