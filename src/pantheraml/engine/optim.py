@@ -83,5 +83,5 @@ def clip(optimizer: Optimizer, parameters: NamedParameters, norm: float, limit: 
     factor = clip_factor(norm, limit)
     if isinstance(optimizer, LeanAdamW | GraphAdamW):
         optimizer.gradient_factor = factor
-    elif factor < 1:
-        torch._foreach_mul_([p.grad for _, p in parameters if p.grad is not None], factor)
+    elif factor < 1 and (gradients := [p.grad for _, p in parameters if p.grad is not None]):
+        torch._foreach_mul_(gradients, factor)  # which takes no empty list, as a stage without adapters would have

@@ -110,7 +110,7 @@ class Stepper:
             found = torch.cat([found, groups.squares().to(found.device)])
         # The host waits for the device here, and from here to the update the device waits for the host.
         loss, own_squares, *layers = found.tolist()
-        rows = self.world.gather(
+        rows = self.world.rows(
             [
                 loss if layout.counts_loss else 0.0,
                 own_squares,
@@ -123,7 +123,7 @@ class Stepper:
                 *self.guard.updates.take(),
                 *(groups.by_group(layers) if group_norms else ()),
             ]
-        ).tolist()
+        )
         # Plain numbers from here on: a tensor operation takes the host as long as a hundred of these.
         losses, squares, tokens, targets, stops, memory, seconds, sequences, update, weights, *layers = map(
             list, zip(*rows, strict=True)

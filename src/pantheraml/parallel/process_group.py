@@ -54,6 +54,10 @@ class World:
         dist.all_gather(rows, mine)
         return torch.stack(rows).cpu()
 
+    def rows(self, values: list[float]) -> list[list[float]]:
+        """Every rank's `values`, as plain numbers; a process that is alone has them already."""
+        return [values] if self.size == 1 else list(map(list, self.gather(values).tolist()))
+
     def wait_for_main(self) -> None:
         """Meet the other ranks after work that may take rank 0, or the slowest disk, longer than a step's timeout."""
         if self.size > 1:

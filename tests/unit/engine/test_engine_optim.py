@@ -144,6 +144,13 @@ def test_clipping_scales_to_the_limit_and_zero_means_none() -> None:
     torch.testing.assert_close(norm_of(module).float(), torch.tensor(0.5), rtol=1e-4, atol=0)
 
 
+def test_clipping_where_there_is_no_gradient_does_nothing() -> None:
+    """As on a stage of a pipeline whose layers have no adapters: the norm is that of the others' gradients."""
+    module = model()
+    clip(build_optimizer(named(module), TrainSettings()), named(module), 2.0, 0.5)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 def test_clipping_inside_the_step_is_clipping_before_it() -> None:
     """With bf16 moments the step is ours; torch's own, on gradients clipped beforehand, must go the same way."""
     before, inside = model(), model()
