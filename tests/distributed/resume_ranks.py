@@ -21,7 +21,8 @@ from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
-from pantheraml.engine.step import Stepper, StepReport
+from pantheraml.engine.step import Stepper
+from pantheraml.engine.step_report import StepReport
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.run_dir import RunDir

@@ -35,18 +35,19 @@ class GraphAdamW(AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self.gradient_factor = 1.0
         """What the next steps multiply gradients by."""
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        """By whether gradients are multiplied by the factor first."""
         self._rates: list[_Number] = []
         self._factor: _Number | None = None
 
     @property
     def is_recorded(self) -> bool:
-        return self._graph is not None
+        return bool(self._graphs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         assert closure is None, "gradients are there already"
-        if self._graph is None:
+        if not self._graphs:
             if self.gradient_factor < 1:
                 torch._foreach_mul_(self._gradients(), self.gradient_factor)
             super().step()
@@ -55,7 +56,7 @@ class GraphAdamW(AdamW):
         self._factor.set(self.gradient_factor)
         for rate, group in zip(self._rates, self.param_groups, strict=True):
             rate.set(group["lr"])
-        self._graph.replay()
+        self._graphs[self.gradient_factor < 1].replay()
 
     def record(self) -> None:
         """From now on a step is a replay: parameters, gradients and states must stay in the memory they are in.
@@ -66,16 +67,18 @@ class GraphAdamW(AdamW):
         device = gradients[0].device
         self._factor = _Number(1.0, device)
         self._rates = [_Number(group["lr"], device) for group in self.param_groups]
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            torch._foreach_mul_(gradients, self._factor.on_device)
-            for rate, group in zip(self._rates, self.param_groups, strict=True):
-                self._update(group, rate.on_device)
-        self._graph = graph
+        for clips in (False, True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                if clips:
+                    torch._foreach_mul_(gradients, self._factor.on_device)
+                for rate, group in zip(self._rates, self.param_groups, strict=True):
+                    self._update(group, rate.on_device)
+            self._graphs[clips] = graph
 
     def forget_recording(self) -> None:
         """Gradients are about to lie elsewhere."""
-        self._graph = None
+        self._graphs.clear()
 
     def _update(self, group: dict[str, Any], rate: Tensor) -> None:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -18,7 +18,8 @@ from pantheraml.engine.guard.evidence import Evidence, gather_evidence
 from pantheraml.engine.guard.incident import Finding, culprit, investigate, write_incident
 from pantheraml.engine.guard.operation import failed_operation
 from pantheraml.engine.guard.verdict import Anomaly, Verdict
-from pantheraml.engine.step import Stepper, StepReport
+from pantheraml.engine.step import Stepper
+from pantheraml.engine.step_report import StepReport
 from pantheraml.engine.step_state import keep_step_state
 from pantheraml.specs.run_dir import RunDir
 

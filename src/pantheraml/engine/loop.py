@@ -32,7 +32,8 @@ from pantheraml.engine.out_of_memory import explained_out_of_memory, pass_too_la
 from pantheraml.engine.saving import Saver, load_whole, newest_whole
 from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
-from pantheraml.engine.step import Stepper, StepReport
+from pantheraml.engine.step import Stepper
+from pantheraml.engine.step_report import StepReport
 from pantheraml.parallel.shard_batch import Adaptive
 from pantheraml.planner.out_of_memory import leaner_resume
 from pantheraml.specs.plan import Plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 import torch
@@ -20,12 +20,12 @@ from pantheraml.engine import optim
 from pantheraml.engine.adamw_graph import GraphAdamW
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.generators import Generators
-from pantheraml.engine.guard.groups import Norms
 from pantheraml.engine.guard.norms import Spread
 from pantheraml.engine.guard.state import Guard
 from pantheraml.engine.guard.verdict import StepNumbers, first_nonfinite
 from pantheraml.engine.parallelize import Traits, parallelize
 from pantheraml.engine.passes import WholePasses
+from pantheraml.engine.step_report import RankNumbers, StepReport, step_numbers
 from pantheraml.models.adapters import trainable_parameters
 from pantheraml.parallel.consistency import check_copies, peers_with_copies
 from pantheraml.parallel.data import OwnTime
@@ -35,26 +35,6 @@ from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class StepReport:
-    numbers: StepNumbers
-    tokens: int
-    """Tokens of the global batch, padding excluded."""
-    memory_bytes: int
-    """The largest memory of any process: peak allocated on a GPU, resident on a CPU."""
-    rank_losses: list[float | None]
-    """Per target token of each rank; None where it has none, or shares their sequences with others."""
-    rank_tokens: list[float]
-    rank_seconds: list[float]
-    """Of each rank's own passes, without waiting for others; 0 where that is not measured."""
-    rank_memory_bytes: list[int]
-    """As `memory_bytes`, of each rank."""
-    most_at_a_time: int | None
-    """The fewest sequences of a pass that some rank had to make do with; None: not known."""
-    groups: Norms | None = None
-    """Norms layer by layer, where they were asked for."""
 
 
 class Stepper:
@@ -103,46 +83,31 @@ class Stepper:
             self._own_time.start()
         total, left_out = self._passes(batches)
         self.scaler.unscale_(self.optimizer)
-        layout, own_targets = self.world.layout, _targets(batches)
+        layout, groups, own_targets = self.world.layout, self.guard.groups, _targets(batches)
         memory_bytes, found = self._memory_bytes(), torch.stack([total, self._squares().to(total.device)])
-        groups = self.guard.groups
         if group_norms:
             found = torch.cat([found, groups.squares().to(found.device)])
         # The host waits for the device here, and from here to the update the device waits for the host.
-        loss, own_squares, *layers = found.tolist()
-        rows = self.world.rows(
-            [
-                loss if layout.counts_loss else 0.0,
-                own_squares,
-                float(batches.tokens) if layout.counts_tokens else 0.0,
-                float(own_targets) if layout.counts_tokens else 0.0,
-                float(stop_requested),
-                float(memory_bytes),
-                self._own_time.seconds() if self._own_time is not None else 0.0,
-                float(batches.most_at_a_time or math.inf),
-                *self.guard.updates.take(),
-                *(groups.by_group(layers) if group_norms else ()),
-            ]
+        loss, squares, *layers = found.tolist()
+        update, weights = self.guard.updates.take()
+        mine = RankNumbers(
+            loss=loss if layout.counts_loss else 0.0,
+            squares=squares,
+            tokens=float(batches.tokens) if layout.counts_tokens else 0.0,
+            targets=float(own_targets) if layout.counts_tokens else 0.0,
+            stop_requested=float(stop_requested),
+            memory_bytes=float(memory_bytes),
+            seconds=self._own_time.seconds() if self._own_time is not None else 0.0,
+            sequences=float(batches.most_at_a_time or math.inf),
+            update=update,
+            weights=weights,
         )
         # Plain numbers from here on: a tensor operation takes the host as long as a hundred of these.
-        losses, squares, tokens, targets, stops, memory, seconds, sequences, update, weights, *layers = map(
-            list, zip(*rows, strict=True)
-        )
-        # What a rank brought that was left out is neither in the gradient nor in the loss.
-        numbers = StepNumbers(
-            loss_sums=[0.0 if rank in left_out else loss for rank, loss in enumerate(losses)],
-            grad_norm=math.sqrt(sum(squares)),
-            target_tokens=batches.target_tokens - int(sum(targets[rank] for rank in left_out)),
-            stop_requested=any(stops),
-            update_ratio=math.sqrt(sum(update) / sum(weights)) if any(weights) else None,
-            left_out=left_out,
-        )
-        bytes_of = [int(size) for size in memory]
-        fewest = None if all(map(math.isinf, sequences)) else int(min(sequences))
-        shared = layout.dims.context > 1
-        means = [None if shared or not count else loss / count for loss, count in zip(losses, targets, strict=True)]
-        norms = groups.norms(layers) if group_norms else None
-        return StepReport(numbers, int(sum(tokens)), max(bytes_of), means, tokens, seconds, bytes_of, fewest, norms)
+        rows = self.world.rows([*mine, *(groups.by_group(layers) if group_norms else ())])
+        ranks = [RankNumbers(*row[: len(mine)]) for row in rows]
+        numbers = step_numbers(ranks, batches.target_tokens, left_out)
+        norms = groups.norms([list(column) for column in zip(*rows, strict=True)][len(mine) :]) if group_norms else None
+        return StepReport(numbers, ranks, layout.dims.context > 1, norms)
 
     def backward_again(self, batches: StepBatches, first: StepReport) -> StepReport:
         """The same step's passes once more, as if `first` had not been: from the same weights and random numbers, they

@@ -58,11 +58,11 @@ def local_squares(parameters: NamedParameters, parts: NamedParameters, *, ranks:
     for (_, parameter), (_, part) in zip(parameters, parts, strict=True):
         if part.grad is not None and part.grad.numel() > 0:
             by_copies[copies(parameter, ranks)].append(part.grad)
-    device = parts[0][1].device if parts else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for count, gradients in by_copies.items():
-        total += _squares(gradients).to(device) / count
-    return total
+    found = [square / count if count > 1 else square for count, same in by_copies.items() for square in _squares(same)]
+    if not found:
+        return torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else "cpu")
+    device = parts[0][1].device
+    return found[0].to(device) if len(found) == 1 else torch.stack([square.to(device) for square in found]).sum()
 
 
 def _local_part(parameter: nn.Parameter) -> nn.Parameter:
@@ -71,10 +71,11 @@ def _local_part(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
 
 
-def _squares(gradients: list[Tensor]) -> Tensor:
-    """Of all of them, in float64. Norms are taken in float32 unless gradients are wider: no copies are made of them."""
+def _squares(gradients: list[Tensor]) -> list[Tensor]:
+    """In float64, one for all of a dtype and device. Norms are taken in float32 unless gradients are wider: no copies
+    are made of them."""
     alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         alike[torch.promote_types(gradient.dtype, torch.float32), gradient.device].append(gradient)
-    norms = [torch.stack(torch._foreach_norm(same, 2, dtype=dtype)).double() for (dtype, _), same in alike.items()]
-    return torch.cat([norm.to(gradients[0].device) for norm in norms]).square().sum()
+    norms = (torch.stack(torch._foreach_norm(same, 2, dtype=dtype)) for (dtype, _), same in alike.items())
+    return [torch.linalg.vector_norm(norm, dtype=torch.float64).square() for norm in norms]
