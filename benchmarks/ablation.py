@@ -51,7 +51,9 @@ ABLATIONS = {
     "selective": Ablation("8b/4", "lora", {"train.activation_checkpointing": "selective"}, {}, _FP8),
     "offload": Ablation("8b/4", "lora", {"train.activation_checkpointing": "offload"}, {}, _FP8),
     "nf4_fill": Ablation("8b/4", "qlora", {"train.fused": "auto"}, {"train.fused": "off"}),
-    "compile": Ablation("1b", "full", {"train.compile": "on"}, {"train.compile": "off"}, _FULL),
+    "compile": Ablation(
+        "1b", "full", {"train.compile": "on"}, {"train.compile": "off"}, {**_FULL, "train.cuda_graph": "on"}
+    ),
     "stochastic_rounding": Ablation("1b", "full", _FULL, {"train.weights": "fp32", "train.optimizer": "adamw"}),
     "adamw8bit": Ablation("1b", "full", {**_FULL, "train.optimizer": "adamw8bit"}, _FULL),
 }

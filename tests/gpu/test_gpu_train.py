@@ -143,3 +143,23 @@ def test_a_recorded_step_gives_the_same_losses(root: Path, kind: str, precision:
         losses.append(values(events, "train.step", "loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1][-1] < losses[1][0]
+
+
+@pytest.mark.parametrize(("kind", "precision", "compiled"), [("lora", "fp8", "off"), ("full", "bf16", "on")])
+def test_a_recorded_step_of_one_batch_writes_over_gradients(
+    root: Path, kind: str, precision: str, compiled: str
+) -> None:
+    losses = []
+    for graph in ("off", "on"):
+        train = {
+            "cuda_graph": graph,
+            "compile": compiled,
+            "fused": "on" if kind == "lora" else "off",
+            "global_batch_size": 4,
+            "max_steps": 12,
+        }
+        name = f"one-{graph}-{kind}"
+        events = train_here(prepared_run(root, name, precision, method={"kind": kind}, train=train))
+        losses.append(values(events, "train.step", "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1][-1] < losses[1][0]
