@@ -23,6 +23,7 @@ from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelErr
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.hooks import trl
 from pantheraml.models.adapters import apply_method, base_name
+from pantheraml.models.asked_each_step import answer_sooner
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
 from pantheraml.models.fast import fuse, quantise_head_like_layers
@@ -171,6 +172,7 @@ class FastLanguageModel:
             target_modules=target_modules,
         )
         adapted: Any = apply_method(model, method, seed=random_state)
+        answer_sooner(adapted)
         _speed_up(model, adapted, use_gradient_checkpointing)
         return adapted
 

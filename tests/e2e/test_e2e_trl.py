@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
+import pstats
 import re
 import subprocess
 import sys
@@ -58,7 +60,9 @@ def plain_model(folder: Path, like: Any) -> Any:
     return plain
 
 
-def trainer(model: Any, folder: Path, output: Path, **settings: Any) -> SFTTrainer:
+def trainer(
+    model: Any, folder: Path, output: Path, *, rows: list[dict[str, Any]] | None = None, **settings: Any
+) -> SFTTrainer:
     fixed = {
         "max_steps": STEPS,
         "per_device_train_batch_size": 4,
@@ -74,7 +78,7 @@ def trainer(model: Any, folder: Path, output: Path, **settings: Any) -> SFTTrain
         "use_cpu": True,
         "bf16": False,
     }
-    rows = toy.arithmetic(72)
+    rows = toy.arithmetic(72) if rows is None else rows
     return SFTTrainer(
         model=model,
         args=SFTConfig(output_dir=str(output), **{**fixed, **settings}),
@@ -233,6 +237,57 @@ def test_compute_metrics_gets_logits(folder: Path, tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="recomputed"):
         assert run.evaluate()["eval_rows"] == 8
     assert seen[0][2] == 320
+
+
+def walks_by_name(model: Any, folder: Path, output: Path, steps: int) -> int:
+    """How many modules torch's own walks through the model have passed in a run."""
+    run = trainer(model, folder, output, max_steps=steps, eval_strategy="no", gradient_accumulation_steps=1)
+    profile = cProfile.Profile()
+    profile.runcall(run.train)
+    calls = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    return sum(count[1] for (_, _, name), count in calls.items() if name == "named_modules")
+
+
+def test_no_step_walks_through_the_model_by_names(folder: Path, tmp_path: Path) -> None:
+    """That takes torch several milliseconds each time, and the GPU may be waiting."""
+    few, more = (walks_by_name(fast_model(folder), folder, tmp_path / "fast", steps) for steps in (2, 6))
+    assert more == few
+    plain = plain_model(folder, fast_model(folder))
+    assert walks_by_name(plain, folder, tmp_path / "plain", 6) > more
+
+
+def test_the_trainer_reads_the_loss_early(folder: Path, tmp_path: Path) -> None:
+    """It asks whether the loss is NaN when the backward pass is queued, and must not wait for that."""
+    run = trainer(fast_model(folder), folder, tmp_path / "run")
+    step, answers = run.training_step, []
+
+    def observed(*arguments: Any) -> Any:
+        loss = step(*arguments)
+        with torch._C.DisableTorchFunctionSubclass():
+            kept = loss.data.clone()
+            loss.data.fill_(torch.nan)  # what a look at the device would find
+            answers.append(bool(torch.isnan(loss)))
+        answers.append(bool(torch.isnan(loss)))
+        with torch._C.DisableTorchFunctionSubclass():
+            loss.data.copy_(kept)
+        return loss
+
+    run.training_step = observed
+    run.train()
+    assert answers == [True, False] * (2 * STEPS)
+
+
+def test_a_loss_that_is_not_a_number_is_noticed(tmp_path: Path) -> None:
+    """The trainer leaves it out of what it logs, as for any model."""
+    poisoned = toy.write_poisoned_llama(tmp_path / "model")
+    rows = [{"prompt": f"{n}{toy.RARE if n % 2 else '+'}2=", "completion": "3"} for n in range(72)]
+    logged = []
+    for name, model in (("fast", fast_model(poisoned)), ("plain", plain_model(poisoned, fast_model(poisoned)))):
+        run = trainer(model, poisoned, tmp_path / name, rows=rows, eval_strategy="no", max_grad_norm=0)
+        run.train()
+        logged.append(history(run)["loss"])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+    assert logged[0] == [0] * STEPS
 
 
 def run_python(*arguments: str, cwd: Path) -> str:

@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from pantheraml import FastLanguageModel
@@ -53,7 +53,7 @@ def plain_model(folder: Path, like: Any) -> Any:
     return plain
 
 
-def losses(model: Any, folder: Path, output: Path, **settings: Any) -> list[float]:
+def trainer(model: Any, folder: Path, output: Path, **settings: Any) -> SFTTrainer:
     fixed = {
         "max_steps": STEPS,
         "per_device_train_batch_size": 8,
@@ -65,12 +65,16 @@ def losses(model: Any, folder: Path, output: Path, **settings: Any) -> list[floa
         "disable_tqdm": True,
         "bf16": True,
     }
-    run = SFTTrainer(
+    return SFTTrainer(
         model=model,
         args=SFTConfig(output_dir=str(output), **{**fixed, **settings}),
         train_dataset=Dataset.from_list(toy.arithmetic(400)),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
+
+
+def losses(model: Any, folder: Path, output: Path, **settings: Any) -> list[float]:
+    run = trainer(model, folder, output, **settings)
     run.train()
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
@@ -88,6 +92,35 @@ def test_bf16_gives_the_losses_of_the_plain_model(folder: Path, tmp_path: Path, 
 def test_packed_weights_learn(folder: Path, tmp_path: Path, packed: str) -> None:
     found = losses(fast_model(folder, **{packed: True}), folder, tmp_path / "run")
     assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_host_waits_for_no_gradient(folder: Path, tmp_path: Path, accumulation: int) -> None:
+    """From the backward pass, once it is queued, until the step is taken: the GPU would run dry meanwhile."""
+    watched = []
+
+    class StepTaken(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    run = trainer(fast_model(folder), folder, tmp_path / "run", gradient_accumulation_steps=accumulation)
+    run.add_callback(StepTaken())
+    step = run.training_step
+
+    def training_step(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        loss = step(*arguments)
+        torch.cuda.set_sync_debug_mode("error")
+        watched.append(loss)
+        return loss
+
+    run.training_step = training_step
+    try:
+        run.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(watched) == STEPS * accumulation
+    assert all(bool(loss.isfinite()) for loss in watched)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

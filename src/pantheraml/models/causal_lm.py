@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -29,7 +28,9 @@ from transformers.utils import ModelOutput
 
 from pantheraml.base import log
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models.asked_each_step import AskedEachStep, every_module
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
+from pantheraml.models.read_ahead import copy_ahead, read_ahead
 
 logger = log.get(__name__)
 
@@ -49,7 +50,7 @@ class TokenScoreOutput(ModelOutput):
     label_mask: Tensor | None = None
 
 
-class FastCausalLM:
+class FastCausalLM(AskedEachStep):
     """What the subclasses have in common; `_fast_class` adds `forward`."""
 
     _altered_logits: str | None = None
@@ -79,40 +80,19 @@ class FastCausalLM:
             logger.info("checkpointing does not re-enter autograd, though the trainer asks for that: DDP could not")
         super().gradient_checkpointing_enable({**asked, "use_reentrant": False}, *args, **kwargs)  # type: ignore[misc]
 
-    # Trainers call the next two once a step, while the GPU waits. transformers' own take some 7 ms each for 32 layers
-    # with adapters, which is 2,700 modules.
-
-    def train(self, mode: bool = True) -> Any:
-        model = cast(PreTrainedModel, self)
-        if all(module.training is mode and type(module).train in _ONLY_SET_THE_MODE for module in _walk(model)):
-            return self
-        return super().train(mode)  # type: ignore[misc]
-
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         model = cast(PreTrainedModel, self)
         if getattr(model, "is_loaded_in_4bit", False):  # then bitsandbytes' weights count twice
             return int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
-        counted: dict[int, int] = {}
-        excluded: set[int] = set()
-        for module in _walk(model):
-            if exclude_embeddings and isinstance(module, nn.Embedding):
-                excluded.add(id(module.weight))
-            for parameter in module._parameters.values():
-                if parameter is not None and (parameter.requires_grad or not only_trainable):
-                    counted[id(parameter)] = parameter.numel()
+        holders = [module for module in every_module(model) if module._parameters]
+        excluded = {id(module.weight) for module in holders if exclude_embeddings and isinstance(module, nn.Embedding)}
+        counted = {
+            id(parameter): parameter.numel()
+            for module in holders
+            for parameter in module._parameters.values()
+            if parameter is not None and (parameter.requires_grad or not only_trainable)
+        }
         return sum(count for key, count in counted.items() if key not in excluded)
-
-
-_ONLY_SET_THE_MODE = {nn.Module.train, PreTrainedModel.train, FastCausalLM.train}
-
-
-def _walk(root: nn.Module) -> Iterator[nn.Module]:
-    """`root.modules()`, but quick: no names, and what is shared comes more than once."""
-    pending = [root]
-    while pending:
-        module = pending.pop()
-        yield module
-        pending += [child for child in module._modules.values() if child is not None]
 
 
 def make_fast(model: PreTrainedModel) -> FastCausalLM:
@@ -179,17 +159,8 @@ class _Targets:
 
 
 def _count_ahead(targets: Tensor) -> Callable[[], int]:
-    count = (targets >= 0).sum().to("cpu", non_blocking=True)
-    if not targets.is_cuda:
-        return lambda: int(count)
-    there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(targets.device))
-
-    def read() -> int:
-        there.synchronize()
-        return int(count)
-
-    return read
+    read = copy_ahead((targets >= 0).sum())
+    return lambda: int(read())
 
 
 def _divisor(inputs: dict[str, Any], labels: Tensor) -> Tensor | float:
@@ -214,7 +185,7 @@ def _with_loss(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
     labels = targets.labels.to(hidden.device)
     total = head_loss(model.get_output_embeddings(), hidden, labels, targets.count())
     return CausalLMOutputWithPast(
-        loss=total / _divisor(inputs, labels),
+        loss=read_ahead(total / _divisor(inputs, labels)),
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
@@ -233,8 +204,8 @@ def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     # Cut off here and not from the hidden states, which that would copy.
     last = None if inputs.get("shift_labels") is not None else -1
     return TokenScoreOutput(
-        loss=-scores.log_probs.sum() / _divisor(inputs, labels),
-        log_probs=scores.log_probs[:, :last],
+        loss=read_ahead(-scores.log_probs.sum() / _divisor(inputs, labels)),
+        log_probs=read_ahead(scores.log_probs[:, :last]),
         entropy=scores.entropy[:, :last],
         is_top1=scores.is_top1[:, :last],
         label_mask=(labels >= 0)[:, :last],

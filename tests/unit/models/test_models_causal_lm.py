@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pantheraml.models.causal_lm import make_fast
 
 
-def fast(folder: Path, *, tied: bool = False, dora: bool = False) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=tied)
+def fast(folder: Path, *, dora: bool = False) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder)
     make_fast(model)
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], use_dora=dora))
 
@@ -26,7 +26,8 @@ def fast(folder: Path, *, tied: bool = False, dora: bool = False) -> Any:
 def test_parameters_are_counted_as_transformers_does(
     tiny_model: Any, tied: bool, only_trainable: bool, exclude_embeddings: bool
 ) -> None:
-    model = fast(tiny_model("llama"), tied=tied).base_model.model
+    model = fast(tiny_model("llama", tie_word_embeddings=tied)).base_model.model
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     counted = model.num_parameters(only_trainable, exclude_embeddings)
     assert counted == PreTrainedModel.num_parameters(model, only_trainable, exclude_embeddings)
     assert counted > 0

@@ -1,0 +1,168 @@
+"""What trainers ask once a step: the answers are torch's own, also after any change to the tree of modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from pantheraml.models.asked_each_step import AskedEachStep, answer_sooner
+from pantheraml.models.causal_lm import make_fast
+
+
+def adapted(folder: Path, **changes: Any) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    make_fast(base)
+    settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
+    model = peft.get_peft_model(base, peft.LoraConfig(**settings))
+    answer_sooner(model)
+    return model
+
+
+def assert_torch_agrees(model: nn.Module) -> None:
+    found, expected = list(model.parameters()), list(nn.Module.parameters(model))
+    assert len(found) == len(expected) > 0
+    assert all(mine is other for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"target_modules": "all-linear"}])
+def test_all_parameters_once_and_in_order(tiny_model: Any, changes: dict[str, Any], tied: bool) -> None:
+    model = adapted(tiny_model("llama", tie_word_embeddings=tied), **changes)
+    for whole in (model, model.base_model.model):
+        assert isinstance(whole, AskedEachStep)
+        assert_torch_agrees(whole)
+
+
+def _exchange_a_layer(model: Any) -> None:
+    model.get_base_model().model.layers[0].mlp.up_proj = nn.Linear(32, 48)
+
+
+def _remove_a_layer(model: Any) -> None:
+    del model.get_base_model().model.layers[1]
+
+
+def _empty_a_place(model: Any) -> None:
+    model.get_base_model().model.layers[0].mlp = None
+
+
+def _share_a_layer(model: Any) -> None:
+    layers = model.get_base_model().model.layers
+    layers[1].mlp = layers[0].mlp
+
+
+def _hold_the_whole_in_a_part(model: Any) -> None:
+    model.get_base_model().model.layers[0].whole = model
+
+
+def _share_a_parameter(model: Any) -> None:
+    layers = model.get_base_model().model.layers
+    layers[0].input_layernorm.weight = layers[1].input_layernorm.weight
+
+
+def _exchange_a_parameter(model: Any) -> None:
+    model.get_base_model().model.norm.weight = nn.Parameter(torch.ones(32))
+
+
+def _move_a_parameter(model: Any) -> None:
+    layers = model.get_base_model().model.layers
+    layers[0].moved = layers[1].input_layernorm._parameters.pop("weight")
+
+
+def _add_an_adapter(model: Any) -> None:
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+
+
+def _remove_an_adapter(model: Any) -> None:
+    _add_an_adapter(model)
+    list(model.parameters())
+    model.delete_adapter("other")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _exchange_a_layer,
+        _remove_a_layer,
+        _empty_a_place,
+        _share_a_layer,
+        _hold_the_whole_in_a_part,
+        _share_a_parameter,
+        _exchange_a_parameter,
+        _move_a_parameter,
+        _add_an_adapter,
+        _remove_an_adapter,
+    ],
+)
+def test_changes_are_seen_at_once(tiny_model: Any, change: Callable[[Any], None]) -> None:
+    model = adapted(tiny_model("llama"))
+    assert_torch_agrees(model)
+    before = [id(parameter) for parameter in model.parameters()]
+    change(model)
+    assert_torch_agrees(model)
+    same = change in (_hold_the_whole_in_a_part, _remove_an_adapter)
+    assert ([id(parameter) for parameter in model.parameters()] == before) is same
+
+
+def test_parameters_of_the_model_itself(tiny_model: Any) -> None:
+    model = adapted(tiny_model("llama"))
+    assert list(model.parameters(recurse=False)) == []
+    model.own = nn.Parameter(torch.ones(1))
+    assert [parameter is model.own for parameter in model.parameters(recurse=False)] == [True]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_reset(tiny_model: Any, to_none: bool) -> None:
+    model = adapted(tiny_model("llama")).train()
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert all(parameter.grad is not None for parameter in trained)
+    model.zero_grad(set_to_none=to_none)
+    assert all((parameter.grad is None) is to_none for parameter in trained)
+    assert to_none or not any(parameter.grad.any() for parameter in trained)
+
+
+def test_modes_are_set_from_the_top(tiny_model: Any) -> None:
+    model = adapted(tiny_model("llama"))
+    for mode in (True, False, True):
+        assert model.train(mode) is model
+        assert {module.training for module in model.modules()} == {mode}
+    for part in (model.base_model, model.get_base_model().model.layers[1].mlp.act_fn):
+        part.training = False
+        model.train()
+        assert all(module.training for module in model.modules())
+
+
+def test_it_is_a_peft_model_as_always(tiny_model: Any, tmp_path: Path) -> None:
+    folder = tiny_model("llama")
+    model = adapted(folder, init_lora_weights=False).eval()
+    assert isinstance(model, peft.PeftModelForCausalLM)
+    assert repr(model).startswith("PeftModelForCausalLM(")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        torch.testing.assert_close(copy.deepcopy(model)(input_ids=ids).logits, expected)
+        model.save_pretrained(tmp_path)
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected)
+        with model.disable_adapter():
+            assert not torch.allclose(model(input_ids=ids).logits, expected, atol=1e-3)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_copy_has_parameters_of_its_own(tiny_model: Any) -> None:
+    model = adapted(tiny_model("llama"))
+    other = copy.deepcopy(model)
+    assert type(other) is type(model)
+    assert_torch_agrees(other)
+    assert {id(p) for p in other.parameters()}.isdisjoint(id(p) for p in model.parameters())

@@ -1,0 +1,137 @@
+"""A loss that was sent ahead is a loss like any other, only that questions about it do not go to its device."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pantheraml.models.read_ahead import ReadAhead, copy_ahead, read_ahead
+
+
+def loss_of(values: list[float]) -> tuple[Tensor, Tensor]:
+    """A mean as trainers make it of token scores, and the leaf that it depends on."""
+    leaf = torch.tensor(values, requires_grad=True)
+    scores = read_ahead(leaf * 1.0)
+    return -scores.sum() / torch.as_tensor(len(values)).clamp(min=1), leaf
+
+
+def overwrite(tensor: Tensor, value: float) -> None:
+    """Change what lies on the device, unseen: whoever reads it there finds `value`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.data.fill_(value)
+
+
+def test_questions_do_not_go_to_the_device() -> None:
+    loss, _ = loss_of([1.0, 3.0])
+    loss.backward()
+    seen = loss.detach()
+    overwrite(loss, float("nan"))
+    for question in (torch.isnan, torch.isinf, Tensor.isnan):
+        assert not question(seen)
+    assert torch.isfinite(seen)
+    assert seen.item() == float(seen) == seen.tolist() == -2.0
+    assert f"{seen:.1f}" == "-2.0"
+    assert (seen + 0).isnan(), "what the device has is still what is computed with"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.5])
+def test_the_answers_are_right(value: float) -> None:
+    loss, _ = loss_of([value, 0.0])
+    plain = torch.tensor([value, 0.0])
+    plain = -plain.sum() / 2
+    for question in (torch.isnan, torch.isinf, torch.isfinite):
+        answer = question(loss.detach())
+        assert bool(answer) == bool(question(plain))
+        assert answer.dtype == torch.bool
+        assert torch.equal(answer, question(plain))
+        assert torch.equal(torch.where(answer, 1.0, 2.0), torch.where(question(plain), 1.0, 2.0))
+
+
+def test_gradients_are_those_of_a_plain_loss() -> None:
+    loss, leaf = loss_of([1.0, 3.0, 5.0])
+    ((loss * 2 + 1) ** 2).backward()
+    plain_leaf = torch.tensor([1.0, 3.0, 5.0], requires_grad=True)
+    plain = -plain_leaf.sum() / 3
+    ((plain * 2 + 1) ** 2).backward()
+    assert leaf.grad is not None
+    assert plain_leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, plain_leaf.grad, rtol=0, atol=0)
+
+
+def test_what_is_computed_on_the_way_is_sent_too() -> None:
+    loss, _ = loss_of([1.0, 3.0])
+    for derived, expected in ((loss / 4, -0.5), (loss * 2, -4.0), (3 * loss, -6.0), (loss + loss, -4.0)):
+        assert type(derived) is ReadAhead
+        overwrite(derived, 7.0)
+        assert derived.item() == expected
+
+
+@pytest.mark.parametrize("through", ["itself", "what was detached", "a view"])
+def test_a_change_in_place_counts(through: str) -> None:
+    loss, _ = loss_of([1.0, 3.0])
+    seen = loss.detach()
+    target = {"itself": seen, "what was detached": loss.detach(), "a view": seen.view(1)}[through]
+    with torch.no_grad():
+        target.mul_(float("nan"))
+    assert torch.isnan(seen)
+    assert torch.isnan(loss)
+    loss, _ = loss_of([1.0, 3.0])
+    same = loss
+    loss *= 3
+    assert loss is same
+    overwrite(loss, 7.0)
+    assert loss.item() == -6.0
+
+
+def test_a_detached_loss_can_be_a_leaf() -> None:
+    """For those who compute gradients in two parts."""
+    loss, _ = loss_of([1.0, 3.0])
+    leaf = loss.detach().requires_grad_()
+    (leaf**2).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.item() == -4.0
+
+
+def test_sums_of_losses_are_plain() -> None:
+    """A trainer's running sum lives long, and asks nothing."""
+    loss, _ = loss_of([1.0, 3.0])
+    total = torch.tensor(1.0)
+    total += loss.detach()
+    assert type(total) is Tensor
+    assert total.item() == -1.0
+
+
+def test_it_is_printed_copied_and_saved_as_a_plain_tensor() -> None:
+    loss, _ = loss_of([1.0, 3.0])
+    seen = loss.detach()
+    assert repr(seen) == "tensor(-2.)"
+    stored = io.BytesIO()
+    torch.save({"loss": seen}, stored)
+    stored.seek(0)
+    others: list[Any] = [copy.deepcopy(seen), pickle.loads(pickle.dumps(seen)), torch.load(stored)["loss"]]
+    for other in others:
+        assert type(other) is Tensor
+        assert other.item() == -2.0
+
+
+def test_without_a_gradient_nothing_is_sent() -> None:
+    assert type(read_ahead(torch.ones(3))) is Tensor
+    with torch.inference_mode():
+        loss, _ = loss_of([1.0, 3.0])
+        assert type(loss) is Tensor
+    loss, _ = loss_of([1.0, 3.0])
+    with torch.inference_mode():
+        assert not torch.isnan(loss)
+
+
+def test_a_copy_is_of_the_moment() -> None:
+    tensor = torch.ones(2)
+    read = copy_ahead(tensor)
+    tensor.zero_()
+    assert read().tolist() == [1.0, 1.0]
