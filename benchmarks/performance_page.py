@@ -155,8 +155,9 @@ TRICKS = (
         "cuda_graph",
         "A step recorded and replayed",
         "Packed batches have one shape, so the launches of a step's forward and backward pass are recorded once, as a"
-        " CUDA graph, and replayed as a whole: small models no longer wait for the CPU. The first batch of a step writes"
-        " its gradients over those of the step before, which are neither zeroed nor added to. (`train.cuda_graph`)",
+        " CUDA graph, and replayed as a whole: small models no longer wait for the CPU. The first batch of a step"
+        " writes its gradients over those of the step before, which are neither zeroed nor added to."
+        " (`train.cuda_graph`)",
     ),
     Trick(
         "compile",
