@@ -129,7 +129,7 @@ class _VocabularyPass(DensePass):
         share = _share(call.vocabulary, dist.get_world_size(call.group))
         self._first = dist.get_rank(call.group) * share
         # as many on every rank, also on one with fewer ids: each chunk is a collective
-        self._chunk = chunk_rows(share)
+        self._chunk = chunk_rows(share, trained=wanted.weight)
 
     def _softmax(self, logits: Tensor, labels: Tensor, scores: Scores, gradient: Tensor | None) -> None:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

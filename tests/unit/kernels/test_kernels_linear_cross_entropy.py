@@ -30,6 +30,7 @@ def inputs(
 @pytest.fixture(params=[1, 37 * 4, 2**25], ids=["one token a chunk", "ragged chunks", "one chunk"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(head, "TRAINED_CHUNKS", 1)
 
 
 @pytest.mark.usefixtures("chunk")

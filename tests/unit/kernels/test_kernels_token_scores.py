@@ -31,6 +31,7 @@ EVEN = torch.full((2, 9), 0.37, dtype=torch.float64)
 @pytest.fixture(params=[1, 37 * 4, 2**25], ids=["one token a chunk", "ragged chunks", "one chunk"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(head, "TRAINED_CHUNKS", 1)
 
 
 @pytest.mark.usefixtures("chunk")

@@ -79,7 +79,7 @@ def _put(values, inverse, out, at, columns, QUANTISE: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _gate_forward(
     pair, out, out_stride, scales, columns,
     GELU: tl.constexpr, QUANTISE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def _parts(g, pair, multiplier, at, columns, GELU: tl.constexpr, SCALED: tl.cons
 
 
 @triton.jit
-def _backward(
+def _gate_backward(
     g, pair, multiplier, hidden, hidden_stride, hidden_scales, out, out_stride, scales, rows, columns, programs,
     GELU: tl.constexpr, SCALED: tl.constexpr, QUANTISE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def _backward(
 
 
 @triton.jit
-def _backward_chunks(
+def _gate_backward_chunks(
     g, pair, multiplier, hidden, hidden_stride, hidden_scales, out, out_stride, scales, columns,
     GELU: tl.constexpr, SCALED: tl.constexpr, QUANTISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +197,7 @@ def forward(pair: Tensor, out: Tensor, scales: Tensor | None, gelu: bool) -> Non
     rows, columns = pair.shape[0], pair.shape[1] // 2
     block = min(_CHUNK, block_of(columns))
     launch(
-        _forward, (rows,),
+        _gate_forward, (rows,),
         pair, out, out.stride(0), scales, columns,
         GELU=gelu, QUANTISE=scales is not None, BLOCK=block, COUNT=ceil_div(columns, block) if columns <= _WHOLE else 0,
         num_warps=max(1, block // 256),
@@ -220,11 +220,11 @@ def backward(
     kinds = {"GELU": gelu, "SCALED": multiplier is not None, "QUANTISE": scales is not None, "BLOCK": block}
     warps = row_warps(block)
     if block < columns:
-        launch(_backward_chunks, (rows,), *tensors, columns, **kinds, num_warps=warps)
+        launch(_gate_backward_chunks, (rows,), *tensors, columns, **kinds, num_warps=warps)
         return
     programs = 0 if multiplier is not None else _programs(g, pair, block)
     programs, stages = (min(programs, rows), _STAGES) if programs else (rows, 1)
-    launch(_backward, (programs,), *tensors, rows, columns, programs, **kinds, STAGES=stages, num_warps=warps)
+    launch(_gate_backward, (programs,), *tensors, rows, columns, programs, **kinds, STAGES=stages, num_warps=warps)
 
 
 def _programs(g: Tensor, pair: Tensor, block: int) -> int:

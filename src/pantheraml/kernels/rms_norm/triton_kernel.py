@@ -14,7 +14,7 @@ from pantheraml.kernels.triton_support import block_of, largest, launch, row_sca
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x, delta, total, weight, out, out_stride, scales, inverses, columns, epsilon,
     ADD: tl.constexpr, QUANTISE: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     g, x, weight, inverses, residual, out, columns,
     ADD: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def forward(
     rows, columns = x.shape
     block = block_of(columns)
     launch(
-        _forward, (rows,),
+        _norm_forward, (rows,),
         x, delta, total, weight, out, out.stride(0), scales, inverses, columns, epsilon,
         ADD=delta is not None, QUANTISE=scales is not None, PLUS_ONE=plus_one, BLOCK=block, num_warps=row_warps(block),
     )  # fmt: skip
@@ -93,7 +93,7 @@ def backward(
     rows, columns = x.shape
     block = block_of(columns)
     launch(
-        _backward, (rows,),
+        _norm_backward, (rows,),
         g, x, weight, inverses, residual, out, columns,
         ADD=residual is not None, PLUS_ONE=plus_one, BLOCK=block, num_warps=row_warps(block),
     )  # fmt: skip
