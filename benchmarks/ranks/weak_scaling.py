@@ -120,10 +120,14 @@ def _take_turns(turns: dict[str, Turn], world: World, *, repeats: int, steps: in
 
 
 def _ratios(taken: dict[str, list[Taken]]) -> dict[str, float]:
-    """Medians of times, and of the ratios within a round."""
+    """Medians of times, and of the ratios within a round; and the ratios of the fastest turns of all."""
 
     def ratios(over: str, under: str, what: str = "seconds") -> list[float]:
         return [getattr(a, what) / getattr(b, what) for a, b in zip(taken[over], taken[under], strict=True)]
+
+    def fastest(over: str, under: str) -> float:
+        """Other work on the machine only ever makes a turn longer, and those of two processes more often so."""
+        return min(one.seconds for one in taken[over]) / min(one.seconds for one in taken[under])
 
     against = ratios("plain_together", "together")
     return {
@@ -132,6 +136,9 @@ def _ratios(taken: dict[str, list[Taken]]) -> dict[str, float]:
         "efficiency": statistics.median(ratios("alone", "together")),
         "plain_efficiency": statistics.median(ratios("plain_alone", "plain_together")),
         "machine_efficiency": statistics.median(ratios("alone", "apart")),
+        "fastest_efficiency": fastest("alone", "together"),
+        "fastest_plain_efficiency": fastest("plain_alone", "plain_together"),
+        "fastest_machine_efficiency": fastest("alone", "apart"),
         "against_plain": statistics.median(against),
         "against_plain_spread": _spread(against),
         "cpu_against_plain": statistics.median(ratios("plain_together", "together", "cpu_seconds")),

@@ -34,7 +34,7 @@ CASES = (
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8"),
     replace(OURS, name="ours-8b-lora-bf16", precision="bf16"),
     replace(OURS_TRL, name="ours-trl-8b-lora-fp8"),
-    replace(OURS, name="ours-8b-lora-fp8-warm", steps=4, minutes=1),
+    replace(OURS, name="ours-8b-lora-fp8-warm", minutes=1),
     # memory-lean
     replace(OURS, name="ours-8b-lora-lean", checkpointing="full"),
     replace(UNSLOTH, name="unsloth-8b-lora-lean", checkpointing="unsloth"),

@@ -94,6 +94,7 @@ def test_packed_weights_learn(folder: Path, tmp_path: Path, packed: str) -> None
     assert found[-1] < found[0]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # it calls itself a prototype, once
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_host_waits_for_no_gradient(folder: Path, tmp_path: Path, accumulation: int) -> None:
     """From the backward pass, once it is queued, until the step is taken: the GPU would run dry meanwhile."""
