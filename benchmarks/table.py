@@ -10,8 +10,11 @@ INTRODUCTION = """# Benchmarks
 
 Made by `python benchmarks/run.py --table` from the files in `benchmarks/results/`; do not edit. Each row is one result
 with the commit that it was measured on (`+` = with uncommitted changes) and the machine's load average just before.
-Compare rows of one run on one machine.
+Compare rows of one run on one machine. Cases of a suite whose turn did not come are in the files only.
 """
+
+NOT_RUN = "not run"
+"""The status of a case for which there was no time."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ def _table(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str
     if table.summary is not None:
         lines += [table.summary(records), ""]
     rows = [
-        [*_cells(table, record, result), *_origin(record, result)] for record in records for result in _results(record)
+        [*_cells(table, record, result), *_origin(record, result)]
+        for record in records
+        for result in _results(record)
+        if result.get("status") != NOT_RUN
     ]
     return "\n".join([*lines, *markdown_table(titles, rows)]) + "\n"
 
