@@ -4,9 +4,9 @@ A step of a small model is more than a thousand short kernels, and a server's CP
 the GPU to run them (1B LoRA on an H200: 59 ms of kernels, 68 to 80 ms of launching). Packed batches have one shape, so
 their launches are recorded once and then replayed as a whole. What a graph reads and writes stays where it was: batches
 are copied into the tensors that it was recorded with, and gradients are not dropped. A graph for the first batch of a
-step writes over the gradients of the step before, which spares zeroing them and adding to each (8B LoRA: 449 launches
-and 1.4 of 286 ms); a graph for any other adds to them. Batches that differ in shape have graphs of their own, in one
-memory; those of which too few targets count run as ever, because how many decides about shapes.
+step writes over the gradients of the step before, which spares zeroing them and adding to each (8B LoRA on an H200:
+449 launches and 1.0 of 286 ms); a graph for any other adds to them. Batches that differ in shape have graphs of their
+own, in one memory; those of which too few targets count run as ever, because how many decides about shapes.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from pantheraml.kernels.linear_cross_entropy.head import (
     chunk_rows,
     kept_rows,
     put_back,
+    scaled,
     taken,
 )
 from pantheraml.kernels.linear_cross_entropy.softmax import Scores
@@ -114,8 +115,8 @@ class _VocabularyLoss(torch.autograd.Function):
             dist.all_reduce(d_rows, group=ctx.group)
         return (
             None if d_rows is None else put_back(d_rows, kept, ctx.count),
-            None if d_weight is None else (d_weight * scale).to(weight_dtype),
-            None if d_bias is None else (d_bias * scale).to(bias_dtype),
+            None if d_weight is None else scaled(d_weight, scale, weight_dtype),
+            None if d_bias is None else scaled(d_bias, scale, bias_dtype),
             None,
         )
 

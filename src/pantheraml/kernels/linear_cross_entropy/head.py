@@ -98,6 +98,11 @@ def put_back(rows: Tensor, kept: Tensor | None, count: int) -> Tensor:
     return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, kept, rows)
 
 
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """In one pass over the gradient, which may be as large as the model's embedding."""
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+
+
 class Rows(NamedTuple):
     """Hidden states, the labels that they are to predict, and (None: all) where they were taken from."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.linear_cross_entropy.head import Call, LinearHead, apply_head, open_pass, put_back
+from pantheraml.kernels.linear_cross_entropy.head import Call, LinearHead, apply_head, open_pass, put_back, scaled
 
 
 def linear_cross_entropy(
@@ -49,12 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         return (
             None if d_rows is None else put_back(d_rows * scale, kept, ctx.count),
-            None if d_weight is None else _scaled(d_weight, scale, weight_dtype),
-            None if d_bias is None else _scaled(d_bias, scale, bias_dtype),
+            None if d_weight is None else scaled(d_weight, scale, weight_dtype),
+            None if d_bias is None else scaled(d_bias, scale, bias_dtype),
             None,
         )
-
-
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In one pass over the gradient, which may be as large as the model's embedding."""
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))

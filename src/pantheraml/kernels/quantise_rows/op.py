@@ -31,7 +31,7 @@ def copy_rows(x: Tensor, *, room: int, dtype: torch.dtype) -> Tensor:
     """`x` [rows, columns] as [rows, columns + room] in `dtype`. The room is not written.
 
     Torch's own copy takes rows apart that do not lie end to end, and moves value by value: 100 us for 8,192 rows of
-    4,096 in bf16 (H200), of which reading and writing take 32.
+    4,096 in bf16 on average (H200), where as many that do lie end to end take 35.
     """
     rows, columns = x.shape
     out = torch.empty(rows, columns + room, dtype=dtype, device=x.device)
