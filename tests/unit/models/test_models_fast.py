@@ -231,6 +231,17 @@ def test_gradients_reach_the_inputs() -> None:
     assert apart(*found) <= EXACT
 
 
+def test_the_last_norm_is_fused_and_may_be_trained() -> None:
+    plain = adapted(base_model("llama"))
+    for model in (plain, twin := fused(plain)):
+        norm = model.get_base_model().model.norm
+        norm.weight.requires_grad_()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    fast = twin.get_base_model().model.norm
+    assert type(fast).__name__ == "FusedLlamaRMSNorm"
+    torch.testing.assert_close(fast.weight.grad, plain.get_base_model().model.norm.weight.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_padding_is_masked() -> None:
     mask = torch.ones_like(IDS)
     mask[0, :6] = 0

@@ -39,6 +39,12 @@ def linear(x: Tensor, group: ProjectionGroup) -> Tensor:
     return out
 
 
+def normalised(x: Tensor, norm: Norm) -> Tensor:
+    """x [rows, width], normalised, in its own dtype."""
+    out: Tensor = _Normalised.apply(x, norm)
+    return out
+
+
 def attention_input(
     x: Tensor, norm: Norm, group: ProjectionGroup, turns: tuple[Tensor, Tensor] | None, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,6 +96,21 @@ class _Linear(torch.autograd.Function):
         g = group.gradient_operand(grads[0])
         d_input, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=ctx.needs_input_grad[0])
         return d_input, None, *gradients
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm) -> Tensor:
+        normed = rms_norm(x, norm.weight, norm.epsilon, plus_one=norm.plus_one, quantise=False)
+        _keep(ctx, normed.total, normed.inverse)
+        ctx.norm = norm
+        return normed.payload
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, inverse = ctx.saved_tensors
+        norm: Norm = ctx.norm
+        return rms_norm_backward(grads[0], x, norm.weight, inverse, plus_one=norm.plus_one), None
 
 
 class _AttentionInput(torch.autograd.Function):

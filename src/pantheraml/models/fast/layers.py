@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pantheraml.base import log
-from pantheraml.models.fast.functions import Heads, Norm, attention_input, linear, mlp
+from pantheraml.models.fast.functions import Heads, Norm, attention_input, linear, mlp, normalised
 from pantheraml.models.fast.groups import GroupSet, ProjectionGroup, base_of, why_not_fused
 from pantheraml.models.quantise.nf4 import NF4Linear
 
@@ -71,6 +71,8 @@ def fuse(model: nn.Module) -> FusionReport:
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
     for index, layer in enumerate(fused):
         layer.fused_parts.shared, layer.fused_parts.leads = shared, index == 0
+    if fused:
+        _fuse_last_norm(model, fused[0])
     for reason, count in report.reasons.items():
         logger.info("%d decoder layers are not fused: %s", count, reason)
     return report
@@ -96,8 +98,18 @@ def _fuse_layer(layer: Any) -> str | None:
     if reason is not None:
         return reason
     layer.fused_parts = _Parts(layer, family, [ProjectionGroup(group) for group in names])
-    layer.__class__ = _fused_class(kind)
+    layer.__class__ = _derived(_Fused, kind)
     return None
+
+
+def _fuse_last_norm(model: nn.Module, layer: Any) -> None:
+    """The norm after the last of the layers that `layer` is one of."""
+    body = next(m for m in model.modules() if any(child is layer for child in getattr(m, "layers", ())))
+    norm: Any = body.norm
+    if not isinstance(norm, _FusedNorm):
+        kind: Any = type(norm)
+        norm.fused_plus_one = layer.fused_parts.norms[0].plus_one
+        norm.__class__ = _derived(_FusedNorm, kind)
 
 
 def _why_not(layer: Any, family: Family, groups: list[list[nn.Module]]) -> str | None:
@@ -253,10 +265,26 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
 
 
+class _FusedNorm:
+    """Mixed in before the class of the last norm, which torch would compute in a dozen passes over the rows."""
+
+    fused_plus_one: bool
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        other_dtypes = hidden_states.is_cuda and {hidden_states.dtype, self.weight.dtype} != {torch.bfloat16}
+        if self.weight.requires_grad or other_dtypes:
+            out: Tensor = super().forward(hidden_states)  # type: ignore[misc]
+            return out
+        norm = Norm(self.weight.detach(), _epsilon(self), self.fused_plus_one)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return normalised(hidden_states.flatten(0, -2), norm).view(hidden_states.shape)
+
+
 def is_fused(layer: nn.Module) -> bool:
     return isinstance(layer, _Fused)
 
 
 @functools.cache
-def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Fused{kind.__name__}", (_Fused, kind), {})
+def _derived(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Fused{kind.__name__}", (mixin, kind), {})
