@@ -20,9 +20,9 @@ from pantheraml.kernels.quantise_rows import quantise_rows
 
 # Logits of one chunk: 2**27 are 256 MiB in bf16 and, on an H200, as fast as larger ones.
 CHUNK_ELEMENTS = 2**27
-# A trained head has larger ones: after each, the sum of its gradient is read and written as a whole, which with 2**27
-# took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200).
-TRAINED_CHUNKS = 4
+# A trained head has larger ones, up to 2 GiB: after each, the sum of its gradient is read and written as a whole, which
+# with 2**27 took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200). One chunk needs no sum.
+TRAINED_CHUNKS = 8
 # Rows of a tile of the matrix product; a chunk is a multiple of it, so that none is half empty.
 _TILE = 128
 # From this share of targets that count, leaving the others out of the products costs more copying than it saves.
@@ -156,7 +156,8 @@ class DensePass(HeadPass):
         self._bias = None if head.bias is None else head.bias.to(dtype)
         self._weights = weights
         wide = torch.promote_types(dtype, torch.float32)
-        if wanted.weight:
+        self._sums_weight = wanted.weight and rows.hidden.shape[0] != self._logits.shape[0]
+        if wanted.weight and (self._sums_weight or not rows.hidden.shape[0]):
             self.d_weight = torch.zeros_like(head.weight, dtype=wide)
         if wanted.bias and head.bias is not None:
             self.d_bias = torch.zeros_like(head.bias, dtype=wide)
@@ -172,8 +173,11 @@ class DensePass(HeadPass):
             logits *= self._weights[span, None]
         if self.d_rows is not None:
             torch.mm(logits, self._weight, out=self.d_rows[span])
-        if self.d_weight is not None:
+        if self._sums_weight:
+            assert self.d_weight is not None
             self.d_weight += logits.t() @ x
+        elif self.wanted.weight:
+            self.d_weight = logits.t() @ x
         if self.d_bias is not None:
             self.d_bias += logits.sum(0, dtype=self.d_bias.dtype)
 
