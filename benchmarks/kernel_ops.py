@@ -375,23 +375,25 @@ def lora_gradient(layer: Layer) -> Op:
     """The gradient of gate's and up's A."""
     import torch
 
-    from pantheraml.kernels.lora_columns import adapter_gradient, blocks_of
-    from pantheraml.kernels.lora_columns.reference import reference_gradient
+    from pantheraml.kernels.lora_columns import Left, adapter_gradient, blocks_of
+    from pantheraml.kernels.lora_columns.reference import reference_gradient, reference_left
 
     ranks = 2 * layer.rank
     blocks = blocks_of([(0, layer.width, 0, ranks)], torch.device(layer.device))
     payload, scales = _quantised(layer.normal(layer.tokens, layer.width))
+    left = layer.normal(ranks, -(-layer.tokens // 64) * 64)
+    reference_left(layer.normal(layer.tokens, ranks), scales, left)
 
     def run(t: Inputs, *, ours: bool) -> Any:
         out = torch.empty(ranks, layer.width, device=layer.device)
         if ours:
-            adapter_gradient(t["middle"], t["scales"], t["payload"], blocks, ranks, None, out)
+            adapter_gradient(Left(t["left"], lifted=True), None, t["payload"], blocks, ranks, None, out)
         else:
-            reference_gradient(t["middle"], t["scales"], t["payload"], blocks, None, out)
+            reference_gradient(t["left"], None, t["payload"], blocks, None, out)
         return out
 
     return Op(
-        inputs={"middle": layer.normal(layer.tokens, ranks), "scales": scales, "payload": payload},
+        inputs={"left": left, "payload": payload},
         ours=lambda t: run(t, ours=True),
         reference=lambda t: run(t, ours=False),
     )

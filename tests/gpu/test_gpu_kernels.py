@@ -18,8 +18,8 @@ from pantheraml.kernels.gated_activation import (
     reference_gated,
     reference_gated_backward,
 )
-from pantheraml.kernels.lora_columns import adapter_gradient, blocks_of
-from pantheraml.kernels.lora_columns.reference import reference_gradient
+from pantheraml.kernels.lora_columns import Left, adapter_gradient, blocks_of
+from pantheraml.kernels.lora_columns.reference import reference_gradient, reference_left
 from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows, reference_quantise_rows
 from pantheraml.kernels.rms_norm import rms_norm
 from pantheraml.kernels.rotary import reference_rotate, rotate, unrotate, unrotate_quantised
@@ -53,6 +53,13 @@ def assert_rows(found: Rows, wanted: Tensor, multiplier: Tensor | None = None, *
         torch.testing.assert_close(found.payload[:, :columns], wanted.bfloat16(), rtol=2**-7, atol=atol)
     else:
         assert_same_rows(found.payload[:, :columns], found.scales, *reference_quantise_rows(wanted, multiplier))
+
+
+def left_of(middle: Tensor, row_scales: Tensor | None) -> Left:
+    """As `place_columns_back` makes it."""
+    rows = torch.full((middle.shape[1], -(-middle.shape[0] // 64) * 64), torch.nan, device=GPU, dtype=middle.dtype)
+    reference_left(middle, row_scales, rows)
+    return Left(rows, lifted=row_scales is not None)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -98,14 +105,16 @@ def test_adapter_gradient(spans: list[tuple[int, int, int, int]], rows: int, qua
     scales = powers(rows) if quantised else None
     blocks = blocks_of(spans, GPU)
     ours, theirs = torch.zeros(2, rank, width, device=GPU)
-    adapter_gradient(middle, scales, payload, blocks, rank, None, ours)
+    adapter_gradient(left_of(middle, scales), scales, payload, blocks, rank, None, ours)
     exact = torch.zeros(rank, width, device=GPU, dtype=torch.float64)
     left = middle.double() if scales is None else middle.double() * scales.double()[:, None]
     for start, size, column, own in spans:
         exact[:own, start : start + size] = left[:, column : column + own].T @ payload[:, start : start + size].double()
     assert_close(ours, exact.float(), tolerance=1e-5)
+    adapter_gradient(left_of(middle, None), scales, payload, blocks, rank, None, ours)
+    assert_close(ours, exact.float(), tolerance=1e-5)
     if rows == 37:
-        reference_gradient(middle, scales, payload, blocks, None, theirs)
+        reference_gradient(left_of(middle, scales).rows, None, payload, blocks, None, theirs)
         assert_close(theirs, exact.float(), tolerance=1e-5)
 
 
@@ -119,7 +128,13 @@ def test_the_gradient_reads_every_code_exactly() -> None:
     for scale in (1.0, 2.0**-60, 2.0**20):
         scales = torch.full((64,), scale, device=GPU)
         adapter_gradient(
-            middle, scales, codes.expand(64, -1).contiguous(), blocks_of([(0, 256, 0, 1)], GPU), 1, None, out
+            left_of(middle, scales),
+            scales,
+            codes.expand(64, -1).contiguous(),
+            blocks_of([(0, 256, 0, 1)], GPU),
+            1,
+            None,
+            out,
         )
         assert torch.equal(out[0], codes.float() * scale)
 
@@ -205,5 +220,5 @@ def test_what_is_no_number_is_none_afterwards(value: float) -> None:
         assert real[rows != 7].isfinite().all()
         out = torch.zeros(16, payload.shape[1], device=GPU)
         blocks = blocks_of([(0, payload.shape[1], 0, 16)], GPU)
-        adapter_gradient(normal(64, 16), scales, payload, blocks, 16, None, out)
+        adapter_gradient(left_of(normal(64, 16), scales), scales, payload, blocks, 16, None, out)
         assert not out.isfinite().any()

@@ -15,15 +15,19 @@ from pantheraml.kernels.lora_columns import (
     Adapter,
     AdapterPlaces,
     AdapterTable,
+    Left,
     adapter_gradient,
     blocks_of,
     place_columns,
+    place_columns_back,
     project,
     segments_of,
     triton_kernel,
 )
 from pantheraml.kernels.lora_columns.reference import (
+    LIFT,
     reference_gradient,
+    reference_left,
     reference_place,
     reference_project,
     reference_write,
@@ -163,17 +167,24 @@ def test_project(quantised: bool, back: bool, splits: int, monkeypatch: pytest.M
     check_project(quantised=quantised, back=back, splits=splits)
 
 
-def check_place(*, quantised: bool, unit: float = 1.0, error: float = 1.0) -> Tensor:
+def check_place(*, quantised: bool, unit: float = 1.0, error: float = 1.0, back: bool = False) -> Tensor:
     """How often each row's scale was doubled: unit is what the columns' magnitude is multiplied by."""
     payload, scales = rows_of(WIDTH, quantised=quantised)
     raw = torch.randn(3, ROWS, ALL_RANKS) * 10 ** torch.linspace(-1, 1, ROWS)[:, None]
     own, other = torch.rand(2, ROOM) + 0.5
     other = other * unit
     before = payload.clone(), None if scales is None else scales.clone()
-    middle = place_columns(raw * error, (own, other), payload, WIDTH, scales, torch.float32, 0.5)
     wanted = torch.empty(ROWS, ALL_RANKS)
-    reference_place(raw, own, other, before[0], WIDTH, before[1], wanted, 0.5)
-    assert_close(middle, wanted)
+    reference_place(raw, own, other, before[0], WIDTH, before[1], wanted)
+    if back:
+        kept, input_scales = torch.randn(ROWS, ALL_RANKS), torch.rand(ROWS) if quantised else None
+        down, up = place_columns_back(raw * error, (own, other), payload, WIDTH, scales, 0.5, kept, input_scales)
+        assert (down.lifted, up.lifted) == (quantised, quantised)
+        assert_left(down, wanted * 0.5, input_scales)
+        assert_left(up, kept, scales)
+    else:
+        middle = place_columns(raw * error, (own, other), payload, WIDTH, scales, torch.float32)
+        assert_close(middle, wanted)
     if scales is None or before[1] is None:
         assert_close(payload, before[0])
         return torch.zeros(ROWS)
@@ -181,8 +192,20 @@ def check_place(*, quantised: bool, unit: float = 1.0, error: float = 1.0) -> Te
     assert_same_codes(payload, before[0])
     assert (payload[:, WIDTH + ALL_RANKS :].float() == 0).all()
     columns = payload[:, WIDTH : WIDTH + ALL_RANKS].float() * scales[:, None]
-    assert_near(columns, 2 * wanted * other[:ALL_RANKS], scales)
+    assert_near(columns, wanted * other[:ALL_RANKS], scales)
     return scales
+
+
+def assert_left(found: Left, middle: Tensor, row_scales: Tensor | None) -> None:
+    assert found.rows.shape[1] % 64 == 0
+    wanted = middle.T if row_scales is None else middle.T * row_scales * LIFT
+    assert_close(found.rows[:, :ROWS] / LIFT, wanted / LIFT)
+
+
+def left_of(middle: Tensor, row_scales: Tensor | None) -> Left:
+    rows = torch.full((middle.shape[1], -(-middle.shape[0] // 64) * 64), torch.nan)
+    reference_left(middle, row_scales, rows)
+    return Left(rows, lifted=row_scales is not None)
 
 
 def assert_near(found: Tensor, wanted: Tensor, scales: Tensor) -> None:
@@ -195,6 +218,17 @@ def assert_near(found: Tensor, wanted: Tensor, scales: Tensor) -> None:
 def test_place(quantised: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "_PLACE_ROWS", rows)
     check_place(quantised=quantised)
+    check_place(quantised=quantised, back=True)
+
+
+def test_a_left_side_is_not_lifted_while_the_rows_it_will_meet_are_not_known() -> None:
+    payload, scales = rows_of(WIDTH, quantised=True)
+    raw, units = torch.randn(1, ROWS, ALL_RANKS), (torch.ones(ROOM), torch.ones(ROOM))
+    assert scales is not None
+    wanted = raw[0].T * scales
+    down, up = place_columns_back(raw, units, payload, WIDTH, scales, 1.0, torch.ones(ROWS, ALL_RANKS), None)
+    assert (down.lifted, up.lifted) == (False, True)
+    assert_close(down.rows[:, :ROWS], wanted)
 
 
 def test_columns_beyond_e4m3_move_their_row_to_a_larger_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +254,10 @@ def test_columns_beyond_e4m3_move_their_row_to_a_larger_scale(monkeypatch: pytes
 @pytest.mark.parametrize("unit", [30.0, 3000.0])
 def test_place_agrees_where_scales_move(unit: float) -> None:
     check_place(quantised=True, unit=unit)
+    check_place(quantised=True, unit=unit, back=True)
 
 
-def check_gradient(*, quantised: bool, up: bool, rows: int = ROWS, error: float = 1.0) -> None:
+def check_gradient(*, quantised: bool, up: bool, rows: int = ROWS, error: float = 1.0, lifted: bool = True) -> None:
     """Of A: all ranks over the input's width. Of B: each layer's ranks over its part, transposed, with divisors."""
     width, spans, rank = (HEIGHT, PIECES, RANK) if up else (WIDTH, WHOLE, ALL_RANKS)
     middle = torch.randn(rows, ALL_RANKS)
@@ -231,14 +266,19 @@ def check_gradient(*, quantised: bool, up: bool, rows: int = ROWS, error: float 
     divisors = torch.rand(width) + 0.5 if up else None
     blocks = blocks_of(spans, CPU)
     ours, theirs = torch.full((2, width, rank) if up else (2, rank, width), 7.0)
-    adapter_gradient(middle * error, scales, payload, blocks, rank, divisors, ours.T if up else ours)
-    reference_gradient(middle, scales, payload, blocks, divisors, theirs.T if up else theirs)
+    left, plain = left_of(middle * error, scales if lifted else None), left_of(middle, None)
+    adapter_gradient(left, scales, payload, blocks, rank, divisors, ours.T if up else ours)
+    reference_gradient(plain.rows, scales, payload, blocks, divisors, theirs.T if up else theirs)
     assert_close(ours, theirs, tolerance=max(1.0, (rows / 100) ** 0.5) * ULPS)
 
 
 @pytest.mark.parametrize(("quantised", "up"), itertools.product((True, False), (True, False)))
 def test_gradient(quantised: bool, up: bool) -> None:
     check_gradient(quantised=quantised, up=up)
+
+
+def test_gradient_that_lifts_its_left_side_itself() -> None:
+    check_gradient(quantised=True, up=False, lifted=False)
 
 
 def test_gradient_of_rows_in_several_parts() -> None:
@@ -256,7 +296,7 @@ def gradient_of_codes(codes: Tensor, scales: Tensor) -> Tensor:
     payload = codes.to(torch.uint8).view(E4M3).expand(2, -1).contiguous()
     out = torch.empty(1, codes.numel())
     blocks = blocks_of([(0, codes.numel(), 0, 1)], CPU)
-    adapter_gradient(torch.tensor([[1.0], [0.0]]), scales, payload, blocks, 1, None, out)
+    adapter_gradient(left_of(torch.tensor([[1.0], [0.0]]), scales), scales, payload, blocks, 1, None, out)
     return out[0]
 
 
@@ -278,15 +318,12 @@ def test_a_row_without_a_scale_shows_in_the_gradient(scale: float, code: int) ->
     assert not found.isfinite().any()
 
 
-@pytest.mark.parametrize(("spans", "alignment"), [([(0, 64, 0, 16), (64, 32, 16, 16)], 8), (PIECES, 1), (WHOLE, 1)])
-def test_what_divides_all_columns_and_ranks(spans: list[tuple[int, int, int, int]], alignment: int) -> None:
-    assert blocks_of(spans, CPU).alignment == alignment
-
-
 def test_gradient_leaves_what_no_adapter_owns_alone() -> None:
     out = torch.full((RANK, HEIGHT), 7.0)
     payload = torch.randn(ROWS, HEIGHT)
-    adapter_gradient(torch.randn(ROWS, ALL_RANKS), None, payload, blocks_of(PIECES, CPU), RANK, None, out)
+    adapter_gradient(
+        left_of(torch.randn(ROWS, ALL_RANKS), None), None, payload, blocks_of(PIECES, CPU), RANK, None, out
+    )
     assert (out[:, STARTS[1] : STARTS[2]] == 7).all()
     assert (out[RANKS[2] :, STARTS[2] :] == 7).all()
     assert (out[: RANKS[0], : HEIGHTS[0]] != 7).all()

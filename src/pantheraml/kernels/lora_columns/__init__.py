@@ -6,12 +6,14 @@ from pantheraml.kernels.lora_columns.op import (
     Adapter,
     AdapterPlaces,
     AdapterTable,
+    Left,
     adapter_gradient,
     place_columns,
+    place_columns_back,
     project,
     splits_for,
 )
-from pantheraml.kernels.lora_columns.spans import Blocks, blocks_of, segments_of
+from pantheraml.kernels.lora_columns.spans import blocks_of, segments_of
 
 __all__ = [
     "COLUMNS",
@@ -19,10 +21,11 @@ __all__ = [
     "Adapter",
     "AdapterPlaces",
     "AdapterTable",
-    "Blocks",
+    "Left",
     "adapter_gradient",
     "blocks_of",
     "place_columns",
+    "place_columns_back",
     "project",
     "segments_of",
     "splits_for",

@@ -27,11 +27,11 @@ from torch import Tensor
 from pantheraml.kernels.dispatch import runs_triton
 from pantheraml.kernels.lora_columns.reference import (
     reference_gradient,
+    reference_left,
     reference_place,
     reference_project,
     reference_write,
 )
-from pantheraml.kernels.lora_columns.spans import Blocks
 
 COLUMNS = 64
 """Extra columns come in multiples of this."""
@@ -116,6 +116,15 @@ def splits_for(width: int) -> int:
     return max(1, min(4, width // 1024))
 
 
+class Left(NamedTuple):
+    """The adapters' side of a gradient, as its kernel reads it."""
+
+    rows: Tensor
+    """[ranks, rows or more]: x A' or s g B, turned over."""
+    lifted: bool
+    """Times the scales of the e4m3 rows that it will meet, and `LIFT`."""
+
+
 def place_columns(
     raw: Tensor,
     units: tuple[Tensor, Tensor],
@@ -123,37 +132,68 @@ def place_columns(
     width: int,
     scales: Tensor | None,
     dtype: torch.dtype,
-    factor: float = 1.0,
 ) -> Tensor:
     """Write `raw` (from `project`) behind the first `width` columns of `payload`, zeros after it.
 
     `units` are those of the factor that `raw` was made with, and of the matrix that its columns will meet. Returns raw
-    in real units [rows, ranks], times `factor`. `scales` and the payload change where a row needs a larger scale.
+    in real units [rows, ranks]. `scales` and the payload change where a row needs a larger scale.
     """
     middle = torch.empty(raw.shape[1:], dtype=dtype, device=raw.device)
     if runs_triton(payload):
         from pantheraml.kernels.lora_columns import triton_kernel
 
-        triton_kernel.place(raw, *units, payload, width, scales, middle, factor)
+        triton_kernel.place(raw, *units, payload, width, scales, middle)
     else:
-        reference_place(raw, *units, payload, width, scales, middle, factor)
+        reference_place(raw, *units, payload, width, scales, middle)
     return middle
 
 
-def adapter_gradient(
+def place_columns_back(
+    raw: Tensor,
+    units: tuple[Tensor, Tensor],
+    payload: Tensor,
+    width: int,
+    scales: Tensor | None,
+    factor: float,
     middle: Tensor,
+    input_scales: Tensor | None,
+) -> tuple[Left, Left]:
+    """`place_columns` for a gradient, and the left sides of the adapters' gradients: of A, which is raw in real units
+    times `factor`, to meet rows with `input_scales` (None: not known yet, so it is not lifted); and of B, which is
+    `middle` [rows, ranks] from the way forward, to meet the payload."""
+    down, up = (_room_for_left(middle.shape, middle.dtype, raw.device) for _ in range(2))
+    if runs_triton(payload):
+        from pantheraml.kernels.lora_columns import triton_kernel
+
+        triton_kernel.place_back(raw, *units, payload, width, scales, factor, middle, input_scales, down, up)
+    else:
+        back = torch.empty_like(middle)
+        reference_place(raw, *units, payload, width, scales, back)
+        reference_left(back * factor, input_scales, down)
+        reference_left(middle, scales, up)
+    return Left(down, input_scales is not None), Left(up, scales is not None)
+
+
+def _room_for_left(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    rows, ranks = shape
+    return torch.empty(ranks, -(-rows // 64) * 64, dtype=dtype, device=device)  # so that all its rows are aligned
+
+
+def adapter_gradient(
+    left: Left,
     row_scales: Tensor | None,
     payload: Tensor,
-    blocks: Blocks,
+    blocks: Tensor,
     rank: int,
     divisors: Tensor | None,
     out: Tensor,
 ) -> None:
-    """For each block: out[:rank, start:end] = (middle * row_scales)[:, its columns] transposed @ payload[:, start:end],
-    over `divisors` [width] where given. `rank` is the largest."""
+    """For each block: out[:rank, start:end] = left[its columns] @ (payload * row_scales)[:, start:end], over `divisors`
+    [width] where given. `rank` is the largest."""
+    row_scales = None if left.lifted else row_scales
     if runs_triton(payload):
         from pantheraml.kernels.lora_columns import triton_kernel
 
-        triton_kernel.gradient(middle, row_scales, payload, blocks, rank, divisors, out)
+        triton_kernel.gradient(left.rows, row_scales, payload, blocks, rank, divisors, out)
     else:
-        reference_gradient(middle, row_scales, payload, blocks, divisors, out)
+        reference_gradient(left.rows, row_scales, payload, blocks, divisors, out)

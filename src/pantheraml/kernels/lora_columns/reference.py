@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.e4m3 import LARGEST, to_e4m3
-from pantheraml.kernels.lora_columns.spans import Blocks
+
+LIFT = 2.0**100
+"""Of a left side that rows of e4m3 will meet: the kernel reads those as values times 2**-120, which bf16 holds."""
 
 
 def reference_write(
@@ -48,7 +50,6 @@ def reference_place(
     width: int,
     scales: Tensor | None,
     middle: Tensor,
-    factor: float = 1.0,
 ) -> None:
     total = raw.sum(dim=0)
     ranks = total.shape[1]
@@ -58,7 +59,7 @@ def reference_place(
         payload[:, width : width + ranks] = total.to(payload.dtype)
         return
     total = total * own_units[:ranks]
-    middle.copy_(total * (scales * factor)[:, None])
+    middle.copy_(total * scales[:, None])
     values = total * other_units[:ranks]
     excess = values.abs().amax(dim=1) / LARGEST
     move = torch.where(excess > 1, torch.exp2(excess.clamp(min=1e-30).log2().ceil()), 1.0)
@@ -67,10 +68,20 @@ def reference_place(
     scales.mul_(move)
 
 
+def reference_left(middle: Tensor, row_scales: Tensor | None, out: Tensor) -> None:
+    """The first columns of `out` [ranks, rows or more]; the others are not written."""
+    rows = middle.shape[0]
+    out[:, :rows] = middle.T if row_scales is None else middle.T.float() * (row_scales * LIFT)
+
+
 def reference_gradient(
-    middle: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Blocks, divisors: Tensor | None, out: Tensor
+    left: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Tensor, divisors: Tensor | None, out: Tensor
 ) -> None:
-    left = middle.float() if row_scales is None else middle.float() * row_scales[:, None]
-    for start, end, column, rank in blocks.table.tolist():
-        total = left[:, column : column + rank].T @ payload[:, start:end].float()
+    """`row_scales`: what the left side of e4m3 rows lacks; None: it has been lifted."""
+    rows = payload.shape[0]
+    left = left[:, :rows].float()
+    if payload.dtype == torch.float8_e4m3fn:
+        left = left / LIFT if row_scales is None else left * row_scales
+    for start, end, column, rank in blocks.tolist():
+        total = left[column : column + rank] @ payload[:, start:end].float()
         out[:rank, start:end] = total if divisors is None else total / divisors[start:end]

@@ -5,9 +5,7 @@ A span is (start, width, first column, rank): the part of a row that has adapter
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,26 +16,17 @@ BLOCK = 256
 Span = tuple[int, int, int, int]
 
 
-class Blocks(NamedTuple):
-    """Spans cut into pieces of `BLOCK` columns, for the gradient."""
-
-    table: Tensor
-    """[blocks, (start, end, first column, rank)] int32."""
-    alignment: int
-    """Divides all first columns and ranks: so many values of a row of the adapters' side can be loaded at once."""
-
-
 def segments_of(spans: Sequence[Span], device: torch.device) -> Tensor:
     """Spans as `project` reads them, [spans, 4] int32."""
     return torch.tensor(spans, dtype=torch.int32).view(-1, 4).to(device)
 
 
-def blocks_of(spans: Sequence[Span], device: torch.device) -> Blocks:
-    """Spans as `adapter_gradient` reads them."""
+def blocks_of(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Spans as `adapter_gradient` reads them: [blocks, (start, end, first column, rank)] int32, each of `BLOCK` columns
+    or what is left of its span."""
     blocks = [
         (begin, min(begin + BLOCK, start + width), column, rank)
         for start, width, column, rank in spans
         for begin in range(start, start + width, BLOCK)
     ]
-    alignment = math.gcd(8, *(number for *_, column, rank in spans for number in (column, rank)))
-    return Blocks(torch.tensor(blocks, dtype=torch.int32).view(-1, 4).to(device), alignment)
+    return torch.tensor(blocks, dtype=torch.int32).view(-1, 4).to(device)

@@ -11,13 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pantheraml.kernels.lora_columns.spans import BLOCK, Blocks
+from pantheraml.kernels.lora_columns import reference
+from pantheraml.kernels.lora_columns.spans import BLOCK
 from pantheraml.kernels.triton_support import DOT, INTERPRETED, LARGEST, block_of, ceil_div, launch, to_e4m3
 
+_LIFT = tl.constexpr(reference.LIFT)
+_UNLIFT = tl.constexpr(2.0**120 / reference.LIFT)
 _DOWN_TILE, _UP_TILE = 1024, 64
 _PROJECT_ROWS, _PROJECT_STEP = 128, 128
 _PLACE_ROWS, _PLACE_CHUNK = 32, 512
 _GRADIENT_WIDTH, _GRADIENT_SUMS, _GRADIENT_STEP, _GATHER_WIDTH = 128, 16384, 64, 32
+_GRADIENT_SPLITS, _GRADIENT_PROGRAMS = 8, 528
 
 
 @triton.jit
@@ -147,11 +151,24 @@ def _project(
 
 
 @triton.jit
+def _place_left(left, left_stride, values, m, row_scales, ranks, rows, LIFTED: tl.constexpr):
+    """Values [m, ranks], times their rows' scales and the lift, turned over."""
+    if LIFTED:
+        values *= (tl.load(row_scales + m, mask=m < rows, other=0.0) * _LIFT)[:, None]
+    j = tl.arange(0, values.shape[1])[:, None]
+    to = left + j.to(tl.int64) * left_stride + m[None, :]
+    tl.store(to, tl.trans(values).to(left.dtype.element_ty), mask=(j < ranks) & (m[None, :] < rows))
+
+
+@triton.jit
 def _place(
-    raw, splits, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room, factor,
-    QUANTISED: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    raw, splits, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+    factor, input_scales, down, up, left_stride,
+    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the splits, keeps the sums in real units in `middle`, and writes the columns behind the payload."""
+    """Sums the splits, and writes the columns behind the payload. On the way forward the sums in real units become
+    `middle`; on the way back they, times `factor`, and `middle` become the left sides `down` and `up`."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, RANKS)
     live = (m[:, None] < rows) & (j[None, :] < ranks)
@@ -164,7 +181,10 @@ def _place(
     if QUANTISED:
         scale = tl.load(scales + m, mask=m < rows, other=1.0)
         total *= tl.load(own_units + j, mask=j < ranks, other=0.0)[None, :]
-        tl.store(to_middle, (total * (scale * factor)[:, None]).to(middle.dtype.element_ty), mask=live)
+        if BACK:
+            _place_left(down, left_stride, total * (scale * factor)[:, None], m, input_scales, ranks, rows, LIFTED)
+        else:
+            tl.store(to_middle, (total * scale[:, None]).to(middle.dtype.element_ty), mask=live)
         values = total * tl.load(other_units + j, mask=j < ranks, other=0.0)[None, :]
         # Where a column is beyond e4m3, the whole row moves to a scale at which it is not: a power of two, so that
         # what was quantised already only changes its exponent.
@@ -177,9 +197,17 @@ def _place(
                 old = tl.load(at + k[None, :], mask=moved, other=0.0).to(tl.float32)
                 tl.store(at + k[None, :], to_e4m3(old / move[:, None]), mask=moved)
             tl.store(scales + m, scale * move, mask=m < rows)
+        if BACK:
+            there_before = tl.load(to_middle, mask=live, other=0.0).to(tl.float32) * (scale * move * _LIFT)[:, None]
+            _place_left(up, left_stride, there_before, m, input_scales, ranks, rows, False)
         tl.store(at + width + j[None, :], to_e4m3(values / move[:, None]), mask=there)
     else:
-        tl.store(to_middle, total.to(middle.dtype.element_ty), mask=live)
+        if BACK:
+            _place_left(down, left_stride, total * factor, m, input_scales, ranks, rows, False)
+            there_before = tl.load(to_middle, mask=live, other=0.0).to(tl.float32)
+            _place_left(up, left_stride, there_before, m, input_scales, ranks, rows, False)
+        else:
+            tl.store(to_middle, total.to(middle.dtype.element_ty), mask=live)
         tl.store(at + width + j[None, :], total.to(payload.dtype.element_ty), mask=there)
     zeros = tl.zeros((ROWS, RANKS), tl.float32)
     for start in range(RANKS, room, RANKS):
@@ -188,43 +216,38 @@ def _place(
 
 
 @triton.jit
-def _middle(middle, ranks, row_scales, column, rank, m, end, factor, SCALED: tl.constexpr, RANK: tl.constexpr):
-    """[RANK, m]: rows `m` of the adapters' side, transposed, times their scales and `factor`, for a product."""
-    j = tl.arange(0, RANK)[:, None]
-    at = middle + column + j + m[None, :].to(tl.int64) * ranks
-    values = tl.load(at, mask=(j < rank) & (m[None, :] < end), other=0.0).to(tl.float32)
+def _load_left(at, row_scales, j, rank, m, end, SCALED: tl.constexpr):
+    """[j, m] for a product; lifted here where it was not."""
+    values = tl.load(at, mask=(j < rank) & (m[None, :] < end), other=0.0)
     if SCALED:
-        values *= (tl.load(row_scales + m, mask=m < end, other=0.0) * factor)[None, :]
-    else:
-        values *= factor
+        values = values.to(tl.float32) * (tl.load(row_scales + m, mask=m < end, other=0.0) * _LIFT)[None, :]
     return values.to(DOT)
 
 
 @triton.jit
 def _gradient(
-    middle, ranks, row_scales, payload, payload_stride, blocks, parts, rows, width, share,
+    left, left_stride, row_scales, payload, payload_stride, blocks, parts, rows, width, share,
     SCALED: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, PIECES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """For block (start, end, column, rank): parts[split, :, start:end] = (middle * row_scales)[:, column:] transposed @
-    payload[:, start:end], over the split's share of the rows. PIECES programs take WIDTH columns of a block each."""
+    """For block (start, end, column, rank): parts[split, :, start:end] = left[column:] @ payload[:, start:end], over
+    the split's share of the rows. PIECES programs take WIDTH columns of a block each."""
     block = blocks + tl.program_id(0) // PIECES * 4
     start = tl.multiple_of(tl.load(block) + tl.program_id(0) % PIECES * WIDTH, 16)
     end_column = tl.multiple_of(tl.load(block + 1), 16)
-    column = tl.multiple_of(tl.load(block + 2), ALIGNMENT)
-    rank = tl.multiple_of(tl.load(block + 3), ALIGNMENT)
+    column, rank = tl.load(block + 2), tl.load(block + 3)
     w = start + tl.arange(0, WIDTH)
     split = tl.program_id(1)
-    begin = split * share
+    begin = tl.multiple_of(split * share, 16)
     end = tl.minimum(begin + share, rows)
     total = tl.zeros((RANK, WIDTH), tl.float32)
+    j = tl.arange(0, RANK)[:, None]
+    of = left + (column + j).to(tl.int64) * left_stride
     for first in range(begin, end, STEP):
         m = first + tl.arange(0, STEP)
-        p = _middle(middle, ranks, row_scales, column, rank, m, end, 1.0, SCALED, RANK)
+        p = _load_left(of + m[None, :], row_scales, j, rank, m, end, SCALED)
         at = payload + m[:, None].to(tl.int64) * payload_stride + w[None, :]
         x = tl.load(at, mask=(m[:, None] < end) & (w[None, :] < end_column), other=0.0)
         total = tl.dot(p, x.to(DOT), total)
-    j = tl.arange(0, RANK)[:, None]
     tl.store(parts + (split * RANK + j).to(tl.int64) * width + w, total, mask=(j < rank) & (w[None, :] < end_column))
 
 
@@ -251,39 +274,39 @@ def _bf16_of_pairs(pairs):
 
 @triton.jit
 def _gradient_of_pairs(
-    middle, ranks, row_scales, pairs, pairs_stride, blocks, parts, rows, width, share,
+    left, left_stride, row_scales, pairs, pairs_stride, blocks, parts, rows, width, share,
     SCALED: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, PIECES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """`_gradient` of an e4m3 payload, of which two values are read as one 16-bit word (`pairs_stride` counts words).
 
     The tensor cores' loads transpose 16-bit values and no bytes, and a cast from e4m3 takes several instructions where
-    a shift takes one: 251 us for a layer of Llama-3.1-8B's shape and 8,192 tokens, 426 us before (H200)."""
+    a shift takes one."""
     block = blocks + tl.program_id(0) // PIECES * 4
     start = tl.multiple_of(tl.load(block) + tl.program_id(0) % PIECES * WIDTH, 16)
     end_column = tl.multiple_of(tl.load(block + 1), 16)
-    column = tl.multiple_of(tl.load(block + 2), ALIGNMENT)
-    rank = tl.multiple_of(tl.load(block + 3), ALIGNMENT)
+    column, rank = tl.load(block + 2), tl.load(block + 3)
     pair = tl.arange(0, WIDTH // 2)[None, :]
     # not 2 * pair < ...: then the compiler does not see that neighbours are alike, and loads one by one
     inside = pair < tl.multiple_of((end_column - start) // 2, 8)
     split = tl.program_id(1)
-    begin = split * share
+    begin = tl.multiple_of(split * share, 16)
     end = tl.minimum(begin + share, rows)
     even = tl.zeros((RANK, WIDTH // 2), tl.float32)
     odd = tl.zeros((RANK, WIDTH // 2), tl.float32)
+    j = tl.arange(0, RANK)[:, None]
+    k = tl.arange(0, STEP)
+    of = left + (column + j).to(tl.int64) * left_stride + (begin + k[None, :])
+    at = pairs + (begin + k[:, None]).to(tl.int64) * pairs_stride + (tl.multiple_of(start // 2, 8) + pair)
     for first in range(begin, end, STEP):
-        m = first + tl.arange(0, STEP)
-        # 2**100 here and 2**20 below undo the pairs' 2**-120; all of it here could overflow
-        p = _middle(middle, ranks, row_scales, column, rank, m, end, 1.2676506002282294e30, SCALED, RANK)
-        at = pairs + m[:, None].to(tl.int64) * pairs_stride + (tl.multiple_of(start // 2, 8) + pair)
-        low, high = _bf16_of_pairs(tl.load(at, mask=(m[:, None] < end) & inside, other=0))
+        p = _load_left(of, row_scales, j, rank, first + k, end, SCALED)
+        low, high = _bf16_of_pairs(tl.load(at, mask=(first + k[:, None] < end) & inside, other=0))
         even = tl.dot(p, low.to(DOT), even)
         odd = tl.dot(p, high.to(DOT), odd)
-    j = tl.arange(0, RANK)[:, None]
+        of += STEP
+        at += STEP * pairs_stride
     w = start + tl.arange(0, WIDTH)[None, :]
     to = parts + (split * RANK + j).to(tl.int64) * width + w
-    tl.store(to, tl.interleave(even, odd) * 1048576.0, mask=(j < rank) & (w < end_column))
+    tl.store(to, tl.interleave(even, odd) * _UNLIFT, mask=(j < rank) & (w < end_column))
 
 
 @triton.jit
@@ -343,39 +366,53 @@ def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: T
 
 def place(
     raw: Tensor, own_units: Tensor, other_units: Tensor, payload: Tensor, width: int, scales: Tensor | None,
-    middle: Tensor, factor: float,
+    middle: Tensor,
+) -> None:  # fmt: skip
+    _launch_place(raw, own_units, other_units, payload, width, scales, middle, 1.0, None, None, None)
+
+
+def place_back(
+    raw: Tensor, own_units: Tensor, other_units: Tensor, payload: Tensor, width: int, scales: Tensor | None,
+    factor: float, middle: Tensor, input_scales: Tensor | None, down: Tensor, up: Tensor,
+) -> None:  # fmt: skip
+    _launch_place(raw, own_units, other_units, payload, width, scales, middle, factor, input_scales, down, up)
+
+
+def _launch_place(
+    raw: Tensor, own_units: Tensor, other_units: Tensor, payload: Tensor, width: int, scales: Tensor | None,
+    middle: Tensor, factor: float, input_scales: Tensor | None, down: Tensor | None, up: Tensor | None,
 ) -> None:  # fmt: skip
     splits, rows, ranks = raw.shape
     launch(
         _place, (ceil_div(rows, _PLACE_ROWS),),
         raw, splits, ranks, own_units, other_units, payload, payload.stride(0), scales, middle, rows, width,
-        payload.shape[1] - width, factor,
-        QUANTISED=scales is not None, RANKS=_ranks(ranks), ROWS=_PLACE_ROWS, CHUNK=_PLACE_CHUNK,
+        payload.shape[1] - width, factor, input_scales, down, up, 0 if down is None else down.stride(0),
+        QUANTISED=scales is not None, BACK=down is not None, LIFTED=input_scales is not None,
+        RANKS=_ranks(ranks), ROWS=_PLACE_ROWS, CHUNK=_PLACE_CHUNK,
     )  # fmt: skip
 
 
 def gradient(
-    middle: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Blocks, rank: int, divisors: Tensor | None,
+    left: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Tensor, rank: int, divisors: Tensor | None,
     out: Tensor,
 ) -> None:  # fmt: skip
-    rows, ranks = middle.shape
-    width, count, padded = out.shape[1], blocks.table.shape[0], _ranks(rank)
+    rows, width, count, padded = payload.shape[0], out.shape[1], blocks.shape[0], _ranks(rank)
     by_pairs = payload.dtype == torch.float8_e4m3fn
     # fewer columns where the sums would not fit into the registers
     columns = max(32, min(BLOCK if by_pairs else _GRADIENT_WIDTH, _GRADIENT_SUMS // padded))
     pieces = BLOCK // columns
-    splits = max(1, min(16, 1056 // (count * pieces), rows // 256))
+    splits = max(1, min(_GRADIENT_SPLITS, _GRADIENT_PROGRAMS // (count * pieces), rows // 256))
     share = ceil_div(ceil_div(rows, splits), _GRADIENT_STEP) * _GRADIENT_STEP
     parts = torch.empty(splits, padded, width, dtype=torch.float32, device=out.device)
     read = payload.view(torch.uint16) if by_pairs else payload
     launch(
         _gradient_of_pairs if by_pairs else _gradient, (count * pieces, splits),
-        middle, ranks, row_scales, read, read.stride(0), blocks.table, parts, rows, width, share,
+        left, left.stride(0), row_scales, read, read.stride(0), blocks, parts, rows, width, share,
         SCALED=row_scales is not None, RANK=padded, WIDTH=columns, STEP=_GRADIENT_STEP, PIECES=pieces,
-        ALIGNMENT=blocks.alignment, num_warps=4, num_stages=3 if by_pairs or padded > 64 else 4,
+        num_warps=4, num_stages=3 if padded > 64 else 4,
     )  # fmt: skip
     launch(
         _gather, (count, BLOCK // _GATHER_WIDTH),
-        parts, splits, divisors, blocks.table, out, out.stride(0), out.stride(1), width,
+        parts, splits, divisors, blocks, out, out.stride(0), out.stride(1), width,
         SCALED=divisors is not None, RANK=padded, WIDTH=_GATHER_WIDTH,
     )  # fmt: skip

@@ -192,7 +192,7 @@ class _MLP(torch.autograd.Function):
         first: ProjectionGroup = ctx.first
         second: ProjectionGroup = ctx.second
         g_second = second.gradient_operand(g)
-        d_hidden, back = second.begin_backward(g_second)
+        d_hidden, sides = second.begin_backward(g_second, second_middle)
         assert d_hidden is not None
         hidden, d_pair = gated_activation_backward(
             d_hidden,
@@ -202,7 +202,7 @@ class _MLP(torch.autograd.Function):
             gelu=ctx.gelu,
             quantise=first.quantised,
         )
-        second_gradients = second.adapter_gradients(g_second, Operand(*hidden), second_middle, back)
+        second_gradients = second.adapter_gradients(g_second, Operand(*hidden), sides)
         del d_hidden, hidden, g_second
         d_normed, first_gradients = first.backward(Operand(*d_pair), Operand(payload, scales), first_middle)
         assert d_normed is not None

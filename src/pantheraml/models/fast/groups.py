@@ -11,8 +11,11 @@ when they changed: fused optimizers change parameters without raising their vers
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, eq, getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +29,11 @@ from pantheraml.kernels.lora_columns import (
     Adapter,
     AdapterPlaces,
     AdapterTable,
+    Left,
     adapter_gradient,
     blocks_of,
     place_columns,
+    place_columns_back,
     project,
     segments_of,
     splits_for,
@@ -164,18 +169,6 @@ class ProjectionGroup:
             self._input_scales = torch.full((self.width,), self.shared_scale, device=device)
         self._parameters: list[nn.Parameter] = []
 
-    def fingerprint(self) -> list[Any]:
-        """Changes when an adapter's values are elsewhere than `adapters` last found them, or scaled otherwise."""
-        found: list[Any] = []
-        for member, name in zip(self.members, self.names, strict=True):
-            if name is not None:
-                # By the dictionaries behind the attributes: while this runs the GPU waits, and a model has hundreds.
-                modules = member.layer._modules
-                down = modules["lora_A"]._modules[name]._parameters["weight"]
-                up = modules["lora_B"]._modules[name]._parameters["weight"]
-                found += (id(down), down.data_ptr(), id(up), up.data_ptr(), member.layer.scaling[name])
-        return found
-
     def adapters(self) -> list[Adapter]:
         """Every adapter as it is now, and where it belongs."""
         found = []
@@ -240,7 +233,10 @@ class ProjectionGroup:
 
     def begin_forward(self, x: Operand) -> Tensor:
         """x A' [rows, ranks]. Completes `x`."""
-        return self._columns(x, self._storage.down, self._segments[0], (self._unit_down, self._unit_up))
+        if not self.ranks:
+            return torch.empty(x.payload.shape[0], 0, dtype=self.dtype, device=self.device)
+        raw, width = self._project(x, self._storage.down, self._segments[0])
+        return place_columns(raw, (self._unit_down, self._unit_up), x.payload, width, x.scales, self.dtype)
 
     def forward(self, x: Operand) -> tuple[Tensor, Tensor]:
         """The output [rows, height], and x A' [rows, ranks] for `backward`."""
@@ -257,24 +253,31 @@ class ProjectionGroup:
         self, g: Operand, x: Operand, middle: Tensor, *, wants_input: bool = True
     ) -> tuple[Tensor | None, list[Tensor]]:
         """The input's gradient, and those of `parameters()`."""
-        d_input, back = self.begin_backward(g, wants_input=wants_input)
-        return d_input, self.adapter_gradients(g, x, middle, back)
+        d_input, sides = self.begin_backward(g, middle, x.scales, wants_input=wants_input)
+        return d_input, self.adapter_gradients(g, x, sides)
 
-    def begin_backward(self, g: Operand, *, wants_input: bool = True) -> tuple[Tensor | None, Tensor]:
-        """The input's gradient, and s g B [rows, ranks], which `adapter_gradients` needs. Completes `g`."""
-        units = self._unit_up, self._unit_down
-        back = self._columns(g, self._up, self._segments[1], units, factor=self.shared_scale or 1.0)
-        return (self._input_gradient(g) if wants_input else None), back
+    def begin_backward(
+        self, g: Operand, middle: Tensor, input_scales: Tensor | None = None, *, wants_input: bool = True
+    ) -> tuple[Tensor | None, tuple[Left, Left] | None]:
+        """The input's gradient, and what `adapter_gradients` needs (None: there are no adapters). Completes `g`.
+        `input_scales` are those of the rows that the way forward began with, if they are known."""
+        sides = None
+        if self.ranks:
+            raw, width = self._project(g, self._up, self._segments[1])
+            units, factor = (self._unit_up, self._unit_down), self.shared_scale or 1.0
+            sides = place_columns_back(raw, units, g.payload, width, g.scales, factor, middle, input_scales)
+        return (self._input_gradient(g) if wants_input else None), sides
 
-    def adapter_gradients(self, g: Operand, x: Operand, middle: Tensor, back: Tensor) -> list[Tensor]:
+    def adapter_gradients(self, g: Operand, x: Operand, sides: tuple[Left, Left] | None) -> list[Tensor]:
         """Gradients of `parameters()`."""
-        if not self.ranks:
+        if sides is None:
             return []
-        dtype, device = self._parameters[0].dtype, middle.device
+        down, up = sides
+        dtype, device = self._parameters[0].dtype, self.device
         d_down = torch.empty(self.ranks, self.width, dtype=dtype, device=device)
-        adapter_gradient(back, x.scales, x.payload, self._blocks[0], self.ranks, None, d_down)
+        adapter_gradient(down, x.scales, x.payload, self._blocks[0], self.ranks, None, d_down)
         d_up = torch.empty(self.height, self._rank, dtype=dtype, device=device)
-        adapter_gradient(middle, g.scales, g.payload, self._blocks[1], self._rank, self._divisors, d_up.T)
+        adapter_gradient(up, g.scales, g.payload, self._blocks[1], self._rank, self._divisors, d_up.T)
         gradients: list[Tensor] = []
         for m in self.members:
             if m.rank:
@@ -282,15 +285,12 @@ class ProjectionGroup:
                 gradients += [d_down[m.column : m.column + m.rank], own_up.contiguous()]
         return gradients
 
-    def _columns(
-        self, rows: Operand, side: Tensor, segments: Tensor, units: tuple[Tensor, Tensor], factor: float = 1.0
-    ) -> Tensor:
+    def _project(self, rows: Operand, side: Tensor, segments: Tensor) -> tuple[Tensor, int]:
+        """Of the rows [.., width + room], what their columns will be made of, and their width."""
         count, width = rows.payload.shape[0], rows.payload.shape[1] - self.room
         raw = torch.empty(splits_for(width), count, self.ranks, dtype=torch.float32, device=side.device)
-        if not self.ranks:
-            return raw[0].to(self.dtype)
         project(rows.payload, side, segments, side.shape[0], raw)
-        return place_columns(raw, units, rows.payload, width, rows.scales, self.dtype, factor)
+        return raw, width
 
     def _input_gradient(self, g: Operand) -> Tensor:
         matrix = self._storage.backward_matrix()
@@ -302,29 +302,63 @@ class ProjectionGroup:
 
 class GroupSet:
     """All groups of a model. Before each forward pass `refresh` writes every adapter's current values where products
-    read them."""
+    read them.
+
+    A model has hundreds of adapters, and at the start of a step the GPU waits while they are looked at. So what was
+    found last is compared with what is there, in loops that are not Python's; only if it differs is it looked at anew.
+    """
 
     def __init__(self, groups: Sequence[ProjectionGroup]) -> None:
         self.groups = groups
         self.reason: str | None = None
         """Why the layers must run unfused now, or None."""
+        adapted = [
+            (member, name)
+            for group in groups
+            for member, name in zip(group.members, group.names, strict=True)
+            if name is not None
+        ]
+        self._layers = [member.layer for member, _ in adapted]
+        self._names = [name for _, name in adapted]
+        self._has_dropout = any(member.has_dropout for member, _ in adapted)
+        self._seen: list[Any] | None = None
         self._tables: list[AdapterTable] = []
-        self._known: list[int | float] = []
+        self._written: list[Tensor] = []
+        self._places: list[Any] = []
 
     @torch.no_grad()
     def refresh(self) -> None:
-        self.reason = next((reason for group in self.groups if (reason := group.why_not()) is not None), None)
+        # With dropout the mode counts as well, which is no state of PEFT's.
+        if self._has_dropout or self._seen is None or not all(map(eq, map(_STATE, self._layers), self._seen)):
+            self._seen = copy.deepcopy([_STATE(layer) for layer in self._layers])
+            self.reason = next((reason for group in self.groups if (reason := group.why_not()) is not None), None)
         if self.reason is not None:
             return
-        known = [value for group in self.groups for value in group.fingerprint()]
-        if known != self._known:
-            kinds: dict[tuple[torch.dtype, torch.dtype], list[Adapter]] = {}
-            for adapter in (adapter for group in self.groups for adapter in group.adapters()):
-                kinds.setdefault((adapter.down.dtype, adapter.places.matrix_up.dtype), []).append(adapter)
-            self._tables = [AdapterTable(kind) for kind in kinds.values()]
-            self._known = known
+        found = self._current()
+        places: list[Any] = [*map(Tensor.data_ptr, found), *map(getitem, map(_SCALING, self._layers), self._names)]
+        if places != self._places or not all(map(is_, found, self._written)):
+            self._arrange()
+            self._written, self._places = found, places
         for table in self._tables:
             table.write()
+
+    def _current(self) -> list[Tensor]:
+        """A of every adapter, and then B, by the dictionaries behind the modules' attributes."""
+        own = list(map(_MODULES, self._layers))
+        downs, ups = (map(getitem, map(_MODULES, map(side, own)), self._names) for side in (_DOWN, _UP))
+        return list(map(_WEIGHT, map(_PARAMETERS, chain(downs, ups))))
+
+    def _arrange(self) -> None:
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[Adapter]] = {}
+        for adapter in (adapter for group in self.groups for adapter in group.adapters()):
+            kinds.setdefault((adapter.down.dtype, adapter.places.matrix_up.dtype), []).append(adapter)
+        self._tables = [AdapterTable(kind) for kind in kinds.values()]
+
+
+_STATE = attrgetter("_disable_adapters", "merged_adapters", "_active_adapter")
+"""All that PEFT can change of a layer that `ProjectionGroup.why_not` asks about; behind its properties."""
+_SCALING, _MODULES, _PARAMETERS = attrgetter("scaling"), attrgetter("_modules"), attrgetter("_parameters")
+_DOWN, _UP, _WEIGHT = itemgetter("lora_A"), itemgetter("lora_B"), itemgetter("weight")
 
 
 def _shared(scales: Tensor | None) -> float | None:
