@@ -135,3 +135,11 @@ def test_fp8_head(masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hidden.grad is not None
     assert theirs.grad is not None
     assert (hidden.grad - theirs.grad).norm() / theirs.grad.norm() < 0.05
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (1, 4096), (33, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_scaled_in_float32(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gradient, factor = torch.randn(shape).to(dtype), torch.tensor(0.3)
+    for given in (gradient, gradient.T):
+        assert torch.equal(head.scaled(given, factor, torch.float32), given.float() * factor)

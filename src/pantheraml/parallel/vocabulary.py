@@ -111,7 +111,7 @@ class _VocabularyLoss(torch.autograd.Function):
         (scale,) = grads
         weight_dtype, bias_dtype = ctx.dtypes
         if d_rows is not None:
-            d_rows = d_rows * scale
+            d_rows = scaled(d_rows, scale, d_rows.dtype)
             dist.all_reduce(d_rows, group=ctx.group)
         return (
             None if d_rows is None else put_back(d_rows, kept, ctx.count),

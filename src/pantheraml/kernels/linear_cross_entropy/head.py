@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pantheraml.kernels.dispatch import runs_triton
 from pantheraml.kernels.e4m3 import E5M2
 from pantheraml.kernels.fp8_product import fp8_product, transposed
 from pantheraml.kernels.linear_cross_entropy.softmax import Scores, softmax
@@ -99,8 +100,16 @@ def put_back(rows: Tensor, kept: Tensor | None, count: int) -> Tensor:
 
 
 def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In one pass over the gradient, which may be as large as the model's embedding."""
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    """In one pass over the gradient, which may be as large as the model's embedding; in float32 until it is written.
+
+    Where dtypes differ torch takes value by value: 156 us for 8,192 rows of 4,096 in bf16 (H200)."""
+    out = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    if not runs_triton(gradient) or scale.dtype != torch.float32:
+        return torch.mul(gradient, scale, out=out)
+    from pantheraml.kernels.linear_cross_entropy import triton_kernel
+
+    triton_kernel.scale(gradient.contiguous(), scale, out)
+    return out
 
 
 class Rows(NamedTuple):

@@ -48,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (scale,) = grads
         weight_dtype, bias_dtype = ctx.dtypes
         return (
-            None if d_rows is None else put_back(d_rows * scale, kept, ctx.count),
+            None if d_rows is None else put_back(scaled(d_rows, scale, d_rows.dtype), kept, ctx.count),
             None if d_weight is None else scaled(d_weight, scale, weight_dtype),
             None if d_bias is None else scaled(d_bias, scale, bias_dtype),
             None,
