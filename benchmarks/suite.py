@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -27,7 +28,9 @@ sys.path.insert(0, str(HERE))  # benchmarks are scripts beside this one, not a p
 
 import run as runner  # noqa: E402
 from suites.case import Case  # noqa: E402
-from suites.run_case import Workshop, run_case, tail  # noqa: E402
+from suites.process import tail  # noqa: E402
+from suites.run_case import Starts, run_case  # noqa: E402
+from suites.workshop import Workshop  # noqa: E402
 
 PEERS = ("trl", "datasets", "liger-kernel", "unsloth", "unsloth-zoo", "bitsandbytes", "xformers", "torchao", "triton")
 DONE = "measured"
@@ -60,7 +63,9 @@ class ResultFile:
         self.path, self.record = path, record
 
     @classmethod
-    def new(cls, folder: Path, suite: str, cases: tuple[Case, ...], commit: str | None) -> ResultFile:
+    def new(
+        cls, folder: Path, suite: str, cases: tuple[Case, ...], commit: str | None, peers: Path | None
+    ) -> ResultFile:
         now = datetime.now(UTC)
         record = {
             "benchmark": suite,
@@ -70,7 +75,7 @@ class ResultFile:
             "dirty": runner.commit()["dirty"],
             "load_before": os.getloadavg()[0],
             "hardware": runner.hardware(),
-            "versions": runner.versions(*PEERS),
+            "versions": runner.versions(*PEERS) | versions_in(peers),
             "parameters": {"lora_rank": 16, "lora_alpha": 16},
             "results": [case.row(status="not run", reason="its turn did not come") for case in cases],
         }
@@ -97,24 +102,28 @@ class ResultFile:
         aside.rename(self.path)
 
 
-def run_suite(
-    cases: tuple[Case, ...], wanted: Wanted, file: ResultFile, workshop: Workshop, commit: str | None
-) -> None:
+def run_suite(cases: tuple[Case, ...], wanted: Wanted, file: ResultFile, starts: Starts, commit: str | None) -> None:
     end = None if wanted.minutes is None else time.monotonic() + 60 * wanted.minutes
     file.write()
-    for case in cases:
-        if not wanted.names(case) or (file.status(case) == DONE and not wanted.again):
-            continue
+    chosen = [case for case in cases if wanted.names(case) and (wanted.again or file.status(case) != DONE)]
+    for place, case in enumerate(chosen):
         if end is not None and time.monotonic() + 60 * case.minutes > end:
             if file.status(case) != DONE:
                 file.put(case.row(status="not run", reason=f"no time left of {wanted.minutes:g} minutes"))
             continue
         print(f"{case.name} ...", file=sys.stderr, flush=True)
-        row = run_case(case, workshop, commit)
+        row = run_case(case, commit, starts, coming=chosen[place + 1 :])
         file.put(row)
         print(f"{case.name}: {describe(row)}", file=sys.stderr, flush=True)
         if row["status"] in ("failed", "timed out"):
-            print(tail(workshop.log(case.name), lines=LOG_LINES), file=sys.stderr, flush=True)
+            print(tail(starts.workshop.log(case.name), lines=LOG_LINES), file=sys.stderr, flush=True)
+
+
+def versions_in(folder: Path | None) -> dict[str, str]:
+    """Of the peers' packages there; cases that have the folder on their path take them from it."""
+    found = () if folder is None else importlib.metadata.distributions(path=[str(folder)])
+    named = {each.name.replace("_", "-").lower(): each.version for each in found}
+    return {name: named[name] for name in PEERS if name in named}
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -136,6 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit")
     parser.add_argument("--device", choices=["cpu"])
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--peers", type=Path)
     parser.add_argument("--results", type=Path, default=runner.RESULTS)
     given = parser.parse_args(arguments)
     if given.suite not in suite_names():
@@ -145,13 +155,17 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [case for case in cases if wanted.names(case)]
     if not chosen:
         parser.error(f"no case of {given.suite} is named {' or '.join(given.only)}; --list shows them")
+    if given.peers is not None and not given.peers.is_dir():
+        parser.error(f"there is no folder {given.peers}")
     if given.list:
         show_list(chosen, as_json=given.json)
         return 0
     file = ResultFile.newest(given.results, given.suite) if given.resume else None
     commit = given.commit or runner.commit()["commit"]
-    file = file or ResultFile.new(given.results, given.suite, cases, commit)
-    run_suite(cases, wanted, file, Workshop(given.work.resolve() / given.suite, given.device), commit)
+    peers = None if given.peers is None else given.peers.resolve()
+    file = file or ResultFile.new(given.results, given.suite, cases, commit, peers)
+    with Starts(Workshop(given.work.resolve() / given.suite, given.device, peers)) as starts:
+        run_suite(cases, wanted, file, starts, commit)
     if given.results == runner.RESULTS:
         runner.write_pages()
     rows = [row for row in file.record["results"] if row["case"] in {case.name for case in chosen}]

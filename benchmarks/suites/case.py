@@ -42,7 +42,8 @@ FIELDS = (
     "date",
     "commit",
 )
-"""The fields of a result row, all of them in every row; what was not measured is None."""
+"""The fields of a result row, all of them in every row; what was not measured is None. `seconds` are those from the
+case's turn to its end, without what its process did before."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,19 @@ class Case:
     steps: int = 13
     cache: Literal["kept", "fresh"] = "kept"
     """Whether compiled kernels of earlier cases of this system may be used, or all of them are removed before."""
+    alone: bool = False
+    """Nothing is started beside it: how long its start takes is a target of its own."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Command line only: further `--set`."""
 
     @property
     def packages(self) -> tuple[str, ...]:
         return PACKAGES[self.system, self.path]
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether its process may be there before its turn; a cache is emptied while no process has it open."""
+        return self.path == "trl" and self.cache == "kept"
 
     def row(self, *, status: str, reason: str | None = None, **measured: Any) -> dict[str, Any]:
         """A result row. `status` is measured, failed, out of memory, timed out, skipped or not run."""

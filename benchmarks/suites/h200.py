@@ -29,12 +29,12 @@ OURS_1B, OURS_TRL_1B, UNSLOTH_1B, LIGER_1B, HF_1B = (
 
 CASES = (
     # 8B LoRA, 4 x 2048: the headline, and how long a start takes without and with compiled kernels
-    replace(OURS, name="ours-8b-lora-fp8", cache="fresh", minutes=1.5),
+    replace(OURS, name="ours-8b-lora-fp8", cache="fresh", minutes=1.5, alone=True),
     replace(UNSLOTH, name="unsloth-8b-lora"),
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8"),
     replace(OURS, name="ours-8b-lora-bf16", precision="bf16"),
     replace(OURS_TRL, name="ours-trl-8b-lora-fp8"),
-    replace(OURS, name="ours-8b-lora-fp8-warm", minutes=1),
+    replace(OURS, name="ours-8b-lora-fp8-warm", minutes=1, alone=True),
     # memory-lean
     replace(OURS, name="ours-8b-lora-lean", checkpointing="full"),
     replace(UNSLOTH, name="unsloth-8b-lora-lean", checkpointing="unsloth"),
@@ -142,7 +142,7 @@ TABLE = Table(
         " layers, fused AdamW; every case in a process of its own, peers through TRL's SFTTrainer. Tokens that are not"
         " padding per second: median of the steps after the third. Peak: the most that torch had allocated while"
         " training (ours: since the start of the process). First step: from the start of the process to the end of the"
-        " first optimizer step."
+        " first optimizer step, less what a process that was started ahead of its turn waited for that."
     ),
     columns=COLUMNS,
     summary=TARGETS.markdown,

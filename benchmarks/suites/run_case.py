@@ -1,131 +1,102 @@
-"""Runs one case in a process of its own, with a time limit, and says how it ended. Imports nothing heavy."""
+"""Runs one case in a process of its own, with a time limit, and says how it ended. Imports nothing heavy.
+
+A quarter of a case's time goes into imports, and a GPU waits meanwhile. So the process of the next case through TRL is
+started while another case runs: it imports its packages, reads its data, and waits for its turn (`trl_run.py`). What
+goes through our own command line is started in its turn: how long that takes is one of the things measured.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from inputs import write_full_sequences, write_uneven_documents
-
-from pantheraml.base import env
 from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.base.events import read_events
 from suites.case import Case
+from suites.process import Process, last_line
+from suites.workshop import ModelNotMade, Workshop
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 3.0
 """A case that takes this many times as long as expected is ended."""
-MODEL_SECONDS = 300
 
 
-@dataclass(frozen=True)
-class Workshop:
-    """The folder in which cases run: models and data are made once, compiled kernels are kept per system."""
+class Starts:
+    """Starts cases, one of them before its turn. As a context: whoever still waits at its end is ended."""
 
-    folder: Path
-    device: str | None
-    """cpu, so that a test needs no GPU; None: whatever there is."""
+    def __init__(self, workshop: Workshop) -> None:
+        self.workshop = workshop
+        self._waiting: tuple[Case, Process] | None = None
 
-    def model(self, shape: str) -> Path:
-        """Made at the first call, on the GPU. A folder under its final name is whole."""
-        place = self.folder / "models" / shape
-        if not place.exists():
-            aside = place.with_suffix(".unfinished")
-            shutil.rmtree(aside, ignore_errors=True)
-            command = [sys.executable, str(HERE.parent / "inputs.py"), shape, str(aside)]
-            ended = run(command, self.log(f"model-{shape}"), self.environment("models"), MODEL_SECONDS)
-            if ended != 0:
-                raise ModelNotMade(f"the {shape} model could not be made: {last_line(self.log(f'model-{shape}'))}")
-            aside.rename(place)
-        return place
+    def __enter__(self) -> Self:
+        return self
 
-    def data(self, case: Case) -> Path:
-        place = self.folder / "data" / f"{case.model}-{case.data}-{case.batch}x{case.seq}x{case.steps}.jsonl"
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            aside = place.with_suffix(".unfinished")
-            sequences = case.batch * (case.steps + 1)
-            if case.data == "full":
-                write_full_sequences(aside, shape=case.model, sequences=sequences, seq_len=case.seq)
-            else:
-                write_uneven_documents(aside, shape=case.model, tokens=sequences * case.seq, seq_len=case.seq)
-            aside.rename(place)
-        return place
+    def __exit__(self, *error: object) -> None:
+        self._send_home()
 
-    def log(self, name: str) -> Path:
-        place = self.folder / "logs" / f"{name}.log"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
+    def take(self, case: Case) -> Process:
+        """The process of `case`: the one that waits, if it is that, or a new one."""
+        if self._waiting is not None and self._waiting[0] == case:
+            process, self._waiting = self._waiting[1], None
+            return process
+        return self._start(case)
 
-    def cache(self, system: str) -> Path:
-        return self.folder / "caches" / system
+    def start_ahead(self, coming: Sequence[Case]) -> None:
+        """The first of `coming` that can wait for its turn, if it is not there yet."""
+        following = next((case for case in coming if case.can_wait and not self.workshop.missing(case)), None)
+        if self._waiting is not None and self._waiting[0] == following:
+            return
+        self._send_home()
+        if following is not None:
+            self._waiting = following, self._start(following)
 
-    def environment(self, system: str) -> dict[str, str]:
-        """No network, no telemetry, and every cache of compiled code where it can be kept or removed."""
-        cache = self.cache(system)
-        given = os.environ.get("PYTHONPATH", "")
-        paths = [str(Path(entry).resolve()) for entry in given.split(os.pathsep) if entry]  # cases have other folders
-        return env.child_environment(
-            PYTHONPATH=os.pathsep.join(paths) or None,
-            PYTHONUNBUFFERED="1",
-            HF_HUB_OFFLINE="1",
-            TRANSFORMERS_OFFLINE="1",
-            WANDB_DISABLED="true",
-            UNSLOTH_DISABLE_STATISTICS="1",
-            TOKENIZERS_PARALLELISM="false",
-            PANTHERAML_CACHE=str(cache / "pantheraml"),
-            TRITON_CACHE_DIR=str(cache / "triton"),
-            TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),
-            UNSLOTH_COMPILE_LOCATION=str(cache / "unsloth"),
-        )
+    def _send_home(self) -> None:
+        if self._waiting is not None:
+            self._waiting[1].end()
+            self._waiting = None
+
+    def _start(self, case: Case) -> Process:
+        shop = self.workshop
+        model, data, output = shop.model(case.model), shop.data(case), shop.output(case)
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        if case.path == "cli":
+            command = cli_command(case, model, data, output, shop.device)
+        else:
+            command = trl_command(case, model, data, output)
+        return Process(command, shop.log(case.name), shop.environment(case), cwd=output)
 
 
-class ModelNotMade(RuntimeError):
-    """A case's inputs are missing; its row says why."""
-
-
-def run_case(case: Case, workshop: Workshop, commit: str | None) -> dict[str, Any]:
-    """The case's result row, whatever happened."""
-    missing = [name for name in case.packages if importlib.util.find_spec(name) is None]
+def run_case(case: Case, commit: str | None, starts: Starts, coming: Sequence[Case] = ()) -> dict[str, Any]:
+    """The case's result row, whatever happened; `coming` are those after it, of which one is started meanwhile."""
+    shop = starts.workshop
+    missing = shop.missing(case)
     if missing:
         return case.row(status="skipped", reason=f"not installed: {', '.join(missing)}")
     stamp: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit}
     try:
-        model, data = workshop.model(case.model), workshop.data(case)
+        shop.make_model(case.model)
     except ModelNotMade as err:
         return case.row(status="failed", reason=str(err), **stamp)
-    output = workshop.folder / "runs" / case.name
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    if case.cache == "fresh":
-        shutil.rmtree(workshop.cache(case.system), ignore_errors=True)
-    cold = not workshop.cache(case.system).exists()
-    began = time.time()
-    if case.path == "cli":
-        command = cli_command(case, model, data, output, workshop.device)
-    else:
-        command = trl_command(case, model, data, output, began)
-    log = workshop.log(case.name)
-    status = run(command, log, workshop.environment(case.system), PATIENCE * 60 * case.minutes, cwd=output)
-    stamp |= {"seconds": time.time() - began, "cache": "cold" if cold else "warm"}
+    stamp["cache"] = shop.use_cache(case)
+    process, turn = starts.take(case), time.time()
+    status = process.run(PATIENCE * 60 * case.minutes, lambda: None if case.alone else starts.start_ahead(coming))
+    stamp["seconds"] = time.time() - turn
+    log, output = shop.log(case.name), shop.output(case)
     if status is None:
         return case.row(status="timed out", reason=f"stopped after {stamp['seconds']:.0f} s", **stamp)
     if status == OutOfMemoryError.exit_code:
         return case.row(status="out of memory", reason=last_line(log), **stamp)
     if status != 0:
         return case.row(status="failed", reason=f"exit code {status}: {last_line(log)}", **stamp)
-    measured = read_run(output / "run", began) if case.path == "cli" else json.loads((output / "result").read_text())
+    measured = read_run(output / "run", process.began) if case.path == "cli" else read_result(output / "result")
     return case.row(status="measured", **stamp, **measured)
 
 
@@ -150,12 +121,12 @@ def cli_command(case: Case, model: Path, data: Path, output: Path, device: str |
     return [sys.executable, "-m", "pantheraml.cli.main", "train", "--json", *places, *where, *words]
 
 
-def trl_command(case: Case, model: Path, data: Path, output: Path, began: float) -> list[str]:
+def trl_command(case: Case, model: Path, data: Path, output: Path) -> list[str]:
     job = {
         "case": {**dataclasses.asdict(case), "settings": dict(case.settings)},
         "model": str(model),
         "data": str(data),
-        "started": began,
+        "started": time.time(),
         "output": str(output / "trainer"),
         "result": str(output / "result"),
     }
@@ -176,33 +147,7 @@ def read_run(folder: Path, began: float) -> dict[str, Any]:
     }
 
 
-def run(
-    command: list[str], log: Path, environment: dict[str, str], seconds: float, cwd: Path | None = None
-) -> int | None:
-    """The exit code, or None if it took too long; then it and all that it started are ended."""
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True
-        )
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def tail(log: Path, lines: int | None = None) -> str:
-    """The last `lines` lines that are not empty (None: all of them); nothing if there is no log."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    found = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(found if lines is None else found[-lines:])
-
-
-def last_line(log: Path) -> str:
-    """Where programs say what went wrong; a traceback ends with it."""
-    lines = tail(log).splitlines()
-    said = next((line for line in reversed(lines) if "Error:" in line or "Exception" in line), None)
-    return (said or (lines[-1] if lines else "no output")).strip()[:300]
+def read_result(path: Path) -> dict[str, Any]:
+    """Of `trl_run.py`, which measures itself."""
+    measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return measured

@@ -2,6 +2,10 @@
 
     python trl_run.py JOB      a JSON file: the case, its model and data, when it started, where the result goes
 
+It is started while another case still runs: it imports what it needs, reads its data, and waits for a line on its input
+before it loads a model. (What a system does to the GPU when it is imported is its own; a CUDA context, at most.) Its
+`seconds_to_first_step` are those of its preparation and those from its turn on, without the waiting between them.
+
 All systems get the same call: `FastLanguageModel` where they have one (Unsloth's shape, which ours shares), else
 AutoModelForCausalLM and PEFT. Weights are in bf16, adapters as PEFT makes them, and the loss is logged at every step.
 """
@@ -27,15 +31,34 @@ LORA = {
 }
 FAST = {"unsloth": "unsloth", "pantheraml": "pantheraml"}
 """The module whose FastLanguageModel a system is; it is imported before trl and transformers, which it may patch."""
-OUT_OF_MEMORY = 15
+FURTHER = {"liger": "liger_kernel.transformers"}
+"""What a system's trainer imports when it is made."""
+OUT_OF_MEMORY, SUITE_IS_GONE = 15, 1
 LEAST_FILL = 0.8
 """Packed batches hold at least this share of batch times sequence."""
+
+
+def prepare(job: dict[str, Any]) -> Any:
+    """What needs neither the model nor a GPU: all imports, and the data, which is returned."""
+    case = job["case"]
+    if case["system"] in FAST:
+        fast_class(case)
+    if case["system"] in FURTHER:
+        importlib.import_module(FURTHER[case["system"]])
+    # what transformers and trl would import at first use; all models of the suites are Llama's
+    for name in ("torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.sft_trainer"):
+        importlib.import_module(name)
+    return dataset(case, job["data"])
+
+
+def fast_class(case: dict[str, Any]) -> Any:
+    return importlib.import_module(FAST[case["system"]]).FastLanguageModel
 
 
 def load_fast(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
     import torch
 
-    fast = importlib.import_module(FAST[case["system"]]).FastLanguageModel
+    fast = fast_class(case)
     checkpointing: Any = {"none": False, "full": True}.get(case["checkpointing"], case["checkpointing"])
     wanted: dict[str, Any] = {"local_files_only": True} if case["system"] == "unsloth" else {}
     if case["method"] == "full":
@@ -134,7 +157,8 @@ def counting(collate: Callable[..., Any], tokens: list[int]) -> Callable[..., An
     return counted
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
+def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
+    """`began`: when it would have been started, had it not waited."""
     import torch
     from transformers import TrainerCallback
 
@@ -153,7 +177,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     load = load_fast if case["system"] in FAST else load_plain
     model, tokenizer = load(case, job["model"])
-    run = trainer(case, model, tokenizer, dataset(case, job["data"]), Clock(), job["output"])
+    run = trainer(case, model, tokenizer, data, Clock(), job["output"])
     tokens: list[int] = []
     # On the instance: a collator of another class would change what the trainer does.
     run.data_collator.torch_call = counting(run.data_collator.torch_call, tokens)
@@ -169,7 +193,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "reason": f"not packed: batches are {fill:.0%} full" if fill < LEAST_FILL else None,
         "tokens_per_second": statistics.median(speeds[WARM_UP_STEPS:]),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
-        "seconds_to_first_step": ends[1] - job["started"],
+        "seconds_to_first_step": ends[1] - began,
         "loss_first": losses[0],
         "loss_last": losses[-1],
     }
@@ -177,12 +201,15 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    if job["case"]["system"] in FAST:
-        importlib.import_module(FAST[job["case"]["system"]])
+    data = prepare(job)
+    prepared = time.time() - job["started"]
+    if not sys.stdin.readline():
+        return SUITE_IS_GONE
+    began = time.time() - prepared
     import torch
 
     try:
-        measured = measure(job)
+        measured = measure(job, data, began)
     except torch.OutOfMemoryError as err:
         print(str(err).split(". ")[0], file=sys.stderr)
         return OUT_OF_MEMORY

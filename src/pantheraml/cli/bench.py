@@ -38,6 +38,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=["cpu"], help="run our cases on the CPU (default: the GPU, if there is one)"
     )
+    parser.add_argument(
+        "--peers", metavar="DIR", help="folder with other systems' packages, kept away from our own command line"
+    )
     parser.add_argument("--commit", metavar="HASH", help="the commit to record, where there is no git to ask")
     parser.add_argument("--json", action="store_true", help="print the result (or the list) as JSON")
     return parser
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     command += [word for pattern in arguments.only for word in ("--only", pattern)]
     for name in ("list", "resume", "again", "json"):
         command += [f"--{name}"] if getattr(arguments, name) else []
-    for name in ("minutes", "results", "work", "device", "commit"):
+    for name in ("minutes", "results", "work", "device", "peers", "commit"):
         value = getattr(arguments, name)
         command += [] if value is None else [f"--{name}", str(value)]
     return subprocess.run(command, check=False).returncode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from pantheraml.cli.main import build_parser, main
 from pantheraml.cli.train import config_from
-from tests.unit.benchmarks.conftest import Python
+from tests.unit.benchmarks.conftest import BENCHMARKS, Python
 
 ROWS = ["case", "status", "reason", "system", "path", "model", "method", "precision", "checkpointing", "data", "batch",
         "seq", "cache", "tokens_per_second", "peak_gib", "seconds_to_first_step", "loss_first", "loss_last",
@@ -69,7 +70,11 @@ def test_targets_name_cases_of_the_suite(python: Python) -> None:
 
 
 def test_what_is_not_installed_is_skipped_and_what_was_not_asked_for_is_not_run(tmp_path: Path) -> None:
-    record = bench(tmp_path / "results", "--only", "unsloth-*", "--commit", "0123abc", status=1)
+    described = tmp_path / "peers" / "unsloth_zoo-1.2.3.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: unsloth_zoo\nVersion: 1.2.3\n")
+    peers = ["--peers", str(tmp_path / "peers")]
+    record = bench(tmp_path / "results", "--only", "unsloth-*", "--commit", "0123abc", *peers, status=1)
     assert statuses(record) == {
         "ours-tiny-lora": "not run",
         "ours-tiny-uneven": "not run",
@@ -81,6 +86,7 @@ def test_what_is_not_installed_is_skipped_and_what_was_not_asked_for_is_not_run(
     assert all(list(row) == ROWS for row in record["results"])
     assert record["commit"] == "0123abc"
     assert record["versions"]["unsloth"] is None
+    assert record["versions"]["unsloth-zoo"] == "1.2.3", "from the folder of the peers"
 
 
 def test_no_time_is_a_reason(tmp_path: Path) -> None:
@@ -105,36 +111,111 @@ def test_a_measured_case_is_kept_when_the_suite_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trainer_of_others_is_measured_the_same_way(tmp_path: Path) -> None:
+def test_trainers_of_others_are_measured_the_same_way_and_prepare_before_their_turn(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    record = bench(tmp_path / "results", "--only", "hf-tiny-lora")
-    row = next(row for row in record["results"] if row["case"] == "hf-tiny-lora")
-    assert row["tokens_per_second"] > 0
-    assert row["loss_first"] == pytest.approx(6.24, abs=0.1)
-    assert row["peak_gib"] is None, "only a GPU tells"
+    record = bench(tmp_path / "results", "--only", "hf-tiny-lora", "--only", "ours-trl-tiny-lora")
+    first, second = (row for row in record["results"] if row["status"] == "measured")
+    for row in (first, second):
+        assert row["tokens_per_second"] > 0
+        assert row["loss_first"] == pytest.approx(6.24, abs=0.1)
+        assert row["peak_gib"] is None, "only a GPU tells"
+    assert first["seconds"] > first["seconds_to_first_step"], "nothing came before it that it could have used"
+    assert second["seconds"] < second["seconds_to_first_step"], "it had prepared when its turn came, and says so"
+    assert (first["cache"], second["cache"]) == ("cold", "cold"), "its own system's first turn"
+    run = tmp_path / "work" / "smoke" / "runs" / "hf-tiny-lora"
+    (run / "result").unlink()
+    command = [sys.executable, str(BENCHMARKS / "suites" / "trl_run.py"), str(run / "job.json")]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False, timeout=400).returncode == 1
+    assert not (run / "result").exists(), "a suite that is gone gives nobody a turn"
 
 
 ENDS = """
 import dataclasses, json
 from pathlib import Path
-from suites.run_case import Workshop, run_case
+from suites.run_case import Starts, run_case
 from suites.smoke import CASES
-workshop = Workshop(Path(sys.argv[1]), "cpu")
+from suites.workshop import Workshop
 refused = dataclasses.replace(CASES[0], settings={"train.no_such_key": "1"})
+broken = CASES[-1]
 slow = dataclasses.replace(CASES[0], minutes=0.0005)
-print(json.dumps([run_case(case, workshop, None) for case in (refused, slow)]))
+with Starts(Workshop(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))) as starts:
+    print(json.dumps([
+        run_case(refused, None, starts, coming=[broken, slow]),
+        run_case(broken, None, starts, coming=[slow]),
+        run_case(slow, None, starts),
+    ]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_failures_and_timeouts_are_results(python: Python, tmp_path: Path) -> None:
-    refused, slow = json.loads(python(ENDS, str(tmp_path)))
+    for package in ("unsloth", "unsloth_zoo", "bitsandbytes", "trl", "datasets"):
+        (tmp_path / "peers" / package).mkdir(parents=True)
+        (tmp_path / "peers" / package / "__init__.py").write_text("raise ImportError('another torch is needed')")
+    refused, broken, slow = json.loads(python(ENDS, str(tmp_path), str(tmp_path / "peers")))
     assert refused["status"] == "failed"
     assert refused["reason"].startswith("exit code 2: ConfigError:")
     assert refused["tokens_per_second"] is None
+    assert broken["status"] == "failed", "its packages are found beside ours, and it fails while it prepares"
+    assert broken["reason"] == "exit code 1: ImportError: another torch is needed"
     assert slow["status"] == "timed out"
     assert slow["reason"] == "stopped after 0 s"
+
+
+STARTS = """
+import dataclasses, json
+from pathlib import Path
+from suites.run_case import Starts
+from suites.smoke import CASES
+from suites.workshop import Workshop
+cli, uneven, hf, ours, unsloth = CASES
+fresh = dataclasses.replace(hf, name="fresh", cache="fresh")
+shop = Workshop(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))
+def there():
+    return [case.name for case in (*CASES, fresh) if shop.output(case).exists()]
+with Starts(shop) as starts:
+    starts.start_ahead([cli, unsloth, fresh, hf, ours])
+    first = there()
+    starts.start_ahead([hf, ours])
+    waited = starts.take(hf)
+    again = starts.take(hf)
+    starts.start_ahead([ours, hf])
+    print(json.dumps([first, there(), waited.began < again.began]))
+    waited.end()
+    again.end()
+print(json.dumps([shop.environment(case).get("PYTHONPATH", "").endswith("peers") for case in (cli, ours)]))
+"""
+
+
+def test_only_what_can_wait_is_started_before_its_turn_and_only_it_sees_the_peers(
+    python: Python, tmp_path: Path
+) -> None:
+    (tmp_path / "peers").mkdir()
+    started, seen = map(json.loads, python(STARTS, str(tmp_path), str(tmp_path / "peers")).splitlines())
+    assert started == [["hf-tiny-lora"], ["hf-tiny-lora", "ours-trl-tiny-lora"], True]
+    assert seen == [False, True]
+
+
+DEATH = """
+import os
+from pathlib import Path
+from suites.process import Process
+folder = Path(sys.argv[1])
+told = "import pathlib, sys; pathlib.Path('told').write_text(repr(sys.stdin.readline()))"
+Process([sys.executable, "-c", told], folder / "log", dict(os.environ), cwd=folder)
+Process(["sleep", "5"], folder / "sleep", dict(os.environ))
+os._exit(0)
+"""
+
+
+def test_a_process_that_waits_for_its_turn_learns_that_the_suite_is_gone(python: Python, tmp_path: Path) -> None:
+    python(DEATH, str(tmp_path))
+    deadline = time.monotonic() + 4
+    while not (tmp_path / "told").exists() or not (tmp_path / "told").read_text():
+        assert time.monotonic() < deadline, "another process of the suite holds its input open"
+        time.sleep(0.05)
+    assert (tmp_path / "told").read_text() == "''"
 
 
 def test_listing_runs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +230,8 @@ def test_unknown_names_are_refused_with_the_known_ones(capfd: pytest.CaptureFixt
     assert "known: h200, smoke" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--only", "nothing"]) == 2
     assert "no case of smoke is named nothing" in capfd.readouterr().err
+    assert main(["bench", "--suite", "smoke", "--peers", "no/such/folder"]) == 2
+    assert "there is no folder no/such/folder" in capfd.readouterr().err
 
 
 COMPARED = """

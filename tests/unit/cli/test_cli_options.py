@@ -51,6 +51,7 @@ OPTIONS = {
         "--list",
         "--minutes",
         "--only",
+        "--peers",
         "--results",
         "--resume",
         "--suite",

@@ -1,0 +1,121 @@
+"""Where the cases of a suite find what they need: models and data, made once, logs, caches, other people's packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from inputs import write_full_sequences, write_uneven_documents
+
+from pantheraml.base import env
+from suites.case import Case
+from suites.process import Process, last_line
+
+MODEL_SECONDS = 300
+
+
+class ModelNotMade(RuntimeError):
+    """A case's inputs are missing; its row says why."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The folder in which cases run: models and data are made once, compiled kernels are kept per system."""
+
+    folder: Path
+    device: str | None = None
+    """cpu, so that a test needs no GPU; None: whatever there is."""
+    peers: Path | None = None
+    """A folder of packages that cases through TRL find and ours on the command line do not: libraries import what they
+    see, and our users need not have it. None: all is installed in one place."""
+
+    def model(self, shape: str) -> Path:
+        """Where it is, or will be."""
+        return self.folder / "models" / shape
+
+    def make_model(self, shape: str) -> None:
+        """If it is not there; on the GPU. A folder under its final name is whole."""
+        place = self.model(shape)
+        if place.exists():
+            return
+        aside = place.with_suffix(".unfinished")
+        shutil.rmtree(aside, ignore_errors=True)
+        command = [sys.executable, str(Path(__file__).parents[1] / "inputs.py"), shape, str(aside)]
+        log = self.log(f"model-{shape}")
+        if Process(command, log, self._environment("models", [])).run(MODEL_SECONDS) != 0:
+            raise ModelNotMade(f"the {shape} model could not be made: {last_line(log)}")
+        aside.rename(place)
+
+    def data(self, case: Case) -> Path:
+        place = self.folder / "data" / f"{case.model}-{case.data}-{case.batch}x{case.seq}x{case.steps}.jsonl"
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            aside = place.with_suffix(".unfinished")
+            sequences = case.batch * (case.steps + 1)
+            if case.data == "full":
+                write_full_sequences(aside, shape=case.model, sequences=sequences, seq_len=case.seq)
+            else:
+                write_uneven_documents(aside, shape=case.model, tokens=sequences * case.seq, seq_len=case.seq)
+            aside.rename(place)
+        return place
+
+    def output(self, case: Case) -> Path:
+        return self.folder / "runs" / case.name
+
+    def log(self, name: str) -> Path:
+        place = self.folder / "logs" / f"{name}.log"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def use_cache(self, case: Case) -> str:
+        """cold or warm: whether a case of this system had its turn since its cache was last empty. From now on it had.
+
+        A process that only waits may make the folder already, so that being there says nothing.
+        """
+        cache = self._cache(case.system)
+        if case.cache == "fresh":
+            shutil.rmtree(cache, ignore_errors=True)
+        used = cache / "used"
+        state = "warm" if used.exists() else "cold"
+        cache.mkdir(parents=True, exist_ok=True)
+        used.touch()
+        return state
+
+    def missing(self, case: Case) -> list[str]:
+        """The packages that it needs and that are not there."""
+        return [name for name in case.packages if not self._has(name)]
+
+    def environment(self, case: Case) -> dict[str, str]:
+        peers = [str(self.peers)] if self.peers is not None and case.path == "trl" else []
+        return self._environment(case.system, peers)
+
+    def _has(self, package: str) -> bool:
+        beside = [] if self.peers is None else [str(self.peers)]
+        return PathFinder.find_spec(package, beside) is not None or importlib.util.find_spec(package) is not None
+
+    def _cache(self, system: str) -> Path:
+        return self.folder / "caches" / system
+
+    def _environment(self, system: str, more_packages: list[str]) -> dict[str, str]:
+        """No network, no telemetry, and every cache of compiled code where it can be kept or removed."""
+        cache = self._cache(system)
+        given = os.environ.get("PYTHONPATH", "")
+        paths = [str(Path(entry).resolve()) for entry in given.split(os.pathsep) if entry]  # cases have other folders
+        return env.child_environment(
+            PYTHONPATH=os.pathsep.join([*paths, *more_packages]) or None,
+            PYTHONUNBUFFERED="1",
+            HF_HUB_OFFLINE="1",
+            TRANSFORMERS_OFFLINE="1",
+            WANDB_DISABLED="true",
+            UNSLOTH_DISABLE_STATISTICS="1",
+            TOKENIZERS_PARALLELISM="false",
+            PANTHERAML_CACHE=str(cache / "pantheraml"),
+            TRITON_CACHE_DIR=str(cache / "triton"),
+            TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),
+            UNSLOTH_COMPILE_LOCATION=str(cache / "unsloth"),
+        )
