@@ -126,8 +126,9 @@ TRICKS = (
         "loss",
         "No full logits",
         "The loss is computed chunk by chunk from the hidden states of those tokens that have a target, and its"
-        " gradient with it; the logits of a whole batch never exist. A kernel turns the logits of a token into its"
-        " loss and their gradient in two passes over them, of which the second finds them in the cache.",
+        " gradient with it: 256 MiB of logits at a time, or 2 GiB where the head itself is trained, because after each"
+        " chunk the whole sum of its gradient is read and written. A kernel turns the logits of a token into its loss"
+        " and their gradient in two passes over them, of which the second finds them in the cache.",
         ops=("linear_cross_entropy, frozen head", "linear_cross_entropy, trained head"),
     ),
     Trick(
