@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pantheraml.base.errors import DataError
 from pantheraml.data.documents import NO_LOSS, Ints, TokenSequence, loss_mask
-from pantheraml.data.store import DatasetMeta, is_whole, open_table, read_meta
+from pantheraml.data.store import DatasetMeta, index_column, is_whole, numbers, open_table, read_meta
 
 Ids = NDArray[np.integer[Any]]
 
@@ -27,8 +27,8 @@ class TokenDataset:
         self.tokens = meta.tokens
         self.largest_token = meta.largest_token
         self._columns = [table.column(name) for name in ("tokens", "document_lengths", "loss_runs")]
-        self._lengths: Ints = table.column("length").to_numpy()
-        self._target_tokens: Ints = table.column("target_tokens").to_numpy()
+        self._lengths: Ints = index_column(table, "length")
+        self._target_tokens: Ints = index_column(table, "target_tokens")
 
     @classmethod
     def open(cls, path: Path) -> TokenDataset:
@@ -47,6 +47,6 @@ class TokenDataset:
         return self._target_tokens[ids]
 
     def sequence(self, index: int) -> TokenSequence:
-        tokens, document_lengths, runs = (column[index].values.to_numpy() for column in self._columns)
+        tokens, document_lengths, runs = (numbers(column[index].values) for column in self._columns)
         labels = np.where(loss_mask(runs, len(tokens)), tokens, np.int32(NO_LOSS))
         return TokenSequence(tokens, labels, document_lengths)

@@ -88,8 +88,22 @@ def is_whole(folder: Path) -> bool:
         table = open_table(folder)
     except (OSError, pa.ArrowInvalid):
         return False
-    sums = [int(table.column(name).to_numpy().sum(dtype=np.int64)) for name in ("length", "target_tokens")]
+    sums = [int(index_column(table, name).sum(dtype=np.int64)) for name in ("length", "target_tokens")]
     return table.num_rows == meta.sequences and sums == [meta.tokens, meta.target_tokens]
+
+
+def index_column(table: Any, name: str) -> Ints:
+    """One of the narrow columns, whole."""
+    return numbers(table.column(name).combine_chunks())
+
+
+def numbers(array: Any) -> Ints:
+    """What a pyarrow array of int32 holds, without a copy.
+
+    Neither this nor `_ints` by pyarrow's own ways to and from numpy: they import pandas where it is installed, to ask
+    whether the values are pandas', and that takes as long as a twentieth of all that a run imports.
+    """
+    return np.asarray(np.from_dlpack(array), dtype=np.int32)
 
 
 class DatasetWriter:
@@ -138,9 +152,9 @@ class DatasetWriter:
         batch = _record_batch(self._window, lengths, packs)
         self._writer.write_batch(batch)
         self.tokens += int(lengths.sum(dtype=np.int64))
-        self.target_tokens += int(batch.column("target_tokens").to_numpy().sum(dtype=np.int64))
+        self.target_tokens += int(numbers(batch.column("target_tokens")).sum(dtype=np.int64))
         self.sequences += len(packs)
-        self.largest_token = max(self.largest_token, int(batch.column("tokens").flatten().to_numpy().max()))
+        self.largest_token = max(self.largest_token, int(numbers(batch.column("tokens").flatten()).max()))
         self._window = Documents()
         self._window_tokens = 0
 
@@ -158,15 +172,22 @@ def _record_batch(documents: Documents, lengths: Ints, packs: Sequence[Sequence[
     ends = np.concatenate([[0], np.cumsum(lengths[flat])])  # of documents, counted in tokens
     targets = np.fromiter((runs[1::2].sum() for runs in documents.loss_runs), dtype=np.int32, count=len(documents))
     runs = [list(joined_runs((documents.loss_runs[i], int(lengths[i])) for i in pack)) for pack in packs]
+    run_borders = np.concatenate([[0], np.cumsum([len(each) for each in runs])])
     columns = [
         _lists(ends[borders], np.concatenate([documents.tokens[i] for i in flat])),
         _lists(borders, lengths[flat]),
-        pa.array(runs, _INTS),
-        np.diff(ends[borders]).astype(np.int32),
-        np.add.reduceat(targets[flat], borders[:-1]).astype(np.int32),
+        _lists(run_borders, np.fromiter(itertools.chain.from_iterable(runs), dtype=np.int64)),
+        _ints(np.diff(ends[borders])),
+        _ints(np.add.reduceat(targets[flat], borders[:-1])),
     ]
     return pa.record_batch(columns, schema=_SCHEMA)
 
 
-def _lists(offsets: NDArray[np.int64], values: Ints) -> Any:
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
+def _lists(offsets: NDArray[Any], values: NDArray[Any]) -> Any:
+    return pa.ListArray.from_arrays(_ints(offsets), _ints(values))
+
+
+def _ints(values: NDArray[Any]) -> Any:
+    """As int32; what does not fit into it is an error. The other way round: `numbers`."""
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers).cast(pa.int32())

@@ -16,11 +16,13 @@ from pantheraml.base import env, log
 from pantheraml.base.errors import WorkerError
 from pantheraml.base.events import EventWriter
 from pantheraml.launch.local import die_with_parent
+from pantheraml.worker.early import begin_early
 from pantheraml.worker.process import run_reporting
 
 Task = Callable[[Path, EventWriter], None]
 
 TASKS = ("prepare", "train", "start", "generate", "export", "verify", "replay")
+TRAINING = ("train", "start")
 
 
 def load_task(name: str) -> Task:
@@ -41,11 +43,17 @@ def load_task(name: str) -> Task:
     return task
 
 
+def run_task(name: str, folder: Path, events: EventWriter) -> None:
+    if name in TRAINING:
+        begin_early(folder)
+    load_task(name)(folder, events)
+
+
 def main() -> int:
     name, folder = sys.argv[1], Path(sys.argv[2])
     die_with_parent()
     log.start(debug=env.debug_requested())
-    return run_reporting(name, folder, lambda events: load_task(name)(folder, events))
+    return run_reporting(name, folder, lambda events: run_task(name, folder, events))
 
 
 if __name__ == "__main__":
