@@ -226,6 +226,8 @@ def documents_from_positions(position_ids: Tensor, rows: int) -> DocumentLayout:
 def documents_from_padding(mask: Tensor) -> DocumentLayout | None:
     """Each row's tokens are a document, as is its padding; None if padding parts tokens. Waits for the device once."""
     kept = mask.cpu().numpy() != 0
+    if kept.all():
+        return DocumentLayout(None, kept.shape[1])
     starts = np.ones(kept.shape, dtype=bool)
     starts[:, 1:] = kept[:, 1:] != kept[:, :-1]
     if ((starts & kept).sum(axis=1) > 1).any():

@@ -9,8 +9,8 @@ everything, but for `forward`:
 - in every other case (evaluation, generation, no labels, a head that is not plain): transformers' own forward.
 
 Where few tokens have a label (prompts masked out), the head runs on those alone; where nearly all have one, on all. The
-choice needs their count on the host. It is asked for before the body is queued on the GPU and read after, so that the
-GPU never waits for it.
+choice needs their count on the host. Labels are sent there before the body is queued on the GPU and counted after, so
+that the GPU never waits for it.
 """
 
 from __future__ import annotations
@@ -142,25 +142,26 @@ def _loss_alone(model: Any, inputs: dict[str, Any]) -> bool:
     return not (asked or routed or inputs.get("return_dict") is False)
 
 
-@dataclass(frozen=True)
 class _Targets:
-    """What each position is to predict: -100 where nothing."""
+    """What each position is to predict: -100 where nothing.
 
-    labels: Tensor
-    count: Callable[[], int]
-    """How many there are; the host may have to wait for them, but only for them."""
+    Made before the body runs, when the GPU has nothing else to do: then only what was given is sent to the host. All
+    else can be done once the GPU is at work.
+    """
 
-    @classmethod
-    def of(cls, inputs: dict[str, Any]) -> _Targets:
+    def __init__(self, inputs: dict[str, Any]) -> None:
         shifted: Tensor | None = inputs.get("shift_labels")
-        if shifted is None:
-            shifted = nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=-100)
-        return cls(shifted, _count_ahead(shifted))
+        self._are_shifted = shifted is not None
+        self._given: Tensor = inputs["labels"] if shifted is None else shifted
+        self._read = copy_ahead(self._given)
 
+    def labels(self) -> Tensor:
+        return self._given if self._are_shifted else nn.functional.pad(self._given[..., 1:], (0, 1), value=-100)
 
-def _count_ahead(targets: Tensor) -> Callable[[], int]:
-    read = copy_ahead((targets >= 0).sum())
-    return lambda: int(read())
+    def count(self) -> int:
+        """How many there are; the host may have to wait for them, but only for them."""
+        read = self._read()
+        return int(((read if self._are_shifted else read[..., 1:]) >= 0).sum())
 
 
 def _divisor(inputs: dict[str, Any], labels: Tensor) -> Tensor | float:
@@ -179,10 +180,10 @@ def _body_outputs(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _with_loss(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
-    targets = _Targets.of(inputs)
+    targets = _Targets(inputs)
     outputs = _body_outputs(model, inputs)
     hidden = outputs.last_hidden_state
-    labels = targets.labels.to(hidden.device)
+    labels = targets.labels().to(hidden.device)
     total = head_loss(model.get_output_embeddings(), hidden, labels, targets.count())
     return CausalLMOutputWithPast(
         loss=read_ahead(total / _divisor(inputs, labels)),
@@ -197,9 +198,9 @@ def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     reason = model.why_full_logits()
     if reason is not None:
         raise UnsupportedModelError(f"This model gives no token scores without full logits: {reason}.")
-    targets = _Targets.of(inputs)
+    targets = _Targets(inputs)
     hidden = _body_outputs(model, inputs).last_hidden_state
-    labels = targets.labels.to(hidden.device)
+    labels = targets.labels().to(hidden.device)
     scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count())
     # Cut off here and not from the hidden states, which that would copy.
     last = None if inputs.get("shift_labels") is not None else -1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import cProfile
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,3 +168,61 @@ def test_a_copy_has_parameters_of_its_own(tiny_model: Any) -> None:
     assert type(other) is type(model)
     assert_torch_agrees(other)
     assert {id(p) for p in other.parameters()}.isdisjoint(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("change", [_exchange_a_layer, _empty_a_place, _share_a_layer, _add_an_adapter])
+def test_a_mode_reaches_what_is_new(tiny_model: Any, change: Callable[[Any], None]) -> None:
+    model = adapted(tiny_model("llama")).train()
+    change(model)
+    for mode in (True, False, True):
+        for module in model.modules():
+            module.training = not mode if module is not model else mode
+        model.train(mode)
+        assert {module.training for module in model.modules()} == {mode}
+    layer = nn.Dropout().eval()
+    model.get_base_model().model.layers[0].self_attn.o_proj = layer
+    assert model.train() is model
+    assert layer.training
+
+
+class _Listening(nn.Identity):
+    heard = 0
+
+    def train(self, mode: bool = True) -> Any:
+        type(self).heard += 1
+        return super().train(mode)
+
+
+def test_a_module_that_became_another_is_told(tiny_model: Any) -> None:
+    model = adapted(tiny_model("llama")).train()
+    model.train()
+    activation = model.get_base_model().model.layers[1].mlp.act_fn
+    activation.__class__ = _Listening
+    heard = _Listening.heard
+    model.train()
+    assert _Listening.heard == heard + 1
+
+
+def test_a_copy_remembers_no_walk(tiny_model: Any) -> None:
+    model = adapted(tiny_model("llama")).train()
+    walked = model._walked
+    assert pickle.loads(pickle.dumps(walked)) is None
+    other = copy.deepcopy(model)
+    assert other._walked is None
+    other.get_base_model().model.layers[0].mlp.eval()
+    assert other.train() is other
+    assert all(module.training for module in other.modules())
+    assert model._walked is walked
+
+
+def calls(model: Any) -> int:
+    """Of Python's functions and built-in ones, while a model that is in training mode is told to be."""
+    model.train()
+    profile = cProfile.Profile()
+    profile.runcall(model.train)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_telling_a_larger_model_its_mode_takes_no_more_calls(tiny_model: Any) -> None:
+    small, large = (adapted(tiny_model("llama", num_hidden_layers=layers)) for layers in (1, 4))
+    assert calls(small) == calls(large)

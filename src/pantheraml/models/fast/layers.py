@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -69,8 +71,10 @@ def fuse(model: nn.Module) -> FusionReport:
             report.reasons[reason] += 1
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
+    turns = _Turns()
     for index, layer in enumerate(fused):
-        layer.fused_parts.shared, layer.fused_parts.leads = shared, index == 0
+        parts = layer.fused_parts
+        parts.shared, parts.turns, parts.leads = shared, turns, index == 0
     if fused:
         _fuse_last_norm(model, fused[0])
     for reason, count in report.reasons.items():
@@ -156,6 +160,7 @@ class _Parts:
     """What a fused layer needs besides the modules it has."""
 
     shared: GroupSet
+    turns: _Turns
     leads: bool
     """The first of the model's fused layers: it refreshes what all of them share."""
 
@@ -192,6 +197,27 @@ class _Parts:
             getattr(parent, name) is not child or child._forward_pre_hooks or child._forward_hooks
             for parent, name, child in self._children
         )
+
+
+class _Turns:
+    """Cosine and sine of each row's position. The layers of a pass get the same ones, often for one sequence that
+    stands for all; they are laid out, and kept for the backward pass, once for all layers and not once for each.
+    Copies of a model begin without any."""
+
+    def __init__(self) -> None:
+        self._embeddings: tuple[Tensor, ...] = ()
+        self._shape: torch.Size | None = None
+        self._rows: tuple[Tensor, ...] = ()
+
+    def rows(self, embeddings: Sequence[Tensor], shape: torch.Size, *, anew: bool) -> tuple[Tensor, ...]:
+        """[rows, size] each, for hidden states of `shape`; `anew`: a pass begins."""
+        if anew or shape != self._shape or not all(map(is_, embeddings, self._embeddings)):
+            self._rows = tuple(e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in embeddings)
+            self._embeddings, self._shape = tuple(embeddings), shape
+        return self._rows
+
+    def __reduce__(self) -> tuple[type[_Turns], tuple[()]]:
+        return _Turns, ()
 
 
 def _epsilon(norm: Any) -> float:
@@ -232,7 +258,7 @@ def _run(
     kind = hidden_states.device.type
     with torch.autocast(kind, enabled=False):
         x = hidden_states.reshape(-1, shape[-1]).to(qkv.dtype)
-        cos, sin = (e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in embeddings)
+        cos, sin = parts.turns.rows(embeddings, shape, anew=parts.leads)
         turns = None if parts.head_norms else (cos, sin)
         q, k, v, x = attention_input(x, parts.norms[0], qkv, turns, parts.heads)
         if parts.head_norms:
