@@ -21,8 +21,7 @@ from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
-from pantheraml.engine.step import Stepper
-from pantheraml.engine.step_report import StepReport
+from pantheraml.engine.step import Begun, Stepper
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.run_dir import RunDir
@@ -38,9 +37,9 @@ class Witness(Stepper):
         super().__init__(*arguments)
         self.samples: list[list[int]] = []
 
-    def backward(self, batches: StepBatches, **arguments: Any) -> StepReport:
+    def begin(self, batches: StepBatches, **arguments: Any) -> Begun:
         self.samples.append(batches.sample_ids.tolist())
-        return super().backward(batches, **arguments)
+        return super().begin(batches, **arguments)
 
 
 def run_leg(run: RunDir, leg: dict[str, Any], world: World) -> None:

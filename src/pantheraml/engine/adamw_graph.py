@@ -8,12 +8,15 @@ launch once. Learning rate and clipping change from step to step, so a graph rea
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
+
+from pantheraml.engine.graph import Graph
 
 
 class _Number:
@@ -35,7 +38,7 @@ class GraphAdamW(AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self.gradient_factor = 1.0
         """What the next steps multiply gradients by."""
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[bool, Graph] = {}
         """By whether gradients are multiplied by the factor first."""
         self._rates: list[_Number] = []
         self._factor: _Number | None = None
@@ -47,16 +50,28 @@ class GraphAdamW(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         assert closure is None, "gradients are there already"
-        if not self._graphs:
-            if self.gradient_factor < 1:
-                torch._foreach_mul_(self._gradients(), self.gradient_factor)
-            super().step()
+        if self._graphs:
+            self.replay()
             return
-        assert self._factor is not None
-        self._factor.set(self.gradient_factor)
+        if self.gradient_factor < 1:
+            torch._foreach_mul_(self._gradients(), self.gradient_factor)
+        super().step()
+
+    def replay(self) -> None:
+        """A recorded step, without what torch puts around `step`: hooks, of which there are none, and a name for its
+        profiler, which takes the host longer than all the rest."""
+        clips = self.gradient_factor < 1
+        if clips:
+            assert self._factor is not None
+            self._factor.set(self.gradient_factor)
         for rate, group in zip(self._rates, self.param_groups, strict=True):
             rate.set(group["lr"])
-        self._graphs[self.gradient_factor < 1].replay()
+        self._graphs[clips].replay()
+
+    def expect_rate(self, value: float) -> None:
+        """The next step will most likely be one with that learning rate: it can be on the device by then."""
+        for rate in self._rates:
+            rate.set(value)
 
     def record(self) -> None:
         """From now on a step is a replay: parameters, gradients and states must stay in the memory they are in.
@@ -68,13 +83,22 @@ class GraphAdamW(AdamW):
         self._factor = _Number(1.0, device)
         self._rates = [_Number(group["lr"], device) for group in self.param_groups]
         for clips in (False, True):
-            graph = torch.cuda.CUDAGraph()
-            with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                if clips:
-                    torch._foreach_mul_(gradients, self._factor.on_device)
-                for rate, group in zip(self._rates, self.param_groups, strict=True):
-                    self._update(group, rate.on_device)
-            self._graphs[clips] = graph
+            self._graphs[clips] = self._capture(partial(self._launch, gradients, clips=clips))
+
+    @torch.no_grad()
+    def _launch(self, gradients: list[Tensor], *, clips: bool) -> None:
+        """A step's kernels."""
+        if clips:
+            assert self._factor is not None
+            torch._foreach_mul_(gradients, self._factor.on_device)
+        for rate, group in zip(self._rates, self.param_groups, strict=True):
+            self._update(group, rate.on_device)
+
+    def _capture(self, launch: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launch()
+        return graph
 
     def forget_recording(self) -> None:
         """Gradients are about to lie elsewhere."""

@@ -1,9 +1,13 @@
-"""Batches for the loop: the next step's are read and collated by a thread while the device works on this one's."""
+"""Batches for the loop: the next step's are read and collated by a thread while the device works on this one's.
+
+That thread and the one that trains execute Python in turns, so where a GPU waits for the next step to be launched it is
+better begun on afterwards: a loop may say when, by `read_ahead`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,6 +18,9 @@ from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.order import step_samples
 from pantheraml.parallel.process_group import World
 from pantheraml.parallel.shard_batch import Ids, shards
+
+LOOK_AGAIN_SECONDS = 0.001
+"""Between two looks at whether somebody is still willing to wait for batches."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,31 @@ class Feed:
 
     def step(self, step: int) -> StepBatches:
         """The batches of step `step`; starts on those of the next one."""
-        ahead, self._ahead = self._ahead, None
-        batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
-        self._ahead = (step + 1, self._thread.submit(self._make, step + 1))
+        batches = self.take(step)
+        self.read_ahead(step + 1)
         return batches
+
+    def take(self, step: int) -> StepBatches:
+        """The batches of step `step`, without starting on others."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
+
+    def read_ahead(self, step: int) -> None:
+        """Start on the batches of step `step`, which `take` is going to be asked for."""
+        if self._ahead is None or self._ahead[0] != step:
+            self._ahead = (step, self._thread.submit(self._make, step))
+
+    def came_ahead(self, until: Callable[[], bool]) -> StepBatches | None:
+        """What `read_ahead` was asked for, as soon as it is there; None if `until` comes true before. What went wrong
+        with it is for `take` to raise."""
+        if self._ahead is None:
+            return None
+        ahead = self._ahead[1]
+        while not ahead.done():
+            if until():
+                return None
+            wait([ahead], timeout=LOOK_AGAIN_SECONDS)
+        return ahead.result() if ahead.exception() is None else None
 
     @property
     def micro_batch(self) -> int:

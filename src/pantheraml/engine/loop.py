@@ -33,6 +33,7 @@ from pantheraml.engine.saving import Saver, load_whole, newest_whole
 from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
 from pantheraml.engine.step import Stepper
+from pantheraml.engine.step_events import StepEvents
 from pantheraml.engine.step_report import StepReport
 from pantheraml.parallel.shard_batch import Adaptive
 from pantheraml.planner.out_of_memory import leaner_resume
@@ -88,24 +89,6 @@ class Job:
         }
 
 
-@dataclass
-class _Work:
-    """What was done since the last `train.step` event."""
-
-    tokens: int = 0
-    target_tokens: int = 0
-    seconds: float = 0.0
-
-    last: tuple[StepReport, float] | None = None
-    """The newest step that no event has told of, and its learning rate."""
-
-    def add(self, report: StepReport, rate: float, seconds: float) -> None:
-        self.tokens += report.tokens
-        self.target_tokens += report.numbers.target_tokens
-        self.seconds += seconds
-        self.last = (report, rate)
-
-
 class TrainingLoop:
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -128,7 +111,13 @@ class TrainingLoop:
             keeps=job.config.method.kind != "full",
             debug=job.config.stability.debug,
         )
-        self._unreported = _Work()
+        self._steps = StepEvents(
+            job.emit,
+            every=job.config.train.log_every_steps,
+            batch=job.config.train.global_batch_size,
+            samples=len(job.train_data),
+            ranks=job.config.parallel.enable_multi_gpu_monitoring,
+        )
         self._watch = job.watch
         parallel, ranks = job.config.parallel, job.plan.dims.data
         adapts = parallel.batch_shares == "adaptive" and ranks > 1
@@ -170,8 +159,7 @@ class TrainingLoop:
             with explained_out_of_memory(job.stepper, job.config, self._plan_in_use, leaner):
                 self._save_beginning()
                 stopped_by = self._take_steps()
-            if self._unreported.last is not None:
-                self._report(*self._unreported.last)
+            self._steps.tell_rest()
             if stopped_by != "request" and job.eval_data is not None and not self._eval_is_due():
                 self._evaluate()
             if self.progress.step != self._saved:
@@ -199,13 +187,12 @@ class TrainingLoop:
             yield
 
     def _take_steps(self) -> StoppedBy:
-        with self._feed() as feed:
+        with self._feed() as feed, self._steps.told():
             if self._owes_evaluation() and self._evaluate_and_save():
                 return "request"
             while self.progress.step < self.length.steps:
                 if self._patience_is_out():
                     return "early_stopping"
-                self._saver.poll()
                 self._watch.beat(self.progress.step)
                 stop = self._step(feed)
                 if stop and self.progress.step < self.length.steps:
@@ -241,7 +228,7 @@ class TrainingLoop:
         job, stepper, step = self.job, self.job.stepper, self.progress.step
         batches, report = self._backward(feed)
         verdict, report = self._judge.judge(step + 1, batches, report, checkpoint=self._saved)
-        rate = learning_rate(job.config.train, step, self.length.steps) * verdict.rate_factor
+        rate = self._rate(step, verdict.rate_factor)
         if verdict.action == "stop":
             self._stop_on(verdict)
         if report.numbers.left_out:
@@ -256,7 +243,7 @@ class TrainingLoop:
             stepper.check_copies(step + 1)
             stepper.apply(report.numbers, rate, zero_nonfinite=verdict.action == "zero")
         self.progress.step += 1
-        self._count_step(report, rate, time.perf_counter() - begin)
+        self._steps.count(self.progress.step, report, rate, time.perf_counter() - begin)
         return report.numbers.stop_requested
 
     def _backward(self, feed: Feed) -> tuple[StepBatches, StepReport]:
@@ -264,11 +251,17 @@ class TrainingLoop:
         comes to the same gradient. If peers are waiting for it in the middle of a pass, they all have to end."""
         job, stepper = self.job, self.job.stepper
         while True:
-            batches = feed.step(self.progress.step)
+            batches = feed.take(self.progress.step)
+            # Passes that the host launches one by one take it as long as the device: what else there is comes first.
+            free = stepper.is_recorded and job.faults is None
+            stop = None if free else self._meanwhile(feed)
             try:
                 with nullcontext() if job.faults is None else job.faults.during(self.progress.step + 1):
-                    norms = stepper.guard.groups.due(self.progress.step + 1)
-                    report = stepper.backward(batches, stop_requested=job.stop.is_raised(), group_norms=norms)
+                    begun = stepper.begin(batches, group_norms=stepper.guard.groups.due(self.progress.step + 1))
+                    if stop is None:
+                        stop = self._meanwhile(feed)
+                        self._give_ahead(feed)
+                    report = stepper.finish(begun, stop_requested=stop)
                 self._heed_peers(report, feed)
                 return batches, report
             except torch.OutOfMemoryError as err:
@@ -277,6 +270,7 @@ class TrainingLoop:
                 if stepper.world.size > 1 and stepper.passes.meets_peers:
                     raise pass_too_large(err, stepper, job.config, job.plan, sequences=feed.micro_batch) from err
             # not in the handler, where the error still holds on to what the passes had computed
+            self._steps.tell()
             stepper.forget_step()
             stepper.generators.put_back()
             before = feed.micro_batch
@@ -288,6 +282,23 @@ class TrainingLoop:
                 f" taken again with {feed.micro_batch}; the global batch, and so the result, stays",
             )
 
+    def _meanwhile(self, feed: Feed) -> bool:
+        """What the host does beside a step, if it can while the device works; whether this rank was asked to stop."""
+        self._steps.tell()
+        self._saver.poll()
+        feed.read_ahead(self.progress.step + 1)
+        return self.job.stop.is_raised()
+
+    def _give_ahead(self, feed: Feed) -> None:
+        """To the device, what it is likely to need when it is through with the passes that it is at."""
+        stepper, step = self.job.stepper, self.progress.step
+        batches = feed.came_ahead(until=stepper.has_finished)
+        if batches is not None:
+            stepper.expect(batches, self._rate(step, stepper.guard.policy.rate_factor))
+
+    def _rate(self, step: int, factor: float) -> float:
+        return learning_rate(self.job.config.train, step, self.length.steps) * factor
+
     def _heed_peers(self, report: StepReport, feed: Feed) -> None:
         """What one rank has no memory for, none tries again."""
         fewest = report.most_at_a_time
@@ -298,38 +309,6 @@ class TrainingLoop:
                 "warning",
                 message=f"some rank ran out of memory in step {self.progress.step + 1} and took it again with {fewest}"
                 " sequences at a time; all do so from now on, and the global batch, and so the result, stays",
-            )
-
-    def _count_step(self, report: StepReport, rate: float, seconds: float) -> None:
-        self._unreported.add(report, rate, seconds)
-        if self.progress.step % self.job.config.train.log_every_steps == 0:
-            self._report(report, rate)
-
-    def _report(self, report: StepReport, rate: float) -> None:
-        """Tokens and seconds are those since the last report; loss and gradient norm are the last step's."""
-        step, work = self.progress.step, self._unreported
-        self._unreported = _Work()
-        self.job.emit(
-            "train.step",
-            step=step,
-            epoch=step * self.job.config.train.global_batch_size / len(self.job.train_data),
-            loss=report.numbers.loss,
-            learning_rate=rate,
-            grad_norm=report.numbers.grad_norm,
-            tokens=work.tokens,
-            target_tokens=work.target_tokens,
-            seconds=work.seconds,
-            tokens_per_second=work.tokens / work.seconds,
-            memory_bytes=report.memory_bytes,
-            update_ratio=report.numbers.update_ratio,
-        )
-        if self.job.config.parallel.enable_multi_gpu_monitoring and len(report.rank_tokens) > 1:
-            self.job.emit(
-                "train.ranks",
-                step=step,
-                tokens=report.rank_tokens,
-                seconds=report.rank_seconds if any(report.rank_seconds) else None,
-                memory_bytes=report.rank_memory_bytes,
             )
 
     def _roll_back(self, verdict: Verdict) -> None:
@@ -419,6 +398,7 @@ class TrainingLoop:
     def _evaluate(self) -> tuple[bool, bool]:
         """Whether it was broken off by a request to stop, and whether it is the best evaluation so far."""
         assert self.job.eval_data is not None
+        self._steps.tell()
         result = evaluate(
             self.job.stepper,
             self.job.eval_data,
@@ -444,6 +424,7 @@ class TrainingLoop:
             self._save()
 
     def _save(self) -> None:
+        self._steps.tell()
         begin = time.perf_counter()
         self._watch.expect_long_work()
         stepper, step = self.job.stepper, self.progress.step

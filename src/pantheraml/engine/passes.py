@@ -76,20 +76,22 @@ class WholePasses:
         self.graph = StepGraph(self._run, self._trained, device) if graph else None
 
     def backward(self, batches: Sequence[Batch], factor: float) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total: Tensor | None = None  # nothing is launched before the first pass, which a GPU may be waiting for
         last = len(batches) - 1
         for index, batch in enumerate(batches):
             self.meets_peers = index == last or not self._peers.last_pass_only
             if self.graph is not None:
-                total += self.graph(batch, factor)
-                continue
-            with nullcontext() if index == last else self._peers.without_sync():
-                total += self._run(self._own_part(batch), factor)
+                loss = self.graph(batch, factor)
+            else:
+                with nullcontext() if index == last else self._peers.without_sync():
+                    loss = self._run(self._own_part(batch), factor)
+            # a copy: the next pass of a graph writes over its loss
+            total = loss.to(self._device, torch.float64, copy=True) if total is None else total.add_(loss)
         if self._peers.shared is not None:
             self._peers.shared.add_up()
         if self._peers.sum_over is not None:
             sum_gradients(self._trained, self._peers.sum_over)
-        return total
+        return torch.zeros((), dtype=torch.float64, device=self._device) if total is None else total
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -25,6 +25,7 @@ from pantheraml.engine.guard.state import Guard
 from pantheraml.engine.guard.verdict import StepNumbers, first_nonfinite
 from pantheraml.engine.parallelize import Traits, parallelize
 from pantheraml.engine.passes import WholePasses
+from pantheraml.engine.readout import Readout
 from pantheraml.engine.step_report import RankNumbers, StepReport, step_numbers
 from pantheraml.models.adapters import trainable_parameters
 from pantheraml.parallel.consistency import check_copies, peers_with_copies
@@ -35,6 +36,17 @@ from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step whose passes the device was given to do."""
+
+    batches: StepBatches
+    left_out: tuple[int, ...]
+    group_norms: bool
+    known: RankNumbers
+    """This rank's row, as far as the host knows it before the device is through."""
 
 
 class Stepper:
@@ -67,6 +79,7 @@ class Stepper:
         measured = wanted and 1 < world.size == plan.dims.replicate
         self._own_time = OwnTime(self.parameters, world.device) if measured else None
         self._graph = self.passes.graph if isinstance(self.passes, WholePasses) else None
+        self._readout = Readout(world.device)
         self.generators = Generators(model)
         """What they remember is where they stood before the last passes."""
 
@@ -78,35 +91,60 @@ class Stepper:
     def backward(self, batches: StepBatches, *, stop_requested: bool, group_norms: bool = False) -> StepReport:
         """Gradients of the global batch on every rank, and what all ranks know about them; with `group_norms`, also by
         layer."""
+        return self.finish(self.begin(batches, group_norms=group_norms), stop_requested=stop_requested)
+
+    def begin(self, batches: StepBatches, *, group_norms: bool = False) -> Begun:
+        """Give the device the passes of a step to do, and what is to be known about them. If they are recorded, that
+        takes the host a moment, and it may do something else until `finish`."""
         self.generators.remember()
         if self._own_time is not None:
             self._own_time.start()
         total, left_out = self._passes(batches)
         self.scaler.unscale_(self.optimizer)
-        layout, groups, own_targets = self.world.layout, self.guard.groups, _targets(batches)
-        memory_bytes, found = self._memory_bytes(), torch.stack([total, self._squares().to(total.device)])
+        found = torch.stack([total, self._squares().to(total.device)])
         if group_norms:
-            found = torch.cat([found, groups.squares().to(found.device)])
+            found = torch.cat([found, self.guard.groups.squares().to(found.device)])
+        self._readout.send(found)
+        counts = self.world.layout.counts_tokens
+        known = RankNumbers(
+            loss=0.0,
+            squares=0.0,
+            tokens=float(batches.tokens) if counts else 0.0,
+            targets=float(_targets(batches)) if counts else 0.0,
+            stop_requested=0.0,
+            memory_bytes=float(self._memory_bytes()),
+            seconds=0.0,
+            sequences=float(batches.most_at_a_time or math.inf),
+            update=0.0,
+            weights=0.0,
+        )
+        return Begun(batches, left_out, group_norms, known)
+
+    def has_finished(self) -> bool:
+        """Whether the device is through with what `begin` gave it to do."""
+        return self._readout.has_arrived()
+
+    def finish(self, begun: Begun, *, stop_requested: bool) -> StepReport:
+        """A collective."""
+        layout, groups = self.world.layout, self.guard.groups
         # The host waits for the device here, and from here to the update the device waits for the host.
-        loss, squares, *layers = found.tolist()
+        loss, squares, *layers = self._readout.read()
         update, weights = self.guard.updates.take()
-        mine = RankNumbers(
+        mine = begun.known._replace(
             loss=loss if layout.counts_loss else 0.0,
             squares=squares,
-            tokens=float(batches.tokens) if layout.counts_tokens else 0.0,
-            targets=float(own_targets) if layout.counts_tokens else 0.0,
             stop_requested=float(stop_requested),
-            memory_bytes=float(memory_bytes),
             seconds=self._own_time.seconds() if self._own_time is not None else 0.0,
-            sequences=float(batches.most_at_a_time or math.inf),
             update=update,
             weights=weights,
         )
         # Plain numbers from here on: a tensor operation takes the host as long as a hundred of these.
-        rows = self.world.rows([*mine, *(groups.by_group(layers) if group_norms else ())])
+        rows = self.world.rows([*mine, *(groups.by_group(layers) if begun.group_norms else ())])
         ranks = [RankNumbers(*row[: len(mine)]) for row in rows]
-        numbers = step_numbers(ranks, batches.target_tokens, left_out)
-        norms = groups.norms([list(column) for column in zip(*rows, strict=True)][len(mine) :]) if group_norms else None
+        numbers = step_numbers(ranks, begun.batches.target_tokens, begun.left_out)
+        norms = None
+        if begun.group_norms:
+            norms = groups.norms([list(column) for column in zip(*rows, strict=True)][len(mine) :])
         return StepReport(numbers, ranks, layout.dims.context > 1, norms)
 
     def backward_again(self, batches: StepBatches, first: StepReport) -> StepReport:
@@ -122,13 +160,30 @@ class Stepper:
 
     def _passes(self, batches: StepBatches) -> tuple[Tensor, tuple[int, ...]]:
         """Gradients of the global batch, still times the loss scale; the loss found here, and the ranks left out."""
-        factor = self._parallelised.mean_over / max(1, batches.target_tokens)
+        factor = self._factor(batches)
         if self.scaler.is_enabled():
             factor = self.scaler.scale(torch.tensor(factor, device=self.world.device)).item()
         total = self.passes.backward(batches.micro_batches, factor)
         left_out = self._parallelised.finish(target_tokens=_targets(batches), factor=factor)
         hand_over_gradients(self.parameters, self.parts)
         return total, left_out
+
+    def _factor(self, batches: StepBatches) -> float:
+        """What losses are multiplied by, for their sum over processes to be that of the step."""
+        return self._parallelised.mean_over / max(1, batches.target_tokens)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether passes are launched as a whole: the host is then free while the device runs them."""
+        return self._graph is not None and self._graph.is_recorded
+
+    def expect(self, batches: StepBatches, learning_rate: float) -> None:
+        """Between `begin` and `finish`: the step will most likely be taken with that learning rate, and the next one be
+        that of `batches`. What can be given to the device beforehand it will not have to wait for; neither binds."""
+        if isinstance(self.optimizer, GraphAdamW):
+            self.optimizer.expect_rate(learning_rate)
+        if self._graph is not None and batches.micro_batches and not self.scaler.is_enabled():
+            self._graph.expect(batches.micro_batches[0], self._factor(batches))
 
     def replay(self, batches: StepBatches) -> tuple[Tensor, str | None]:
         """Run the passes of a step again, for someone who watches the model: the loss found here, and the first
@@ -191,19 +246,17 @@ class Stepper:
             optim.clip(self.optimizer, self.parts, norm, 0.0)  # there is no norm to clip by, nor one to remember
         optim.set_learning_rate(self.optimizer, learning_rate)
         with self.guard.updates.measuring():
-            if numbers.finite:
+            if isinstance(self.optimizer, GraphAdamW) and self.optimizer.is_recorded and not self.scaler.is_enabled():
+                self.optimizer.replay()
+            elif numbers.finite:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             else:  # the scaler would leave out the step on just those ranks that found a value not finite
                 self.optimizer.step()
                 self._forget_unscaling()
-        if isinstance(self.optimizer, GraphAdamW) and not self.optimizer.is_recorded and self._gradients_stay:
+        if isinstance(self.optimizer, GraphAdamW) and not self.optimizer.is_recorded and self.is_recorded:
             self.optimizer.record()
         self.clear_gradients()
-
-    @property
-    def _gradients_stay(self) -> bool:
-        return self._graph is not None and self._graph.is_recorded
 
     @property
     def loss_scale(self) -> float | None:

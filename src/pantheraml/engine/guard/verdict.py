@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -36,11 +37,13 @@ class StepNumbers:
     left_out: tuple[int, ...] = ()
     """Ranks whose gradient was not finite and did not enter."""
 
-    @property
+    # Each is asked for several times while a GPU waits for the decision.
+
+    @cached_property
     def loss(self) -> float:
         return math.fsum(self.loss_sums) / max(1, self.target_tokens)
 
-    @property
+    @cached_property
     def bad_ranks(self) -> list[int]:
         return [rank for rank, value in enumerate(self.loss_sums) if not math.isfinite(value)]
 
@@ -49,7 +52,7 @@ class StepNumbers:
         """All ranks', also of those that were left out for it."""
         return math.isfinite(self.grad_norm) and not self.left_out
 
-    @property
+    @cached_property
     def finite(self) -> bool:
         return not self.bad_ranks and math.isfinite(self.grad_norm)
 
