@@ -82,6 +82,13 @@ def test_backward(gelu: bool, quantise: bool, scaled: bool) -> None:
     check_backward(gelu=gelu, quantise=quantise, scaled=scaled)
 
 
+def test_scales_begin_where_a_product_can_read_them() -> None:
+    """Also of an odd number of rows: cuBLAS refuses scales that do not begin at a multiple of 16 bytes."""
+    for rows in gated_activation_backward(torch.randn(ROWS, COLUMNS), pair()):
+        assert rows.scales is not None
+        assert rows.scales.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize(("gelu", "value"), itertools.product(BOTH, (torch.nan, torch.inf, -torch.inf)))
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_what_is_no_number_is_none_afterwards(gelu: bool, value: float) -> None:

@@ -63,9 +63,12 @@ def gated_activation_backward(
         )
     from pantheraml.kernels.gated_activation import triton_kernel
 
-    scales = torch.empty(2, rows, dtype=torch.float32, device=pair.device) if quantise else (None, None)
-    triton_kernel.backward(g.contiguous(), pair, multiplier, hidden, scales[0], out, scales[1], gelu)
-    return Rows(hidden, scales[0]), Rows(out, scales[1])
+    # not two halves of one: products want scales that begin at a multiple of 16 bytes, whatever the number of rows
+    hidden_scales, scales = (
+        torch.empty(rows, dtype=torch.float32, device=pair.device) if quantise else None for _ in range(2)
+    )
+    triton_kernel.backward(g.contiguous(), pair, multiplier, hidden, hidden_scales, out, scales, gelu)
+    return Rows(hidden, hidden_scales), Rows(out, scales)
 
 
 def _empty(rows: int, columns: int, like: Tensor, quantise: bool) -> Tensor:
