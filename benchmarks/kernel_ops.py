@@ -389,7 +389,7 @@ def lora_gradient(layer: Layer) -> Op:
         if ours:
             adapter_gradient(Left(t["left"], lifted=True), None, t["payload"], blocks, ranks, None, out)
         else:
-            reference_gradient(t["left"], None, t["payload"], blocks, None, out)
+            reference_gradient(t["left"], None, t["payload"], blocks, None, out, lifted=True)
         return out
 
     return Op(

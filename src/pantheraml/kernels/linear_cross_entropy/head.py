@@ -164,9 +164,8 @@ class DensePass(HeadPass):
         self._weight = head.weight.to(dtype)
         self._bias = None if head.bias is None else head.bias.to(dtype)
         self._weights = weights
-        wide = torch.promote_types(dtype, torch.float32)
-        self._sums_weight = wanted.weight and rows.hidden.shape[0] != self._logits.shape[0]
-        if wanted.weight and (self._sums_weight or not rows.hidden.shape[0]):
+        self._wide = wide = torch.promote_types(dtype, torch.float32)
+        if wanted.weight and not len(rows.hidden):
             self.d_weight = torch.zeros_like(head.weight, dtype=wide)
         if wanted.bias and head.bias is not None:
             self.d_bias = torch.zeros_like(head.bias, dtype=wide)
@@ -182,13 +181,16 @@ class DensePass(HeadPass):
             logits *= self._weights[span, None]
         if self.d_rows is not None:
             torch.mm(logits, self._weight, out=self.d_rows[span])
-        if self._sums_weight:
-            assert self.d_weight is not None
-            self.d_weight += logits.t() @ x
-        elif self.wanted.weight:
-            self.d_weight = logits.t() @ x
+        if self.wanted.weight:
+            self._add_to_weight(logits.t() @ x, is_all=len(x) == len(self.rows.hidden))
         if self.d_bias is not None:
             self.d_bias += logits.sum(0, dtype=self.d_bias.dtype)
+
+    def _add_to_weight(self, product: Tensor, *, is_all: bool) -> None:
+        if self.d_weight is None:
+            self.d_weight = product if is_all else product.to(self._wide)
+        else:
+            self.d_weight += product
 
     def _softmax(self, logits: Tensor, labels: Tensor, scores: Scores, gradient: Tensor | None) -> None:
         softmax(logits, labels, scores, gradient)

@@ -190,10 +190,9 @@ def adapter_gradient(
 ) -> None:
     """For each block: out[:rank, start:end] = left[its columns] @ (payload * row_scales)[:, start:end], over `divisors`
     [width] where given. `rank` is the largest."""
-    row_scales = None if left.lifted else row_scales
     if runs_triton(payload):
         from pantheraml.kernels.lora_columns import triton_kernel
 
-        triton_kernel.gradient(left.rows, row_scales, payload, blocks, rank, divisors, out)
+        triton_kernel.gradient(left.rows, None if left.lifted else row_scales, payload, blocks, rank, divisors, out)
     else:
-        reference_gradient(left.rows, row_scales, payload, blocks, divisors, out)
+        reference_gradient(left.rows, row_scales, payload, blocks, divisors, out, lifted=left.lifted)

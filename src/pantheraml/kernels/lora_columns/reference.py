@@ -75,13 +75,21 @@ def reference_left(middle: Tensor, row_scales: Tensor | None, out: Tensor) -> No
 
 
 def reference_gradient(
-    left: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Tensor, divisors: Tensor | None, out: Tensor
+    left: Tensor,
+    row_scales: Tensor | None,
+    payload: Tensor,
+    blocks: Tensor,
+    divisors: Tensor | None,
+    out: Tensor,
+    *,
+    lifted: bool,
 ) -> None:
-    """`row_scales`: what the left side of e4m3 rows lacks; None: it has been lifted."""
-    rows = payload.shape[0]
-    left = left[:, :rows].float()
-    if payload.dtype == torch.float8_e4m3fn:
-        left = left / LIFT if row_scales is None else left * row_scales
+    """A left side that was lifted has the rows' scales in it."""
+    left = left[:, : payload.shape[0]].float()
+    if lifted:
+        left = left / LIFT
+    elif row_scales is not None:
+        left = left * row_scales
     for start, end, column, rank in blocks.tolist():
         total = left[column : column + rank] @ payload[:, start:end].float()
         out[:rank, start:end] = total if divisors is None else total / divisors[start:end]
