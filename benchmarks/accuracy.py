@@ -3,9 +3,11 @@
 A small Llama is trained from scratch on prose (docstrings), then fine-tuned with LoRA on code (the standard library),
 with the frozen weights in bf16 and in each quantised form, three seeds each, by the same code that `pantheraml train`
 runs. Reported are the evaluation loss against bf16's with the same seed, and the cosine between the gradients of all
-adapter weights at the first step: as it is (where the gradient of A is zero, since B is), and with a random B.
+adapter weights at the first step: as it is (where the gradient of A is zero, since B is), and with a random B. Or, with
+`method=full`, all weights are trained, by products in bf16 and in fp8.
 
     python benchmarks/run.py accuracy                     a GPU: some minutes
+    python benchmarks/run.py accuracy --set method=full --set precisions=bf16,fp8
     python benchmarks/run.py accuracy --set size=cpu      a CPU: a quarter of an hour, by the kernels' references
     python benchmarks/run.py accuracy --set size=tiny     a CPU: a minute, to see that it works
 """
@@ -38,6 +40,9 @@ PRECISIONS = ("bf16", "fp8", "nf4", "int8")
 """What frozen weights can be kept in, as `model.precision` names it."""
 
 REFERENCE = "bf16"
+
+METHODS = {"lora": 5e-4, "full": 1e-4}
+"""With their learning rates."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,21 @@ SIZES = {
 
 
 def run(
-    *, size: str = "small", seeds: int = 3, precisions: str = "bf16,fp8,nf4,int8", workers: int = 1
+    *,
+    size: str = "small",
+    seeds: int = 3,
+    precisions: str = "bf16,fp8,nf4,int8",
+    workers: int = 1,
+    method: str = "lora",
 ) -> dict[str, Any]:
     """`workers`: seeds that are fine-tuned beside each other; such a small model does not fill a GPU."""
     names = precisions.split(",")
     if names[0] != REFERENCE or not set(names) <= set(PRECISIONS):
         raise SystemExit(f"precisions begins with {REFERENCE}; known: {', '.join(PRECISIONS)}")
+    if method not in METHODS:
+        raise SystemExit(f"method is one of {', '.join(METHODS)}")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), SIZES[size])
+        bench = Bench(Path(folder), SIZES[size], method)
         facts = bench.train_base()
         if workers == 1:
             results = [row for seed in range(seeds) for row in bench.fine_tunes(names, seed)]
@@ -102,7 +114,8 @@ def run(
             with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
                 done = pool.map(bench.fine_tunes, [names] * seeds, range(seeds))
                 results = [row for rows in done for row in rows]
-    parameters = {"size": size, "seeds": seeds, "precisions": precisions, **asdict(SIZES[size]), **facts}
+    asked = {"size": size, "method": method, "seeds": seeds, "precisions": precisions}
+    parameters = {**asked, **asdict(SIZES[size]), **facts}
     return {"parameters": parameters, "results": results}
 
 
@@ -129,8 +142,8 @@ def cosine(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 class Bench:
     """The corpus, the base model, and runs on them, all in one folder."""
 
-    def __init__(self, folder: Path, size: Size) -> None:
-        self.folder, self.size = folder, size
+    def __init__(self, folder: Path, size: Size, method: str) -> None:
+        self.folder, self.size, self.method = folder, size, method
         self.prose = corpus.write_prose(folder, int(size.prose_megabytes * 1e6))
         self.code = corpus.write_code(folder, int(size.code_megabytes * 1e6))
         self._write_start()
@@ -181,22 +194,24 @@ class Bench:
         return compared
 
     def fine_tune(self, precision: str, seed: int) -> dict[str, Any]:
-        """One fine-tune, and the gradients of its first step, without and with a random B."""
+        """One fine-tune, and the gradients of its first step, without and with a random B (if there is one)."""
         import torch
 
+        lora = {"rank": self.size.rank, "alpha": 2 * self.size.rank} if self.method == "lora" else {}
+        fuses = self.method == "lora" and precision != REFERENCE
         config = self._config(
             self.code,
             {
                 "model": {"path": str(self.folder / "base" / "model"), "precision": precision},
-                "method": {"kind": "lora", "rank": self.size.rank, "alpha": 2 * self.size.rank},
+                "method": {"kind": self.method, **lora},
                 "train": {
                     "max_steps": self.size.steps,
                     "global_batch_size": self.size.batch,
-                    "learning_rate": 5e-4,
+                    "learning_rate": METHODS[self.method],
                     "warmup_steps": self.size.steps // 10,
                     "seed": seed,
                     # On a CPU, too, packed weights take the way that they take on a GPU, by the kernels' references.
-                    "fused": "auto" if torch.cuda.is_available() or precision == REFERENCE else "on",
+                    "fused": "on" if fuses and not torch.cuda.is_available() else "auto",
                 },
             },
         )
@@ -345,8 +360,14 @@ def _free() -> None:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Of the newest: means over the seeds, and whether every seed keeps within the bounds."""
-    record, rows = records[0], []
+    """Of the newest for each method."""
+    newest = {record["parameters"].get("method", "lora"): record for record in reversed(records)}
+    return "\n\n".join(_summary(method, newest[method]) for method in METHODS if method in newest)
+
+
+def _summary(method: str, record: Mapping[str, Any]) -> str:
+    """Means over the seeds, and whether every seed keeps within the bounds."""
+    rows = []
     for precision in record["parameters"]["precisions"].split(","):
         own = [row for row in record["results"] if row["precision"] == precision]
         worst = max(own, key=lambda row: abs(row["relative_difference"]))["relative_difference"]
@@ -354,26 +375,34 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
         kept = abs(worst) <= LARGEST_DIFFERENCE and min(cosines) >= SMALLEST_COSINE
         mean = f"{statistics.mean(row['eval_loss'] for row in own):.4f}"
         rows.append([precision, mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if kept else "no"])
-    heads = ["frozen weights", "mean eval loss", "worst difference to bf16", "least cosine", "least cosine, random B"]
+    heads = [
+        "frozen weights" if method == "lora" else "products",
+        "mean eval loss",
+        "worst difference to bf16",
+        "least cosine",
+        "least cosine, random B",
+    ]
     bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
     facts = record["parameters"]
+    what = "LoRA" if method == "lora" else "Full fine-tune"
     about = (
-        f"Newest run: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings to an evaluation loss of"
-        f" {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of Python source for"
+        f"{what}, newest run: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings to an evaluation loss"
+        f" of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of Python source for"
         f" {facts['steps']} steps, {facts['seeds']} seeds."
     )
     return "\n".join([about, "", *markdown_table([*heads, bounds], rows)])
 
 
 TABLE = Table(
-    title="Accuracy of quantised frozen weights",
+    title="Accuracy of quantised weights and products",
     how=(
-        "LoRA fine-tunes of a small Llama that was trained on other text, each against bf16 with the same seed: the"
-        " evaluation loss at the end, and the cosine of the adapters' gradients at the first step."
+        "Fine-tunes of a small Llama that was trained on other text, each against bf16 with the same seed: the"
+        " evaluation loss at the end, and the cosine of the trained weights' gradients at the first step."
     ),
     columns=(
         Column("size", "parameters.size"),
-        Column("frozen weights", "precision"),
+        Column("method", "parameters.method"),
+        Column("weights or products", "precision"),
         Column("seed", "seed"),
         Column("eval loss", "eval_loss", lambda value: f"{value:.4f}"),
         Column("against bf16", "relative_difference", lambda value: f"{100 * value:+.2f} %"),

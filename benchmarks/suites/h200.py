@@ -54,6 +54,12 @@ CASES = (
         precision="bf16",
         settings={"train.weights": "bf16", "train.optimizer": "adamw_bf16"},
     ),
+    replace(
+        OURS_1B,
+        name="ours-1b-full-fp8",
+        method="full",
+        settings={"train.weights": "bf16", "train.optimizer": "adamw_bf16"},
+    ),
     replace(LIGER_1B, name="liger-1b-full", method="full"),
     replace(
         OURS_1B,
@@ -112,6 +118,9 @@ TARGETS = Targets(
         Comparison("1B LoRA 4x2048", "ours-trl-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
         Comparison("1B LoRA 4x2048, both bf16", "ours-1b-lora-bf16", ("unsloth-1b-lora",), 1.15, None),
         Comparison("1B full 4x2048", "ours-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
+        Comparison(
+            "1B full 4x2048, products in fp8", "ours-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
+        ),
         Comparison("1B full 4x2048", "ours-trl-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
         Comparison("1B full 4x2048, lean", "ours-1b-full-lean", ("liger-1b-full", "unsloth-1b-full"), None, 1.0),
         Comparison(

@@ -51,6 +51,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
     precision = _precision(config, device, gpus, choices)
     _trained_weights(config, precision, choices)
     frozen = _frozen_weights(config, device, gpus, dims, one.several, choices)
+    products = _fp8_products(config, device, gpus, choices)
     if one.copies:
         check_copies(config, frozen)
     check_split(config, one)
@@ -70,6 +71,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         backend=backend,
         precision=precision,
         frozen_weights=frozen,
+        fp8_products=products,
         fused=fused,
         cuda_graph=graph,
         compile=compiled,
@@ -202,7 +204,7 @@ def _frozen_weights(
     if asked in ("int8", "nf4"):
         choices.automatic("frozen_weights", asked, f"model.precision is {asked}")
         return asked
-    weak = [gpu.name for gpu in gpus if gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY]
+    weak = _too_old_for_fp8(gpus)
     if asked == "auto" and device == "cuda" and config.method.kind != "full":
         why_not = _why_not_fp8(config, weak, dims, several)
         if why_not is None:
@@ -210,15 +212,32 @@ def _frozen_weights(
             choices.automatic("frozen_weights", "fp8", reason)
             return "fp8"
         choices.automatic("frozen_weights", "as computed with", why_not)
-    if asked != "fp8":
+    if asked != "fp8" or config.method.kind == "full":
         return None
+    _check_fp8(device, weak)
+    choices.automatic("frozen_weights", "fp8", "model.precision is fp8")
+    return "fp8"
+
+
+def _check_fp8(device: str, weak: list[str]) -> None:
     if device == "cuda" and weak:
         raise DeviceError(
             f"model.precision=fp8 needs GPUs of compute capability 9.0 or newer, which {weak[0]} is not known to be.",
             todo="Use model.precision=bf16.",
         )
-    choices.automatic("frozen_weights", "fp8", "model.precision is fp8")
-    return "fp8"
+
+
+def _fp8_products(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: Choices) -> bool:
+    """Of a full fine-tune."""
+    if config.method.kind != "full" or config.model.precision != "fp8":
+        return False
+    _check_fp8(device, _too_old_for_fp8(gpus))
+    choices.automatic("fp8_products", True, "model.precision is fp8: forward products and those for inputs' gradients")
+    return True
+
+
+def _too_old_for_fp8(gpus: tuple[GPU, ...]) -> list[str]:
+    return [gpu.name for gpu in gpus if gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY]
 
 
 def _why_not_fp8(config: TrainConfig, weak: list[str], dims: ParallelDims, several: str | None) -> str | None:

@@ -65,6 +65,11 @@ def check_together(config: TrainConfig, dims: ParallelDims) -> None:
             f"train.optimizer=adamw8bit packs whole tensors in blocks, and they are divided ({dims}).",
             todo="Use train.optimizer=adamw or adamw_bf16.",
         )
+    if config.method.kind == "full" and config.model.precision == "fp8" and dims.tensor > 1:
+        raise ConfigError(
+            f"In a full fine-tune with model.precision=fp8, each process would round its own part of a row ({dims}).",
+            todo="Use model.precision=bf16, or divide the work by parallel.shard or parallel.pipeline.",
+        )
 
 
 def _check_product(dims: ParallelDims) -> None:

@@ -128,6 +128,7 @@ class ProgressBar:
         plan = event["plan"]
         processes = "1 process" if plan["world_size"] == 1 else f"{plan['world_size']} processes"
         frozen = f" over frozen {plan['frozen_weights']} weights" if plan.get("frozen_weights") else ""
+        frozen += " with products in fp8" if plan.get("fp8_products") else ""
         self._done(
             f"plan: {processes} on {plan['device']}, {plan['precision']}{frozen}, "
             f"global batch {plan['global_batch_size']} in micro-batches of {plan['micro_batch_size']}"

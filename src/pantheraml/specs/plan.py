@@ -71,6 +71,8 @@ class Plan(Value):
     precision: Literal["fp32", "bf16", "fp16"]
     frozen_weights: Literal["fp8", "int8", "nf4"] | None
     """How weights that are not trained are kept; None: as they are."""
+    fp8_products: bool = False
+    """Trained decoder layers multiply in fp8."""
     fused: bool
     """Decoder layers run as fused kernels where their family is known."""
     cuda_graph: bool

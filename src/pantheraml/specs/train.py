@@ -77,7 +77,8 @@ class ModelConfig(Section):
     """Folder or hub name of the tokenizer; None = the model's own."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8", "nf4"] = "auto"
     """Arithmetic; auto = bf16 where the device has it, and LoRA's frozen weights in fp8 on compute capability 9.0 or
-    newer. fp8, int8 and nf4: what LoRA's frozen weights are kept in."""
+    newer. fp8, int8 and nf4: what LoRA's frozen weights are kept in. In a full fine-tune, fp8 is what decoder layers
+    multiply in, forward and for the gradient of their inputs; weights stay in train.weights."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: ignore weights and start from `config.json` alone (training from scratch)."""
     revision: str | None = None
@@ -306,8 +307,8 @@ class TrainConfig(Section):
                     raise ValueError(f"{name} needs evaluation data: set data.eval_path or data.eval_fraction")
         if self.train.early_stopping_patience is not None and self.train.eval_every_steps is None:
             raise ValueError("train.early_stopping_patience needs train.eval_every_steps")
-        packing, kinds = self.model.precision, ("lora", "qlora") if self.model.precision == "nf4" else ("lora",)
-        if packing in ("fp8", "int8", "nf4") and self.method.kind not in kinds:
+        packing, other = self.model.precision, {"nf4": "qlora", "fp8": "full"}
+        if packing in ("fp8", "int8", "nf4") and self.method.kind not in ("lora", other.get(packing)):
             raise ValueError(
                 f"model.precision={packing} keeps LoRA's frozen weights in {packing}, which needs method.kind=lora"
             )

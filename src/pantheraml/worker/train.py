@@ -33,6 +33,7 @@ from pantheraml.models.adapters import Trained, apply_method, parameter_count, s
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse, quantise_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
+from pantheraml.models.quantise.trained_fp8 import use_fp8_products
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
 from pantheraml.parallel.split import is_split, spread
@@ -215,6 +216,8 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     if masked is not None:
         emit("notice", message=f"documents are kept apart by an attention mask: {masked}")
     model = apply_method(model, config.method, seed=config.train.seed)
+    if plan.fp8_products:
+        use_fp8_products(model)
     if plan.fused:
         for reason, count in fuse(model).reasons.items():
             emit("notice", message=f"{count} decoder layers are not fused: {reason}")

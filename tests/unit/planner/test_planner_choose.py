@@ -109,6 +109,16 @@ def test_frozen_weights_follow_method_and_precision() -> None:
         choose(fp8, machine(gpus=1, capability=(8, 0)))
 
 
+def test_in_a_full_fine_tune_fp8_is_what_layers_multiply_in() -> None:
+    full = config(model={"path": "m", "precision": "fp8"}, method={"kind": "full"})
+    plan = choose(full, machine(gpus=1))
+    assert (plan.fp8_products, plan.frozen_weights, plan.precision, plan.compile) == (True, None, "bf16", True)
+    assert "forward products" in plan.reason("fp8_products")
+    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).fp8_products, "it has to be asked for"
+    with pytest.raises(DeviceError, match="compute capability"):
+        choose(full, machine(gpus=1, capability=(8, 0)))
+
+
 @pytest.mark.parametrize(
     ("sections", "gpus", "capability", "expected", "reason"),
     [

@@ -57,6 +57,11 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], world: in
     ("sections", "dims", "says"),
     [
         ({}, ParallelDims(pipeline=2, tensor=2), "pipeline goes together with copies"),
+        (
+            {"model": {"path": "m", "precision": "fp8"}, "method": {"kind": "full"}},
+            ParallelDims(tensor=2),
+            "round its own part",
+        ),
         ({}, ParallelDims(replicate=2, shard=2, context=2), "sharded weights"),
         ({"parallel": {"aggregation": "median"}}, ParallelDims(shard=2), "aggregation=median"),
         ({"parallel": {"leave_out_nonfinite": True}}, ParallelDims(pipeline=2), "leave_out_nonfinite"),

@@ -1,0 +1,74 @@
+"""Trained linear layers whose products are in fp8: the forward one, and the one for the gradient of the input.
+
+Weights and their gradients stay as they are, and so does what is kept for the backward pass. In every pass the rows of
+activations, of gradients and of the weight are rounded to e4m3, each with a scale of its own. The gradient of the
+weight is a sum over all tokens, whose rows have no scale in common; it stays in the run's arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pantheraml.kernels.fp8_product import fp8_product
+from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows
+
+_TENSOR_CORE = 16
+"""Sizes of fp8 products must be multiples of this."""
+
+
+class TrainedFP8Linear(nn.Linear):
+    """An `nn.Linear` in all but its arithmetic."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        rows = input.reshape(-1, self.in_features).to(dtype)
+        out: Tensor = _Product.apply(rows, self.weight)
+        out = out.view(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return fp8_product(*_rows(x), *_rows(weight), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        (g,) = grads
+        d_input = fp8_product(*_rows(g), *_rows(weight.t()), g.dtype) if ctx.needs_input_grad[0] else None
+        d_weight = (g.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return d_input, d_weight
+
+
+def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """In e4m3, and their scales. A compiler sees the definition, and makes it part of what is computed before."""
+    if torch.compiler.is_compiling():
+        payload, scales = reference_quantise_rows(x)
+        return payload.contiguous(), scales
+    return quantise_rows(x)
+
+
+def use_fp8_products(model: nn.Module) -> int:
+    """Have the trained linear layers of the model's decoder layers multiply in fp8, in place; how many there are. The
+    output head, where small differences between logits count, stays as it is."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    found = [module for layer in layers for module in layer.modules() if _can_be_fp8(module)]
+    for module in found:
+        module.__class__ = TrainedFP8Linear
+    return len(found)
+
+
+def _can_be_fp8(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Linear
+        and module.weight.requires_grad
+        and module.in_features % _TENSOR_CORE == 0
+        and module.out_features % _TENSOR_CORE == 0
+    )

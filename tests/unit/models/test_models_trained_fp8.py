@@ -1,0 +1,141 @@
+"""Trained layers that multiply in fp8: near the exact products, gradients of weights untouched, and training works."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pantheraml.kernels.quantise_rows import reference_quantise_rows
+from pantheraml.models.quantise.trained_fp8 import TrainedFP8Linear, use_fp8_products
+from pantheraml.specs.train import TrainConfig
+from tests import toy
+from tests.harness import make_plan, make_run, merged, train_here, values
+from tests.unit.models.conftest import FAMILIES
+
+ROWS, WIDTH, HEIGHT = 37, 96, 64
+
+
+def pair_of_layers(*, bias: bool = False) -> tuple[nn.Linear, nn.Linear]:
+    """One as it was and one in fp8, with the same weights."""
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, HEIGHT, bias=bias)
+    fp8 = copy.deepcopy(plain)
+    fp8.__class__ = TrainedFP8Linear
+    return plain, fp8
+
+
+def run(layer: nn.Linear, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    out = layer(x)
+    out.backward(g)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    return out.detach(), x.grad, layer.weight.grad
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """Rows of very different size, as gradients are."""
+    sizes = 10 ** torch.linspace(-4, 2, ROWS)[:, None]
+    return torch.randn(ROWS, WIDTH) * sizes, torch.randn(ROWS, HEIGHT) * sizes.flip(0)
+
+
+def row_errors(found: Tensor, exact: Tensor) -> Tensor:
+    errors: Tensor = (found - exact).norm(dim=1) / exact.norm(dim=1)
+    return errors
+
+
+def rounded(rows: Tensor) -> Tensor:
+    payload, scales = reference_quantise_rows(rows)
+    return payload.float() * scales[:, None]
+
+
+def test_products_are_those_of_rounded_rows_and_weights_get_their_exact_gradient() -> None:
+    plain, fp8 = pair_of_layers()
+    x, g = inputs()
+    out, d_input, d_weight = run(fp8, x, g)
+    weight = plain.weight.detach()
+    assert row_errors(out, rounded(x) @ rounded(weight).T).max() < 1e-6
+    assert row_errors(d_input, rounded(g) @ rounded(weight.T).T).max() < 1e-6
+    assert torch.equal(d_weight, run(plain, x, g)[2])
+
+
+def test_every_row_is_near_the_exact_one_however_small_it_is() -> None:
+    plain, fp8 = pair_of_layers()
+    given = inputs()
+    for found, exact in list(zip(run(fp8, *given), run(plain, *given), strict=True))[:2]:
+        errors = row_errors(found, exact)
+        assert 0.005 < errors.median() < 0.05
+        assert errors.max() < 0.08
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_under_autocast_it_answers_in_its_dtype(bias: bool) -> None:
+    plain, fp8 = pair_of_layers(bias=bias)
+    x, g = torch.randn(2, 5, WIDTH), torch.randn(2, 5, HEIGHT).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, wanted = fp8(x), plain(x)
+    out.backward(g)
+    assert out.dtype == torch.bfloat16
+    assert out.shape == wanted.shape
+    assert (out - wanted).float().norm() < 0.05 * wanted.float().norm()
+    assert fp8.weight.grad is not None
+    assert fp8.weight.grad.dtype == torch.float32
+
+
+def test_a_compiler_takes_it_whole() -> None:
+    _, fp8 = pair_of_layers(bias=True)
+    x, g = inputs()
+    wanted = run(fp8, x, g)
+    compiled: Any = torch.compile(fp8, backend="aot_eager", fullgraph=True)
+    x = x.clone().requires_grad_()
+    fp8.zero_grad()
+    compiled(x).backward(g)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, wanted[1])
+    torch.testing.assert_close(fp8.weight.grad, wanted[2])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_decoder_layers_alone_are_changed_and_names_stay(family: str) -> None:
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config)
+    names = list(model.state_dict())
+    frozen = model.model.layers[0].mlp.up_proj.requires_grad_(False)
+    assert use_fp8_products(model) == 7 * config.num_hidden_layers - 1
+    assert type(model.lm_head) is nn.Linear
+    assert type(frozen) is nn.Linear
+    assert list(model.state_dict()) == names
+    assert use_fp8_products(model) == 0
+
+
+def test_layers_that_the_tensor_cores_cannot_take_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model("llama", **{**FAMILIES["llama"], "intermediate_size": 100})
+    model = AutoModelForCausalLM.from_config(config)
+    assert use_fp8_products(model) == 4 * config.num_hidden_layers
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+
+
+def test_a_full_fine_tune_learns_what_it_learns_without(tmp_path: Path) -> None:
+    toy.write_llama(tmp_path / "model")
+    toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(400))
+    base = {
+        "model": {"path": str(tmp_path / "model"), "precision": "bf16"},
+        "data": {"path": str(tmp_path / "data.jsonl"), "seq_len": 64, "cache_dir": str(tmp_path / "cache")},
+        "method": {"kind": "full"},
+        "train": {"global_batch_size": 8, "max_steps": 30, "learning_rate": 3e-3},
+    }
+    losses = {}
+    for precision in ("bf16", "fp8"):
+        config = TrainConfig.model_validate(merged(base, {"model": {"precision": precision}}))
+        plan = make_plan(config, precision="bf16").model_copy(update={"fp8_products": precision == "fp8"})
+        losses[precision] = values(train_here(make_run(tmp_path / precision, config, plan)), "train.step", "loss")
+    assert losses["fp8"] != losses["bf16"]
+    assert losses["bf16"][-1] < 0.8 * losses["bf16"][0]
+    assert losses["fp8"][-1] == pytest.approx(losses["bf16"][-1], rel=0.02)
