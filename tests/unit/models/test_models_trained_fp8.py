@@ -115,7 +115,7 @@ def test_decoder_layers_alone_are_changed_and_names_stay(family: str) -> None:
     assert use_fp8_products(model) == 0
 
 
-def test_layers_that_the_tensor_cores_cannot_take_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_the_tensor_cores_cannot_take_stay() -> None:
     config = AutoConfig.for_model("llama", **{**FAMILIES["llama"], "intermediate_size": 100})
     model = AutoModelForCausalLM.from_config(config)
     assert use_fp8_products(model) == 4 * config.num_hidden_layers

@@ -19,7 +19,7 @@ from pantheraml.kernels.quantise_rows import quantise_rows
 from pantheraml.models.quantise.lora import PackedLoraLinear
 
 _PIECE = 8192
-_TENSOR_CORE = 16
+TENSOR_CORE = 16
 """Sizes of fp8 products must be multiples of this."""
 
 
@@ -54,10 +54,10 @@ class FP8Linear(nn.Module):
         self._keep(self.qweight[:, columns])
 
     def _keep(self, part: Tensor) -> None:
-        if part.is_cuda and any(size % _TENSOR_CORE for size in part.shape):
+        if part.is_cuda and any(size % TENSOR_CORE for size in part.shape):
             raise UnsupportedModelError(
                 f"An fp8 layer cannot be cut to {part.shape[0]} outputs of {part.shape[1]} inputs:"
-                f" the tensor cores take multiples of {_TENSOR_CORE}.",
+                f" the tensor cores take multiples of {TENSOR_CORE}.",
                 todo="Use a smaller parallel.tensor, or model.precision=bf16.",
             )
         self.qweight = part.clone(memory_format=torch.contiguous_format)
@@ -112,7 +112,7 @@ def quantise_head(model: Any) -> bool:
     kind = type(head)
     if kind is not nn.Linear or head.bias is not None or head.weight.requires_grad:
         return False
-    if head.in_features % _TENSOR_CORE or head.out_features % _TENSOR_CORE:
+    if head.in_features % TENSOR_CORE or head.out_features % TENSOR_CORE:
         return False
     model.set_output_embeddings(FP8Linear(head.weight, None, scales="one"))
     return True

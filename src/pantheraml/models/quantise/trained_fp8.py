@@ -15,9 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.kernels.fp8_product import fp8_product
 from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows
-
-_TENSOR_CORE = 16
-"""Sizes of fp8 products must be multiples of this."""
+from pantheraml.models.quantise.fp8 import TENSOR_CORE
 
 
 class TrainedFP8Linear(nn.Linear):
@@ -69,6 +67,6 @@ def _can_be_fp8(module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
         and module.weight.requires_grad
-        and module.in_features % _TENSOR_CORE == 0
-        and module.out_features % _TENSOR_CORE == 0
+        and module.in_features % TENSOR_CORE == 0
+        and module.out_features % TENSOR_CORE == 0
     )
