@@ -2,8 +2,9 @@
 
 The heads of Llama-3.1-8B in bf16. Documents have log-normal lengths and fill the rows; "mask" is torch's attention with
 the [B, 1, S, S] mask that transformers makes for them (the making is not counted), "boundaries" is our document
-attention. The rows' kernels are timed one by one, so that `DENSE_BACKENDS` can be put in the order of the results; of
-those for packed documents, cuDNN's is timed too, where torch has it. Needs a GPU.
+attention, by the kernel that it chooses. The rows' kernels are timed one by one, so that `DENSE_BACKENDS` can be put in
+the order of the results, and so are those for packed documents: torch's, cuDNN's where torch has it, and FlashAttention
+4 where it is installed. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def run(
     }
     for name, backend in backends.items():
         results.append({**whole, "attention": f"rows: {name}", **_measure(_rows_by(backend), tensors, repeats)})
+    results.append({**whole, "attention": "rows: flash-attn-4", **_measure(_flash_4(None), tensors, repeats)})
     results.append({**whole, "attention": "rows: as chosen", **_measure(_ours(None, width), tensors, repeats)})
     return {"parameters": parameters, "results": results}
 
@@ -95,6 +97,8 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
     import torch
     import torch.nn.functional as F
 
+    from pantheraml.models.attention import DocumentLayout, _variable_length
+
     flat = [length for row in lengths for length in row]
     boundaries = torch.tensor([0, *itertools.accumulate(flat)], dtype=torch.int32, device=device)
     spare = 1 << (len(flat) - 1).bit_length()
@@ -105,6 +109,10 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
     def mask(query: Any, key: Any, value: Any) -> Any:
         key, value = (t.repeat_interleave(HEADS // KEY_HEADS, dim=1) for t in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=same)
+
+    def torchs(query: Any, key: Any, value: Any) -> Any:
+        layout = DocumentLayout(boundaries, max(flat))
+        return _variable_length(query, key, value, layout, window=None, scaling=None)
 
     def cudnn(query: Any, key: Any, value: Any) -> Any:
         flattened = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
@@ -117,7 +125,10 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
         "boundaries": _ours(boundaries, max(flat)),
         "boundaries, padded as in training": _ours(padded, max(flat)),
         "boundaries, padded as in compiled code": _ours(padded, sum(lengths[0])),
+        "torch": torchs,
         "cuDNN": cudnn,
+        "flash-attn-4": _flash_4(boundaries),
+        "flash-attn-4, padded as in training": _flash_4(padded),
     }
 
 
@@ -128,6 +139,12 @@ def _ours(boundaries: Any, longest: int) -> Attend:
 
     module, arguments = nn.Module(), DocumentLayout(boundaries, longest).arguments()
     return lambda query, key, value: document_attention(module, query, key, value, None, **arguments)[0]
+
+
+def _flash_4(boundaries: Any) -> Attend:
+    from pantheraml.models import flash
+
+    return lambda query, key, value: flash.attend(query, key, value, boundaries, window=None, scaling=None)
 
 
 def _rows_by(backend: Any) -> Attend:
@@ -158,7 +175,7 @@ def _measure(attend: Attend, tensors: tuple[Any, Any, Any], repeats: int) -> dic
     try:
         forward_seconds = _seconds(forward, repeats)
         seconds = _seconds(both, repeats)
-    except RuntimeError as err:  # a kernel that this torch or this device does not have
+    except (RuntimeError, ImportError) as err:  # a kernel that this torch, this device or this machine does not have
         missing = {"forward_seconds": None, "seconds": None, "peak_bytes": None}
         return missing | {"note": (str(err).strip() or type(err).__name__).splitlines()[0]}
     times: dict[str, Any] = {"forward_seconds": forward_seconds, "seconds": seconds}

@@ -48,6 +48,8 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "pantheraml::flash_forward",
         "torch_attn::_varlen_attn",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",

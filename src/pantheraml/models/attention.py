@@ -7,9 +7,10 @@ with transformers under `NAME`, and gives the model's body a hook which finds th
 hand them over (`cu_seq_lens_q` and `max_length_q`, as transformers names them for its own flash attention).
 `use_context_parallel` adds that each process holds a part of every row (see `parallel/context.py`).
 
-Which way a call goes: rows that are one document each take torch's causal attention; packed rows on a GPU in half
-precision take the variable-length kernel; what that kernel lacks (CPU, float32, dropout, wide heads) is computed
-document by document, or with a mask. All ways give the same numbers up to rounding.
+Which way a call goes: FlashAttention 4 takes what it can, where it is installed (see `flash.py`). Else rows that are
+one document each take torch's causal attention; packed rows on a GPU in half precision take its variable-length kernel;
+what that kernel lacks (CPU, float32, dropout, wide heads) is computed document by document, or with a mask. All ways
+give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models import flash
+from pantheraml.models.block_mask import block_mask
 from pantheraml.models.modes import observed
 from pantheraml.parallel.context import check_heads, cut_sequence, heads_to_sequence, sequence_to_heads
 
@@ -311,6 +314,10 @@ def document_attention(
     window = kwargs.get("sliding_window")
     if window is not None and window >= documents.max_length:
         window = None
+    if query.is_cuda:
+        query, key, value = _as_autocast(query, key, value)
+    if flash.serves(query, key, value, documents.boundaries, window=window, dropout=dropout):
+        return flash.attend(query, key, value, documents.boundaries, window=window, scaling=scaling), None
     if documents.boundaries is None and window is None:
         return _rows(query, key, value, dropout=dropout, scaling=scaling), None
     boundaries = documents.boundaries
@@ -356,13 +363,13 @@ def _packed(
     if _kernel_serves(query, value, dropout):
         return _variable_length(query, key, value, documents, window=window, scaling=scaling)
     if query.is_cuda or torch.compiler.is_compiling():  # reading the boundaries would wait for the device
-        mask = _block_mask(boundaries, query.shape[0], query.shape[2], window)
+        mask = block_mask(boundaries, query.shape[0], query.shape[2], window)
         return _attend(query, key, value, mask, dropout=dropout, scaling=scaling).transpose(1, 2).contiguous()
     return _one_by_one(query, key, value, boundaries, window=window, dropout=dropout, scaling=scaling)
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Autocast does not know the kernel; and under it rotary embeddings leave query and key wider than value."""
+    """Autocast does not know the kernels; and under it rotary embeddings leave query and key wider than value."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -437,15 +444,6 @@ def _one_by_one(
             mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         parts.append(_attend(query[piece], key[piece], value[piece], mask, dropout=dropout, scaling=scaling))
     return torch.cat(parts, dim=2).transpose(1, 2).reshape(rows, width, query.shape[1], value.shape[-1])
-
-
-def _block_mask(boundaries: Tensor, rows: int, width: int, window: int | None) -> Tensor:
-    """[B, 1, S, S]: True where key is in query's document, not after it and within the window."""
-    position = torch.arange(rows * width, dtype=boundaries.dtype, device=boundaries.device)
-    document = torch.searchsorted(boundaries, position, right=True).view(rows, width)
-    distance = position[:width, None] - position[None, :width]
-    near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return ((document[:, :, None] == document[:, None, :]) & near)[:, None]
 
 
 def _attend(

@@ -1,0 +1,300 @@
+"""FlashAttention 4: causal attention over rows or packed documents, where the package `flash-attn-4` is installed.
+
+It is an extra (`pip install 'pantheraml[flash]'`): a pre-release whose kernels are compiled at first use. One layer's
+attention on an H200, forward and backward, 4 x 2048 tokens: 1,047 us against cuDNN's 1,131 (32/8 heads of 128), 639
+against 758 (32/8 heads of 64), and 711 against 1,182 of torch's variable-length kernel over packed documents.
+
+The package's two functions are operators here, so that autograd, the compiler and selective checkpointing each meet
+one operation. `serves` tells whether a call may go to them. The first call of each kind has the kernels compiled and
+compared with torch's attention; if that fails, a warning says why, and attention stays with torch's kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+from pantheraml.base import log
+from pantheraml.models.block_mask import block_mask
+
+logger = log.get(__name__)
+
+PACKAGE, RELEASE = "flash-attn-4", "4.0.0b36"
+"""Its functions have no stable face: the release is the one that was measured, and no other is called."""
+
+CAPABILITY = 9
+"""Compute capability 9.x, where it was measured."""
+
+HEAD_DIMS = (64, 96, 128)
+"""Multiples of 32. The release pads others to 16 where it sums up dQ, and to 32 where it reads the sum."""
+
+SHORTEST = 256
+"""Tokens of a row. Rows of one block take other kernels, not worth compiling."""
+
+PADDED_TO = 128
+"""The backward pass rounds each document up to that many tokens, empty ones with the rest (a block each)."""
+
+MANY = 256
+"""With more documents the release searches them in another way: kernels of their own."""
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_TOLERANCE = 2e-2
+"""Of a norm: bf16 leaves 0.3 %, while a token too many or too few moves it by more."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides which kernels are compiled."""
+
+    dtype: torch.dtype
+    head_dim: int
+    groups: int
+    """Query heads of a key head."""
+    packed: bool
+    windowed: bool
+    many: bool
+
+    def __str__(self) -> str:
+        what = "packed documents" if self.packed else "whole rows"
+        window = " in a window" if self.windowed else ""
+        return f"{what}{window}, {self.groups} x heads of {self.head_dim}, {str(self.dtype).removeprefix('torch.')}"
+
+
+def serves(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, *, window: int | None, dropout: float
+) -> bool:
+    """Whether `attend` is to be used: tensors as transformers lays them out, [B, H, S, D]."""
+    documents = 0 if boundaries is None else boundaries.shape[0] - 1
+    return (
+        query.is_cuda
+        and query.dtype == key.dtype == value.dtype
+        and fits(query.dtype, query.shape, value.shape[-1], documents=documents, dropout=dropout)
+        and not torch.are_deterministic_algorithms_enabled()  # dK's sums have no fixed order
+        and _works(
+            query.device,
+            query.dtype,
+            query.shape[-1],
+            query.shape[1] // key.shape[1],
+            boundaries is not None,
+            window is not None,
+            documents > MANY,
+        )
+    )
+
+
+def fits(dtype: torch.dtype, shape: Sequence[int], value_dim: int, *, documents: int, dropout: float) -> bool:
+    """Whether the kernels can do it, and without wasting memory. `documents`: 0 where each row is one."""
+    rows, _, width, head_dim = shape
+    return (
+        dtype in _DTYPES
+        and dropout == 0.0
+        and head_dim == value_dim
+        and head_dim in HEAD_DIMS
+        and width >= SHORTEST
+        and documents * PADDED_TO <= rows * width
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor | None,
+    *,
+    window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """[B, H, S, D] -> [B, S, H, D]; `window` counts the token itself."""
+    rows, _, width, head_dim = query.shape
+    tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    if boundaries is not None:
+        tensors = [tensor.flatten(0, 1) for tensor in tensors]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    out: Tensor = torch.ops.pantheraml.flash_forward(*tensors, boundaries, width, scale, window)[0]
+    return out if boundaries is None else out.unflatten(0, (rows, width))
+
+
+@custom_op(
+    "pantheraml::flash_forward",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? boundaries, int width, float scale, int? window)"
+    " -> (Tensor, Tensor)",
+)
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor | None,
+    width: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Rows [B, S, H, D], or documents end to end, [T, H, D], none longer than `width`: attention, and the logarithms of
+    its sums, [B, H, S] or [H, T]."""
+    arguments = _arguments(boundaries, width, scale, window)
+    with torch.cuda.device_of(query):
+        out, sums = _package()._flash_attn_fwd(query, key, value, return_lse=True, **arguments)[:2]
+    return out, sums
+
+
+@custom_op(
+    "pantheraml::flash_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, Tensor? boundaries,"
+    " int width, float scale, int? window) -> (Tensor, Tensor, Tensor)",
+)
+def flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    boundaries: Tensor | None,
+    width: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _gradients(query, key, value)
+    arguments = _arguments(boundaries, width, scale, window)
+    with torch.cuda.device_of(query):
+        # A gradient that is one number for all would be compiled for by itself.
+        _package()._flash_attn_bwd(
+            query, key, value, out, gradient.contiguous(), sums, dq=dq, dk=dk, dv=dv, **arguments
+        )
+    return dq, dk, dv
+
+
+@flash_forward.register_fake
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, *settings: object
+) -> tuple[Tensor, Tensor]:
+    *places, heads, _ = query.shape
+    shape = (heads, *places) if len(places) == 1 else (places[0], heads, places[1])
+    return query.new_empty((*places, heads, value.shape[-1])), query.new_empty(shape, dtype=torch.float32)
+
+
+@flash_backward.register_fake
+def _fake_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(query, key, value)
+
+
+def _gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _arguments(boundaries: Tensor | None, width: int, scale: float, window: int | None) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "causal": True,
+        "softmax_scale": scale,
+        "window_size_left": None if window is None else window - 1,
+    }
+    if boundaries is not None:
+        arguments |= {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
+        # The row's length, not the longest document's: kernels need no more, and some are compiled by it.
+        arguments |= {"max_seqlen_q": width, "max_seqlen_k": width}
+    return arguments
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, boundaries, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output, boundaries)
+    ctx.set_materialize_grads(False)  # else the sums would be given a gradient of zeros
+
+
+def _backward(ctx: Any, gradient: Tensor, _of_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.pantheraml.flash_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (*gradients, None, None, None, None)
+
+
+flash_forward.register_autograd(_backward, setup_context=_keep)
+
+
+@functools.cache
+def _package() -> Any:
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@functools.cache
+def _installed() -> bool:
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if version != RELEASE:
+        logger.warning("%s %s is installed, but only %s is known: torch's attention is used", PACKAGE, version, RELEASE)
+    return version == RELEASE
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _works(
+    device: torch.device, dtype: torch.dtype, head_dim: int, groups: int, packed: bool, windowed: bool, many: bool
+) -> bool:
+    """Of numbers alone, for the compiler's sake."""
+    return _checked(device, Kind(dtype, head_dim, groups, packed, windowed, many))
+
+
+@functools.cache
+def _checked(device: torch.device, kind: Kind) -> bool:
+    if not _installed() or torch.cuda.get_device_capability(device)[0] != CAPABILITY:
+        return False
+    # In a thread of its own, where nothing of the step that asks is in force: autocast, checkpointing, its stream.
+    with ThreadPoolExecutor(1) as elsewhere:
+        fault = elsewhere.submit(_fault, device, kind).result()
+    if fault is None:
+        logger.info("attention (%s) is computed by %s %s", kind, PACKAGE, RELEASE)
+    else:
+        logger.warning("attention (%s) stays with torch's kernels: %s %s fails: %s", kind, PACKAGE, RELEASE, fault)
+    return fault is None
+
+
+def _fault(device: torch.device, kind: Kind) -> str | None:
+    """Compiles the kernels and runs them once; what is wrong with them."""
+    try:
+        with torch.cuda.device(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the package's own code
+            return _difference(device, kind)
+    except Exception as err:  # noqa: BLE001 - a compiler may raise anything; the reason is logged
+        return f"{type(err).__name__}: {err}"
+
+
+def _difference(device: torch.device, kind: Kind) -> str | None:
+    """Of results and gradients from those of torch in float32, on two rows of random numbers."""
+    rows, width, window = 2, SHORTEST, SHORTEST // 4 if kind.windowed else None
+    draw = torch.Generator(device).manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        drawn = torch.randn(rows, heads, width, kind.head_dim, generator=draw, device=device)
+        return drawn.to(kind.dtype).requires_grad_()
+
+    inputs = query, key, value = random(2 * kind.groups), random(2), random(2)
+    direction = random(2 * kind.groups).detach().transpose(1, 2)
+    boundaries = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
+    if kind.packed:
+        ends = [0, width // 3, width, width] + [rows * width] * (MANY if kind.many else 2)  # the last are empty
+        boundaries = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = attend(query, key, value, boundaries if kind.packed else None, window=window, scaling=None)
+    found = [out, *torch.autograd.grad(out, inputs, direction)]
+    exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    key, value = (tensor.repeat_interleave(kind.groups, dim=1) for tensor in exact[1:])
+    mask = block_mask(boundaries, rows, width, window)
+    expected = F.scaled_dot_product_attention(exact[0], key, value, attn_mask=mask).transpose(1, 2)
+    wanted = [expected, *torch.autograd.grad(expected, exact, direction.float())]
+    for name, ours, theirs in zip(("attention", "dQ", "dK", "dV"), found, wanted, strict=True):
+        distance = float(((ours.float() - theirs).norm() / theirs.norm()).detach())
+        if not distance < _TOLERANCE:  # or not a number
+            return f"{name} differs from torch's by {distance:.1%}"
+    return None
