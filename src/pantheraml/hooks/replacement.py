@@ -1,4 +1,4 @@
-"""A replacement of one name in another library's module: applied once, revertible, for known versions alone.
+"""A replacement of one name in another library's module or class: applied once, revertible, for known versions alone.
 
 Models are changed by replacing parts of the model. Only what no part of a model can reach (a function that a trainer
 calls by name) is replaced here, and only in versions whose code was read.
@@ -32,6 +32,8 @@ class Replacement:
     """From the original to what stands in its place."""
     otherwise: str
     """What happens without it, for the log."""
+    of_class: str | None = None
+    """The class of the module that `name` is a method of; None: `name` is the module's."""
     _original: Any = field(default=None, init=False)
     _ours: Any = field(default=None, init=False)
 
@@ -43,23 +45,27 @@ class Replacement:
         if not SpecifierSet(self.versions).contains(version, prereleases=True):
             logger.info("%s %s is not one of %s: %s", self.library, version, self.versions, self.otherwise)
             return False
-        module = importlib.import_module(self.module)
-        present = getattr(module, self.name)
+        place = self._place()
+        present = getattr(place, self.name)
         if self._ours is not None and present is self._ours:
             return True
         self._check_untouched(present)
         self._original, self._ours = present, self.make(present)
-        setattr(module, self.name, self._ours)
+        setattr(place, self.name, self._ours)
         return True
 
     def revert(self) -> None:
         """Put the original back; nothing if it stands there already."""
         if self._ours is None:
             return
-        module = importlib.import_module(self.module)
-        if getattr(module, self.name) is self._ours:
-            setattr(module, self.name, self._original)
+        place = self._place()
+        if getattr(place, self.name) is self._ours:
+            setattr(place, self.name, self._original)
         self._original = self._ours = None
+
+    def _place(self) -> Any:
+        module = importlib.import_module(self.module)
+        return module if self.of_class is None else getattr(module, self.of_class)
 
     def _check_untouched(self, present: Any) -> None:
         owner = getattr(present, "__module__", self.module)

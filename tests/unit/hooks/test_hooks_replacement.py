@@ -3,7 +3,9 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 import trl.trainer.sft_trainer as sft
 from torch import nn
 
@@ -81,3 +83,25 @@ def test_trl_gives_its_head_to_models_that_are_not_ours() -> None:
     model.config = Config()  # type: ignore[assignment]
     sft.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     assert "forward" in vars(model)
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_the_collator_gives_the_same_tensors(padding_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [[5, 6, 7], [8, 9], [1]]
+    plain = [{"input_ids": row, "labels": [-100, *row[1:]], "seq_lengths": [len(row)]} for row in ids]
+    without_labels = [{"input_ids": row, "seq_lengths": [len(row)]} for row in ids]
+    arrays = [{"input_ids": np.array(row), "seq_lengths": [len(row)]} for row in ids]
+    collator = sft.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=padding_free)
+    expected = [collator(examples) for examples in (plain, without_labels, arrays)]
+    assert trl.COLLATOR.apply()
+    seen = set()
+    make = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values: seen.add(type(values)) or make(values))
+    collator([{"input_ids": row} for row in ids])
+    assert padding_free or seen == {np.ndarray}
+    found = [collator(examples) for examples in (plain, without_labels, arrays)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, theirs_value in theirs.items():
+            torch.testing.assert_close(ours[name], theirs_value, rtol=0, atol=0)
+    assert plain[0]["input_ids"] == [5, 6, 7], "the data set's own examples stay as they are"
