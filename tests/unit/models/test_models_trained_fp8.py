@@ -75,6 +75,21 @@ def test_every_row_is_near_the_exact_one_however_small_it_is() -> None:
         assert errors.max() < 0.08
 
 
+def test_a_compiler_changes_nothing() -> None:
+    _, fp8 = pair_of_layers()
+    given = inputs()
+    compiled: Any = torch.compile(copy.deepcopy(fp8), fullgraph=True, backend="aot_eager")
+    for found, expected in zip(run(compiled, *given), run(fp8, *given), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_operators_are_what_they_say_they_are() -> None:
+    x, g = (tensor[:5].clone().requires_grad_() for tensor in inputs())
+    weight = torch.randn(HEIGHT, WIDTH, requires_grad=True)
+    torch.library.opcheck(torch.ops.pantheraml.fp8_linear.default, (x, weight))
+    torch.library.opcheck(torch.ops.pantheraml.fp8_linear_back.default, (g.detach(), weight.detach()))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_under_autocast_it_answers_in_its_dtype(bias: bool) -> None:
     plain, fp8 = pair_of_layers(bias=bias)

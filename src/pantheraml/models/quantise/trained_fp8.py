@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.kernels.fp8_product import fp8_product
-from pantheraml.kernels.quantise_rows import quantise_rows, reference_quantise_rows
+from pantheraml.kernels.quantise_rows import quantise_rows
 from pantheraml.models.quantise.fp8 import TENSOR_CORE
 
 
@@ -25,32 +25,43 @@ class TrainedFP8Linear(nn.Linear):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         rows = input.reshape(-1, self.in_features).to(dtype)
-        out: Tensor = _Product.apply(rows, self.weight)
+        out: Tensor = torch.ops.pantheraml.fp8_linear(rows, self.weight)
         out = out.view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(dtype)
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return fp8_product(*_rows(x), *_rows(weight), x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        (g,) = grads
-        d_input = fp8_product(*_rows(g), *_rows(weight.t()), g.dtype) if ctx.needs_input_grad[0] else None
-        d_weight = (g.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return d_input, d_weight
+# Operators, so that a compiler takes them as they are: torch 2.11's, given their parts, made products of zeros.
+@torch.library.custom_op("pantheraml::fp8_linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return fp8_product(*quantise_rows(x), *quantise_rows(weight), x.dtype)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """In e4m3, and their scales. A compiler sees the definition, and makes it part of what is computed before."""
-    if torch.compiler.is_compiling():
-        payload, scales = reference_quantise_rows(x)
-        return payload.contiguous(), scales
-    return quantise_rows(x)
+@torch.library.custom_op("pantheraml::fp8_linear_back", mutates_args=(), schema="(Tensor g, Tensor weight) -> Tensor")
+def _input_gradient(g: Tensor, weight: Tensor) -> Tensor:
+    return fp8_product(*quantise_rows(g), *quantise_rows(weight.t()), g.dtype)
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@_input_gradient.register_fake
+def _(g: Tensor, weight: Tensor) -> Tensor:
+    return g.new_empty(g.shape[0], weight.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    d_input = torch.ops.pantheraml.fp8_linear_back(g, weight) if ctx.needs_input_grad[0] else None
+    return d_input, (g.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+
+
+_linear.register_autograd(_backward, setup_context=_keep)
 
 
 def use_fp8_products(model: nn.Module) -> int:
