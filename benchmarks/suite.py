@@ -33,6 +33,7 @@ from suites.run_case import Starts, run_case  # noqa: E402
 from suites.workshop import Workshop  # noqa: E402
 
 PEERS = ("trl", "datasets", "liger-kernel", "unsloth", "unsloth-zoo", "bitsandbytes", "xformers", "torchao", "triton")
+EXTRAS = ("flash-attn-4", "nvidia-cutlass-dsl")
 DONE = "measured"
 LOG_LINES = 15
 """Of a failed case's log, shown at once: the machine may be gone when somebody asks."""
@@ -63,9 +64,7 @@ class ResultFile:
         self.path, self.record = path, record
 
     @classmethod
-    def new(
-        cls, folder: Path, suite: str, cases: tuple[Case, ...], commit: str | None, peers: Path | None
-    ) -> ResultFile:
+    def new(cls, folder: Path, suite: str, cases: tuple[Case, ...], commit: str | None, shop: Workshop) -> ResultFile:
         now = datetime.now(UTC)
         record = {
             "benchmark": suite,
@@ -75,7 +74,9 @@ class ResultFile:
             "dirty": runner.commit()["dirty"],
             "load_before": os.getloadavg()[0],
             "hardware": runner.hardware(),
-            "versions": runner.versions(*PEERS) | versions_in(peers),
+            "versions": runner.versions(*PEERS, *EXTRAS)
+            | versions_in(shop.peers, PEERS)
+            | versions_in(shop.extras, EXTRAS),
             "parameters": {"lora_rank": 16, "lora_alpha": 16},
             "results": [case.row(status="not run", reason="its turn did not come") for case in cases],
         }
@@ -119,11 +120,11 @@ def run_suite(cases: tuple[Case, ...], wanted: Wanted, file: ResultFile, starts:
             print(tail(starts.workshop.log(case.name), lines=LOG_LINES), file=sys.stderr, flush=True)
 
 
-def versions_in(folder: Path | None) -> dict[str, str]:
-    """Of the peers' packages there; cases that have the folder on their path take them from it."""
+def versions_in(folder: Path | None, names: tuple[str, ...]) -> dict[str, str]:
+    """Of the packages there; cases that have the folder on their path take them from it."""
     found = () if folder is None else importlib.metadata.distributions(path=[str(folder)])
     named = {each.name.replace("_", "-").lower(): each.version for each in found}
-    return {name: named[name] for name in PEERS if name in named}
+    return {name: named[name] for name in names if name in named}
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -146,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cpu"])
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
     parser.add_argument("--peers", type=Path)
+    parser.add_argument("--extras", type=Path)
     parser.add_argument("--results", type=Path, default=runner.RESULTS)
     given = parser.parse_args(arguments)
     if given.suite not in suite_names():
@@ -155,16 +157,18 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [case for case in cases if wanted.names(case)]
     if not chosen:
         parser.error(f"no case of {given.suite} is named {' or '.join(given.only)}; --list shows them")
-    if given.peers is not None and not given.peers.is_dir():
-        parser.error(f"there is no folder {given.peers}")
+    for folder in (given.peers, given.extras):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"there is no folder {folder}")
     if given.list:
         show_list(chosen, as_json=given.json)
         return 0
     file = ResultFile.newest(given.results, given.suite) if given.resume else None
     commit = given.commit or runner.commit()["commit"]
-    peers = None if given.peers is None else given.peers.resolve()
-    file = file or ResultFile.new(given.results, given.suite, cases, commit, peers)
-    with Starts(Workshop(given.work.resolve() / given.suite, given.device, peers)) as starts:
+    peers, extras = (None if folder is None else folder.resolve() for folder in (given.peers, given.extras))
+    shop = Workshop(given.work.resolve() / given.suite, given.device, peers, extras)
+    file = file or ResultFile.new(given.results, given.suite, cases, commit, shop)
+    with Starts(shop) as starts:
         run_suite(cases, wanted, file, starts, commit)
     if given.results == runner.RESULTS:
         runner.write_pages()

@@ -33,6 +33,8 @@ class Workshop:
     peers: Path | None = None
     """A folder of packages that cases through TRL find and ours on the command line do not: libraries import what they
     see, and our users need not have it. None: all is installed in one place."""
+    extras: Path | None = None
+    """A folder of packages that our cases find and others do not: those of our optional extras."""
 
     def model(self, shape: str) -> Path:
         """Where it is, or will be."""
@@ -91,8 +93,8 @@ class Workshop:
         return [name for name in case.packages if not self._has(name)]
 
     def environment(self, case: Case) -> dict[str, str]:
-        peers = [str(self.peers)] if self.peers is not None and case.path == "trl" else []
-        return self._environment(case.system, peers)
+        more = [(self.peers, case.path == "trl"), (self.extras, case.system == "pantheraml")]
+        return self._environment(case.system, [str(folder) for folder, sees in more if folder is not None and sees])
 
     def _has(self, package: str) -> bool:
         beside = [] if self.peers is None else [str(self.peers)]

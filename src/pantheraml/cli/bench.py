@@ -41,6 +41,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers", metavar="DIR", help="folder with other systems' packages, kept away from our own command line"
     )
+    parser.add_argument(
+        "--extras", metavar="DIR", help="folder with our extras' packages, kept away from other systems"
+    )
     parser.add_argument("--commit", metavar="HASH", help="the commit to record, where there is no git to ask")
     parser.add_argument("--json", action="store_true", help="print the result (or the list) as JSON")
     return parser
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     command += [word for pattern in arguments.only for word in ("--only", pattern)]
     for name in ("list", "resume", "again", "json"):
         command += [f"--{name}"] if getattr(arguments, name) else []
-    for name in ("minutes", "results", "work", "device", "peers", "commit"):
+    for name in ("minutes", "results", "work", "device", "peers", "extras", "commit"):
         value = getattr(arguments, name)
         command += [] if value is None else [f"--{name}", str(value)]
     return subprocess.run(command, check=False).returncode

@@ -171,7 +171,7 @@ from suites.smoke import CASES
 from suites.workshop import Workshop
 cli, uneven, hf, ours, unsloth = CASES
 fresh = dataclasses.replace(hf, name="fresh", cache="fresh")
-shop = Workshop(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))
+shop = Workshop(Path(sys.argv[1]), "cpu", Path(sys.argv[2]), Path(sys.argv[1]) / "extras")
 def there():
     return [case.name for case in (*CASES, fresh) if shop.output(case).exists()]
 with Starts(shop) as starts:
@@ -184,7 +184,8 @@ with Starts(shop) as starts:
     print(json.dumps([first, there(), waited.began < again.began]))
     waited.end()
     again.end()
-print(json.dumps([shop.environment(case).get("PYTHONPATH", "").endswith("peers") for case in (cli, ours)]))
+paths = [shop.environment(case).get("PYTHONPATH", "") for case in (cli, hf, ours)]
+print(json.dumps([[name in path for name in ("peers", "extras")] for path in paths]))
 """
 
 
@@ -194,7 +195,7 @@ def test_only_what_can_wait_is_started_before_its_turn_and_only_it_sees_the_peer
     (tmp_path / "peers").mkdir()
     started, seen = map(json.loads, python(STARTS, str(tmp_path), str(tmp_path / "peers")).splitlines())
     assert started == [["hf-tiny-lora"], ["hf-tiny-lora", "ours-trl-tiny-lora"], True]
-    assert seen == [False, True]
+    assert seen == [[False, True], [True, False], [True, True]]
 
 
 DEATH = """

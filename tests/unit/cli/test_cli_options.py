@@ -47,6 +47,7 @@ OPTIONS = {
         "--again",
         "--commit",
         "--device",
+        "--extras",
         "--json",
         "--list",
         "--minutes",
