@@ -179,6 +179,44 @@ def rms_norm(layer: Layer) -> Op:
     )
 
 
+def rms_norm_backward(layer: Layer) -> Op:
+    """From a norm's result in e4m3, the gradient of the residual sum before it, and the same rows quantised for the
+    product before the sum."""
+    from pantheraml.kernels.e4m3 import E4M3
+    from pantheraml.kernels.quantise_rows import reference_quantise_rows
+    from pantheraml.kernels.rms_norm import Quantised, reference_rms_norm_backward_quantised
+    from pantheraml.kernels.rms_norm import rms_norm_backward_rows as ours
+
+    def plain(t: Inputs) -> Any:
+        return reference_rms_norm_backward_quantised(
+            t["g"], t["payload"], t["scales"], t["weight"], t["inverse"], residual=t["residual"]
+        )
+
+    def fused(t: Inputs) -> Any:
+        x = Quantised(t["payload"], t["scales"])
+        return ours(t["g"], x, t["weight"], t["inverse"], residual=t["residual"], dtype=E4M3)
+
+    def reference(t: Inputs) -> tuple[Any, ...]:
+        dx = plain(t)
+        return dx, *reference_quantise_rows(dx)
+
+    payload, scales = reference_quantise_rows(layer.normal(layer.tokens, layer.width))
+    return Op(
+        inputs={
+            "g": layer.normal(layer.tokens, layer.width),
+            "payload": payload,
+            "scales": scales,
+            "weight": 1 + 0.1 * layer.normal(layer.width),
+            "inverse": (1 + 0.1 * layer.normal(layer.tokens)).float(),
+            "residual": layer.normal(layer.tokens, layer.width),
+        },
+        ours=fused,
+        reference=reference,
+        exact=lambda t: (plain(t), plain(t)),
+        read=lambda out: (out[0], *either(tuple(out[1:]) if len(out) > 2 else out[1])),
+    )
+
+
 def gated_activation(layer: Layer) -> Op:
     """SiLU(gate) times up, quantised for the product that follows."""
     from pantheraml.kernels.gated_activation import gated_activation as ours
@@ -419,6 +457,7 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "quantise_rows": quantise_rows,
     "copy_rows": copy_rows,
     "rms_norm": rms_norm,
+    "rms_norm_backward": rms_norm_backward,
     "gated_activation": gated_activation,
     "gated_activation_backward": gated_activation_backward,
     "nf4_fill": lambda layer: nf4_fill(layer, transposed=False),

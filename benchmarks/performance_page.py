@@ -52,13 +52,14 @@ TRICKS = (
         " `model.precision=auto` chooses it where it was measured to be as accurate.",
     ),
     Trick(
-        "one_layout",
-        "One copy of each weight",
+        "fp8_layouts",
+        "One copy of each weight, or two",
         "The tensor cores read a weight along its inputs on the way forward and along its outputs on the way back."
-        " Only the first layout is kept; the backward pass transposes the bytes just before the product. Scales that"
-        " differ from row to row then lie along the inner dimension, so they go into the gradient before it is"
-        " quantised. One scale for all spares the kernels that, and is preferred.",
-        within="fp8_base",
+        " Where memory is short, only the first layout is kept, and the backward pass transposes the bytes just before"
+        " the product. Else MLPs, which have most of the weights, keep both, for one more byte each; the numbers are"
+        " the same bit for bit. Scales"
+        " that differ from row to row lie along the inner dimension on the way back, so they go into the gradient"
+        " before it is quantised. One scale for all spares the kernels that, and is preferred. (`train.fp8_layouts`)",
         ops=("fp8_transposition",),
     ),
     Trick(
@@ -112,7 +113,9 @@ TRICKS = (
     Trick(
         "fp8_stash",
         "Activations kept in fp8",
-        "What the backward pass needs of a product's input is kept as the fp8 values that the forward product read.",
+        "What the backward pass needs of a product's input is kept as the fp8 values that the forward product read."
+        " The gradients of the norms are formed from the same values, divided by the norm's weight again, so the rows"
+        " that were normalised are not kept besides.",
         within="fused_layers",
     ),
     Trick(
@@ -143,7 +146,15 @@ TRICKS = (
         "varlen_attention",
         "Attention per document",
         "Packed documents are attended to with variable-length kernels: no mask is built, and no work is done across"
-        " borders. Rows that are one document each take torch's causal attention, cuDNN's kernel first.",
+        " borders. Rows that are one document each take torch's causal attention, cuDNN's kernel first. On Hopper GPUs"
+        " (compute capability 9.x) FlashAttention 4 does both, where it is installed: `pip install"
+        " 'pantheraml[flash]'`. It is an extra, and pinned to one release, because that is a pre-release without a"
+        " stable face, and because its kernels are compiled at first use, for 2 to 5 s each on an H200's machine. It"
+        " takes bf16 and fp16, heads of 64, 96 or 128, with or without a window, and rows of 256 tokens or more, unless"
+        " documents are so short (under 128 tokens on average, empty ones counted) that its padding would take more"
+        " memory than they do. Each kind of call is first compared with torch's attention; the log says which kernels"
+        " are used, and why not, if that fails. The order of its sums is not fixed: under"
+        " `torch.use_deterministic_algorithms(True)` torch's kernels are used.",
     ),
     Trick(
         "launch_cache",

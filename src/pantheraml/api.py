@@ -26,8 +26,9 @@ from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.asked_each_step import answer_sooner
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
-from pantheraml.models.fast import fuse, quantise_head_like_layers
+from pantheraml.models.fast import fuse, quantise_head_like_layers, record_passes, why_one_layout
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
+from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.packed import Packing
 from pantheraml.parallel.split import (
@@ -43,6 +44,8 @@ from pantheraml.parallel.split import (
     split,
 )
 from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.planner.layouts import layouts_for
+from pantheraml.specs.plan import Layouts
 from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
 
 logger = log.get(__name__)
@@ -195,7 +198,8 @@ def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: Checkpointing
                 todo='Use True or "selective".',
             )
     else:
-        _fuse(fast, whole)
+        _fuse(fast, whole, checkpointing)
+        record_passes(whole)
     if checkpointing is False:
         return
     if checkpointing not in _CHECKPOINTING:
@@ -205,12 +209,23 @@ def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: Checkpointing
     fast.keep_checkpointing(_CHECKPOINTING[checkpointing])
 
 
-def _fuse(fast: FastCausalLM, whole: nn.Module) -> None:
+def _fuse(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode) -> None:
     nf4 = any(isinstance(layer, NF4Linear) for layer in whole.modules())
     on_cpu = next(whole.parameters()).device.type == "cpu"
+    layouts = _fp8_layouts(whole, checkpointing)
     # On a CPU fusing gains nothing, and products of nf4 weights in fp8 would round where the plain ones do not.
-    fused = not (nf4 and on_cpu) and fuse(whole).fused > 0
+    fused = not (nf4 and on_cpu) and fuse(whole, layouts=layouts).fused > 0
     quantise_head_like_layers(fast, fused=fused)
+
+
+def _fp8_layouts(whole: nn.Module, checkpointing: CheckpointingMode) -> Layouts:
+    if not any(isinstance(layer, FP8Linear) for layer in whole.modules()):
+        return 1
+    layouts, reason = layouts_for(_CHECKPOINTING.get(checkpointing, "none"))
+    if layouts == 2 and (why_one := why_one_layout(whole)) is not None:
+        layouts, reason = 1, why_one
+    logger.info("layouts of each fp8 weight: %d (%s)", layouts, reason)
+    return layouts
 
 
 def _refuse(others: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], function: str) -> None:

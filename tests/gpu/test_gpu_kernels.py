@@ -4,6 +4,7 @@ own, rows on their way to shared memory, and what becomes of NaN."""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,14 @@ from pantheraml.kernels.gated_activation import (
 from pantheraml.kernels.lora_columns import Left, adapter_gradient, blocks_of
 from pantheraml.kernels.lora_columns.reference import reference_gradient, reference_left
 from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows, reference_quantise_rows
-from pantheraml.kernels.rms_norm import rms_norm
+from pantheraml.kernels.rms_norm import (
+    Quantised,
+    reference_rms_norm_backward,
+    reference_rms_norm_backward_quantised,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_rows,
+)
 from pantheraml.kernels.rotary import reference_rotate, rotate, unrotate, unrotate_quantised
 from tests.interpreter.comparison import assert_close, assert_same_codes
 
@@ -78,6 +86,73 @@ def test_gated_activation_with_multipliers() -> None:
     hidden, gradient = gated_activation_backward(g, pair, multiplier=multiplier)
     assert_rows(hidden, reference_gated(pair))
     assert_rows(gradient, reference_gated_backward(g, pair), multiplier)
+
+
+NORM_WIDTHS = [4096, 8192, 3072, 80]
+
+
+def norm_inputs(width: int, *, quantised: bool) -> dict[str, Any]:
+    """Inputs of a norm's backward pass: weights next to nought too, and behind a result what nobody may read."""
+    x, weight = normal(301, width), (0.3 + 1.2 * torch.rand(width, device=GPU)).bfloat16()
+    weight[::9], weight[5], weight[6] = 1e-4, 0.0, 1e-39
+    found = rms_norm(x, weight, 1e-5, room=64)
+    assert found.scales is not None
+    found.payload.view(torch.uint8)[:, width:] = 0x7F
+    return {
+        "x": Quantised(found.payload, found.scales) if quantised else x,
+        "weight": weight,
+        "inverse": found.inverse,
+    }
+
+
+def reference_dx(g: Tensor, x: Tensor | Quantised, weight: Tensor, inverse: Tensor, residual: Tensor | None) -> Tensor:
+    """In float32."""
+    wide = None if residual is None else residual.float()
+    if isinstance(x, Tensor):
+        return reference_rms_norm_backward(g.float(), x, weight, inverse, residual=wide)
+    return reference_rms_norm_backward_quantised(g.float(), *x, weight, inverse, residual=wide)
+
+
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+@pytest.mark.parametrize(("quantised", "residual"), itertools.product(BOTH, BOTH))
+def test_the_gradient_of_a_norm(width: int, quantised: bool, residual: bool) -> None:
+    """Within a rounding to bf16, and a few last places of float32 where terms cancel."""
+    g, other = normal(301, width), normal(301, width) if residual else None
+    given = norm_inputs(width, quantised=quantised)
+    found = rms_norm_backward(g, **given, residual=other)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), reference_dx(g, **given, residual=other), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+def test_the_gradient_of_a_norm_from_its_result_is_near_that_from_its_input(width: int) -> None:
+    x, g = normal(301, width), normal(301, width)
+    weight = (0.3 + 1.2 * torch.rand(width, device=GPU)).bfloat16()
+    found = rms_norm(x, weight, 1e-5, room=64)
+    assert found.scales is not None
+    ours = rms_norm_backward(g, Quantised(found.payload, found.scales), weight, found.inverse).float()
+    theirs = rms_norm_backward(g, x, weight, found.inverse).float()
+    assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+@pytest.mark.parametrize(("quantised", "scaled"), itertools.product(BOTH, BOTH))
+def test_the_gradient_of_a_norm_is_quantised_as_by_a_pass_of_its_own(width: int, quantised: bool, scaled: bool) -> None:
+    """Two kernels may contract multiplications and sums differently, so their dx may be a rounding apart."""
+    g, residual = normal(301, width), normal(301, width)
+    given = norm_inputs(width, quantised=quantised)
+    multiplier = torch.rand(width, device=GPU) + 0.5 if scaled else None
+    found = rms_norm_backward_rows(g, **given, residual=residual, room=64, multiplier=multiplier, dtype=E4M3)
+    plain = rms_norm_backward_rows(g, **given, residual=residual, room=64, dtype=torch.bfloat16)
+    dx = rms_norm_backward(g, **given, residual=residual)
+    for other in (found.dx, plain.dx):
+        torch.testing.assert_close(other.float(), dx.float(), rtol=2**-7, atol=1e-5)
+        assert (other == dx).float().mean() > 0.99
+    assert torch.equal(plain.payload[:, :width], plain.dx)
+    payload, scales = quantise_rows(found.dx, multiplier=multiplier)
+    assert found.scales is not None
+    torch.testing.assert_close(found.scales, scales, rtol=1e-6, atol=0)
+    assert_same_codes(found.payload[:, :width], payload)
 
 
 def powers(rows: int) -> Tensor:

@@ -13,6 +13,7 @@ from pantheraml.kernels import dispatch
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.fast import fuse
 from pantheraml.models.quantise.packed import pack_linears
+from pantheraml.specs.plan import Layouts
 from pantheraml.specs.train import MethodConfig
 
 IDS = torch.randint(0, 64, (2, 4), generator=torch.Generator().manual_seed(0))
@@ -24,7 +25,7 @@ CHANGED = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.default.weigh
 Results = dict[str, Tensor]
 
 
-def model(family: str, *, fp8: bool, error: float = 0.0) -> nn.Module:
+def model(family: str, *, fp8: bool, error: float = 0.0, layouts: Layouts = 1) -> nn.Module:
     """A layer with an adapter at every product; `error` is added to one value of one of them."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -41,7 +42,7 @@ def model(family: str, *, fp8: bool, error: float = 0.0) -> nn.Module:
         if "layernorm" in name:
             parameter.data.add_(0.3 * torch.randn(parameter.shape))
     adapted.get_parameter(CHANGED).data[3, 1] += error
-    assert fuse(adapted).fused == 1
+    assert fuse(adapted, layouts=layouts).fused == 1
     return adapted.train()
 
 
@@ -69,3 +70,15 @@ def test_kernels_give_what_the_references_give(family: str, fp8: bool, monkeypat
     assert_same(ours, results(model(family, fp8=fp8)), TOLERANCE[fp8])
     with pytest.raises(AssertionError):
         assert_same(ours, results(model(family, fp8=fp8, error=0.05)), TOLERANCE[fp8])
+
+
+def test_two_layouts_give_what_one_gives() -> None:
+    """Also after the adapters changed."""
+    twice, once = (model("llama", fp8=True, layouts=layouts) for layouts in (2, 1))
+    for size in (0.0, 0.02):
+        for fused in (twice, once):
+            fused.zero_grad()
+            for number, (_, parameter) in enumerate(trainable_parameters(fused)):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                parameter.data.add_(size * noise)
+        assert_same(results(twice), results(once), tolerance=0)

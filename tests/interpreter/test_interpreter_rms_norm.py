@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.quantise_rows import reference_quantise_rows
 from pantheraml.kernels.rms_norm import (
+    Quantised,
     reference_rms_norm,
     reference_rms_norm_backward,
+    reference_rms_norm_backward_quantised,
     rms_norm,
     rms_norm_backward,
+    rms_norm_backward_rows,
 )
 from tests.interpreter.comparison import assert_close, assert_same_rows
 
@@ -41,19 +45,97 @@ def test_forward(delta: bool, plus_one: bool, quantise: bool) -> None:
     check_forward(delta=delta, plus_one=plus_one, quantise=quantise)
 
 
-def check_backward(*, plus_one: bool, residual: bool, **changes: Any) -> None:
-    g, x, other = torch.randn(3, ROWS, COLUMNS)
-    weight = torch.rand(COLUMNS)
-    _, inverse = reference_rms_norm(x, weight, 1e-5)
+def inputs(*, plus_one: bool, quantised: bool) -> dict[str, Any]:
+    """Of a backward pass, and behind the columns of a quantised result what nobody may read."""
+    x, weight = torch.randn(ROWS, COLUMNS), torch.rand(COLUMNS)
+    if not quantised:
+        return {"x": x, "weight": weight, "inverse": reference_rms_norm(x, weight, 1e-5)[1]}
+    normed = rms_norm(x, weight, 1e-5, room=64, plus_one=plus_one)
+    assert normed.scales is not None
+    normed.payload[:, COLUMNS:] = torch.nan
+    return {"x": Quantised(normed.payload, normed.scales), "weight": weight, "inverse": normed.inverse}
+
+
+def reference(g: torch.Tensor, x: Any, weight: torch.Tensor, inverse: torch.Tensor, **options: Any) -> torch.Tensor:
+    if isinstance(x, Quantised):
+        return reference_rms_norm_backward_quantised(g, *x, weight, inverse, **options)
+    return reference_rms_norm_backward(g, x, weight, inverse, **options)
+
+
+def check_backward(*, plus_one: bool, residual: bool, quantised: bool, **changes: Any) -> None:
+    g, other = torch.randn(2, ROWS, COLUMNS)
+    given = inputs(plus_one=plus_one, quantised=quantised)
     extra = other if residual else None
-    given = {"weight": weight, "inverse": inverse, **changes}
-    found = rms_norm_backward(g, x, **given, plus_one=plus_one, residual=extra)
-    assert_close(found, reference_rms_norm_backward(g, x, weight, inverse, plus_one=plus_one, residual=extra))
+    found = rms_norm_backward(g, **{**given, **changes}, plus_one=plus_one, residual=extra)
+    assert_close(found, reference(g, **given, plus_one=plus_one, residual=extra))
 
 
-@pytest.mark.parametrize(("plus_one", "residual"), itertools.product(BOTH, BOTH))
-def test_backward(plus_one: bool, residual: bool) -> None:
-    check_backward(plus_one=plus_one, residual=residual)
+@pytest.mark.parametrize(("plus_one", "residual", "quantised"), itertools.product(BOTH, BOTH, BOTH))
+def test_backward(plus_one: bool, residual: bool, quantised: bool) -> None:
+    check_backward(plus_one=plus_one, residual=residual, quantised=quantised)
+
+
+def check_backward_rows(
+    *, plus_one: bool, residual: bool, quantised: bool, dtype: torch.dtype, scaled: bool, error: float = 0.0
+) -> None:
+    g, other = torch.randn(2, ROWS, COLUMNS)
+    multiplier = torch.rand(COLUMNS)
+    given = inputs(plus_one=plus_one, quantised=quantised)
+    extra = other if residual else None
+    found = rms_norm_backward_rows(
+        g, **given, dtype=dtype, plus_one=plus_one, residual=extra, room=64,
+        multiplier=multiplier + error if scaled else None,
+    )  # fmt: skip
+    dx = reference(g, **given, plus_one=plus_one, residual=extra)
+    assert_close(found.dx, dx)
+    assert (found.payload.shape, found.payload.dtype) == ((ROWS, COLUMNS + 64), dtype)
+    payload = found.payload[:, :COLUMNS]
+    if dtype == E4M3:
+        assert found.scales is not None
+        assert_same_rows(payload, found.scales, *reference_quantise_rows(dx, multiplier if scaled else None))
+    else:
+        assert found.scales is None
+        assert torch.equal(payload, found.dx.to(dtype))
+
+
+@pytest.mark.parametrize(("plus_one", "residual", "quantised"), itertools.product(BOTH, BOTH, BOTH))
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), [(E4M3, False), (E4M3, True), (torch.float32, False), (torch.float16, False)]
+)
+def test_backward_with_rows_for_a_product(
+    plus_one: bool, residual: bool, quantised: bool, dtype: torch.dtype, scaled: bool
+) -> None:
+    check_backward_rows(plus_one=plus_one, residual=residual, quantised=quantised, dtype=dtype, scaled=scaled)
+
+
+@pytest.mark.parametrize("plus_one", BOTH)
+def test_weights_next_to_nought(plus_one: bool) -> None:
+    """From one down to nought, over all sizes at which e4m3 holds of their rows less and less, and nothing."""
+    weight = torch.exp2(-torch.linspace(0, 40, COLUMNS))
+    weight[::7] *= -1
+    weight[[50, 199]] = 0.0
+    weight[100] = 1e-40
+    if plus_one:
+        weight -= 1
+    x, g = torch.randn(2, ROWS, COLUMNS)
+    normed = rms_norm(x, weight, 1e-5, plus_one=plus_one)
+    assert normed.scales is not None
+    given = {"x": Quantised(normed.payload, normed.scales), "weight": weight, "inverse": normed.inverse}
+    found = rms_norm_backward(g, **given, plus_one=plus_one)
+    assert_close(found, reference(g, **given, plus_one=plus_one))
+
+
+@pytest.mark.parametrize("quantised", BOTH)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_is_no_number_is_none_afterwards(value: float, quantised: bool) -> None:
+    g = torch.randn(ROWS, COLUMNS)
+    g[4, 100] = value
+    found = rms_norm_backward_rows(g, **inputs(plus_one=False, quantised=quantised), dtype=E4M3)
+    assert found.scales is not None
+    real = found.payload.float() * found.scales[:, None]
+    assert not real[4].isfinite().any()
+    assert real[torch.arange(ROWS) != 4].isfinite().all()
 
 
 def test_the_backward_reference_is_what_autograd_finds() -> None:
@@ -69,5 +151,8 @@ def test_a_small_error_would_show() -> None:
     for quantise in BOTH:
         with pytest.raises(AssertionError):
             check_forward(delta=True, plus_one=False, quantise=quantise, epsilon=2e-5)
-    with pytest.raises(AssertionError):
-        check_backward(plus_one=False, residual=True, inverse=torch.ones(ROWS))
+    for quantised in BOTH:
+        with pytest.raises(AssertionError):
+            check_backward(plus_one=False, residual=True, quantised=quantised, inverse=torch.ones(ROWS))
+        with pytest.raises(AssertionError):
+            check_backward_rows(plus_one=False, residual=True, quantised=quantised, dtype=E4M3, scaled=True, error=1e-4)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pantheraml.base.errors import OutOfMemoryError, PassTooLargeError
 from pantheraml.engine.step import Stepper
+from pantheraml.models.fast import second_layouts
 from pantheraml.planner.out_of_memory import MemoryUse, Shortage, memory_error
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
@@ -71,16 +72,18 @@ def memory_use(stepper: Stepper) -> MemoryUse:
     trained = [part for _, part in stepper.parts]
     everything = [*stepper.model.parameters(), *stepper.model.buffers()]
     weights, trained_weights = _bytes(everything), _bytes(trained)
+    second = _bytes(second_layouts(stepper.model))
     # DDP's buckets, or what backward is about to fill: as large as the weights, whether they are there yet or not.
     gradients = trained_weights
     states = _bytes([value for state in stepper.optimizer.state.values() for value in state.values()])
     peak = torch.cuda.max_memory_allocated(stepper.world.device)
     return MemoryUse(
         frozen_weights=weights - trained_weights,
+        second_layout=second,
         trained_weights=trained_weights,
         gradients=gradients,
         optimizer_states=states,
-        activations=max(0, peak - weights - gradients - states),
+        activations=max(0, peak - weights - second - gradients - states),
         trained_values=sum(parameter.numel() for parameter in trained),
     )
 

@@ -9,6 +9,7 @@ from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.planner.choices import Choices
 from pantheraml.planner.dims import check_together, choose_dims
+from pantheraml.planner.layouts import choose_layouts
 from pantheraml.planner.one_process import (
     check_copies,
     check_split,
@@ -56,6 +57,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         check_copies(config, frozen)
     check_split(config, one)
     fused = _fused(config, device, gpus, (precision, frozen, dims), one.several, choices)
+    layouts = choose_layouts(config, frozen, fused, choices)
     compiled = _compile(config, device, world_size, fused, one.several, choices)
     graph = _cuda_graph(config, device, world_size, fused or compiled, one.several, choices)
     micro_batch = _micro_batch(config, dims, device, len(gpus) if one.copies else 1, choices)
@@ -71,6 +73,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         backend=backend,
         precision=precision,
         frozen_weights=frozen,
+        fp8_layouts=layouts,
         fp8_products=products,
         fused=fused,
         cuda_graph=graph,

@@ -31,6 +31,8 @@ class MemoryUse:
     """What a device's memory was used for when it ran out, in bytes."""
 
     frozen_weights: int
+    second_layout: int
+    """Of frozen fp8 weights, besides."""
     trained_weights: int
     gradients: int
     optimizer_states: int
@@ -41,7 +43,7 @@ class MemoryUse:
 
     def __str__(self) -> str:
         parts = {
-            "weights": self.frozen_weights + self.trained_weights,
+            "weights": self.frozen_weights + self.second_layout + self.trained_weights,
             "gradients": self.gradients,
             "optimizer states": self.optimizer_states,
             "activations": self.activations,
@@ -78,6 +80,8 @@ def memory_error(shortage: Shortage, use: MemoryUse | None, config: TrainConfig,
 def advice(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> list[str]:
     """Settings that need less memory, those that cost the least speed first."""
     ways = []
+    if plan.fp8_layouts == 2 and (use is None or use.second_layout):  # a plan of 2 may have come down to 1
+        ways.append(f"train.fp8_layouts=1 ({_effect(2, None if use is None else use.second_layout)})")
     if plan.micro_batch_size > 1:
         fewer = plan.micro_batch_size // 2
         saved = None if use is None else use.activations * (1 - fewer / plan.micro_batch_size)
@@ -122,7 +126,7 @@ def _frozen_base(shortage: Shortage, use: MemoryUse | None, config: TrainConfig,
 
     def saved(form: str) -> float | None:
         share = PACKED_SHARE[form] / PACKED_SHARE[plan.frozen_weights]
-        return None if use is None else use.frozen_weights * (1 - share)
+        return None if use is None else use.second_layout + use.frozen_weights * (1 - share)
 
     ways = []
     capable = shortage.compute_capability is not None and shortage.compute_capability >= FP8_CAPABILITY

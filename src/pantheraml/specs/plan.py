@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import Checkpointing, SplitStrategy
 
+Layouts = Literal[1, 2]
+"""Of frozen fp8 weights: as the forward products read them, or also as the backward ones do."""
+
 
 class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,6 +74,8 @@ class Plan(Value):
     precision: Literal["fp32", "bf16", "fp16"]
     frozen_weights: Literal["fp8", "int8", "nf4"] | None
     """How weights that are not trained are kept; None: as they are."""
+    fp8_layouts: Layouts = 1
+    """How often frozen fp8 weights are kept; 2 comes down to 1 where the loaded weights are too large for that."""
     fp8_products: bool = False
     """Trained decoder layers multiply in fp8."""
     fused: bool

@@ -170,6 +170,10 @@ class TrainSettings(Section):
     """Recompute in backward. selective: cheap ops; full: whole layers; offload: full, inputs wait in host memory."""
     fused: Switch = "auto"
     """Run decoder layers of known families as fused kernels; auto = for LoRA without dropout on GPUs."""
+    fp8_layouts: Literal["auto", 1, 2] = "auto"
+    """How often fused layers keep the frozen fp8 weights of MLPs: once, transposing them in every backward pass; or for
+    each direction, one more byte each. auto = 2 without activation checkpointing, if all weights twice would take at
+    most a quarter of the GPU's memory."""
     cuda_graph: Switch = "auto"
     """Replay a step's kernels as a recorded whole; auto = for packed data and fused layers on a single GPU."""
     compile: Switch = "auto"

@@ -31,7 +31,7 @@ from pantheraml.launch.flight_record import RECORDER_ENVIRONMENT
 from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.fast import fuse, quantise_head_like_layers
+from pantheraml.models.fast import fuse, quantise_head_like_layers, why_one_layout
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.models.quantise.trained_fp8 import use_fp8_products
 from pantheraml.parallel.gather import full_tensors
@@ -39,7 +39,7 @@ from pantheraml.parallel.process_group import NotNeededError, World, open_world
 from pantheraml.parallel.split import is_split, spread
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
-from pantheraml.specs.plan import Plan
+from pantheraml.specs.plan import Choice, Layouts, Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 
@@ -218,8 +218,9 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     model = apply_method(model, config.method, seed=config.train.seed)
     if plan.fp8_products:
         use_fp8_products(model)
+    layouts = fp8_layouts(model, config, plan, emit)
     if plan.fused:
-        for reason, count in fuse(model).reasons.items():
+        for reason, count in fuse(model, layouts=layouts).reasons.items():
             emit("notice", message=f"{count} decoder layers are not fused: {reason}")
     # Tensor parallelism cuts a plain head over the vocabulary; what a rank then has of it is small enough.
     if not full and not is_split(model) and plan.dims.tensor == 1:
@@ -235,3 +236,14 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
         seconds=time.perf_counter() - begin,
     )
     return model
+
+
+def fp8_layouts(model: nn.Module, config: TrainConfig, plan: Plan, emit: Emit) -> Layouts:
+    """As planned, unless the plan could not know how large the weights are."""
+    if not plan.fused or plan.fp8_layouts == 1 or config.train.fp8_layouts == 2:
+        return plan.fp8_layouts if plan.fused else 1
+    why_one = why_one_layout(model)
+    if why_one is None:
+        return 2
+    emit("choice", **Choice(name="train.fp8_layouts", value=1, reason=why_one, automatic=True).model_dump())
+    return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from pantheraml.base.errors import (
     UnsupportedModelError,
 )
 from pantheraml.models.attention import uses_document_attention
-from pantheraml.models.fast import is_fused
+from pantheraml.models.fast import is_fused, second_layouts
 from pantheraml.models.quantise.fp8 import FP8Linear
 from tests import toy
 from tests.unit.models.conftest import TinyModel
@@ -282,6 +283,32 @@ def test_an_fp8_base_has_an_fp8_head(fp8_folder: Path, tmp_path: Path) -> None:
         assert fast.generate(input_ids=ids, max_new_tokens=4, do_sample=False).shape == (1, 16)
     fast.save_pretrained(tmp_path)
     assert not any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_fp8_weights_are_kept_twice_unless_memory_is_short(
+    fp8_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(**arguments: Any) -> tuple[Any, str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="pantheraml"):
+            return fp8_model(fp8_folder, **arguments), caplog.text
+
+    fast, said = model()
+    assert "layouts of each fp8 weight: 2 (" in said
+    assert len(second_layouts(fast)) == 2 * 4 + 1, "two layers and the head"
+    lean, said = model(use_gradient_checkpointing=True)
+    assert "layouts of each fp8 weight: 1 (activation checkpointing is full" in said
+    assert second_layouts(lean) == []
+    monkeypatch.setattr("pantheraml.api.why_one_layout", lambda _: "it is too large")
+    large, said = model()
+    assert "layouts of each fp8 weight: 1 (it is too large)" in said
+    assert second_layouts(large) == []
+    found = []
+    for model_ in (fast, lean, large):
+        loss = model_(**batch()).loss
+        loss.backward()
+        found.append([loss.detach(), *gradients(model_).values()])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
 
 
 def test_a_head_with_an_adapter_is_not_quantised(fp8_folder: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from pantheraml.models.fast.functions import linear
 from pantheraml.models.fast.groups import GroupSet, ProjectionGroup
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.packed import LORA_LAYERS
@@ -75,17 +74,21 @@ def test_every_number_is_in_its_place(rows: bool, targets: list[str]) -> None:
     found = []
     for fp8 in (True, False):
         model, trained = group_of(fp8=fp8, rows=rows, targets=targets)
-        here = x.clone().requires_grad_()
         if fp8:
             layers = model.base_model.model
             group = ProjectionGroup([getattr(layers, name) for name in HEIGHTS])
             assert (group.shared_scale is None) == rows
             GroupSet([group]).refresh()
             assert {id(parameter) for parameter in group.parameters()} == {id(parameter) for parameter in trained}
-            out = linear(here, group)
+            operand = group.operand(x)
+            out, middle = group.forward(operand)
+            d_input, gradients = group.backward(group.gradient_operand(g), operand, middle)
+            by_parameter = dict(zip(map(id, group.parameters()), gradients, strict=True))
+            found.append([out, d_input, *(by_parameter[id(parameter)] for parameter in trained)])
         else:
+            here = x.clone().requires_grad_()
             out = model(here)
-        found.append([out.detach(), *torch.autograd.grad(out, [here, *trained], g)])
+            found.append([out.detach(), *torch.autograd.grad(out, [here, *trained], g)])
     for ours, theirs in zip(*found, strict=True):
         assert theirs.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max()))

@@ -24,7 +24,8 @@ def planned(**sections: dict[str, Any]) -> tuple[TrainConfig, Plan]:
 
 def use(**changes: int) -> MemoryUse:
     values = {"frozen_weights": 16, "trained_weights": 1, "gradients": 1, "optimizer_states": 2, "activations": 100}
-    return MemoryUse(**{**{name: size * GIB for name, size in values.items()}, "trained_values": GIB, **changes})
+    other = {"second_layout": 0, "trained_values": GIB}
+    return MemoryUse(**{**{name: size * GIB for name, size in values.items()}, **other, **changes})
 
 
 def test_the_error_says_what_was_short_and_what_took_the_memory() -> None:
@@ -63,6 +64,23 @@ def test_that_smaller_passes_were_tried_is_said() -> None:
 def test_what_a_resumed_run_may_change(mode: str, change: str) -> None:
     _, plan = planned(train={"activation_checkpointing": mode})
     assert leaner_resume(plan) == change
+
+
+def test_a_second_layout_is_the_first_to_go() -> None:
+    twice = use(second_layout=14 * GIB)
+    assert str(twice).startswith("weights 31.00 GiB, ")
+    ways = advice(SHORTAGE, twice, *planned())
+    assert ways[0] == "train.fp8_layouts=1 (now 2; saves about 14.00 GiB)"
+    assert any(
+        "method.kind=qlora" in way and f"saves about {14 + 16 * (1 - 0.27 / 0.5):.2f} GiB" in way for way in ways
+    )
+    assert advice(SHORTAGE, None, *planned())[0] == "train.fp8_layouts=1 (now 2)"
+    for one in (
+        advice(SHORTAGE, use(), *planned()),  # the weights were too large for it
+        advice(SHORTAGE, None, *planned(train={"fp8_layouts": 1})),
+        advice(SHORTAGE, None, *planned(train={"activation_checkpointing": "selective"})),
+    ):
+        assert "fp8_layouts" not in "; ".join(one)
 
 
 def test_an_odd_micro_batch_saves_its_own_share() -> None:

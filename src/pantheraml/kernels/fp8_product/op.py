@@ -2,7 +2,8 @@
 
 The tensor cores want either side of an fp8 product laid out along the inner dimension. The forward pass reads a weight
 [out, in] along `in`, the backward pass along `out`. Instead of a second copy in memory (6.5 GiB for Llama-3.1-8B) the
-backward pass transposes the bytes just before it needs them, which costs about 2 % of a step.
+backward pass transposes the bytes just before it needs them, which costs about 2 % of a step; whoever has the memory
+keeps both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,27 @@
-"""RMS normalisation, fused with the residual sum and with the quantisation of its result."""
+"""RMS normalisation, fused with the residual sum and with the quantisation of its result and of its gradient."""
 
-from pantheraml.kernels.rms_norm.op import Normed, rms_norm, rms_norm_backward
-from pantheraml.kernels.rms_norm.reference import reference_rms_norm, reference_rms_norm_backward
+from pantheraml.kernels.rms_norm.op import (
+    Gradient,
+    Normed,
+    Quantised,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_rows,
+)
+from pantheraml.kernels.rms_norm.reference import (
+    reference_rms_norm,
+    reference_rms_norm_backward,
+    reference_rms_norm_backward_quantised,
+)
 
-__all__ = ["Normed", "reference_rms_norm", "reference_rms_norm_backward", "rms_norm", "rms_norm_backward"]
+__all__ = [
+    "Gradient",
+    "Normed",
+    "Quantised",
+    "reference_rms_norm",
+    "reference_rms_norm_backward",
+    "reference_rms_norm_backward_quantised",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_backward_rows",
+]

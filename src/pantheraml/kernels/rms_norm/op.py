@@ -1,6 +1,11 @@
 """RMS normalisation that ends where the next product begins: the rows leave in e4m3, with room for adapter columns.
 
-The residual sum before it and the residual gradient after it ride along, so neither takes a pass of its own.
+The residual sum before it and the residual gradient after it ride along, so neither takes a pass of its own; nor do the
+rows of the gradient as the product before the sum wants them.
+
+The gradient is formed from what was normalised or from the e4m3 rows that came of it, which the product keeps anyway:
+divided by the weight they are the normalised rows again. So nothing else is kept (8 KB a token and norm in
+Llama-3.1-8B's shape).
 """
 
 from __future__ import annotations
@@ -13,7 +18,11 @@ from torch import Tensor
 from pantheraml.kernels.dispatch import runs_triton
 from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.quantise_rows.reference import reference_quantise_rows
-from pantheraml.kernels.rms_norm.reference import reference_rms_norm, reference_rms_norm_backward
+from pantheraml.kernels.rms_norm.reference import (
+    reference_rms_norm,
+    reference_rms_norm_backward,
+    reference_rms_norm_backward_quantised,
+)
 
 
 class Normed(NamedTuple):
@@ -60,15 +69,88 @@ def rms_norm(
     return Normed(out, scales, inverse, x if summed is None else summed)
 
 
+class Quantised(NamedTuple):
+    """A result of `rms_norm` in e4m3."""
+
+    payload: Tensor
+    """[rows, columns or more]; the others are not read."""
+    scales: Tensor
+
+
 def rms_norm_backward(
-    g: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, *, plus_one: bool = False, residual: Tensor | None = None
+    g: Tensor,
+    x: Tensor | Quantised,
+    weight: Tensor,
+    inverse: Tensor,
+    *,
+    plus_one: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """dx from the gradient of the normalised rows (+ `residual`, the gradient that x has besides). `weight` stays."""
-    if not runs_triton(x):
-        return reference_rms_norm_backward(g, x, weight, inverse, plus_one=plus_one, residual=residual)
+    """dx, in g's dtype, from the gradient of the normalised rows (+ `residual`, the gradient that x has besides).
+
+    `x` is what was normalised, or what came of it. `weight` stays.
+    """
+    if not runs_triton(g):
+        return _reference_backward(g, x, weight, inverse, plus_one, residual)
     from pantheraml.kernels.rms_norm import triton_kernel
 
-    out = torch.empty_like(x)
+    out = torch.empty_like(g, memory_format=torch.contiguous_format)
     residual = None if residual is None else residual.contiguous()
-    triton_kernel.backward(g.contiguous(), x, weight, inverse, residual, out, plus_one)
+    triton_kernel.backward(g.contiguous(), *_rows(x), weight, inverse, residual, out, plus_one)
     return out
+
+
+class Gradient(NamedTuple):
+    dx: Tensor
+    payload: Tensor
+    """Its rows as input of a product, [rows, columns + room]; the room is not written."""
+    scales: Tensor | None
+    """Of e4m3 rows."""
+
+
+def rms_norm_backward_rows(
+    g: Tensor,
+    x: Tensor | Quantised,
+    weight: Tensor,
+    inverse: Tensor,
+    *,
+    dtype: torch.dtype,
+    plus_one: bool = False,
+    residual: Tensor | None = None,
+    room: int = 0,
+    multiplier: Tensor | None = None,
+) -> Gradient:
+    """As `rms_norm_backward`, and the same rows in `dtype`: e4m3, and then times `multiplier`, if given, or another."""
+    rows, columns = g.shape
+    payload = torch.empty(rows, columns + room, dtype=dtype, device=g.device)
+    quantise = dtype == E4M3
+    if not runs_triton(g):
+        dx = _reference_backward(g, x, weight, inverse, plus_one, residual)
+        scales = None
+        if quantise:
+            payload[:, :columns], scales = reference_quantise_rows(dx, multiplier)
+        else:
+            payload[:, :columns] = dx
+        return Gradient(dx, payload, scales)
+    from pantheraml.kernels.rms_norm import triton_kernel
+
+    dx = torch.empty_like(g, memory_format=torch.contiguous_format)
+    scales = torch.empty(rows, dtype=torch.float32, device=g.device) if quantise else None
+    residual = None if residual is None else residual.contiguous()
+    triton_kernel.backward(
+        g.contiguous(), *_rows(x), weight, inverse, residual, dx, plus_one,
+        multiplier if quantise else None, payload, scales,
+    )  # fmt: skip
+    return Gradient(dx, payload, scales)
+
+
+def _rows(x: Tensor | Quantised) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if isinstance(x, Tensor) else x
+
+
+def _reference_backward(
+    g: Tensor, x: Tensor | Quantised, weight: Tensor, inverse: Tensor, plus_one: bool, residual: Tensor | None
+) -> Tensor:
+    if isinstance(x, Tensor):
+        return reference_rms_norm_backward(g, x, weight, inverse, plus_one=plus_one, residual=residual)
+    return reference_rms_norm_backward_quantised(g, *x, weight, inverse, plus_one=plus_one, residual=residual)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pantheraml.kernels.e4m3 import SMALLEST_SCALE
+
 
 def reference_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, plus_one: bool = False) -> tuple[Tensor, Tensor]:
     """The normalised rows in x's dtype, and each row's inverse root mean square."""
@@ -21,5 +23,32 @@ def reference_rms_norm_backward(
 ) -> Tensor:
     normal = x.float() * inverse[:, None]
     scaled = g.float() * (weight.float() + (1.0 if plus_one else 0.0))
-    dx = inverse[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-    return (dx if residual is None else dx + residual.float()).to(x.dtype)
+    return _gradient(g, scaled, normal, scaled * normal, inverse, residual)
+
+
+def reference_rms_norm_backward_quantised(
+    g: Tensor,
+    payload: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    *,
+    plus_one: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """From the result in e4m3 (in the first columns of `payload`), divided by the weight again.
+
+    Rounding at most doubles a value, however small it is, so quotients are at most twice what they stand for. Where the
+    weight is nought, so is the result, and what was normalised counts as nought.
+    """
+    gain = weight.float() + (1.0 if plus_one else 0.0)
+    result = payload[:, : g.shape[1]].float() * scales[:, None]
+    normal = result / torch.where(gain.abs() < SMALLEST_SCALE, 1.0, gain)
+    return _gradient(g, g.float() * gain, normal, g.float() * result, inverse, residual)
+
+
+def _gradient(
+    g: Tensor, scaled: Tensor, normal: Tensor, products: Tensor, inverse: Tensor, residual: Tensor | None
+) -> Tensor:
+    dx = inverse[:, None] * (scaled - normal * products.mean(-1, keepdim=True))
+    return (dx if residual is None else dx + residual.float()).to(g.dtype)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pantheraml.kernels.triton_support import block_of, largest, launch, row_scale, row_warps, to_e4m3
+from pantheraml.kernels.triton_support import SMALLEST_SCALE, block_of, largest, launch, row_scale, row_warps, to_e4m3
 
 
 @triton.jit
@@ -45,26 +45,54 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    g, x, weight, inverses, residual, out, columns,
-    ADD: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK: tl.constexpr,
+    g, x, x_stride, x_scales, weight, inverses, residual, out, multiplier, payload, payload_stride, scales, columns,
+    RESULT: tl.constexpr, ADD: tl.constexpr, PLUS_ONE: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
+    QUANTISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """RESULT: x holds what the way forward gave, in e4m3, and not what it took."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < columns
     place = row * columns + at
     inverse = tl.load(inverses + row)
-    normal = tl.load(x + place, mask=live, other=0.0).to(tl.float32) * inverse
+    unit = inverse
+    if RESULT:
+        unit = tl.load(x_scales + row)
     gain = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
     if PLUS_ONE:
         gain += 1.0
-    scaled = tl.load(g + place, mask=live, other=0.0).to(tl.float32) * gain
-    other = scaled
+    incoming = tl.load(g + place, mask=live, other=0.0).to(tl.float32)
+    other = incoming
     if ADD:
         other = tl.load(residual + place, mask=live, other=0.0)
-    dx = inverse * (scaled - normal * (tl.sum(scaled * normal, 0) / columns))
+    factor = incoming
+    if SCALED:
+        factor = tl.load(multiplier + at, mask=live, other=0.0)
+    # last: e4m3 is loaded by other threads than use it, who wait for each other here too
+    given = tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32) * unit
+    scaled = incoming * gain
+    if RESULT:
+        mean = tl.sum(incoming * given, 0) / columns
+        normal = given / tl.where(tl.abs(gain) < SMALLEST_SCALE, 1.0, gain)
+    else:
+        mean = tl.sum(scaled * given, 0) / columns
+        normal = given
+    dx = inverse * (scaled - normal * mean)
     if ADD:
         dx += other.to(tl.float32)
-    tl.store(out + place, dx.to(out.dtype.element_ty), mask=live)
+    rounded = dx.to(out.dtype.element_ty)
+    tl.store(out + place, rounded, mask=live)
+    if ROWS:
+        values = rounded.to(tl.float32)
+        if SCALED:
+            values *= factor
+        payload += row * payload_stride
+        if QUANTISE:
+            scale = row_scale(largest(tl.abs(values), 0))
+            tl.store(scales + row, scale)
+            tl.store(payload + at, to_e4m3(values * (1.0 / scale)), mask=live)
+        else:
+            tl.store(payload + at, values.to(payload.dtype.element_ty), mask=live)
 
 
 def forward(
@@ -88,12 +116,24 @@ def forward(
 
 
 def backward(
-    g: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, residual: Tensor | None, out: Tensor, plus_one: bool
+    g: Tensor,
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    inverses: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    plus_one: bool,
+    multiplier: Tensor | None = None,
+    payload: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
-    rows, columns = x.shape
+    rows, columns = g.shape
     block = block_of(columns)
     launch(
         _norm_backward, (rows,),
-        g, x, weight, inverses, residual, out, columns,
-        ADD=residual is not None, PLUS_ONE=plus_one, BLOCK=block, num_warps=row_warps(block),
+        g, x, x.stride(0), x_scales, weight, inverses, residual, out,
+        multiplier, payload, 0 if payload is None else payload.stride(0), scales, columns,
+        RESULT=x_scales is not None, ADD=residual is not None, PLUS_ONE=plus_one, ROWS=payload is not None,
+        SCALED=multiplier is not None, QUANTISE=scales is not None, BLOCK=block, num_warps=row_warps(block),
     )  # fmt: skip

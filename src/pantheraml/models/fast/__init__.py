@@ -2,6 +2,16 @@
 
 from pantheraml.models.fast.functions import recomputing
 from pantheraml.models.fast.head import quantise_head_like_layers
-from pantheraml.models.fast.layers import FusionReport, fuse, is_fused
+from pantheraml.models.fast.layers import FusionReport, fuse, is_fused, record_passes
+from pantheraml.models.fast.layouts import second_layouts, why_one_layout
 
-__all__ = ["FusionReport", "fuse", "is_fused", "quantise_head_like_layers", "recomputing"]
+__all__ = [
+    "FusionReport",
+    "fuse",
+    "is_fused",
+    "quantise_head_like_layers",
+    "recomputing",
+    "record_passes",
+    "second_layouts",
+    "why_one_layout",
+]

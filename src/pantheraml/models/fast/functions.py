@@ -1,22 +1,24 @@
 """The differentiable pieces of a fused decoder layer.
 
 Each is one autograd function over a stretch of the layer, so that what is kept for the backward pass is chosen by hand:
-inputs of products stay in fp8, as the products saw them; the hidden rows of the MLP are computed again from gate and
-up; residual sums and their gradients ride along with the normalisation.
+inputs of products stay in fp8, as the products saw them, and where those are normalised rows, the norm's gradient is
+formed from them too; the hidden rows of the MLP are computed again from gate and up; residual sums and their gradients
+ride along with the normalisation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
-from pantheraml.kernels.rms_norm import rms_norm, rms_norm_backward
+from pantheraml.kernels.rms_norm import Normed, Quantised, rms_norm, rms_norm_backward, rms_norm_backward_rows
 from pantheraml.kernels.rotary import rotate, unrotate, unrotate_quantised
 from pantheraml.models.fast.groups import Operand, ProjectionGroup
 
@@ -31,12 +33,6 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     size: int
-
-
-def linear(x: Tensor, group: ProjectionGroup) -> Tensor:
-    """x [rows, width] -> [rows, height]."""
-    out: Tensor = _Linear.apply(x, group, *group.parameters())
-    return out
 
 
 def normalised(x: Tensor, norm: Norm) -> Tensor:
@@ -57,9 +53,11 @@ def attention_input(
     return out
 
 
-def mlp(x: Tensor, delta: Tensor, norm: Norm, first: ProjectionGroup, second: ProjectionGroup, *, gelu: bool) -> Tensor:
-    """y + second(activation(gate) * up) with gate, up = first(norm(y)), for y = x + delta."""
-    out: Tensor = _MLP.apply(x, delta, norm, first, second, gelu, *first.parameters(), *second.parameters())
+def after_attention(x: Tensor, mixed: Tensor, norm: Norm, groups: Sequence[ProjectionGroup], *, gelu: bool) -> Tensor:
+    """y + second(activation(gate) * up) with gate, up = first(norm(y)), for y = x + output(mixed) and `groups` of
+    output, first and second."""
+    parameters = [parameter for group in groups for parameter in group.parameters()]
+    out: Tensor = _AfterAttention.apply(x, mixed, norm, groups, gelu, *parameters)
     return out
 
 
@@ -80,22 +78,17 @@ def _keep(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProjectionGroup, *_parameters: Tensor) -> Tensor:
-        rows = group.operand(x)
-        out, middle = group.forward(rows)
-        _keep(ctx, *rows, middle)
-        ctx.group = group
-        return out
+def _plain_rows(normed: Normed) -> Tensor | None:
+    """What was normalised, if the norm's gradient needs it."""
+    return normed.total if normed.scales is None else None
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        payload, scales, middle = ctx.saved_tensors
-        group: ProjectionGroup = ctx.group
-        g = group.gradient_operand(grads[0])
-        d_input, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=ctx.needs_input_grad[0])
-        return d_input, None, *gradients
+
+def _norm_rows(plain: Tensor | None, payload: Tensor, scales: Tensor | None) -> Tensor | Quantised:
+    """What the norm's gradient is formed from."""
+    if plain is not None:
+        return plain
+    assert scales is not None
+    return Quantised(payload, scales)
 
 
 class _Normalised(torch.autograd.Function):
@@ -129,7 +122,7 @@ class _AttentionInput(torch.autograd.Function):
             x, norm.weight, norm.epsilon, room=group.room, plus_one=norm.plus_one, quantise=group.quantised
         )
         merged, middle = group.forward(Operand(normed.payload, normed.scales))
-        _keep(ctx, x, normed.payload, normed.scales, normed.inverse, middle, cos, sin)
+        _keep(ctx, _plain_rows(normed), normed.payload, normed.scales, normed.inverse, middle, cos, sin)
         ctx.group, ctx.norm = group, norm
         counts = (heads.queries, heads.keys, heads.keys)
         if cos is not None and sin is not None:
@@ -139,7 +132,7 @@ class _AttentionInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, payload, scales, inverse, middle, cos, sin = ctx.saved_tensors
+        plain, payload, scales, inverse, middle, cos, sin = ctx.saved_tensors
         group: ProjectionGroup = ctx.group
         norm: Norm = ctx.norm
         parts = grads[0], grads[1], grads[2]
@@ -153,26 +146,30 @@ class _AttentionInput(torch.autograd.Function):
         d_normed, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=wants_input)
         dx = None
         if d_normed is not None:
+            x = _norm_rows(plain, payload, scales)
             dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
         return dx, None, None, None, None, None, *gradients
 
 
-class _MLP(torch.autograd.Function):
+class _AfterAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        delta: Tensor,
+        mixed: Tensor,
         norm: Norm,
-        first: ProjectionGroup,
-        second: ProjectionGroup,
+        groups: Sequence[ProjectionGroup],
         gelu: bool,
         *_parameters: Tensor,
     ) -> Tensor:
+        output, first, second = groups
+        rows = output.operand(mixed)
+        delta, output_middle = output.forward(rows)
         normed = rms_norm(
             x, norm.weight, norm.epsilon,
             delta=delta, room=first.room, plus_one=norm.plus_one, quantise=first.quantised,
         )  # fmt: skip
+        del delta
         pair, first_middle = first.forward(Operand(normed.payload, normed.scales))
         hidden = gated_activation(pair, room=second.room, gelu=gelu, quantise=second.quantised)
         if _RECOMPUTING.get():  # the layer's output is known already: what is missing is what backward needs
@@ -180,31 +177,38 @@ class _MLP(torch.autograd.Function):
         else:
             out, second_middle = second.forward(Operand(*hidden))
             out = out + normed.total  # not in place: selective checkpointing keeps what products give
-        _keep(ctx, normed.total, normed.payload, normed.scales, normed.inverse, pair, first_middle, second_middle)
-        ctx.norm, ctx.first, ctx.second, ctx.gelu = norm, first, second, gelu
+        _keep(
+            ctx, *rows, output_middle,
+            _plain_rows(normed), normed.inverse, normed.payload, normed.scales, first_middle, pair, second_middle,
+        )  # fmt: skip
+        ctx.norm, ctx.groups, ctx.gelu = norm, groups, gelu
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (g,) = grads
-        total, payload, scales, inverse, pair, first_middle, second_middle = ctx.saved_tensors
+        rows, rows_scales, output_middle, plain, inverse, payload, scales, *others = ctx.saved_tensors
+        first_middle, pair, second_middle = others
         norm: Norm = ctx.norm
-        first: ProjectionGroup = ctx.first
-        second: ProjectionGroup = ctx.second
+        output, first, second = ctx.groups
         g_second = second.gradient_operand(g)
         d_hidden, sides = second.begin_backward(g_second, second_middle)
         assert d_hidden is not None
         hidden, d_pair = gated_activation_backward(
-            d_hidden,
-            pair,
-            multiplier=first.multiplier,
-            rooms=(0, first.room),
-            gelu=ctx.gelu,
-            quantise=first.quantised,
-        )
+            d_hidden, pair,
+            multiplier=first.multiplier, rooms=(0, first.room), gelu=ctx.gelu, quantise=first.quantised,
+        )  # fmt: skip
         second_gradients = second.adapter_gradients(g_second, Operand(*hidden), sides)
         del d_hidden, hidden, g_second
         d_normed, first_gradients = first.backward(Operand(*d_pair), Operand(payload, scales), first_middle)
         assert d_normed is not None
-        d_total = rms_norm_backward(d_normed, total, norm.weight, inverse, plus_one=norm.plus_one, residual=g)
-        return d_total, d_total, None, None, None, None, *first_gradients, *second_gradients
+        del d_pair
+        d_total, g_payload, g_scales = rms_norm_backward_rows(
+            d_normed, _norm_rows(plain, payload, scales), norm.weight, inverse,
+            plus_one=norm.plus_one, residual=g, room=output.room, multiplier=output.multiplier,
+            dtype=E4M3 if output.quantised else output.dtype,
+        )  # fmt: skip
+        d_mixed, output_gradients = output.backward(
+            Operand(g_payload, g_scales), Operand(rows, rows_scales), output_middle, wants_input=ctx.needs_input_grad[1]
+        )
+        return d_total, d_mixed, None, None, None, *output_gradients, *first_gradients, *second_gradients

@@ -11,8 +11,9 @@ when they changed: fused optimizers change parameters without raising their vers
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, eq, getitem, is_, itemgetter
@@ -40,10 +41,11 @@ from pantheraml.kernels.lora_columns import (
 )
 from pantheraml.kernels.nf4 import BLOCK
 from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows
-from pantheraml.models.fast.storage import Extent, store
+from pantheraml.models.fast.storage import Extent, KeptTwice, store
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.specs.plan import Layouts
 
 _PLAIN_COLUMNS = 64
 """Room for adapters comes in multiples of this in bf16, and of COLUMNS in fp8."""
@@ -115,7 +117,7 @@ def _why_not_adapter(layer: Any) -> str | None:
 class ProjectionGroup:
     """Layers with one input, as one product."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], layouts: Layouts = 1) -> None:
         """Takes the layers' weights over; none of them may have a reason in `why_not_fused`."""
         bases: list[Any] = [base_of(layer) for layer in layers]
         self.quantised = isinstance(bases[0], FP8Linear | NF4Linear)
@@ -126,7 +128,7 @@ class ProjectionGroup:
         unit = COLUMNS if self.quantised else _PLAIN_COLUMNS
         self.room = -(-self.ranks // unit) * unit
         self.names = [layer.active_adapters[0] if isinstance(layer, LoraLayer) else None for layer in layers]
-        self._storage = store(bases, Extent(self.height, self.width, self.ranks, self.room))
+        self._storage = store(bases, Extent(self.height, self.width, self.ranks, self.room), layouts)
         self.scales = self._storage.scales
         self.shared_scale = _shared(self.scales)
         """The scale of all rows of W, if it is one and the same."""
@@ -168,6 +170,10 @@ class ProjectionGroup:
         if self.shared_scale is not None:
             self._input_scales = torch.full((self.width,), self.shared_scale, device=device)
         self._parameters: list[nn.Parameter] = []
+
+    def kept_twice(self) -> KeptTwice | None:
+        """Where the weights are, if they are kept in two layouts."""
+        return self._storage if isinstance(self._storage, KeptTwice) else None
 
     def adapters(self) -> list[Adapter]:
         """Every adapter as it is now, and where it belongs."""
@@ -218,6 +224,15 @@ class ProjectionGroup:
     def parameters(self) -> list[nn.Parameter]:
         """A and B of every adapter, in the order in which `backward` gives their gradients."""
         return self._parameters
+
+    @contextlib.contextmanager
+    def with_parameters(self, others: list[nn.Parameter]) -> Iterator[None]:
+        """Autograd sees `others` in the place of A and B, whose values stay where products read them."""
+        own, self._parameters = self._parameters, others
+        try:
+            yield
+        finally:
+            self._parameters = own
 
     def operand(self, rows: Tensor) -> Operand:
         """Plain rows [rows, width] as this group's input."""
@@ -322,9 +337,13 @@ class GroupSet:
         self._names = [name for _, name in adapted]
         self._has_dropout = any(member.has_dropout for member, _ in adapted)
         self._seen: list[Any] | None = None
+        self.arrangement = 0
+        """Counts how often places or scalings of the adapters changed: then groups compute with other tensors."""
         self._tables: list[AdapterTable] = []
         self._written: list[Tensor] = []
         self._places: list[Any] = []
+        self._twice = [kept for group in groups if (kept := group.kept_twice()) is not None]
+        self._versions = self._current_versions()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -339,8 +358,19 @@ class GroupSet:
         if places != self._places or not all(map(is_, found, self._written)):
             self._arrange()
             self._written, self._places = found, places
+        self._keep_in_step()
         for table in self._tables:
             table.write()
+        self._versions = self._current_versions()
+
+    def _keep_in_step(self) -> None:
+        """A layer's weight is a view of the first layout: who writes to it raises that one's version."""
+        if self._versions != self._current_versions():
+            for kept in self._twice:
+                kept.turn_weights()
+
+    def _current_versions(self) -> list[int]:
+        return list(map(_VERSION, self._twice))
 
     def _current(self) -> list[Tensor]:
         """A of every adapter, and then B, by the dictionaries behind the modules' attributes."""
@@ -353,12 +383,14 @@ class GroupSet:
         for adapter in (adapter for group in self.groups for adapter in group.adapters()):
             kinds.setdefault((adapter.down.dtype, adapter.places.matrix_up.dtype), []).append(adapter)
         self._tables = [AdapterTable(kind) for kind in kinds.values()]
+        self.arrangement += 1
 
 
 _STATE = attrgetter("_disable_adapters", "merged_adapters", "_active_adapter")
 """All that PEFT can change of a layer that `ProjectionGroup.why_not` asks about; behind its properties."""
 _SCALING, _MODULES, _PARAMETERS = attrgetter("scaling"), attrgetter("_modules"), attrgetter("_parameters")
 _DOWN, _UP, _WEIGHT = itemgetter("lora_A"), itemgetter("lora_B"), itemgetter("weight")
+_VERSION = attrgetter("first._version")
 
 
 def _shared(scales: Tensor | None) -> float | None:

@@ -22,9 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pantheraml.base import log
-from pantheraml.models.fast.functions import Heads, Norm, attention_input, linear, mlp, normalised
+from pantheraml.models.fast.functions import Heads, Norm, after_attention, attention_input, normalised
 from pantheraml.models.fast.groups import GroupSet, ProjectionGroup, base_of, why_not_fused
+from pantheraml.models.fast.recorded import LayerGraphs
 from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.specs.plan import Layouts
 
 logger = log.get(__name__)
 
@@ -59,12 +61,13 @@ class FusionReport:
     """Why others do not, and how many."""
 
 
-def fuse(model: nn.Module) -> FusionReport:
-    """Fuse every decoder layer of `model` that can be, in place. Call it when adapters are on their device."""
+def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
+    """Fuse every decoder layer of `model` that can be, in place. Call it when adapters are on their device.
+    `layouts`: of weights in e4m3, see `storage`."""
     report = FusionReport()
     fused: list[Any] = []
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        reason = _fuse_layer(layer)
+        reason = _fuse_layer(layer, layouts)
         if reason is None:
             fused.append(layer)
         else:
@@ -82,7 +85,7 @@ def fuse(model: nn.Module) -> FusionReport:
     return report
 
 
-def _fuse_layer(layer: Any) -> str | None:
+def _fuse_layer(layer: Any, layouts: Layouts) -> str | None:
     """Fuses one layer, or says why not."""
     kind: Any = type(layer)
     family = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -101,7 +104,9 @@ def _fuse_layer(layer: Any) -> str | None:
     reason = _why_not(layer, family, names)
     if reason is not None:
         return reason
-    layer.fused_parts = _Parts(layer, family, [ProjectionGroup(group) for group in names])
+    # four fifths of the weights are the MLP's; a second layout of the others gains as little as it takes
+    groups = [ProjectionGroup(group, own) for group, own in zip(names, (1, 1, layouts, layouts), strict=True)]
+    layer.fused_parts = _Parts(layer, family, groups)
     layer.__class__ = _derived(_Fused, kind)
     return None
 
@@ -163,6 +168,7 @@ class _Parts:
     turns: _Turns
     leads: bool
     """The first of the model's fused layers: it refreshes what all of them share."""
+    graphs: LayerGraphs | None = None
 
     def __init__(self, layer: Any, family: Family, groups: list[ProjectionGroup]) -> None:
         self.groups = groups
@@ -233,6 +239,8 @@ class _Fused:
         parts = self.fused_parts
         if parts.leads:
             parts.shared.refresh()
+        elif parts.graphs is not None and parts.graphs.hands_on(self, hidden_states):
+            return hidden_states
         embeddings: Any = kwargs.get("position_embeddings")
         plain = (
             args
@@ -246,14 +254,21 @@ class _Fused:
         if plain:
             out: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return out
-        return _run(self, parts, hidden_states, embeddings, kwargs)
+        graphs = parts.graphs
+        if graphs is not None and parts.leads:
+            replayed = graphs.begin(hidden_states, embeddings, kwargs)
+            if replayed is not None:
+                return replayed
+        result = _run(self, hidden_states, embeddings, kwargs)
+        if graphs is not None:
+            graphs.ran(self, hidden_states, result, kwargs)
+        return result
 
 
-def _run(
-    layer: Any, parts: _Parts, hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
-) -> Tensor:
+def _run(layer: Any, hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
+    parts: _Parts = layer.fused_parts
     attention = layer.self_attn
-    qkv, out, first, second = parts.groups
+    qkv, *others = parts.groups
     shape = hidden_states.shape
     kind = hidden_states.device.type
     with torch.autocast(kind, enabled=False):
@@ -277,8 +292,8 @@ def _run(
             **parts.attention_arguments,
             **arguments,
         )
-        delta = linear(mixed.reshape(x.shape[0], -1), out)
-        result = mlp(x, delta, parts.norms[1], first, second, gelu=parts.gelu)
+        mixed = mixed.reshape(x.shape[0], -1)
+        result = after_attention(x, mixed, parts.norms[1], others, gelu=parts.gelu)
     return result.view(shape)
 
 
@@ -305,6 +320,15 @@ class _FusedNorm:
         norm = Norm(self.weight.detach(), _epsilon(self), self.fused_plus_one)
         with torch.autocast(hidden_states.device.type, enabled=False):
             return normalised(hidden_states.flatten(0, -2), norm).view(hidden_states.shape)
+
+
+def record_passes(model: nn.Module) -> None:
+    """From now on passes through the model's fused layers are recorded as CUDA graphs where possible (`recorded`)."""
+    layers: list[Any] = [layer for layer in model.modules() if is_fused(layer)]
+    if len(layers) == sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
+        graphs = LayerGraphs(layers, layers[0].fused_parts.shared, _run)
+        for layer in layers:
+            layer.fused_parts.graphs = graphs
 
 
 def is_fused(layer: nn.Module) -> bool:

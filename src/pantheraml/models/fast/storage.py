@@ -2,8 +2,10 @@
 
 Both directions of a group's product read one matrix: the frozen weights of its layers below each other, to the right
 columns for every adapter's B, and below rows for every adapter's A. Weights in bf16 and e4m3 are kept in that form.
-Weights in nf4 are not: their matrix would take twice their memory, so each direction builds its own, just before the
-product, and nothing of it outlives the product.
+The tensor cores read e4m3 along the inner dimension only, so the way back needs the bytes transposed: it does that just
+before the product, or, where memory is not short, both layouts are kept. Weights in nf4 are not kept in that form:
+their matrix would take twice their memory, so each direction builds its own, just before the product, and nothing of it
+outlives the product.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pantheraml.kernels.fp8_product import transposed
 from pantheraml.kernels.nf4_fill import nf4_fill, nf4_row_scales
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.specs.plan import Layouts
 
 
 class Extent(NamedTuple):
@@ -56,32 +59,11 @@ class KeptMatrix:
     def __init__(self, bases: Sequence[Any], extent: Extent) -> None:
         """`bases` are all `nn.Linear` or all `FP8Linear`."""
         height, width, ranks, room = extent
-        quantised = isinstance(bases[0], FP8Linear)
-        like: Tensor = bases[0].qweight if quantised else bases[0].weight
-        self._matrix = torch.zeros(height + room, width + room, dtype=like.dtype, device=like.device)
+        self._matrix = _zeros_like(bases[0], height + room, width + room)
         self._height, self._width = height, width
-        self.scales = torch.empty(height, dtype=torch.float32, device=like.device) if quantised else None
         self.up = self._matrix[:height, width : width + ranks]
         self.down = self._matrix[height : height + ranks, :width]
-        self._take(bases)
-
-    def _take(self, bases: Sequence[Any]) -> None:
-        shared = _common_scale(bases) if self.scales is not None else None
-        start = 0
-        for base in bases:
-            rows = slice(start, start + base.out_features)
-            view = self._matrix[rows, : self._width]
-            if self.scales is None:
-                view.copy_(base.weight)
-                base.weight.data = view
-            else:
-                if shared is None or bool(base.scale[0] == shared):
-                    view.copy_(base.qweight)
-                else:  # by powers of two: only exponents change
-                    view.copy_(to_e4m3(base.qweight.float() * (base.scale[0] / shared)))
-                self.scales[rows] = base.scale if shared is None else shared
-                base.qweight, base.scale = view, self.scales[rows]
-            start = rows.stop
+        self.scales = _take(bases, self._matrix[:height, :width])
 
     def forward_matrix(self) -> Tensor:
         return self._matrix[: self._height]
@@ -89,6 +71,63 @@ class KeptMatrix:
     def backward_matrix(self) -> Tensor:
         matrix = self._matrix[:, : self._width]
         return matrix.T if self.scales is None else transposed(matrix)
+
+
+class KeptTwice:
+    """E4m3 weights, which become views of one matrix; the matrix of the way back is kept as well, so that no pass has
+    to transpose more of it than A. Nothing but memory changes: its bytes are those that `KeptMatrix` makes anew."""
+
+    def __init__(self, bases: Sequence[Any], extent: Extent) -> None:
+        """`bases` are all `FP8Linear`."""
+        height, width, ranks, room = extent
+        self.first = _zeros_like(bases[0], height, width + room)
+        self.second = _zeros_like(bases[0], width, height + room)
+        self._height, self._width = height, width
+        self.up = self.first[:, width : width + ranks]
+        self.down = _zeros_like(bases[0], ranks, width)
+        self._turned_down = self.second[:, height : height + ranks]
+        self.scales = _take(bases, self.first[:, :width])
+        self.turn_weights()
+
+    def turn_weights(self) -> None:
+        """Bring the second matrix's weights into step with the first's."""
+        self.second[:, : self._height] = transposed(self.first[:, : self._width])
+
+    def forward_matrix(self) -> Tensor:
+        return self.first
+
+    def backward_matrix(self) -> Tensor:
+        self._turned_down.copy_(self.down.T)
+        return self.second
+
+
+def _zeros_like(base: Any, rows: int, columns: int) -> Tensor:
+    like: Tensor = base.qweight if isinstance(base, FP8Linear) else base.weight
+    return torch.zeros(rows, columns, dtype=like.dtype, device=like.device)
+
+
+def _take(bases: Sequence[Any], weights: Tensor) -> Tensor | None:
+    """Move the layers' weights below each other into `weights`, of which they become views; the scales of its rows, if
+    they have any."""
+    quantised = isinstance(bases[0], FP8Linear)
+    scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device) if quantised else None
+    shared = _common_scale(bases) if quantised else None
+    start = 0
+    for base in bases:
+        rows = slice(start, start + base.out_features)
+        view = weights[rows]
+        if scales is None:
+            view.copy_(base.weight)
+            base.weight.data = view
+        else:
+            if shared is None or bool(base.scale[0] == shared):
+                view.copy_(base.qweight)
+            else:  # by powers of two: only exponents change
+                view.copy_(to_e4m3(base.qweight.float() * (base.scale[0] / shared)))
+            scales[rows] = base.scale if shared is None else shared
+            base.qweight, base.scale = view, scales[rows]
+        start = rows.stop
+    return scales
 
 
 def _common_scale(bases: Sequence[Any]) -> Tensor | None:
@@ -144,6 +183,10 @@ class RebuiltMatrix:
         return matrix
 
 
-def store(bases: Sequence[Any], extent: Extent) -> Storage:
-    """The layers' weights, all of one kind, taken over as that kind is best kept."""
-    return RebuiltMatrix(bases, extent) if isinstance(bases[0], NF4Linear) else KeptMatrix(bases, extent)
+def store(bases: Sequence[Any], extent: Extent, layouts: Layouts) -> Storage:
+    """The layers' weights, all of one kind, taken over as that kind is best kept; e4m3 in this many layouts."""
+    if isinstance(bases[0], NF4Linear):
+        return RebuiltMatrix(bases, extent)
+    if layouts == 2 and isinstance(bases[0], FP8Linear):
+        return KeptTwice(bases, extent)
+    return KeptMatrix(bases, extent)

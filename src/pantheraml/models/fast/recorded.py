@@ -1,0 +1,331 @@
+"""The fused layers of a pass as two CUDA graphs, for trainers that are not ours.
+
+Whoever trains a model by his own loop calls it, and `backward` on what he made of the result. Between the two, and
+after them, his code runs; but the layers' launches are the same at every step, a thousand of them for a small model,
+and a server's CPU takes longer for them than the GPU (1B LoRA under TRL on an H200: some 60 ms of kernels in steps of
+79 to 100 ms). So they are recorded once, forward and backward apart. From then on the first of the layers replays all
+of them, and the others hand on what they are given.
+
+What stays outside: the embedding, the output head, and writing the adapters' values where products read them. Only
+rows that are one document each are recorded, on one GPU, without checkpointing or dropout; and only after passes of the
+same shape have run by themselves, in which every layer got what the one before it gave. All else runs as ever: a second
+forward pass before the backward pass of the first, layers with hooks, other shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pantheraml.base import log
+from pantheraml.models.fast.groups import GroupSet
+
+logger = log.get(__name__)
+
+Turns = tuple[Tensor, Tensor]
+"""Cosine and sine of each position."""
+RunLayer = Callable[[Any, Tensor, Turns, dict[str, Any]], Tensor]
+
+PASSES_BEFORE = 2
+"""Of a shape, before it is recorded: kernels are compiled and chosen outside of a recording."""
+MOST_SHAPES = 2
+ROOM = 2.5
+"""Times what a pass keeps: free memory from which it is recorded."""
+
+_Key = tuple[object, ...]
+
+
+class _Pass:
+    """A pass in which layers run by themselves, as far as it has come."""
+
+    def __init__(self, key: _Key, arguments: dict[str, Any], taken: int) -> None:
+        self.key, self._arguments = key, arguments
+        self.taken_before = taken
+        self.layers: list[Any] = []
+        self._last: Tensor | None = None
+
+    def add(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
+        same = self._arguments.keys() == arguments.keys() and all(
+            mine is arguments[name] or (isinstance(mine, int | bool) and mine == arguments[name])
+            for name, mine in self._arguments.items()
+        )
+        if not same or (self._last is not None and given is not self._last):
+            self.layers.append(None)
+        self.layers.append(layer)
+        self._last = result
+
+
+class LayerGraphs:
+    """Records and replays passes through `layers`, all of a model's, in their order."""
+
+    def __init__(self, layers: Sequence[Any], shared: GroupSet, run: RunLayer) -> None:
+        self._layers, self._shared, self._run = list(layers), shared, run
+        self._recorded: dict[_Key, Recording] = {}
+        self._passes: dict[_Key, int] = {}
+        self._bytes: dict[_Key, int] = {}
+        """What a pass leaves behind for its way back."""
+        self._watched: _Pass | None = None
+        self._handed_on: Tensor | None = None
+        self._off: str | None = None
+
+    def begin(self, hidden: Tensor, turns: Turns, arguments: dict[str, Any]) -> Tensor | None:
+        """The first layer is called: what all of them give, or None if each is to run by itself."""
+        self._handed_on = self._watched = None
+        parameters = [parameter for group in self._shared.groups for parameter in group.parameters()]
+        key = self._key(hidden, turns, arguments, parameters)
+        if key is None:
+            return None
+        recording = self._recorded.get(key)
+        if recording is None:
+            recording = self._record(key, hidden, turns, arguments, parameters)
+        if recording is None or recording.is_in_use():
+            self._watched = _Pass(key, arguments, self._taken(hidden.device))
+            return None
+        result: Tensor = _Replay.apply(recording, hidden, *turns, *parameters)
+        self._handed_on = result if len(self._layers) > 1 else None
+        return result
+
+    def hands_on(self, layer: Any, hidden: Tensor) -> bool:
+        """Another layer is called: whether what it is given is the result of all layers already."""
+        if self._handed_on is None or hidden is not self._handed_on:
+            return False
+        if layer is self._layers[-1]:
+            self._handed_on = None
+        return True
+
+    def ran(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
+        """A layer ran by itself."""
+        watched = self._watched
+        if watched is None:
+            return
+        watched.add(layer, given, result, arguments)
+        if layer is self._layers[-1]:
+            self._watched = None
+            if len(watched.layers) == len(self._layers) and all(map(is_, watched.layers, self._layers)):
+                key = watched.key
+                self._bytes[key] = self._taken(result.device) - watched.taken_before
+                # counted when its backward pass begins: that has kernels of its own
+                result.register_hook(lambda _: self._count(key))
+
+    def _could_record(self, hidden: Tensor) -> bool:
+        """Not on a CPU, and not inside of another recording."""
+        return (
+            hidden.is_cuda
+            and not torch.compiler.is_compiling()
+            and not torch.cuda.is_current_stream_capturing()
+        )  # fmt: skip
+
+    def _taken(self, device: torch.device) -> int:
+        return torch.cuda.memory_allocated(device)
+
+    def _no_room(self, taken: int, device: torch.device) -> str | None:
+        """A recording keeps the memory of a pass for itself. One that is not recorded must find room beside it."""
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # a recording has memory of its own, and that of passes before is not needed
+        free, _ = torch.cuda.mem_get_info(device)
+        if free >= ROOM * taken:
+            return None
+        return f"a pass keeps {taken / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free, not {ROOM} times as much"
+
+    def _count(self, key: _Key) -> None:
+        self._passes[key] = self._passes.get(key, 0) + 1
+
+    def _key(
+        self, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
+    ) -> _Key | None:
+        """What a recording depends on; None: this pass is none to be recorded."""
+        usual = (
+            self._off is None
+            and self._could_record(hidden)
+            and torch.is_grad_enabled()
+            and "max_length_q" in arguments
+            and arguments.get("cu_seq_lens_q") is None
+            and "context_group" not in arguments
+            and not any(map(_is_watched_or_drops, self._layers))
+            and not (dist.is_initialized() and dist.get_world_size() > 1)
+            and len({parameter.dtype for parameter in parameters}) == 1
+            and all(parameter.requires_grad for parameter in parameters)
+        )
+        if not usual:
+            return None
+        kinds = [(tensor.shape, tensor.dtype) for tensor in (hidden, *turns)]
+        return (*kinds, hidden.requires_grad, arguments["max_length_q"], self._shared.arrangement)
+
+    def _record(
+        self, key: _Key, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
+    ) -> Recording | None:
+        if self._passes.get(key, 0) < PASSES_BEFORE:
+            return None
+        arrangement = key[-1]
+        self._recorded = {other: kept for other, kept in self._recorded.items() if other[-1] == arrangement}
+        if len(self._recorded) >= MOST_SHAPES or any(kept.is_in_use() for kept in self._recorded.values()):
+            return None
+        self._off = self._no_room(self._bytes[key], hidden.device)
+        if self._off is None:
+            try:
+                self._recorded[key] = self._capture(hidden, turns, arguments, parameters)
+            except RuntimeError as err:  # torch's out of memory is one, too
+                self._off = str(err).splitlines()[0]
+        if self._off is not None:
+            logger.warning("passes through the layers are not recorded as CUDA graphs: %s", self._off)
+        return self._recorded.get(key)
+
+    def _capture(
+        self, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
+    ) -> Recording:
+        # What somebody keeps of a pass before may tie the parameters themselves to another stream than a recording's.
+        leaves = [nn.Parameter(parameter.detach()) for parameter in parameters]
+
+        def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            with contextlib.ExitStack() as stack:
+                rest = iter(leaves)
+                for group in self._shared.groups:
+                    own = list(itertools.islice(rest, len(group.parameters())))
+                    stack.enter_context(group.with_parameters(own))
+                for layer in self._layers:
+                    x = self._run(layer, x, (cos, sin), arguments)
+            return x
+
+        given = hidden.detach().clone().requires_grad_(hidden.requires_grad)
+        return Recording(run, (given, *(turn.detach().clone() for turn in turns)), leaves)
+
+    def __deepcopy__(self, _memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _is_watched_or_drops(layer: Any) -> bool:
+    """Whether somebody wants to see what the layer is given or gives, or a pass through it is random."""
+    return bool(
+        (layer.gradient_checkpointing and layer.training)
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in vars(layer)
+        or (layer.training and layer.self_attn.attention_dropout)
+        or layer.fused_parts.changed()
+    )
+
+
+class Graph(Protocol):
+    """Such as torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None: ...
+
+
+class Place(NamedTuple):
+    """Of a parameter's gradient, among all of them laid end to end."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+
+
+class Recording:
+    """A pass forward and back, and where it reads and writes."""
+
+    result: Tensor
+    gradient_of_result: Tensor
+    gradient_of_input: Tensor | None
+    forward: Graph
+    backward: Graph
+
+    def __init__(
+        self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self.inputs = inputs
+        self.places: list[Place] = []
+        start = 0
+        for parameter in parameters:
+            self.places.append(Place(start, start + parameter.numel(), parameter.shape))
+            start += parameter.numel()
+        self.gradients = torch.empty(start, dtype=parameters[0].dtype, device=inputs[0].device)
+        self._token: weakref.ref[_Token] | None = None
+        self._capture(run, parameters)
+
+    def _capture(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        generator = torch.cuda.default_generators[self.gradients.device.index]
+        before = generator.clone_state()
+        try:
+            self._capture_both(run, parameters)
+        except RuntimeError:
+            generator.graphsafe_set_state(before)  # a recording that failed leaves it of no use to anyone
+            raise
+
+    def _capture_both(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
+        with torch.enable_grad(), torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
+            out = run(*self.inputs)
+        self.gradient_of_result = torch.empty_like(out)
+        with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
+            self.go_back(out, parameters)
+        self.result = out.detach()
+        self.forward, self.backward = forward, backward
+
+    def go_back(self, result: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """From `gradient_of_result` to all others."""
+        of_input = self.inputs[0].requires_grad
+        wanted = [self.inputs[0], *parameters] if of_input else list(parameters)
+        found = list(torch.autograd.grad(result, wanted, self.gradient_of_result))
+        self.gradient_of_input = found.pop(0) if of_input else None
+        torch._foreach_copy_(self.split(self.gradients), found)
+
+    def split(self, gradients: Tensor) -> list[Tensor]:
+        return [gradients[place.start : place.stop].view(place.shape) for place in self.places]
+
+    def is_in_use(self) -> bool:
+        """Whether the backward pass of the last replay may still come: it reads what that left behind."""
+        return self._token is not None and self._token() is not None
+
+    def replay_forward(self, given: Sequence[Tensor]) -> tuple[Tensor, _Token]:
+        torch._foreach_copy_(list(self.inputs), list(given))
+        self.forward.replay()
+        token = _Token()
+        self._token = weakref.ref(token)
+        return self.result.clone(), token
+
+    def replay_backward(self, gradient: Tensor, token: _Token | None) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradients of the input, if it has one, and of all parameters."""
+        if token is None or self._token is None or self._token() is not token:
+            raise RuntimeError(
+                "A backward pass through recorded layers was asked for twice; it overwrites what it reads."
+            )
+        self._token = None
+        self.gradient_of_result.copy_(gradient)
+        self.backward.replay()
+        of_input = None if self.gradient_of_input is None else self.gradient_of_input.clone()
+        return of_input, self.split(self.gradients.clone())
+
+
+class _Token:
+    """Lives as long as the backward pass of a replay may come."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, recording: Recording, hidden: Tensor, cos: Tensor, sin: Tensor, *_parameters: Tensor
+    ) -> Tensor:
+        result, ctx.token = recording.replay_forward((hidden, cos, sin))
+        ctx.recording = recording
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        of_input, of_parameters = ctx.recording.replay_backward(gradient, ctx.token)
+        return None, of_input, None, None, *of_parameters

@@ -1,0 +1,209 @@
+"""When passes through fused layers are recorded and replayed, with graphs that a CPU can run in the place of CUDA's;
+tests/gpu has the real ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from pantheraml.engine.checkpointing import apply_checkpointing
+from pantheraml.models.attention import use_document_attention
+from pantheraml.models.fast import record_passes
+from pantheraml.models.fast import recorded as subject
+from tests.unit.models.test_models_fast import FUSED, IDS, adapted, assert_same, base_model, fused, randomise, results
+
+OTHER_IDS = IDS.flip(0)
+
+
+class OnCPU(subject.Recording):
+    """Replays by running again."""
+
+    made = 0
+
+    def _capture(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        OnCPU.made += 1
+        recording = self
+
+        class Forward:
+            def replay(self) -> None:
+                with torch.enable_grad():
+                    recording.out = run(*recording.inputs)  # type: ignore[attr-defined]
+                if hasattr(recording, "result"):
+                    recording.result.copy_(recording.out.detach())  # type: ignore[attr-defined]
+
+        class Backward:
+            def replay(self) -> None:
+                recording.go_back(recording.out, parameters)  # type: ignore[attr-defined]
+
+        self.forward, self.backward = Forward(), Backward()
+        self.forward.replay()
+        self.result = self.out.detach().clone()  # type: ignore[attr-defined]
+        self.gradient_of_result = torch.empty_like(self.result)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    OnCPU.made = 0
+    monkeypatch.setattr(subject, "Recording", OnCPU)
+    monkeypatch.setattr(subject.LayerGraphs, "_could_record", lambda *_: True)
+    monkeypatch.setattr(subject.LayerGraphs, "_taken", lambda *_: 0)
+    monkeypatch.setattr(subject.LayerGraphs, "_no_room", lambda *_: None)
+
+
+def both(family: str = "llama") -> tuple[PeftModel, PeftModel]:
+    """The same fused model, with recording and without."""
+    plain = fused(adapted(base_model(family)))
+    assert use_document_attention(plain) is None
+    ours = copy.deepcopy(plain)
+    record_passes(ours)
+    return ours, plain
+
+
+def warm_up(model: nn.Module) -> None:
+    for _ in range(subject.PASSES_BEFORE):
+        results(model)
+    assert OnCPU.made == 0
+
+
+def replays(model: Any) -> bool:
+    """Whether a pass with gradients goes through a recording."""
+    out = model(input_ids=IDS, labels=IDS, use_cache=False)
+    names, pending = set(), [out.loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        names.add(type(node).__name__)
+        pending += [following for following, _ in node.next_functions if following is not None]
+    return "_ReplayBackward" in names
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_the_numbers_of_passes_that_are_not_recorded(family: str) -> None:
+    ours, theirs = both(family)
+    warm_up(ours)
+    for turn, ids in enumerate((IDS, OTHER_IDS, IDS)):
+        for model in (ours, theirs):
+            randomise(model, seed=turn)
+        assert_same(results(ours, input_ids=ids, labels=ids), results(theirs, input_ids=ids, labels=ids), tolerance=0)
+    assert OnCPU.made == 1
+
+
+def test_gradients_of_several_batches_add_up() -> None:
+    ours, theirs = both()
+    warm_up(ours)
+    for model in (ours, theirs):
+        model.zero_grad()
+        for ids in (IDS, OTHER_IDS):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert OnCPU.made == 1
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            assert torch.equal(mine.grad, other.grad)
+
+
+def test_the_embeddings_gradient() -> None:
+    ours, theirs = both()
+    for model in (ours, theirs):
+        model.enable_input_require_grads()
+        model.get_input_embeddings().weight.requires_grad_()
+    warm_up(ours)
+    assert_same(results(ours), results(theirs), tolerance=0)
+    assert OnCPU.made == 1
+
+
+def test_a_second_forward_pass_before_the_backward_pass_of_the_first() -> None:
+    ours, theirs = both()
+    warm_up(ours)
+    for model in (ours, theirs):
+        model.zero_grad()
+        first, second = (model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (IDS, OTHER_IDS))
+        (first + 2 * second).backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad)
+    assert replays(ours)
+
+
+def test_a_pass_without_a_backward_pass_is_forgotten() -> None:
+    ours, _ = both()
+    warm_up(ours)
+    ours(input_ids=IDS, labels=IDS, use_cache=False)
+    assert replays(ours)
+
+
+def test_the_backward_pass_comes_once() -> None:
+    ours, _ = both()
+    warm_up(ours)
+    loss = ours(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="asked for twice"):
+        loss.backward()
+
+
+def test_what_runs_as_ever() -> None:
+    ours, theirs = both()
+    warm_up(ours)
+    assert replays(ours)
+    padded = torch.ones_like(IDS)
+    padded[0, -3:] = 0
+    layer = ours.get_base_model().model.layers[1]
+    assert_same(results(ours, attention_mask=padded), results(theirs, attention_mask=padded), tolerance=0)
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert not replays(ours)
+    handle.remove()
+    apply_checkpointing(ours, "full")
+    assert not replays(ours)
+    apply_checkpointing(ours, "none")
+    with ours.disable_adapter(), theirs.disable_adapter():
+        assert torch.equal(ours(input_ids=IDS).logits, theirs(input_ids=IDS).logits)
+    with torch.no_grad():
+        assert torch.equal(ours(input_ids=IDS).logits, theirs(input_ids=IDS).logits)
+    assert replays(ours)
+    assert OnCPU.made == 1
+    # transformers asks layers for that by hooks, which then stay
+    out, wanted = (model(input_ids=IDS, use_cache=False, output_hidden_states=True) for model in (ours, theirs))
+    assert all(map(torch.equal, out.hidden_states, wanted.hidden_states))
+
+
+def test_other_scalings_are_recorded_anew() -> None:
+    ours, theirs = both()
+    warm_up(ours)
+    assert replays(ours)
+    for model in (ours, theirs):
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("default", 0.5)
+    assert not replays(ours)
+    assert_same(results(ours), results(theirs), tolerance=0)
+    results(ours)
+    assert_same(results(ours), results(theirs), tolerance=0)
+    assert OnCPU.made == 2
+
+
+def test_what_cannot_be_recorded_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(OnCPU, "_capture", fail)
+    ours, theirs = both()
+    for _ in range(subject.PASSES_BEFORE + 2):
+        assert_same(results(ours), results(theirs), tolerance=0)
+    assert [record.message for record in caplog.records] == [
+        "passes through the layers are not recorded as CUDA graphs: operation not permitted when stream is capturing"
+    ]
+
+
+def test_a_copy_records_for_itself_when_asked() -> None:
+    ours, _ = both()
+    warm_up(ours)
+    assert replays(ours)
+    twin = copy.deepcopy(ours)
+    assert_same(results(twin), results(ours), tolerance=0)
+    assert not replays(twin)
