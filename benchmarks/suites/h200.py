@@ -81,6 +81,7 @@ CASES = (
     replace(OURS_TRL, name="ours-trl-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-fp8"),
     replace(OURS_TRL_1B, name="ours-trl-1b-full", method="full", precision="bf16"),
+    replace(OURS_TRL_1B, name="ours-trl-1b-full-fp8", method="full"),
     replace(LIGER, name="liger-8b-lora"),
     replace(HF, name="hf-8b-lora"),
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-uneven-fp8", data="uneven"),
@@ -122,6 +123,9 @@ TARGETS = Targets(
             "1B full 4x2048, products in fp8", "ours-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
         ),
         Comparison("1B full 4x2048", "ours-trl-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
+        Comparison(
+            "1B full 4x2048, products in fp8", "ours-trl-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
+        ),
         Comparison("1B full 4x2048, lean", "ours-1b-full-lean", ("liger-1b-full", "unsloth-1b-full"), None, 1.0),
         Comparison(
             "8B LoRA, uneven documents, packed",

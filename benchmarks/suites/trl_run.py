@@ -63,7 +63,7 @@ def load_fast(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
     wanted: dict[str, Any] = {"local_files_only": True} if case["system"] == "unsloth" else {}
     if case["method"] == "full":
         wanted |= {"full_finetuning": True, "use_gradient_checkpointing": checkpointing}
-    elif case["precision"] == "fp8":
+    if case["precision"] == "fp8":
         wanted |= {"load_in_fp8": True}
     model, tokenizer = fast.from_pretrained(
         folder,

@@ -21,6 +21,7 @@ from pantheraml.base import log
 from pantheraml.base.env import launched_rank, multi_gpu_requested, process_rank
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
 from pantheraml.engine.checkpointing import apply_checkpointing
+from pantheraml.engine.compile import compile_steady_shapes
 from pantheraml.hooks import trl
 from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.asked_each_step import answer_sooner
@@ -31,6 +32,7 @@ from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.packed import Packing
+from pantheraml.models.quantise.trained_fp8 import use_fp8_products
 from pantheraml.parallel.split import (
     STRATEGIES,
     Device,
@@ -97,7 +99,8 @@ class FastLanguageModel:
         `max_seq_length` is the length at which the tokenizer truncates; None leaves the tokenizer's own.
         `dtype` None: bf16 or fp16, as the GPU can; float32 on a CPU and for full fine-tuning.
         `load_in_fp8` None: yes if nothing else is asked for (another load_in_..., dtype, full_finetuning, several
-        devices) and the GPU can; the loss stays that of bf16, see docs/benchmarks.md.
+        devices) and the GPU can; the loss stays that of bf16, see docs/benchmarks.md. With `full_finetuning` True means
+        that decoder layers multiply in fp8; their weights stay as they are.
         `device_map` None: this process's GPU, or the CPU if there is none. Or a device, or a mapping from modules to
         devices; or auto, balanced, sequential, which spread the layers over all GPUs if multi-GPU is switched on, and
         mean the first if it is not. `max_memory` then says what weights may take on each. A rank has one device.
@@ -135,7 +138,11 @@ class FastLanguageModel:
             assert device_map is not None
             split(model, place(model, device_map, room, max_memory))
         if full_finetuning:
+            if packing == "fp8":
+                use_fp8_products(model)
             _speed_up(fast, model, use_gradient_checkpointing)
+            if use_gradient_checkpointing is False and device.type == "cuda" and room is None:
+                compile_steady_shapes(model)
         trl.apply()
         return model, tokenizer
 
@@ -224,7 +231,7 @@ def _fp8_layouts(whole: nn.Module, checkpointing: CheckpointingMode) -> Layouts:
     layouts, reason = layouts_for(_CHECKPOINTING.get(checkpointing, "none"))
     if layouts == 2 and (why_one := why_one_layout(whole)) is not None:
         layouts, reason = 1, why_one
-    logger.info("layouts of each fp8 weight: %d (%s)", layouts, reason)
+    logger.info("layouts of the MLPs' fp8 weights: %d (%s)", layouts, reason)
     return layouts
 
 
@@ -315,7 +322,7 @@ def _fp8_if_faster(device: torch.device, *, split: bool) -> Packing | None:
 
 
 def _check_kind(packing: Packing | None, full: bool, checkpointing: CheckpointingMode, device: torch.device) -> None:
-    if full and packing is not None:
+    if full and packing not in (None, "fp8"):
         raise ConfigError(
             f"full_finetuning trains every weight, and {packing} weights cannot be trained.",
             todo="Leave full_finetuning out, and use get_peft_model.",

@@ -3,19 +3,93 @@
 All layers of a model run the same code on tensors of the same shapes, so the first one's compilation serves the others,
 and a model of 80 layers compiles as fast as one of 8. Compiling the model as a whole would take minutes and gain little
 between layers.
+
+Our own loop knows whether batches have one shape. Under another's trainer that shows only when they come: there layers
+are compiled once a shape has come several times, and for no more than two shapes; all others run as ever.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pantheraml.base import log
 from pantheraml.models.fast import is_fused
+
+logger = log.get(__name__)
+
+PASSES_BEFORE = 3
+"""Training passes of a shape before its layers are compiled, which takes seconds."""
+MOST_SHAPES = 2
 
 
 def compile_layers(model: nn.Module) -> int:
     """Compile every decoder layer that is not fused, in place; how many there are. Shapes are taken as fixed."""
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and not is_fused(m)]
+    layers = _layers(model)
     for layer in layers:
         layer.compile(dynamic=False)
     return len(layers)
+
+
+def compile_steady_shapes(model: Any) -> int:
+    """Compile the decoder layers that are not fused for shapes that come again and again; how many layers there are."""
+    layers = _layers(model)
+    if layers:
+        body = getattr(model, model.base_model_prefix, model)
+        body.register_forward_pre_hook(SteadyShapes(layers), with_kwargs=True)
+    return len(layers)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and not is_fused(m)]
+
+
+class SteadyShapes:
+    """Before a model's body runs: whether its layers run compiled this time. A copy of the model begins anew."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self._layers = layers
+        self._passes: Counter[tuple[int, ...]] = Counter()
+        self._compiled: list[Any] = []
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def __call__(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shape = self._shape(body, args, kwargs)
+        compiled = shape is not None and self._is_steady(shape)
+        if compiled and not self._compiled:
+            self._compiled = [torch.compile(layer._call_impl, dynamic=False) for layer in self._layers]
+        for place, layer in enumerate(self._layers):
+            layer._compiled_call_impl = self._compiled[place] if compiled else None
+
+    def _shape(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+        """Of a training pass over rows that are one document each; None for any other."""
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is None:
+            return None
+        usual = (
+            body.training
+            and torch.is_grad_enabled()
+            and "max_length_q" in kwargs
+            and kwargs.get("cu_seq_lens_q") is None
+            and not torch.compiler.is_compiling()
+            and not (dist.is_initialized() and dist.get_world_size() > 1)
+        )
+        return tuple(tokens.shape) if usual else None
+
+    def _is_steady(self, shape: tuple[int, ...]) -> bool:
+        if shape in self._shapes:
+            return True
+        self._passes[shape] += 1
+        if self._passes[shape] <= PASSES_BEFORE or len(self._shapes) == MOST_SHAPES:
+            return False
+        logger.info("decoder layers are compiled for batches of %s", " x ".join(map(str, shape)))
+        self._shapes.add(shape)
+        return True
+
+    def __reduce__(self) -> tuple[type[SteadyShapes], tuple[list[nn.Module]]]:
+        return SteadyShapes, (self._layers,)

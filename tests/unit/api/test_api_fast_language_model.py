@@ -30,6 +30,7 @@ from pantheraml.base.errors import (
 from pantheraml.models.attention import uses_document_attention
 from pantheraml.models.fast import is_fused, second_layouts
 from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.models.quantise.trained_fp8 import TrainedFP8Linear
 from tests import toy
 from tests.unit.models.conftest import TinyModel
 
@@ -294,14 +295,14 @@ def test_fp8_weights_are_kept_twice_unless_memory_is_short(
             return fp8_model(fp8_folder, **arguments), caplog.text
 
     fast, said = model()
-    assert "layouts of each fp8 weight: 2 (" in said
-    assert len(second_layouts(fast)) == 2 * 4 + 1, "two layers and the head"
+    assert "layouts of the MLPs' fp8 weights: 2 (" in said
+    assert len(second_layouts(fast)) == 2 * 2, "of two layers"
     lean, said = model(use_gradient_checkpointing=True)
-    assert "layouts of each fp8 weight: 1 (activation checkpointing is full" in said
+    assert "layouts of the MLPs' fp8 weights: 1 (activation checkpointing is full" in said
     assert second_layouts(lean) == []
     monkeypatch.setattr("pantheraml.api.why_one_layout", lambda _: "it is too large")
     large, said = model()
-    assert "layouts of each fp8 weight: 1 (it is too large)" in said
+    assert "layouts of the MLPs' fp8 weights: 1 (it is too large)" in said
     assert second_layouts(large) == []
     found = []
     for model_ in (fast, lean, large):
@@ -309,6 +310,16 @@ def test_fp8_weights_are_kept_twice_unless_memory_is_short(
         loss.backward()
         found.append([loss.detach(), *gradients(model_).values()])
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
+
+
+def test_a_full_fine_tune_may_multiply_in_fp8(fp8_folder: Path) -> None:
+    fast, _ = FastLanguageModel.from_pretrained(str(fp8_folder), full_finetuning=True, load_in_fp8=True)
+    kinds = {type(layer) for layer in fast.model.layers.modules() if isinstance(layer, torch.nn.Linear)}
+    assert kinds == {TrainedFP8Linear}
+    assert type(fast.lm_head) is torch.nn.Linear
+    assert all(parameter.requires_grad for parameter in fast.parameters())
+    fast.train()(**batch()).loss.backward()
+    assert all(parameter.grad is not None for parameter in fast.parameters())
 
 
 def test_a_head_with_an_adapter_is_not_quantised(fp8_folder: Path) -> None:

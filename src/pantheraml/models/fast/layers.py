@@ -325,7 +325,7 @@ class _FusedNorm:
 def record_passes(model: nn.Module) -> None:
     """From now on passes through the model's fused layers are recorded as CUDA graphs where possible (`recorded`)."""
     layers: list[Any] = [layer for layer in model.modules() if is_fused(layer)]
-    if len(layers) == sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
+    if layers and len(layers) == sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
         graphs = LayerGraphs(layers, layers[0].fused_parts.shared, _run)
         for layer in layers:
             layer.fused_parts.graphs = graphs
