@@ -360,9 +360,14 @@ def _free() -> None:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Of the newest for each method."""
-    newest = {record["parameters"].get("method", "lora"): record for record in reversed(records)}
-    return "\n\n".join(_summary(method, newest[method]) for method in METHODS if method in newest)
+    """Of the newest for each method and size."""
+    newest = {
+        (facts.get("method", "lora"), facts["size"]): record
+        for record in reversed(records)
+        for facts in [record["parameters"]]
+    }
+    places = [(method, size) for method in METHODS for size in SIZES if (method, size) in newest]
+    return "\n\n".join(_summary(method, newest[method, size]) for method, size in places)
 
 
 def _summary(method: str, record: Mapping[str, Any]) -> str:
@@ -386,7 +391,7 @@ def _summary(method: str, record: Mapping[str, Any]) -> str:
     facts = record["parameters"]
     what = "LoRA" if method == "lora" else "Full fine-tune"
     about = (
-        f"{what}, newest run: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings to an evaluation loss"
+        f"{what}, newest run of size {facts['size']}: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings to an evaluation loss"
         f" of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of Python source for"
         f" {facts['steps']} steps, {facts['seeds']} seeds."
     )

@@ -54,7 +54,7 @@ def measure_op(name: str, op: Op, repeats: int) -> list[dict[str, Any]]:
         try:
             rows.append(row | measure(make(), op, exact, repeats))
         except ImportError as err:
-            rows.append(row | {"reason": f"not installed: {err}"})
+            rows.append(row | {"reason": f"not installed: {err.msg.partition(' (')[0]}"})
         except torch.OutOfMemoryError:
             rows.append(row | {"reason": "out of memory"})
         torch.compiler.reset()

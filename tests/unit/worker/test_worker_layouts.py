@@ -62,7 +62,7 @@ def test_layouts_are_those_of_the_plan_where_weights_are_small_enough(
     world = World(rank=0, size=1, device=torch.device("cpu"))
     config, plan = planned(folder, **train)
     model = build_model(config, plan, world, lambda kind, **fields: said.append({"kind": kind, **fields}))
-    assert len(second_layouts(model)) == (4 * LAYERS + 1 if layouts == 2 else 0), "and that of the head"
+    assert len(second_layouts(model)) == (2 * LAYERS if layouts == 2 else 0)
     told = [event for event in said if event["kind"] == "choice"]
     assert [(event["value"], event["reason"]) for event in told] == (
         [(1, "they are large")] if plan.fp8_layouts > layouts else []
