@@ -169,7 +169,9 @@ TRICKS = (
         "Packed batches have one shape, so the launches of a step's forward and backward pass are recorded once, as a"
         " CUDA graph, and replayed as a whole: small models no longer wait for the CPU. The first batch of a step"
         " writes its gradients over those of the step before, which are neither zeroed nor added to."
-        " (`train.cuda_graph`)",
+        " (`train.cuda_graph`) Under another's trainer, whose code runs between and after the two, passes of one shape"
+        " through the fused layers are recorded, forward and backward apart; `ours-trl-1b-lora-fp8` in"
+        " [benchmarks.md](benchmarks.md) shows the difference between its last two runs.",
     ),
     Trick(
         "compile",

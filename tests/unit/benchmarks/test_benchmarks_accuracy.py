@@ -51,13 +51,16 @@ rows = [
      "gradient_cosine_random_up": 0.999},
 ]
 facts = {"precisions": "bf16,fp8,nf4", "prose_bytes": 1e6, "code_bytes": 2e6, "base_eval_loss": 2.5, "steps": 3,
-         "seeds": 2}
-print(accuracy.summary([{"parameters": facts, "results": rows}]))
+         "seeds": 2, "size": "small"}
+older = [{**row, "eval_loss": 9.0} for row in rows]
+print(accuracy.summary([{"parameters": facts, "results": rows}, {"parameters": facts, "results": older}]))
+print("another size")
+print(accuracy.summary([{"parameters": {**facts, "size": size}, "results": rows} for size in ("cpu", "small")]))
 """
 
 
 def test_figures(python: Python) -> None:
-    opposite, orthogonal, *lines = python(FIGURES).splitlines()
+    opposite, orthogonal, *lines = python(FIGURES).partition("another size")[0].splitlines()
     assert float(opposite) == pytest.approx(-1)
     assert float(orthogonal) == pytest.approx(0)
     assert [line for line in lines if line.startswith("| ")][1:] == [
@@ -65,6 +68,7 @@ def test_figures(python: Python) -> None:
         "| fp8 | 2.0080 | +0.40 % | 0.9950 | 0.9910 | yes |",
         "| nf4 | 1.9900 | -1.00 % | 0.9980 | 0.9990 | no |",
     ]
+    assert [size in python(FIGURES) for size in ("of size small", "of size cpu", "of size tiny")] == [True, True, False]
 
 
 RUN = "import json, accuracy\nprint(json.dumps(accuracy.run(size='tiny', seeds=1, precisions='bf16,nf4')))"
