@@ -391,9 +391,9 @@ def _summary(method: str, record: Mapping[str, Any]) -> str:
     facts = record["parameters"]
     what = "LoRA" if method == "lora" else "Full fine-tune"
     about = (
-        f"{what}, newest run of size {facts['size']}: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings to an evaluation loss"
-        f" of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of Python source for"
-        f" {facts['steps']} steps, {facts['seeds']} seeds."
+        f"{what}, newest run of size {facts['size']}: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings"
+        f" to an evaluation loss of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of"
+        f" Python source for {facts['steps']} steps, {facts['seeds']} seeds."
     )
     return "\n".join([about, "", *markdown_table([*heads, bounds], rows)])
 

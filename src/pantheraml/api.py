@@ -27,7 +27,14 @@ from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.asked_each_step import answer_sooner
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
-from pantheraml.models.fast import fuse, quantise_head_like_layers, record_passes, why_one_layout
+from pantheraml.models.fast import (
+    fuse,
+    quantise_head_like_layers,
+    record_passes,
+    release_recordings,
+    second_layouts,
+    why_one_layout,
+)
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
@@ -193,6 +200,7 @@ class FastLanguageModel:
     @staticmethod
     def for_inference(model: nn.Module) -> nn.Module:
         """Dropout off, and full logits in every forward."""
+        release_recordings(model)
         return model.eval()
 
 
@@ -223,6 +231,8 @@ def _fuse(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode
     # On a CPU fusing gains nothing, and products of nf4 weights in fp8 would round where the plain ones do not.
     fused = not (nf4 and on_cpu) and fuse(whole, layouts=layouts).fused > 0
     quantise_head_like_layers(fast, fused=fused)
+    if layouts == 2 and second_layouts(whole):
+        logger.info("the MLPs' fp8 weights are kept in two layouts: %s", layouts_for("none")[1])
 
 
 def _fp8_layouts(whole: nn.Module, checkpointing: CheckpointingMode) -> Layouts:
@@ -231,7 +241,8 @@ def _fp8_layouts(whole: nn.Module, checkpointing: CheckpointingMode) -> Layouts:
     layouts, reason = layouts_for(_CHECKPOINTING.get(checkpointing, "none"))
     if layouts == 2 and (why_one := why_one_layout(whole)) is not None:
         layouts, reason = 1, why_one
-    logger.info("layouts of the MLPs' fp8 weights: %d (%s)", layouts, reason)
+    if layouts == 1:
+        logger.info("the MLPs' fp8 weights are kept in one layout: %s", reason)
     return layouts
 
 

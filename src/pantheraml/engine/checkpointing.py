@@ -33,7 +33,7 @@ Run = Callable[..., Any]
 PRODUCTS = frozenset(
     {
         *("aten::mm", "aten::addmm", "aten::linear"),
-        *("aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"),
+        *("aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm", "pantheraml::fp8_linear"),
     }
 )
 """Not bmm: where attention is spelt out, its products are the scores, quadratic in the length."""

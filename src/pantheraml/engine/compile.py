@@ -55,21 +55,28 @@ class SteadyShapes:
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
         self._passes: Counter[tuple[int, ...]] = Counter()
-        self._compiled: list[Any] = []
         self._shapes: set[tuple[int, ...]] = set()
+        self._calls = [_Call(self, layer) for layer in layers]
+        self._off = False
 
     def __call__(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shape = self._shape(body, args, kwargs)
         compiled = shape is not None and self._is_steady(shape)
-        if compiled and not self._compiled:
-            self._compiled = [torch.compile(layer._call_impl, dynamic=False) for layer in self._layers]
-        for place, layer in enumerate(self._layers):
-            layer._compiled_call_impl = self._compiled[place] if compiled else None
+        for layer, call in zip(self._layers, self._calls, strict=True):
+            if layer._compiled_call_impl in (None, call):  # else somebody compiled it
+                layer._compiled_call_impl = call if compiled else None
+
+    def give_up(self, err: Exception) -> None:
+        """The compiler failed; layers run as they are from now on."""
+        if not self._off:
+            logger.warning("decoder layers are not compiled: %s", str(err).strip().splitlines()[0])
+        self._off = True
 
     def _shape(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
         """Of a training pass over rows that are one document each; None for any other."""
         tokens = args[0] if args else kwargs.get("input_ids")
-        if tokens is None:
+        checkpointed = any(layer.gradient_checkpointing for layer in self._layers)
+        if tokens is None or self._off or checkpointed:  # a layer is computed again as it ran at first
             return None
         usual = (
             body.training
@@ -93,3 +100,21 @@ class SteadyShapes:
 
     def __reduce__(self) -> tuple[type[SteadyShapes], tuple[list[nn.Module]]]:
         return SteadyShapes, (self._layers,)
+
+
+class _Call:
+    """A layer's call, compiled."""
+
+    def __init__(self, shapes: SteadyShapes, layer: Any) -> None:
+        self._shapes, self._layer = shapes, layer
+        self._compiled: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._compiled = self._compiled or torch.compile(self._layer._call_impl, dynamic=False)
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception as err:
+            if not type(err).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            self._shapes.give_up(err)
+            return self._layer._call_impl(*args, **kwargs)

@@ -32,6 +32,8 @@ class Replacement:
     """From the original to what stands in its place."""
     otherwise: str
     """What happens without it, for the log."""
+    needed: bool = True
+    """Whether it is an error that somebody else has replaced the name; if not, the log says so."""
     of_class: str | None = None
     """The class of the module that `name` is a method of; None: `name` is the module's."""
     _original: Any = field(default=None, init=False)
@@ -49,7 +51,15 @@ class Replacement:
         present = getattr(place, self.name)
         if self._ours is not None and present is self._ours:
             return True
-        self._check_untouched(present)
+        taken = self._taken_by(present)
+        if taken is not None and self.needed:
+            raise ConfigError(
+                f"{self._full_name()} was already replaced, by {taken}.",
+                todo="Do not load the library that replaces it in the same process.",
+            )
+        if taken is not None:
+            logger.info("%s was already replaced, by %s: %s", self._full_name(), taken, self.otherwise)
+            return False
         self._original, self._ours = present, self.make(present)
         setattr(place, self.name, self._ours)
         return True
@@ -67,11 +77,11 @@ class Replacement:
         module = importlib.import_module(self.module)
         return module if self.of_class is None else getattr(module, self.of_class)
 
-    def _check_untouched(self, present: Any) -> None:
-        owner = getattr(present, "__module__", self.module)
+    def _full_name(self) -> str:
+        return ".".join(filter(None, (self.module, self.of_class, self.name)))
+
+    def _taken_by(self, present: Any) -> str | None:
+        """Who has replaced the name; None: nobody."""
+        owner: str = getattr(present, "__module__", self.module)
         replaced_since = self._ours is not None and present is not self._original
-        if replaced_since or owner.partition(".")[0] != self.library:
-            raise ConfigError(
-                f"{self.module}.{self.name} was already replaced, by {owner}.",
-                todo="Do not load the library that replaces it in the same process.",
-            )
+        return owner if replaced_since or owner.partition(".")[0] != self.library else None

@@ -91,6 +91,7 @@ COLLATOR = Replacement(
     name="torch_call",
     make=_over_arrays,
     otherwise="its collator takes some milliseconds longer for each batch",
+    needed=False,
 )
 PACKING_ATTENTION = Replacement(
     library="trl",

@@ -295,14 +295,14 @@ def test_fp8_weights_are_kept_twice_unless_memory_is_short(
             return fp8_model(fp8_folder, **arguments), caplog.text
 
     fast, said = model()
-    assert "layouts of the MLPs' fp8 weights: 2 (" in said
+    assert "fp8 weights are kept in two layouts: backward passes" in said
     assert len(second_layouts(fast)) == 2 * 2, "of two layers"
     lean, said = model(use_gradient_checkpointing=True)
-    assert "layouts of the MLPs' fp8 weights: 1 (activation checkpointing is full" in said
+    assert "fp8 weights are kept in one layout: activation checkpointing is full" in said
     assert second_layouts(lean) == []
     monkeypatch.setattr("pantheraml.api.why_one_layout", lambda _: "it is too large")
     large, said = model()
-    assert "layouts of the MLPs' fp8 weights: 1 (it is too large)" in said
+    assert "fp8 weights are kept in one layout: it is too large" in said
     assert second_layouts(large) == []
     found = []
     for model_ in (fast, lean, large):

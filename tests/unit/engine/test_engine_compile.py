@@ -97,3 +97,37 @@ def test_a_copy_has_layers_of_its_own() -> None:
     train(twin, 8)
     assert not is_compiled(twin)
     assert is_compiled(model)
+
+
+def test_with_checkpointing_layers_run_as_they_are() -> None:
+    model = llama()
+    compile_steady_shapes(model)
+    model.gradient_checkpointing_enable()
+    for _ in range(PASSES_BEFORE + 2):
+        train(model, 8)
+    assert not is_compiled(model)
+
+
+def test_a_compiler_that_fails_is_told_once_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise NotImplementedError("no such thing")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile.func, backend=fail))
+    ours, theirs = llama(), llama()
+    compile_steady_shapes(ours)
+    for _ in range(PASSES_BEFORE + 3):
+        assert all(map(torch.equal, train(ours, 8), train(theirs, 8)))
+    assert caplog.text.count("decoder layers are not compiled") == 1
+
+
+def test_layers_that_somebody_compiled_stay_so() -> None:
+    model = llama()
+    compile_steady_shapes(model)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    theirs = [layer._compiled_call_impl for layer in model.model.layers]
+    for _ in range(PASSES_BEFORE + 2):
+        train(model, 8)
+    assert [layer._compiled_call_impl for layer in model.model.layers] == theirs

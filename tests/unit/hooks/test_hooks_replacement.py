@@ -61,6 +61,17 @@ def test_someone_else_was_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sft.pad is theirs
 
 
+def test_what_is_not_needed_gives_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def theirs(self: object, examples: object) -> None: ...
+
+    theirs.__module__ = "another.library"
+    monkeypatch.setattr(sft.DataCollatorForLanguageModeling, "torch_call", theirs)
+    with caplog.at_level("INFO", logger="pantheraml"):
+        assert not trl.COLLATOR.apply()
+    assert sft.DataCollatorForLanguageModeling.torch_call is theirs
+    assert "sft_trainer.DataCollatorForLanguageModeling.torch_call was already replaced, by another" in caplog.text
+
+
 def test_someone_else_came_after_us() -> None:
     original, subject = sft.pad, replacement()
     subject.apply()

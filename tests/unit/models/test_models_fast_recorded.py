@@ -11,10 +11,11 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.fast import record_passes
+from pantheraml.models.fast import record_passes, release_recordings
 from pantheraml.models.fast import recorded as subject
 from tests.unit.models.test_models_fast import FUSED, IDS, adapted, assert_same, base_model, fused, randomise, results
 
@@ -136,13 +137,95 @@ def test_a_pass_without_a_backward_pass_is_forgotten() -> None:
     assert replays(ours)
 
 
-def test_the_backward_pass_comes_once() -> None:
+def test_a_second_backward_pass_costs_a_forward_pass_and_may_come_too_late() -> None:
+    ours, theirs = both()
+    warm_up(ours)
+    losses = [model(input_ids=IDS, labels=IDS, use_cache=False).loss for model in (ours, theirs)]
+    for model, loss in zip((ours, theirs), losses, strict=True):
+        model.zero_grad()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad)
+    assert replays(ours)
+    with pytest.raises(RuntimeError, match="comes too late"):
+        losses[0].backward()
+
+
+def test_evaluation_between_forward_and_backward() -> None:
+    ours, theirs = both()
+    warm_up(ours)
+    for model in (ours, theirs):
+        model.zero_grad()
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        with torch.no_grad():
+            model(input_ids=OTHER_IDS)
+        loss.backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            assert torch.equal(mine.grad, other.grad)
+
+
+def test_norms_of_heads_that_are_trained_get_their_gradient() -> None:
+    ours, theirs = both("qwen3")
+    warm_up(ours)
+    assert replays(ours)
+    for model in (ours, theirs):
+        for name, parameter in model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                parameter.requires_grad_()
+    for _ in range(subject.PASSES_BEFORE + 1):
+        assert_same(results(ours), results(theirs), tolerance=0)
+    assert any("q_norm" in name and p.grad is not None for name, p in ours.named_parameters())
+
+
+def test_norms_of_heads_that_are_exchanged_are_seen() -> None:
+    ours, theirs = both("qwen3")
+    warm_up(ours)
+    assert replays(ours)
+    for model in (ours, theirs):
+        norm = model.get_base_model().model.layers[1].self_attn.q_norm
+        norm.weight = nn.Parameter(2 * norm.weight.detach(), requires_grad=False)
+    assert not replays(ours)
+    assert_same(results(ours), results(theirs), tolerance=0)
+
+
+def test_hooks_on_what_is_kept_for_the_backward_pass_are_heeded() -> None:
     ours, _ = both()
     warm_up(ours)
-    loss = ours(input_ids=IDS, labels=IDS, use_cache=False).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="asked for twice"):
-        loss.backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+        assert not replays(ours)
+    assert replays(ours)
+    for _ in range(3):
+        checkpoint(lambda ids: ours(input_ids=ids, labels=ids).loss, IDS, use_reentrant=False).backward()
+
+
+def test_layers_that_are_left_out_end_the_recording(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = both()
+    warm_up(ours)
+    assert replays(ours)
+    for model in (ours, theirs):
+        body = model.get_base_model().model
+        body.layers = body.layers[:-1]
+    results(ours)
+    assert_same(results(ours), results(theirs), tolerance=0)
+    assert "1 layers were left out of a pass" in caplog.text
+
+
+def test_memory_is_given_back() -> None:
+    ours, _ = both()
+    warm_up(ours)
+    results(ours)
+    graphs = ours.get_base_model().model.layers[0].fused_parts.graphs
+    assert len(graphs._recorded) == 1
+    release_recordings(ours)
+    assert not graphs._recorded
+    results(ours)
+    assert len(graphs._recorded) == 1
+    apply_checkpointing(ours, "full")
+    results(ours)
+    assert not graphs._recorded
 
 
 def test_what_runs_as_ever() -> None:
@@ -164,7 +247,7 @@ def test_what_runs_as_ever() -> None:
     with torch.no_grad():
         assert torch.equal(ours(input_ids=IDS).logits, theirs(input_ids=IDS).logits)
     assert replays(ours)
-    assert OnCPU.made == 1
+    assert OnCPU.made == 2, "checkpointing gave the first recording's memory back"
     # transformers asks layers for that by hooks, which then stay
     out, wanted = (model(input_ids=IDS, use_cache=False, output_hidden_states=True) for model in (ours, theirs))
     assert all(map(torch.equal, out.hidden_states, wanted.hidden_states))

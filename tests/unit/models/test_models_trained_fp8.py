@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pantheraml.engine.checkpointing import SMALLEST_INNER, _selective_contexts
 from pantheraml.kernels.quantise_rows import reference_quantise_rows
 from pantheraml.models.quantise.trained_fp8 import TrainedFP8Linear, use_fp8_products
 from pantheraml.specs.train import TrainConfig
@@ -81,6 +84,25 @@ def test_a_compiler_changes_nothing() -> None:
     compiled: Any = torch.compile(copy.deepcopy(fp8), fullgraph=True, backend="aot_eager")
     for found, expected in zip(run(compiled, *given), run(fp8, *given), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_selective_checkpointing_keeps_the_product() -> None:
+    wide = nn.Linear(SMALLEST_INNER, HEIGHT)
+    wide.__class__ = TrainedFP8Linear
+    calls = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(op.name())
+            return op(*args, **(kwargs or {}))
+
+    x = torch.randn(3, SMALLEST_INNER, requires_grad=True)
+    with Counted():
+        checkpoint(
+            lambda x: wide(x).sin().sin(), x, use_reentrant=False, context_fn=_selective_contexts
+        ).sum().backward()
+    assert calls.count("pantheraml::fp8_linear") == 1
+    assert calls.count("aten::sin") == 3, "the second is not needed again"
 
 
 def test_the_operators_are_what_they_say_they_are() -> None:

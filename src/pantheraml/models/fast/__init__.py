@@ -2,7 +2,7 @@
 
 from pantheraml.models.fast.functions import recomputing
 from pantheraml.models.fast.head import quantise_head_like_layers
-from pantheraml.models.fast.layers import FusionReport, fuse, is_fused, record_passes
+from pantheraml.models.fast.layers import FusionReport, fuse, is_fused, record_passes, release_recordings
 from pantheraml.models.fast.layouts import second_layouts, why_one_layout
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "quantise_head_like_layers",
     "recomputing",
     "record_passes",
+    "release_recordings",
     "second_layouts",
     "why_one_layout",
 ]

@@ -1,9 +1,10 @@
 """Linear layers that read the same input, with their adapters, as one matrix product.
 
-A group has one matrix (see `storage`): the frozen weights of its layers below each other, room to the right for every
-adapter's B, and room below for every adapter's A (see `kernels.lora_columns` for the algebra). The layers keep their
-names, their PEFT adapters and their weights, which are views of that matrix, or what it is rebuilt from; so files,
-merging and switching adapters work as always, and a layer that is called alone gives what it always gave.
+A group has one matrix: the frozen weights of its layers below each other, room to the right for every adapter's B, and
+room below for every adapter's A (see `kernels.lora_columns` for the algebra); or one matrix for each direction (see
+`storage`). The layers keep their names, their PEFT adapters and their weights, which are views of that matrix, or what
+it is rebuilt from; so files, merging and switching adapters work as always, and a layer that is called alone gives what
+it always gave.
 
 Before each forward pass of the model the adapters' current values are written into the matrices. Always, and not only
 when they changed: fused optimizers change parameters without raising their version.

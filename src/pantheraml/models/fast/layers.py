@@ -196,6 +196,12 @@ class _Parts:
         """Attention that is no function of its own but part of the family's code, which can also tell its weights."""
         return self._config._attn_implementation not in ALL_ATTENTION_FUNCTIONS
 
+    def head_norm_weights(self, layer: Any) -> list[nn.Parameter]:
+        """Of the norms of single heads, which run as they are."""
+        if not self.head_norms:
+            return []
+        return [p for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm) for p in norm.parameters()]
+
     def changed(self) -> bool:
         """Whether a linear layer was exchanged (PEFT takes adapters out so), or somebody wants to hear of its calls
         (PEFT, to give each row of a batch an adapter of its own)."""
@@ -329,6 +335,13 @@ def record_passes(model: nn.Module) -> None:
         graphs = LayerGraphs(layers, layers[0].fused_parts.shared, _run)
         for layer in layers:
             layer.fused_parts.graphs = graphs
+
+
+def release_recordings(model: nn.Module) -> None:
+    """Give back the memory of recorded passes; they are recorded anew when they come again."""
+    for graphs in {layer.fused_parts.graphs for layer in model.modules() if isinstance(layer, _Fused)}:
+        if graphs is not None:
+            graphs.release()
 
 
 def is_fused(layer: nn.Module) -> bool:

@@ -7,9 +7,11 @@ and a server's CPU takes longer for them than the GPU (1B LoRA under TRL on an H
 of them, and the others hand on what they are given.
 
 What stays outside: the embedding, the output head, and writing the adapters' values where products read them. Only
-rows that are one document each are recorded, on one GPU, without checkpointing or dropout; and only after passes of the
-same shape have run by themselves, in which every layer got what the one before it gave. All else runs as ever: a second
-forward pass before the backward pass of the first, layers with hooks, other shapes.
+rows that are one document each are recorded, on one GPU, without checkpointing or dropout, where nothing but adapters
+is trained; and only after passes of the same shape have run by themselves, in which every layer got what the one before
+it gave. All else runs as ever: a second forward pass before the backward pass of the first, layers with hooks, hooks on
+what is kept for the backward pass, other shapes. A second backward pass through the same forward pass costs another
+forward pass, and after a newer forward pass it is an error, because that has overwritten what it would read.
 """
 
 from __future__ import annotations
@@ -75,11 +77,15 @@ class LayerGraphs:
         """What a pass leaves behind for its way back."""
         self._watched: _Pass | None = None
         self._handed_on: Tensor | None = None
+        self._not_called = 0
+        """Layers that the result of the last replay has still to be handed to."""
         self._off: str | None = None
 
     def begin(self, hidden: Tensor, turns: Turns, arguments: dict[str, Any]) -> Tensor | None:
         """The first layer is called: what all of them give, or None if each is to run by itself."""
-        self._handed_on = self._watched = None
+        if self._not_called:
+            self._give_up(f"{self._not_called} layers were left out of a pass, which a recording cannot")
+        self._handed_on, self._watched, self._not_called = None, None, 0
         parameters = [parameter for group in self._shared.groups for parameter in group.parameters()]
         key = self._key(hidden, turns, arguments, parameters)
         if key is None:
@@ -91,16 +97,23 @@ class LayerGraphs:
             self._watched = _Pass(key, arguments, self._taken(hidden.device))
             return None
         result: Tensor = _Replay.apply(recording, hidden, *turns, *parameters)
-        self._handed_on = result if len(self._layers) > 1 else None
+        self._not_called = len(self._layers) - 1
+        self._handed_on = result if self._not_called else None
         return result
 
     def hands_on(self, layer: Any, hidden: Tensor) -> bool:
         """Another layer is called: whether what it is given is the result of all layers already."""
         if self._handed_on is None or hidden is not self._handed_on:
             return False
-        if layer is self._layers[-1]:
+        self._not_called -= 1
+        if not self._not_called:
             self._handed_on = None
         return True
+
+    def release(self) -> None:
+        """Give the memory of all recordings back; passes are recorded anew when they come."""
+        if not any(kept.is_in_use() for kept in self._recorded.values()):
+            self._recorded.clear()
 
     def ran(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
         """A layer ran by itself."""
@@ -144,10 +157,16 @@ class LayerGraphs:
         self, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
     ) -> _Key | None:
         """What a recording depends on; None: this pass is none to be recorded."""
+        if any(layer.gradient_checkpointing and layer.training for layer in self._layers):
+            self.release()  # whoever computes layers again is short of memory
+            return None
+        head_norms = [norm for layer in self._layers for norm in layer.fused_parts.head_norm_weights(layer)]
         usual = (
             self._off is None
             and self._could_record(hidden)
             and torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            and not any(norm.requires_grad for norm in head_norms)
             and "max_length_q" in arguments
             and arguments.get("cu_seq_lens_q") is None
             and "context_group" not in arguments
@@ -159,26 +178,32 @@ class LayerGraphs:
         if not usual:
             return None
         kinds = [(tensor.shape, tensor.dtype) for tensor in (hidden, *turns)]
-        return (*kinds, hidden.requires_grad, arguments["max_length_q"], self._shared.arrangement)
+        places = tuple(norm.data_ptr() for norm in head_norms)
+        return (*kinds, hidden.requires_grad, arguments["max_length_q"], places, self._shared.arrangement)
 
     def _record(
         self, key: _Key, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
     ) -> Recording | None:
-        if self._passes.get(key, 0) < PASSES_BEFORE:
-            return None
         arrangement = key[-1]
         self._recorded = {other: kept for other, kept in self._recorded.items() if other[-1] == arrangement}
+        if self._passes.get(key, 0) < PASSES_BEFORE:
+            return None
         if len(self._recorded) >= MOST_SHAPES or any(kept.is_in_use() for kept in self._recorded.values()):
             return None
-        self._off = self._no_room(self._bytes[key], hidden.device)
-        if self._off is None:
+        reason = self._no_room(self._bytes[key], hidden.device)
+        if reason is None:
             try:
                 self._recorded[key] = self._capture(hidden, turns, arguments, parameters)
             except RuntimeError as err:  # torch's out of memory is one, too
-                self._off = str(err).splitlines()[0]
-        if self._off is not None:
-            logger.warning("passes through the layers are not recorded as CUDA graphs: %s", self._off)
+                reason = str(err).splitlines()[0]
+        if reason is not None:
+            self._give_up(reason)
         return self._recorded.get(key)
+
+    def _give_up(self, reason: str) -> None:
+        self._off = reason
+        self._recorded.clear()
+        logger.warning("passes through the layers are not recorded as CUDA graphs: %s", reason)
 
     def _capture(
         self, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
@@ -209,8 +234,7 @@ class LayerGraphs:
 def _is_watched_or_drops(layer: Any) -> bool:
     """Whether somebody wants to see what the layer is given or gives, or a pass through it is random."""
     return bool(
-        (layer.gradient_checkpointing and layer.training)
-        or layer._forward_hooks
+        layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks
@@ -253,14 +277,16 @@ class Recording:
             self.places.append(Place(start, start + parameter.numel(), parameter.shape))
             start += parameter.numel()
         self.gradients = torch.empty(start, dtype=parameters[0].dtype, device=inputs[0].device)
-        self._token: weakref.ref[_Token] | None = None
+        self._last: weakref.ref[_Token] | None = None
         self._capture(run, parameters)
 
     def _capture(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
         generator = torch.cuda.default_generators[self.gradients.device.index]
         before = generator.clone_state()
         try:
-            self._capture_both(run, parameters)
+            # to come back to this stream, too: torch's own way back is not taken if a recording fails
+            with torch.cuda.stream(torch.cuda.current_stream(self.gradients.device)):
+                self._capture_both(run, parameters)
         except RuntimeError:
             generator.graphsafe_set_state(before)  # a recording that failed leaves it of no use to anyone
             raise
@@ -289,22 +315,26 @@ class Recording:
 
     def is_in_use(self) -> bool:
         """Whether the backward pass of the last replay may still come: it reads what that left behind."""
-        return self._token is not None and self._token() is not None
+        token = None if self._last is None else self._last()
+        return token is not None and not token.went_back
 
     def replay_forward(self, given: Sequence[Tensor]) -> tuple[Tensor, _Token]:
         torch._foreach_copy_(list(self.inputs), list(given))
         self.forward.replay()
         token = _Token()
-        self._token = weakref.ref(token)
+        self._last = weakref.ref(token)
         return self.result.clone(), token
 
-    def replay_backward(self, gradient: Tensor, token: _Token | None) -> tuple[Tensor | None, list[Tensor]]:
+    def replay_backward(self, gradient: Tensor, token: _Token) -> tuple[Tensor | None, list[Tensor]]:
         """The gradients of the input, if it has one, and of all parameters."""
-        if token is None or self._token is None or self._token() is not token:
+        if self._last is None or self._last() is not token:
             raise RuntimeError(
-                "A backward pass through recorded layers was asked for twice; it overwrites what it reads."
+                "A second backward pass through recorded layers comes too late: a newer forward pass has overwritten"
+                " what it reads. Call backward on the sum of the losses, or before the next forward pass."
             )
-        self._token = None
+        if token.went_back:  # which overwrote what it had read
+            self.forward.replay()
+        token.went_back = True
         self.gradient_of_result.copy_(gradient)
         self.backward.replay()
         of_input = None if self.gradient_of_input is None else self.gradient_of_input.clone()
@@ -312,7 +342,9 @@ class Recording:
 
 
 class _Token:
-    """Lives as long as the backward pass of a replay may come."""
+    """Lives as long as a backward pass of a replay may come."""
+
+    went_back = False
 
 
 class _Replay(torch.autograd.Function):

@@ -75,7 +75,8 @@ class KeptMatrix:
 
 class KeptTwice:
     """E4m3 weights, which become views of one matrix; the matrix of the way back is kept as well, so that no pass has
-    to transpose more of it than A. Nothing but memory changes: its bytes are those that `KeptMatrix` makes anew."""
+    to transpose more of it than A. Nothing but memory changes: its bytes are those that `KeptMatrix` makes anew.
+    Whoever writes to a weight through `.data`, which raises no version, has to call `turn_weights`."""
 
     def __init__(self, bases: Sequence[Any], extent: Extent) -> None:
         """`bases` are all `FP8Linear`."""
