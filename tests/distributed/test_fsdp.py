@@ -11,8 +11,10 @@ import pytest
 from tests.distributed.fsdp_ranks import CASES
 from tests.distributed.launching import run_ranks
 
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5}
-"""Adapters over bf16 are float32, and the bf16 values between are the same ones."""
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-3}
+"""Adapters over bf16 are float32. On some CPUs how a bf16 product is rounded depends on its number of rows, and after a
+few steps losses and norms are up to 6e-4 apart (AMD EPYC with avx512_bf16); gradients of the first step agree anyhow."""
+FIRST_GRADIENTS = 1e-5
 
 
 def launch(folder: Path, world: int) -> dict[str, Any]:
@@ -33,8 +35,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_ranks_train_as_one_process_does(results: dict[str, Any], name: str) -> None:
     case, found = CASES[name], results[name]
     tolerance = TOLERANCE[case.dtype]
-    for what in ("loss", "grad_norm", "gradients"):
+    for what in ("loss", "grad_norm"):
         assert found[what] <= tolerance, what
+    assert found["gradients"] <= min(tolerance, FIRST_GRADIENTS)
     # Adam divides by the gradient's own size, which lifts the last bits of values near zero
     for what in ("weights", "moments"):
         assert found[what] <= 10 * tolerance, what
