@@ -13,7 +13,7 @@ from tests.distributed.launching import run_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-3}
 """Adapters over bf16 are float32. On some CPUs how a bf16 product is rounded depends on its number of rows, and after a
-few steps losses and norms are up to 6e-4 apart (AMD EPYC with avx512_bf16); gradients of the first step agree anyhow."""
+few steps losses and norms are up to 6e-4 apart (AMD EPYC with avx512_bf16); the first gradients agree anyhow."""
 FIRST_GRADIENTS = 1e-5
 
 
