@@ -145,11 +145,7 @@ class FastLanguageModel:
             assert device_map is not None
             split(model, place(model, device_map, room, max_memory))
         if full_finetuning:
-            if packing == "fp8":
-                use_fp8_products(model)
-            _speed_up(fast, model, use_gradient_checkpointing)
-            if use_gradient_checkpointing is False and device.type == "cuda" and room is None:
-                compile_steady_shapes(model)
+            _speed_up_full(fast, model, use_gradient_checkpointing, in_fp8=packing == "fp8")
         trl.apply()
         return model, tokenizer
 
@@ -222,6 +218,16 @@ def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: Checkpointing
         raise ConfigError(f"use_gradient_checkpointing={checkpointing!r} is not one of {known}.")
     apply_checkpointing(whole, _CHECKPOINTING[checkpointing])
     fast.keep_checkpointing(_CHECKPOINTING[checkpointing])
+
+
+def _speed_up_full(
+    fast: FastCausalLM, model: PreTrainedModel, checkpointing: CheckpointingMode, *, in_fp8: bool
+) -> None:
+    if in_fp8:
+        use_fp8_products(model)
+    _speed_up(fast, model, checkpointing)
+    if checkpointing is False and model.device.type == "cuda" and not is_split(model):
+        compile_steady_shapes(model)
 
 
 def _fuse(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode) -> None:
