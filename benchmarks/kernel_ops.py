@@ -385,7 +385,7 @@ def lora_project(layer: Layer) -> Op:
     from pantheraml.kernels.lora_columns import project, segments_of, splits_for
     from pantheraml.kernels.lora_columns.reference import reference_project
 
-    ranks, splits = 2 * layer.rank, splits_for(layer.width)
+    ranks, splits = 2 * layer.rank, splits_for(layer.tokens, layer.width)
     segments = segments_of([(0, layer.width, 0, ranks)], torch.device(layer.device))
 
     def ours(t: Inputs) -> Any:

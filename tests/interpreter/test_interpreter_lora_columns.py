@@ -162,8 +162,8 @@ def check_project(*, quantised: bool, back: bool, splits: int) -> Tensor:
 
 @pytest.mark.parametrize(("quantised", "back", "splits"), itertools.product((True, False), (True, False), (1, 3)))
 def test_project(quantised: bool, back: bool, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernel, "_PROJECT_ROWS", 16)
-    monkeypatch.setattr(triton_kernel, "_PROJECT_STEP", 32)
+    monkeypatch.setattr(triton_kernel, "PROJECT_ROWS", 16)
+    monkeypatch.setattr(triton_kernel, "_PROJECT_BYTES", 64)
     check_project(quantised=quantised, back=back, splits=splits)
 
 
@@ -344,7 +344,7 @@ def test_a_small_error_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_projection_that_stops_early_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [(0, WIDTH - 16, 0, ALL_RANKS)]
-    monkeypatch.setattr(triton_kernel, "_PROJECT_STEP", 32)
+    monkeypatch.setattr(triton_kernel, "_PROJECT_BYTES", 64)
     payload, _ = rows_of(WIDTH, quantised=False)
     factor = factor_of(ALL_RANKS, WIDTH, quantised=False)
     ours, theirs = torch.empty(1, ROWS, ALL_RANKS), torch.empty(1, ROWS, ALL_RANKS)

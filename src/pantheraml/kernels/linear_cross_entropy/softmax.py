@@ -54,8 +54,8 @@ def softmax(
 ) -> None:
     """Writes `scores`, and to `gradient` that of each loss with respect to its logits (0 for negative labels).
 
-    `gradient` may be `logits` itself. With `gradient_scales`, one a row, it is in e5m2 and uses the whole range: the
-    probabilities of a large vocabulary are small beside the label's gradient.
+    `gradient` may be `logits` itself. With `gradient_scales`, one a row, it is in e5m2 and uses the whole range, up to
+    the largest probability or the label's gradient: those of a large vocabulary are small beside it.
     """
     if runs_triton(logits):
         from pantheraml.kernels.linear_cross_entropy import triton_kernel
@@ -82,10 +82,11 @@ def reference_softmax(
         scores.details.is_top1.copy_(counted & (target.squeeze(1) >= wide.amax(dim=1)))
     if gradient is None:
         return
+    found = torch.maximum(p.amax(dim=1), 1 - p.gather(1, chosen).squeeze(1)).where(counted, 0)
     d = p.scatter_add_(1, chosen, -torch.ones_like(log_z)).where(counted[:, None], 0)
     if gradient_scales is None:
         gradient.copy_(d)
     else:
-        gradient_scales.copy_((d.abs().amax(dim=1) / LARGEST_E5M2).clamp(min=SMALLEST_SCALE))
+        gradient_scales.copy_((found / LARGEST_E5M2).clamp(min=SMALLEST_SCALE))
         scaled = d.float() * (1 / gradient_scales)[:, None]
         gradient.copy_(scaled.clamp(-LARGEST_E5M2, LARGEST_E5M2).to(E5M2))

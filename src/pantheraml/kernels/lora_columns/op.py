@@ -11,9 +11,9 @@ In e4m3 the adapter's part shares the row scales of what it stands beside. A uni
 the end of e4m3's range, and the other side is multiplied by that unit. If a row's columns then exceed the range, the
 row moves to a larger scale. So nothing is ever clamped.
 
-Columns are added by 64s, of which the ranks use the first few: with 16, rows are no longer aligned to what the tensor
-cores read at once, and the products became a fifth slower (H200, 8 layers of Llama-3.1-8B's shape, 8,192 tokens: 46.6
-ms with 16 extra columns, 39.0 ms with 128; 64 save another 1 to 2 %).
+Columns are added by 128s, of which the ranks use the first few, so that rows begin where lines of the cache do and the
+tensor cores' tiles are full: with 64 the products of a layer of Llama-3.1-8B's shape took up to 4 % longer between
+other work, when the GPU's power is the limit, and with 16 a fifth (H200, 8,192 tokens).
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ from pantheraml.kernels.lora_columns.reference import (
     reference_project,
     reference_write,
 )
+from pantheraml.kernels.lora_columns.spans import PROJECT_ROWS
 
-COLUMNS = 64
+COLUMNS = 128
 """Extra columns come in multiples of this."""
 DIVISOR = 16
 """Widths and heights of all layers are multiples of this."""
+
+
+_PROGRAMS = 128
+"""About as many as the processors of a large GPU."""
 
 
 class AdapterPlaces(NamedTuple):
@@ -111,9 +116,9 @@ def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: T
         reference_project(payload, factor, segments, out)
 
 
-def splits_for(width: int) -> int:
+def splits_for(rows: int, width: int) -> int:
     """Into how many parts `project` cuts the width, so that a few thousand rows fill the GPU."""
-    return max(1, min(4, width // 1024))
+    return max(1, min(4, width // 1024, -(-_PROGRAMS * PROJECT_ROWS // max(1, rows))))
 
 
 class Left(NamedTuple):

@@ -13,6 +13,9 @@ from torch import Tensor
 BLOCK = 256
 """Columns of a block of the gradient."""
 
+PROJECT_ROWS = 64
+"""Rows that one program of `project` takes."""
+
 Span = tuple[int, int, int, int]
 
 

@@ -12,16 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from pantheraml.kernels.lora_columns import reference
-from pantheraml.kernels.lora_columns.spans import BLOCK
+from pantheraml.kernels.lora_columns.spans import BLOCK, PROJECT_ROWS
 from pantheraml.kernels.triton_support import DOT, INTERPRETED, LARGEST, block_of, ceil_div, launch, to_e4m3
 
 _LIFT = tl.constexpr(reference.LIFT)
 _UNLIFT = tl.constexpr(2.0**120 / reference.LIFT)
 _DOWN_TILE, _UP_TILE = 1024, 64
-_PROJECT_ROWS, _PROJECT_STEP = 128, 128
+_PROJECT_BYTES, _FEW_RANKS = 256, 64
 _PLACE_ROWS, _PLACE_CHUNK = 32, 512
 _GRADIENT_WIDTH, _GRADIENT_SUMS, _GRADIENT_STEP, _GATHER_WIDTH = 128, 16384, 64, 32
-_GRADIENT_SPLITS, _GRADIENT_PROGRAMS = 8, 528
+_GRADIENT_SPLITS, _GRADIENT_PROGRAMS = 8, 264
 
 
 @triton.jit
@@ -357,10 +357,14 @@ def tiles(width: int, height: int) -> int:
 
 def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
     splits, rows, ranks = out.shape
+    # Where ranks are few, shared memory has room for more of the rows; many make the tiles of the factor large.
+    few = _ranks(rank) <= _FEW_RANKS
+    at_once, stages = (PROJECT_ROWS, 5) if few else (2 * PROJECT_ROWS, 4)
+    step = _PROJECT_BYTES // payload.element_size() if few else 128
     launch(
-        _project, (ceil_div(rows, _PROJECT_ROWS), splits, segments.shape[0]),
+        _project, (ceil_div(rows, at_once), splits, segments.shape[0]),
         payload, payload.stride(0), factor, factor.stride(0), segments, out, rows, ranks, splits,
-        RANK=_ranks(rank), ROWS=_PROJECT_ROWS, STEP=_PROJECT_STEP, num_warps=4, num_stages=4,
+        RANK=_ranks(rank), ROWS=at_once, STEP=step, num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 

@@ -304,7 +304,7 @@ class ProjectionGroup:
     def _project(self, rows: Operand, side: Tensor, segments: Tensor) -> tuple[Tensor, int]:
         """Of the rows [.., width + room], what their columns will be made of, and their width."""
         count, width = rows.payload.shape[0], rows.payload.shape[1] - self.room
-        raw = torch.empty(splits_for(width), count, self.ranks, dtype=torch.float32, device=side.device)
+        raw = torch.empty(splits_for(count, width), count, self.ranks, dtype=torch.float32, device=side.device)
         project(rows.payload, side, segments, side.shape[0], raw)
         return raw, width
 
