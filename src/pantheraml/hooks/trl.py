@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pantheraml.base import log
+from pantheraml.hooks.batches import TRAIN_BATCHES
 from pantheraml.hooks.replacement import Replacement
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
 from pantheraml.models.causal_lm import FastCausalLM
@@ -103,12 +104,15 @@ PACKING_ATTENTION = Replacement(
 )
 
 
+_ALL = (SFT_HEAD, COLLATOR, PACKING_ATTENTION, TRAIN_BATCHES)
+
+
 def apply() -> None:
-    """What `FastLanguageModel` needs of TRL, if TRL is installed."""
-    for replacement in (SFT_HEAD, COLLATOR, PACKING_ATTENTION):
+    """What `FastLanguageModel` needs of TRL, if TRL is installed, and of the trainer that it builds on."""
+    for replacement in _ALL:
         replacement.apply()
 
 
 def revert() -> None:
-    for replacement in (SFT_HEAD, COLLATOR, PACKING_ATTENTION):
+    for replacement in _ALL:
         replacement.revert()

@@ -53,6 +53,8 @@ class TokenScoreOutput(ModelOutput):
 class FastCausalLM(AskedEachStep):
     """What the subclasses have in common; `_fast_class` adds `forward`."""
 
+    meanwhile: Callable[[], None] | None = None
+    """What the host is to do once a training pass is queued on the GPU, before anybody waits for it."""
     _altered_logits: str | None = None
     _checkpointing: str | None = None
 
@@ -120,11 +122,12 @@ def _forward(parent: Any) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-        if fused_lm_head:
-            return _scored(self, inputs)
-        if self.training and _loss_alone(self, inputs):
-            return _with_loss(self, inputs)
-        return parent.forward(self, *args, **kwargs)
+        if not fused_lm_head and not (self.training and _loss_alone(self, inputs)):
+            return parent.forward(self, *args, **kwargs)
+        outputs = _scored(self, inputs) if fused_lm_head else _with_loss(self, inputs)
+        if self.training and self.meanwhile is not None:
+            self.meanwhile()
+        return outputs
 
     # generate() and trainers read the signature. Not functools.wraps: accelerate undoes its own wrapping by following
     # `__wrapped__`, and would undo ours.

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+from pantheraml import FastLanguageModel
+from pantheraml.hooks import trl
+from pantheraml.hooks.batches import Ahead
+from tests.toy import write_llama
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    trl.revert()
+
+
+def test_as_many_are_read_as_were_taken_at_once() -> None:
+    read: list[int] = []
+    ahead = Ahead(read.append(n) or n for n in range(9))  # type: ignore[func-returns-value]
+    assert [next(ahead), next(ahead)] == [0, 1]
+    for _ in range(3):
+        ahead.read()
+    assert read == [0, 1, 2, 3]
+    assert [next(ahead), next(ahead), next(ahead)] == [2, 3, 4]
+    assert list(ahead) == [5, 6, 7, 8]
+    ahead.read()
+    assert not list(ahead)
+
+
+def test_what_goes_wrong_is_told_to_who_asks() -> None:
+    def batches() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise ValueError("a bad row")
+
+    ahead = Ahead(batches())
+    next(ahead)
+    ahead.read()
+    assert next(ahead) == 2
+    ahead.read()
+    with pytest.raises(ValueError, match="a bad row"):
+        next(ahead)
+
+
+def train(place: Path, order: list[Any], **changes: Any) -> Any:
+    """Trains for an epoch; `order` gets the tokens of each batch as they are read, and "step" at each step."""
+    model, tokenizer = FastLanguageModel.from_pretrained(str(write_llama(place / "model")), max_seq_length=16)
+    model = FastLanguageModel.get_peft_model(model, r=4, random_state=0)
+    data = Dataset.from_dict({"input_ids": [[n, n + 1, n + 2, n + 3] for n in range(3, 19)]})
+    arguments = SFTConfig(
+        output_dir=str(place / "out"), per_device_train_batch_size=2, num_train_epochs=1, report_to="none",
+        save_strategy="no", use_cpu=True, bf16=False, logging_steps=1, seed=3, **changes,
+    )  # fmt: skip
+    trainer = SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    collate, step = trainer.data_collator.torch_call, trainer.training_step
+
+    def collated(examples: Any) -> Any:
+        order.append([example["input_ids"][0] for example in examples])
+        return collate(examples)
+
+    def stepped(*args: Any, **named: Any) -> Any:
+        result = step(*args, **named)
+        order.append("step")
+        return result
+
+    trainer.data_collator.torch_call, trainer.training_step = collated, stepped
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_same_batches_and_losses_but_read_during_steps(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[Any] = []
+    between: list[Any] = []
+    first = train(tmp_path, ahead, gradient_accumulation_steps=accumulation)
+    trl.revert()
+    monkeypatch.setattr(trl, "_ALL", (trl.SFT_HEAD, trl.COLLATOR, trl.PACKING_ATTENTION))
+    second = train(tmp_path, between, gradient_accumulation_steps=accumulation)
+    assert [batch for batch in ahead if batch != "step"] == [batch for batch in between if batch != "step"]
+    losses = [[entry.get("loss") for entry in run.state.log_history] for run in (first, second)]
+    assert losses[0] == losses[1]
+    # accelerate is one batch ahead already; the first step ends with one more
+    assert ahead.index("step") == between.index("step") + 1
+    assert len(ahead) == len(between)
+
+
+def test_a_copy_reads_nothing(tmp_path: Path) -> None:
+    trainer = train(tmp_path, [])
+    model = trainer.model.get_base_model()
+    assert model.meanwhile is not None
+    assert copy.deepcopy(model).meanwhile is None
+    assert pickle.loads(pickle.dumps(model.meanwhile)) is None
+    model.meanwhile()  # the epoch is over: nothing happens
