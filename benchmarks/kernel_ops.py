@@ -217,6 +217,23 @@ def rms_norm_backward(layer: Layer) -> Op:
     )
 
 
+def rms_norm_weight_gradient(layer: Layer) -> Op:
+    import torch
+
+    from pantheraml.kernels.rms_norm import reference_rms_norm_weight_gradient as reference
+    from pantheraml.kernels.rms_norm import rms_norm_weight_gradient as ours
+
+    return Op(
+        inputs={
+            "g": layer.normal(layer.tokens, layer.width),
+            "x": layer.normal(layer.tokens, layer.width),
+            "inverse": (1 + 0.1 * layer.normal(layer.tokens)).float(),
+        },
+        ours=lambda t: ours(t["g"], t["x"], t["inverse"], torch.bfloat16),
+        reference=lambda t: reference(t["g"], t["x"], t["inverse"], torch.bfloat16),
+    )
+
+
 def gated_activation(layer: Layer) -> Op:
     """SiLU(gate) times up, quantised for the product that follows."""
     from pantheraml.kernels.gated_activation import gated_activation as ours
@@ -258,8 +275,19 @@ def gated_activation_backward(layer: Layer) -> Op:
     )
 
 
+def _matrix(layer: Layer, scales: Any, fill: Callable[[Any], None], *, transposed: bool) -> tuple[Any, Any]:
+    """A new e4m3 matrix for gate or up, filled: for the way forward, or transposed, for the way back."""
+    import torch
+
+    shape = (layer.width, layer.inner) if transposed else (layer.inner, layer.width)
+    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=layer.device)
+    rows = out.T if transposed else out
+    fill(rows)
+    return rows, scales
+
+
 def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
-    """Gate or up from nf4 to the e4m3 matrix of a product: of the way forward, or transposed, of the way back."""
+    """Gate or up from nf4 to the matrix of a product."""
     import torch
 
     from pantheraml.kernels.nf4 import NF4Weight
@@ -270,14 +298,7 @@ def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
     scales = nf4_row_scales(weight)
 
     def into_matrix(fill: Callable[..., None]) -> Implementation:
-        def run(t: Inputs) -> Any:
-            shape = (layer.width, layer.inner) if transposed else (layer.inner, layer.width)
-            out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=layer.device)
-            rows = out.T if transposed else out
-            fill(weight, t["scales"], rows)
-            return rows, t["scales"]
-
-        return run
+        return lambda t: _matrix(layer, scales, lambda rows: fill(weight, t["scales"], rows), transposed=transposed)
 
     return Op(
         inputs={"scales": scales},
@@ -285,6 +306,61 @@ def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
         reference=into_matrix(reference_fill),
         exact=lambda t: weight.dequantise(torch.float32),
         read=either,
+    )
+
+
+def weight_to_e4m3(layer: Layer, *, transposed: bool) -> Op:
+    """Gate or up, as it is trained, to the matrix of a product."""
+    from pantheraml.kernels.trained_weight import reference_weight_to_e4m3, weight_scales
+    from pantheraml.kernels.trained_weight import weight_to_e4m3 as ours
+
+    weight = layer.normal(layer.inner, layer.width)
+    scales = weight_scales([weight], layer.inner)
+
+    def into_matrix(write: Callable[..., None], scale: Any) -> Implementation:
+        return lambda t: _matrix(layer, scales, lambda rows: write(t["weight"], scale, rows), transposed=transposed)
+
+    return Op(
+        inputs={"weight": weight},
+        ours=into_matrix(ours, scales),
+        reference=into_matrix(reference_weight_to_e4m3, scales[0]),
+        exact=lambda t: t["weight"],
+        read=either,
+    )
+
+
+def weight_scales(layer: Layer) -> Op:
+    """One scale for gate and up, which share a matrix."""
+    from pantheraml.kernels.trained_weight import reference_weight_scale as reference
+    from pantheraml.kernels.trained_weight import weight_scales as ours
+
+    return Op(
+        inputs={name: layer.normal(layer.inner, layer.width) for name in ("gate", "up")},
+        ours=lambda t: ours([t["gate"], t["up"]], 2 * layer.inner),
+        reference=lambda t: reference([t["gate"], t["up"]]).repeat(2 * layer.inner),
+    )
+
+
+def turned_rows(layer: Layer, *, scaled: bool) -> Op:
+    """The gradient of gate or up turned over, for a product over tokens; `scaled`: with the rows' scales in it."""
+    import torch
+
+    from pantheraml.kernels.turned_rows import reference_turned_rows
+    from pantheraml.kernels.turned_rows import turned_rows as ours
+
+    payload, scales = _quantised(layer.normal(layer.tokens, layer.inner))
+    factors = scales if scaled else None
+
+    def reference(t: Inputs) -> Any:
+        out = torch.empty(layer.inner, layer.tokens, dtype=torch.float8_e4m3fn, device=layer.device)
+        return out, reference_turned_rows(t["payload"], factors, out)
+
+    return Op(
+        inputs={"payload": payload},
+        ours=lambda t: ours(t["payload"], factors),
+        reference=reference,
+        exact=lambda t: ((t["payload"] * scales[:, None] if scaled else t["payload"]).T, None),
+        read=lambda turned: (turned[0],) if turned[1] is None else either(turned),
     )
 
 
@@ -458,8 +534,14 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "copy_rows": copy_rows,
     "rms_norm": rms_norm,
     "rms_norm_backward": rms_norm_backward,
+    "rms_norm_weight_gradient": rms_norm_weight_gradient,
     "gated_activation": gated_activation,
     "gated_activation_backward": gated_activation_backward,
     "nf4_fill": lambda layer: nf4_fill(layer, transposed=False),
     "nf4_fill, transposed": lambda layer: nf4_fill(layer, transposed=True),
+    "weight_scales": weight_scales,
+    "weight_to_e4m3": lambda layer: weight_to_e4m3(layer, transposed=False),
+    "weight_to_e4m3, transposed": lambda layer: weight_to_e4m3(layer, transposed=True),
+    "turned_rows": lambda layer: turned_rows(layer, scaled=False),
+    "turned_rows, scaled": lambda layer: turned_rows(layer, scaled=True),
 }

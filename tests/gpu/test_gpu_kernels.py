@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.e4m3 import E4M3
+from pantheraml.kernels.e4m3 import E4M3, LIMIT
 from pantheraml.kernels.fp8_product import transposed
 from pantheraml.kernels.gated_activation import (
     Rows,
@@ -29,8 +29,16 @@ from pantheraml.kernels.rms_norm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_backward_rows,
+    rms_norm_weight_gradient,
 )
 from pantheraml.kernels.rotary import reference_rotate, rotate, unrotate, unrotate_quantised
+from pantheraml.kernels.trained_weight import (
+    reference_weight_scale,
+    reference_weight_to_e4m3,
+    weight_scales,
+    weight_to_e4m3,
+)
+from pantheraml.kernels.turned_rows import reference_turned_rows, turned_rows
 from tests.interpreter.comparison import assert_close, assert_same_codes
 
 GPU = torch.device("cuda")
@@ -268,6 +276,113 @@ def test_unrotate_and_quantise(heads: tuple[int, int, int], size: int, scaled: b
 def test_transposition(shape: tuple[int, int]) -> None:
     source = torch.randint(0, 256, (shape[0], shape[1] + 64), dtype=torch.uint8, device=GPU)[:, : shape[1]].view(E4M3)
     assert torch.equal(transposed(source).view(torch.uint8), source.view(torch.uint8).T)
+
+
+def test_scales_are_the_references_to_the_last_bit() -> None:
+    """Largest magnitudes of LIMIT times powers of two, and next to that."""
+    powers = LIMIT * torch.exp2(torch.arange(-120, 121, device=GPU).float())
+    above, below = (powers.nextafter(torch.tensor(end, device=GPU)) for end in (torch.inf, 0.0))
+    rows = torch.cat([powers, above, below])[:, None] * torch.tensor([1.0, -0.3, 0.001], device=GPU)
+    payload, scales = quantise_rows(rows)
+    wanted, wanted_scales = reference_quantise_rows(rows)
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(payload.float(), wanted.float())
+
+
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+@pytest.mark.parametrize("rows", [8192, 301, 1])
+def test_the_gradient_of_a_norms_weight(rows: int, width: int) -> None:
+    x, g, inverse = normal(rows, width), normal(rows, width), torch.rand(rows, device=GPU) + 0.5
+    terms = g.double() * x.double() * inverse.double()[:, None]
+    found = rms_norm_weight_gradient(g, x, inverse, torch.float32)
+    assert ((found - terms.sum(0)).abs() <= 1e-6 * terms.abs().sum(0)).all()
+    assert torch.equal(found, rms_norm_weight_gradient(g, x, inverse, torch.float32))
+    rounded = rms_norm_weight_gradient(g, x, inverse, torch.bfloat16)
+    assert torch.equal(rounded, found.bfloat16())
+    wide = rms_norm_weight_gradient(g.float(), x.float(), inverse, torch.float32)
+    torch.testing.assert_close(wide, found, rtol=1e-5, atol=1e-3)
+
+
+WEIGHTS = [(4096, 4096), (14336, 4096), (1024, 4096), (272, 80), (16, 16)]
+
+
+@pytest.mark.parametrize("shape", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_trained_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """To the last bit, in both directions, with nothing written beside them."""
+    rows, columns = shape
+    weights = [
+        normal(rows, columns + 16, scale=0.02).to(dtype)[:, :columns],
+        normal(rows, columns, scale=0.02).to(dtype),
+    ]
+    for weight, row in ((weights[0], 0), (weights[1], rows - 1)):
+        weight[row, columns - 1] = -1.0
+        scales = weight_scales(weights, 3000)
+        assert torch.equal(scales, reference_weight_scale(weights).repeat(3000))
+        weight[row, columns - 1] = 0.0
+    for weight, turned in itertools.product(weights, BOTH):
+        matrix = torch.full((columns, rows + 64) if turned else (rows, columns + 64), 0x55, device=GPU).byte()
+        inner = matrix[:, 16:-48]
+        place = (inner.T if turned else inner).view(E4M3)
+        weight_to_e4m3(weight, scales, place)
+        wanted = torch.empty(shape, dtype=E4M3, device=GPU)
+        reference_weight_to_e4m3(weight, scales[0], wanted)
+        assert torch.equal(place.view(torch.uint8), wanted.view(torch.uint8))
+        inner.fill_(0x55)
+        assert (matrix == 0x55).all()
+    weights[0][rows // 2, 7] = torch.nan
+    assert weight_scales(weights, 2).isnan().all()
+
+
+@pytest.mark.parametrize("columns", [4096, 14336, 2048, 80, 16])
+@pytest.mark.parametrize("rows", [8192, 1000, 37, 1])
+def test_turned_rows(rows: int, columns: int) -> None:
+    """To the last bit, but for the sign of a nought."""
+    codes = torch.randint(0, 256, (rows, columns + 64), dtype=torch.uint8, device=GPU)
+    payload = codes.view(E4M3)[:, :columns]
+    turned = turned_rows(payload, None)[0].view(torch.uint8)
+    assert torch.equal(turned[:, :rows], codes[:, :columns].T)
+    assert turned.shape == (columns, -(-rows // 16) * 16)
+    assert not turned[:, rows:].any()
+    codes[codes & 0x7F == 0x7F] = 0
+    codes[:, 5] = 0
+    codes[rows // 2, 9] = 0x7F
+    factors = torch.exp2(torch.randint(-60, 10, (rows,), device=GPU).float())
+    found, scales = turned_rows(payload, factors)
+    wanted = torch.empty_like(found)
+    wanted_scales = reference_turned_rows(payload, factors, wanted)
+    assert scales is not None
+    assert wanted_scales is not None
+    assert scales.isnan().nonzero().tolist() == [[9]]
+    assert not found.view(torch.uint8)[:, rows:].any()
+    others = torch.arange(columns, device=GPU) != 9
+    assert torch.equal(scales[others], wanted_scales[others])
+    assert torch.equal(found[others].float(), wanted[others].float())
+
+
+def test_kernels_of_trained_weights_are_recorded() -> None:
+    """In a CUDA graph: nothing waits for the GPU, and what a replay starts from is set back."""
+    weight, rows, factors = normal(256, 512), quantise_rows(normal(300, 512))[0], powers(300)
+    matrix = torch.empty(512, 256, dtype=E4M3, device=GPU)
+
+    def work() -> tuple[Tensor, Tensor, Tensor]:
+        scales = weight_scales([weight], 16)
+        weight_to_e4m3(weight, scales, matrix.T)
+        turned, columns = turned_rows(rows, factors)
+        assert columns is not None
+        return scales, turned, columns
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = work()
+    weight.mul_(2.0**-7)
+    factors.mul_(2.0**-3)
+    graph.replay()
+    written = matrix.float()
+    for ours, theirs in zip(recorded, work(), strict=True):
+        assert torch.equal(ours.float(), theirs.float())
+    assert torch.equal(written, matrix.float())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

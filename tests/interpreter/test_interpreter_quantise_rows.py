@@ -62,11 +62,25 @@ def test_what_is_no_number_is_none_afterwards(value: float, widest: int, monkeyp
     assert not wanted_scales[[0, 2]].isfinite().any()
 
 
-@pytest.mark.parametrize("limit", [113.0, 111.9999])
+def borders() -> torch.Tensor:
+    """Rows whose largest magnitudes are LIMIT times powers of two, or next to that, or what float32 ends with."""
+    powers = LIMIT * torch.exp2(torch.arange(-145, 122, 10).float())
+    magnitudes = torch.cat([powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(torch.inf))])
+    magnitudes = torch.cat([magnitudes, torch.tensor([0.0, torch.finfo(torch.float32).max])])
+    return magnitudes[:, None] * torch.tensor([0.3, -1.0, 0.1])
+
+
+def test_scales_are_powers_of_two_to_the_last_bit() -> None:
+    assert_exact(borders(), None, room=0)
+    scales = quantise_rows(borders())[1]
+    assert (torch.frexp(scales).mantissa == 0.5).all()
+
+
+@pytest.mark.parametrize("limit", [112.0001, 111.9999])
 def test_a_small_error_would_show(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "LIMIT", tl.constexpr(limit))
     with pytest.raises(AssertionError):
-        assert_exact(rows(), None, room=0)
+        assert_exact(borders(), None, room=0)
 
 
 def assert_copied(x: torch.Tensor, room: int) -> None:

@@ -13,9 +13,12 @@ from pantheraml.kernels.rms_norm import (
     reference_rms_norm,
     reference_rms_norm_backward,
     reference_rms_norm_backward_quantised,
+    reference_rms_norm_weight_gradient,
     rms_norm,
     rms_norm_backward,
     rms_norm_backward_rows,
+    rms_norm_weight_gradient,
+    triton_kernel,
 )
 from tests.interpreter.comparison import assert_close, assert_same_rows
 
@@ -156,3 +159,35 @@ def test_a_small_error_would_show() -> None:
             check_backward(plus_one=False, residual=True, quantised=quantised, inverse=torch.ones(ROWS))
         with pytest.raises(AssertionError):
             check_backward_rows(plus_one=False, residual=True, quantised=quantised, dtype=E4M3, scaled=True, error=1e-4)
+
+
+def check_weight_gradient(rows: int, columns: int) -> None:
+    x, g, inverse = torch.randn(rows, columns), torch.randn(rows, columns), torch.rand(rows)
+    found = rms_norm_weight_gradient(g, x, inverse, torch.float32)
+    terms = g.double() * x.double() * inverse.double()[:, None]
+    assert ((found - terms.sum(0)).abs() <= 1e-6 * terms.abs().sum(0)).all()
+    assert torch.equal(found, rms_norm_weight_gradient(g, x, inverse, torch.float32))
+
+
+@pytest.mark.parametrize("programs", [1056, 6], ids=["many shares", "few shares"])
+@pytest.mark.parametrize("rows", [1, 37, 130])
+@pytest.mark.parametrize("columns", [16, 48, 272])
+def test_the_gradient_of_the_weight(rows: int, columns: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_SUM_PROGRAMS", programs)
+    check_weight_gradient(rows, columns)
+
+
+def test_the_gradient_of_the_weight_in_bf16() -> None:
+    x, g, inverse = torch.randn(70, 48).bfloat16(), torch.randn(70, 48).bfloat16(), torch.rand(70)
+    found = rms_norm_weight_gradient(g, x, inverse, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    wanted = reference_rms_norm_weight_gradient(g, x, inverse, torch.float32)
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=1e-5)  # the interpreter cuts bf16 off
+    g[3, 5] = torch.nan
+    assert rms_norm_weight_gradient(g, x, inverse, torch.bfloat16).isnan().nonzero().tolist() == [[5]]
+
+
+def test_a_row_left_out_of_the_gradient_of_the_weight_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "ceil_div", lambda a, b: max(1, a // b))
+    with pytest.raises(AssertionError):
+        check_weight_gradient(130, 48)

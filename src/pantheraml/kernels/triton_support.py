@@ -36,6 +36,15 @@ def to_e4m3(values):
 
 
 @triton.jit
+def from_e4m3(values):
+    """To float32; NaN stays NaN."""
+    wide = values.to(tl.float32)
+    if INTERPRETED:  # where NaN is read as 480
+        return tl.where(tl.abs(wide) > LARGEST, float("nan"), wide)
+    return wide
+
+
+@triton.jit
 def larger(a, b):
     """Of two magnitudes; NaN if one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -52,11 +61,19 @@ def largest(magnitudes, AXIS: tl.constexpr):
 
 
 @triton.jit
+def power_scale(magnitude, LIMIT: tl.constexpr):
+    """As in `e4m3`, bit for bit."""
+    within = magnitude * (1.75 / LIMIT)
+    power = (within.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
+    scale = tl.where(within < float("inf"), power.to(tl.float32, bitcast=True), within)
+    return tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+
+
+@triton.jit
 def row_scale(magnitude):
     """The scale of an e4m3 row whose largest magnitude this is. NaN for NaN: whatever is computed from the row is NaN
     then, and somebody sees it."""
-    scale = magnitude / LIMIT
-    return tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    return power_scale(magnitude, LIMIT)
 
 
 def block_of(columns: int) -> int:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.e4m3 import E4M3
-from pantheraml.kernels.rms_norm import Normed, Quantised, rms_norm, rms_norm_backward, rms_norm_backward_rows
+from pantheraml.kernels.rms_norm import (
+    Normed,
+    Quantised,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_rows,
+    rms_norm_weight_gradient,
+)
 
 ROWS, COLUMNS = 64, 512
 BOTH = (False, True)
@@ -92,3 +99,18 @@ def test_a_weight_of_nought_changes_no_other_column() -> None:
         normed, quantised = norm_of(x, weight)
         found.append(rms_norm_backward(g, quantised, weight, normed.inverse))
         torch.testing.assert_close(found[-1], found[0], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("plus_one", BOTH)
+def test_the_gradient_of_the_weight_is_autograds(plus_one: bool) -> None:
+    torch.manual_seed(0)
+    x, g = torch.randn(2, ROWS, COLUMNS, dtype=torch.float64)
+    weight = torch.rand(COLUMNS, dtype=torch.float64, requires_grad=True)
+    inverse = torch.rsqrt(x.pow(2).mean(-1) + 1e-5)
+    (x * inverse[:, None] * (weight + int(plus_one))).backward(g)
+    assert weight.grad is not None
+    found = rms_norm_weight_gradient(g.float(), x.float(), inverse.float(), torch.float32)
+    assert apart(found.double(), weight.grad) < 1e-6
+    rounded = rms_norm_weight_gradient(g.bfloat16(), x.bfloat16(), inverse.float(), torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16
+    assert apart(rounded.double(), weight.grad) < 0.005

@@ -158,7 +158,7 @@ def assert_near_in_fp8(make: Callable[[], Any], **lora: Any) -> None:
     exact = results(adapted(make(), size=0.05, **lora))
     plain = adapted(packed(make()), size=0.05, **lora)
     ours, theirs = results(fused(plain)), results(plain)
-    assert_near(ours, theirs, logits=0.05, cosine=0.9965)
+    assert_near(ours, theirs, logits=0.06, cosine=0.9945)
     assert_near(ours, exact, logits=0.1, cosine=0.99)
 
 

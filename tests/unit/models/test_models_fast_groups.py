@@ -15,6 +15,8 @@ from pantheraml.models.quantise.packed import LORA_LAYERS
 
 WIDTH, ROWS = 48, 120
 HEIGHTS = {"a": 32, "b": 16, "c": 64}
+END = 1.75
+"""E4m3's largest value is a power of two times this: so where that is a largest magnitude, its scale is one, too."""
 
 
 def powers(*shape: int, low: int = -1, high: int = 2) -> Tensor:
@@ -51,9 +53,9 @@ def group_of(*, fp8: bool, rows: bool, targets: list[str]) -> tuple[Any, list[nn
     """A model of three layers with adapters of ranks 4, 2 and 4, and its trained parameters."""
     torch.manual_seed(0)
     weights = {name: powers(height, WIDTH) for name, height in HEIGHTS.items()}
-    if rows:  # each row's largest is a power of two, and rows differ by more than one scale can hold
+    if rows:  # which differ by more than one scale can hold
         weights = {
-            name: weight * torch.exp2(-4.0 * (torch.arange(len(weight)) % 4))[:, None]
+            name: END * weight * torch.exp2(-4.0 * (torch.arange(len(weight)) % 4))[:, None]
             for name, weight in weights.items()
         }
     ranks = {"b": 2} if "b" in targets else {}
@@ -63,7 +65,7 @@ def group_of(*, fp8: bool, rows: bool, targets: list[str]) -> tuple[Any, list[nn
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.manual_seed(1)
     for parameter in trained:
-        parameter.data.copy_(powers(*parameter.shape))
+        parameter.data.copy_(END * powers(*parameter.shape))
     return model, trained
 
 

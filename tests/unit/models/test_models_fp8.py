@@ -66,7 +66,8 @@ def test_numbers_that_fp8_holds_are_exact() -> None:
         out = layer(x)
         torch.testing.assert_close(out, weight.T, rtol=1e-6, atol=0)
         (gradient,) = torch.autograd.grad(out[:32], x, torch.eye(32))
-        torch.testing.assert_close(gradient[:32], weight, rtol=1e-6, atol=0)
+        # rows' own scales go into the gradient, which is rounded after that
+        torch.testing.assert_close(gradient[:32], weight, rtol=1e-6 if scales == "one" else 2**-4, atol=0)
 
 
 def test_outputs_share_a_scale_unless_they_are_too_unlike() -> None:

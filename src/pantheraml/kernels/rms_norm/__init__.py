@@ -7,11 +7,13 @@ from pantheraml.kernels.rms_norm.op import (
     rms_norm,
     rms_norm_backward,
     rms_norm_backward_rows,
+    rms_norm_weight_gradient,
 )
 from pantheraml.kernels.rms_norm.reference import (
     reference_rms_norm,
     reference_rms_norm_backward,
     reference_rms_norm_backward_quantised,
+    reference_rms_norm_weight_gradient,
 )
 
 __all__ = [
@@ -21,7 +23,9 @@ __all__ = [
     "reference_rms_norm",
     "reference_rms_norm_backward",
     "reference_rms_norm_backward_quantised",
+    "reference_rms_norm_weight_gradient",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_rows",
+    "rms_norm_weight_gradient",
 ]

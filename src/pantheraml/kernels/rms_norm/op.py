@@ -22,6 +22,7 @@ from pantheraml.kernels.rms_norm.reference import (
     reference_rms_norm,
     reference_rms_norm_backward,
     reference_rms_norm_backward_quantised,
+    reference_rms_norm_weight_gradient,
 )
 
 
@@ -142,6 +143,18 @@ def rms_norm_backward_rows(
         multiplier if quantise else None, payload, scales,
     )  # fmt: skip
     return Gradient(dx, payload, scales)
+
+
+def rms_norm_weight_gradient(g: Tensor, x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """[columns] in `dtype`, from the gradient of the normalised rows and from what was normalised. With `plus_one` it
+    is the same."""
+    if not runs_triton(g):
+        return reference_rms_norm_weight_gradient(g, x, inverse, dtype)
+    from pantheraml.kernels.rms_norm import triton_kernel
+
+    out = torch.empty(g.shape[1], dtype=dtype, device=g.device)
+    triton_kernel.weight_gradient(g.contiguous(), x.contiguous(), inverse, out)
+    return out
 
 
 def _rows(x: Tensor | Quantised) -> tuple[Tensor, Tensor | None]:

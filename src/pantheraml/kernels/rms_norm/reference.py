@@ -47,6 +47,10 @@ def reference_rms_norm_backward_quantised(
     return _gradient(g, g.float() * gain, normal, g.float() * result, inverse, residual)
 
 
+def reference_rms_norm_weight_gradient(g: Tensor, x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    return (g.float() * (x.float() * inverse[:, None])).sum(0).to(dtype)
+
+
 def _gradient(
     g: Tensor, scaled: Tensor, normal: Tensor, products: Tensor, inverse: Tensor, residual: Tensor | None
 ) -> Tensor:

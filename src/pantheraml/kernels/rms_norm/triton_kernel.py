@@ -2,15 +2,31 @@
 
 All loads come before the first sum over the row: warps wait for each other there, and what is loaded after it is
 waited for once more.
+
+The gradient of the weight goes by columns instead: one program sums a share of the rows of some columns, and another
+kernel the shares, always in the same order.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pantheraml.kernels.triton_support import SMALLEST_SCALE, block_of, largest, launch, row_scale, row_warps, to_e4m3
+from pantheraml.kernels.triton_support import (
+    SMALLEST_SCALE,
+    block_of,
+    ceil_div,
+    largest,
+    launch,
+    row_scale,
+    row_warps,
+    to_e4m3,
+)
+
+_SUM_ROWS, _SUM_COLUMNS, _SUM_PROGRAMS = 16, 128, 1056  # eight programs for each of an H200's processors
+_MOST_SHARES = 64
 
 
 @triton.jit
@@ -95,6 +111,31 @@ def _norm_backward(
             tl.store(payload + at, values.to(payload.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _weight_sums(g, x, inverses, sums, rows, columns, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, rows)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(begin, end, ROWS):
+        r = first + tl.arange(0, ROWS)
+        live = (r[:, None] < end) & (c[None, :] < columns)
+        at = r[:, None].to(tl.int64) * columns + c[None, :]
+        inverse = tl.load(inverses + r, mask=r < end, other=0.0)
+        normal = tl.load(x + at, mask=live, other=0.0).to(tl.float32) * inverse[:, None]
+        total += tl.load(g + at, mask=live, other=0.0).to(tl.float32) * normal
+    tl.store(sums + tl.program_id(1) * columns + c, tl.sum(total, 0), mask=c < columns)
+
+
+@triton.jit
+def _sum_shares(sums, out, shares, columns, SHARES: tl.constexpr, COLUMNS: tl.constexpr):
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    s = tl.arange(0, SHARES)
+    live = (s[:, None] < shares) & (c[None, :] < columns)
+    total = tl.sum(tl.load(sums + s[:, None] * columns + c[None, :], mask=live, other=0.0), 0)
+    tl.store(out + c, total.to(out.dtype.element_ty), mask=c < columns)
+
+
 def forward(
     x: Tensor,
     delta: Tensor | None,
@@ -137,3 +178,17 @@ def backward(
         RESULT=x_scales is not None, ADD=residual is not None, PLUS_ONE=plus_one, ROWS=payload is not None,
         SCALED=multiplier is not None, QUANTISE=scales is not None, BLOCK=block, num_warps=row_warps(block),
     )  # fmt: skip
+
+
+def weight_gradient(g: Tensor, x: Tensor, inverses: Tensor, out: Tensor) -> None:
+    rows, columns = g.shape
+    across = ceil_div(columns, _SUM_COLUMNS)
+    wanted = max(1, min(_MOST_SHARES, _SUM_PROGRAMS // across))
+    share = ceil_div(ceil_div(rows, wanted), _SUM_ROWS) * _SUM_ROWS
+    shares = ceil_div(rows, share)
+    sums = torch.empty(shares, columns, dtype=torch.float32, device=g.device)
+    launch(
+        _weight_sums, (across, shares),
+        g, x, inverses, sums, rows, columns, share, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS,
+    )  # fmt: skip
+    launch(_sum_shares, (across,), sums, out, shares, columns, SHARES=block_of(shares), COLUMNS=_SUM_COLUMNS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pantheraml.base.errors import UnsupportedModelError
-from pantheraml.kernels.e4m3 import E4M3, shared_scale, to_e4m3
+from pantheraml.kernels.e4m3 import E4M3, LIMIT, SMALLEST_SCALE, shared_scale, to_e4m3
 from pantheraml.kernels.fp8_product import fp8_product, transposed
 from pantheraml.kernels.quantise_rows import quantise_rows
 from pantheraml.models.quantise.lora import PackedLoraLinear
@@ -76,16 +76,16 @@ class FP8Linear(nn.Module):
 
 
 def _quantise(weight: Tensor, scales: Literal["one", "rows"] | None) -> tuple[Tensor, Tensor]:
-    if scales == "rows":
-        return quantise_rows(weight)
+    """Scales of single rows are no powers of two: so rows that were in e4m3 before, with any scales, are not rounded
+    again."""
     largest = torch.cat([rows.abs().amax(dim=1).float() for rows in weight.split(_PIECE)])
-    scale = shared_scale(largest if scales is None else largest.amax()[None])
-    if scale is None:
-        return quantise_rows(weight)
+    shared = None if scales == "rows" else shared_scale(largest if scales is None else largest.amax()[None])
+    each = (largest / LIMIT).clamp(min=SMALLEST_SCALE) if shared is None else shared.repeat(weight.shape[0])
     payload = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
-    for rows, out in zip(weight.split(_PIECE), payload.split(_PIECE), strict=True):  # no float32 copy of all of it
-        out.copy_(to_e4m3(rows.float() / scale))
-    return payload, scale.expand(weight.shape[0]).clone()
+    pieces = (whole.split(_PIECE) for whole in (weight, each, payload))
+    for rows, scale, out in zip(*pieces, strict=True):  # no float32 copy of all of it
+        out.copy_(to_e4m3(rows.float() / scale[:, None]))
+    return payload, each
 
 
 class _Product(torch.autograd.Function):
