@@ -52,7 +52,7 @@ from pantheraml.parallel.split import (
     place_in_group,
     split,
 )
-from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.planner.choose import FP8_CAPABILITY, FUSES_BF16_PRODUCTS
 from pantheraml.planner.layouts import layouts_for
 from pantheraml.specs.plan import Layouts
 from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
@@ -200,7 +200,7 @@ class FastLanguageModel:
         return model.eval()
 
 
-def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode) -> None:
+def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode, *, fused: bool = True) -> None:
     if is_split(whole):
         logger.info("layers are not fused: they are on several devices")
         if checkpointing in ("unsloth", "offload"):
@@ -208,7 +208,7 @@ def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: Checkpointing
                 f"use_gradient_checkpointing={checkpointing!r} is for one device, and the model is on several.",
                 todo='Use True or "selective".',
             )
-    else:
+    elif fused:
         _fuse(fast, whole, checkpointing)
         record_passes(whole)
     if checkpointing is False:
@@ -225,7 +225,7 @@ def _speed_up_full(
 ) -> None:
     if in_fp8:
         use_fp8_products(model)
-    _speed_up(fast, model, checkpointing)
+    _speed_up(fast, model, checkpointing, fused=in_fp8 or FUSES_BF16_PRODUCTS)
     if checkpointing is False and model.device.type == "cuda" and not is_split(model):
         compile_steady_shapes(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pantheraml.kernels import dispatch
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.fast import fuse
 from pantheraml.models.quantise.packed import pack_linears
+from pantheraml.models.quantise.trained_fp8 import use_fp8_products
 from pantheraml.specs.plan import Layouts
 from pantheraml.specs.train import MethodConfig
 
@@ -25,25 +27,41 @@ CHANGED = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.default.weigh
 Results = dict[str, Tensor]
 
 
-def model(family: str, *, fp8: bool, error: float = 0.0, layouts: Layouts = 1) -> nn.Module:
-    """A layer with an adapter at every product; `error` is added to one value of one of them."""
+def one_layer(family: str) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family, vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, initializer_range=0.1, pad_token_id=0, attn_implementation="sdpa",
     )  # fmt: skip
     base: Any = AutoModelForCausalLM.from_config(config)
+    for name, parameter in base.named_parameters():
+        if "layernorm" in name:
+            parameter.data.add_(0.3 * torch.randn(parameter.shape))
+    return base
+
+
+def model(family: str, *, fp8: bool, error: float = 0.0, layouts: Layouts = 1) -> nn.Module:
+    """A layer with an adapter at every product; `error` is added to one value of one of them."""
+    base = one_layer(family)
     if fp8:
         assert pack_linears(base, "fp8", dtype=torch.float32, device=torch.device("cpu")) == 7
     adapted = apply_method(base, MethodConfig(rank=4, alpha=6), seed=0)
     for _, parameter in trainable_parameters(adapted):
         parameter.data.add_(0.05 * torch.randn(parameter.shape))
-    for name, parameter in adapted.named_parameters():
-        if "layernorm" in name:
-            parameter.data.add_(0.3 * torch.randn(parameter.shape))
     adapted.get_parameter(CHANGED).data[3, 1] += error
     assert fuse(adapted, layouts=layouts).fused == 1
     return adapted.train()
+
+
+def trained_model(family: str, *, fp8: bool, error: float = 0.0) -> nn.Module:
+    """A layer that is trained as a whole; `error` is added to one of its weights."""
+    whole = one_layer(family)
+    whole.model.layers[0].self_attn.v_proj.weight.data[3, 1] += error
+    if fp8:
+        assert use_fp8_products(whole) == 7
+    assert fuse(whole).fused == 1
+    trained: nn.Module = whole.train()
+    return trained
 
 
 def results(fused: nn.Module) -> Results:
@@ -56,7 +74,6 @@ def results(fused: nn.Module) -> Results:
 
 def assert_same(ours: Results, theirs: Results, tolerance: float) -> None:
     assert ours.keys() == theirs.keys()
-    assert len(ours) == 1 + 2 * 7
     apart = {name: float((ours[name] - wanted).norm() / wanted.norm()) for name, wanted in theirs.items()}
     worst = max(apart, key=apart.__getitem__)
     assert apart[worst] <= tolerance, f"{worst} is {apart[worst]} apart"
@@ -64,12 +81,16 @@ def assert_same(ours: Results, theirs: Results, tolerance: float) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
-def test_kernels_give_what_the_references_give(family: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = results(model(family, fp8=fp8))
+@pytest.mark.parametrize(("make", "count"), [(model, 1 + 2 * 7), (trained_model, 1 + 7 + 4)], ids=["adapters", "full"])
+def test_kernels_give_what_the_references_give(
+    make: Callable[..., nn.Module], count: int, family: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = results(make(family, fp8=fp8))
+    assert len(ours) == count + (make is trained_model and family == "llama")  # whose head is no embedding
     monkeypatch.setattr(dispatch, "_interpreted", lambda: False)
-    assert_same(ours, results(model(family, fp8=fp8)), TOLERANCE[fp8])
+    assert_same(ours, results(make(family, fp8=fp8)), TOLERANCE[fp8])
     with pytest.raises(AssertionError):
-        assert_same(ours, results(model(family, fp8=fp8, error=0.05)), TOLERANCE[fp8])
+        assert_same(ours, results(make(family, fp8=fp8, error=0.05)), TOLERANCE[fp8])
 
 
 def test_two_layouts_give_what_one_gives() -> None:

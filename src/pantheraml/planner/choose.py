@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError
@@ -28,6 +28,9 @@ CPU_TOKENS_PER_MICRO_BATCH = 4_096
 
 FP8_CAPABILITY = (9, 0)
 """Row-wise scaled fp8 products were measured on Hopper; what Ada does with them is not known yet."""
+
+FUSES_BF16_PRODUCTS = False
+"""Whether trained layers that multiply in bf16 are fused unasked: compiled ones were measured, fused ones were not."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -56,7 +59,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
     if one.copies:
         check_copies(config, frozen)
     check_split(config, one)
-    fused = _fused(config, device, gpus, (precision, frozen, dims), one.several, choices)
+    fused = _fused(config, device, gpus, _Work(precision, frozen, products, dims, one.several), choices)
     layouts = choose_layouts(config, frozen, fused, choices)
     compiled = _compile(config, device, world_size, fused, one.several, choices)
     graph = _cuda_graph(config, device, world_size, fused or compiled, one.several, choices)
@@ -235,7 +238,8 @@ def _fp8_products(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choic
     if config.method.kind != "full" or config.model.precision != "fp8":
         return False
     _check_fp8(device, _too_old_for_fp8(gpus))
-    choices.automatic("fp8_products", True, "model.precision is fp8: forward products and those for inputs' gradients")
+    which = "forward products and those for inputs' gradients; for weights' as well where layers are fused"
+    choices.automatic("fp8_products", True, f"model.precision is fp8: {which}")
     return True
 
 
@@ -254,22 +258,24 @@ def _why_not_fp8(config: TrainConfig, weak: list[str], dims: ParallelDims, sever
     return several
 
 
-def _fused(
-    config: TrainConfig,
-    device: str,
-    gpus: tuple[GPU, ...],
-    numbers: tuple[Precision, str | None, ParallelDims],
-    several: str | None,
-    choices: Choices,
-) -> bool:
-    """`numbers`: arithmetic, frozen weights, and how the work is divided; `several`: why a process has no one model."""
-    asked = config.train.fused
-    precision, frozen, dims = numbers
-    lacking = _why_not_fused(gpus, precision, frozen) if device == "cuda" else None
-    if dims.world_size > dims.replicate:
-        lacking = f"fused layers hold their weights whole, and the model is divided ({dims})"
-    elif several is not None:
-        lacking = several
+class _Work(NamedTuple):
+    """What was decided about the arithmetic, and how the work is divided."""
+
+    precision: Precision
+    frozen: str | None
+    fp8_products: bool
+    dims: ParallelDims
+    several: str | None
+    """Why a process has no one model; None: it has."""
+
+
+def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work, choices: Choices) -> bool:
+    asked, full = config.train.fused, config.method.kind == "full"
+    lacking = _why_not_fused(config, gpus, work) if device == "cuda" else None
+    if work.dims.world_size > work.dims.replicate:
+        lacking = f"fused layers hold their weights whole, and the model is divided ({work.dims})"
+    elif work.several is not None:
+        lacking = work.several
     if asked != "auto":
         if asked == "on" and lacking is not None:
             raise DeviceError(f"train.fused=on is not possible here: {lacking}.", todo="Leave it out.")
@@ -280,22 +286,28 @@ def _fused(
         reason = "the fused layers are made for GPUs"
     elif config.method.dropout > 0:
         reason = "the fused layers do not have dropout on the adapter"
-    elif config.method.kind in ("dora", "full"):
-        reason = f"the fused layers do not have method.kind={config.method.kind}"
+    elif config.method.kind == "dora":
+        reason = "the fused layers do not have method.kind=dora"
+    elif full and reason is None and not (work.fp8_products or FUSES_BF16_PRODUCTS):
+        reason = "of full fine-tunes only those that multiply in fp8 were measured with fused layers"
     if reason is not None:
         choices.automatic("train.fused", False, reason)
         return False
-    what = "base and adapter are one product, few passes over memory"
-    nf4 = ", in fp8 straight from nf4" if frozen == "nf4" else ""
-    choices.automatic("train.fused", True, f"weights are frozen: {what}{nf4}")
+    what = "weights are frozen: base and adapter are one product, few passes over memory"
+    if full:
+        what = "layers with one input are one product, and norms and activations write its rows as it reads them"
+    nf4 = ", in fp8 straight from nf4" if work.frozen == "nf4" else ""
+    choices.automatic("train.fused", True, f"{what}{nf4}")
     return True
 
 
-def _why_not_fused(gpus: tuple[GPU, ...], precision: Precision, frozen: str | None) -> str | None:
+def _why_not_fused(config: TrainConfig, gpus: tuple[GPU, ...], work: _Work) -> str | None:
     """Why layers must stay unfused on these GPUs; None: they need not."""
-    if precision != "bf16":
-        return f"fused layers compute in bf16, and the arithmetic is {precision}"
-    if frozen != "nf4":
+    if work.precision != "bf16":
+        return f"fused layers compute in bf16, and the arithmetic is {work.precision}"
+    if config.method.kind == "full" and config.train.weights != "bf16":
+        return f"fused layers train weights in bf16, and train.weights is {config.train.weights}"
+    if work.frozen != "nf4":
         return None
     if any(gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY for gpu in gpus):
         return "fused layers multiply nf4 weights in fp8, which needs GPUs of compute capability 9.0 or newer"

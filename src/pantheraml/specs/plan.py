@@ -77,7 +77,7 @@ class Plan(Value):
     fp8_layouts: Layouts = 1
     """How often frozen fp8 weights are kept; 2 comes down to 1 where the loaded weights are too large for that."""
     fp8_products: bool = False
-    """Trained decoder layers multiply in fp8."""
+    """Trained decoder layers multiply in fp8; where they are fused, also for the gradients of weights."""
     fused: bool
     """Decoder layers run as fused kernels where their family is known."""
     cuda_graph: bool

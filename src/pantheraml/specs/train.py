@@ -169,7 +169,8 @@ class TrainSettings(Section):
     activation_checkpointing: Checkpointing = "none"
     """Recompute in backward. selective: cheap ops; full: whole layers; offload: full, inputs wait in host memory."""
     fused: Switch = "auto"
-    """Run decoder layers of known families as fused kernels; auto = for LoRA without dropout on GPUs."""
+    """Run decoder layers of known families as fused kernels; auto = on GPUs, for LoRA without dropout, and for full
+    fine-tunes with weights in bf16 and products in fp8."""
     fp8_layouts: Literal["auto", 1, 2] = "auto"
     """How often fused layers keep the frozen fp8 weights of MLPs: once, transposing them in every backward pass; or for
     each direction, one more byte each. auto = 2 without activation checkpointing, if all weights twice would take at

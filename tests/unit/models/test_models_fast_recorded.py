@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.fast import record_passes, release_recordings
+from pantheraml.models.fast import is_fused, record_passes, release_recordings
 from pantheraml.models.fast import recorded as subject
 from tests.unit.models.test_models_fast import FUSED, IDS, adapted, assert_same, base_model, fused, randomise, results
 
@@ -33,6 +32,8 @@ class OnCPU(subject.Recording):
 
         class Forward:
             def replay(self) -> None:
+                for gradient in getattr(recording, "gradients", ()):  # as in memory that forward and backward share
+                    gradient.fill_(torch.nan)
                 with torch.enable_grad():
                     recording.out = run(*recording.inputs)  # type: ignore[attr-defined]
                 if hasattr(recording, "result"):
@@ -40,12 +41,14 @@ class OnCPU(subject.Recording):
 
         class Backward:
             def replay(self) -> None:
-                recording.go_back(recording.out, parameters)  # type: ignore[attr-defined]
+                recording.gradient_of_input, found = recording.go_back(recording.out, parameters)  # type: ignore[attr-defined]
+                torch._foreach_copy_(recording.gradients, found)
 
         self.forward, self.backward = Forward(), Backward()
         self.forward.replay()
         self.result = self.out.detach().clone()  # type: ignore[attr-defined]
-        self.gradient_of_result = torch.empty_like(self.result)
+        self.gradient_of_result = torch.zeros_like(self.result)
+        self.gradient_of_input, self.gradients = self.go_back(self.out, parameters)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +60,10 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject.LayerGraphs, "_no_room", lambda *_: None)
 
 
-def both(family: str = "llama") -> tuple[PeftModel, PeftModel]:
-    """The same fused model, with recording and without."""
-    plain = fused(adapted(base_model(family)))
+def both(family: str = "llama", *, full: bool = False) -> tuple[Any, Any]:
+    """The same fused model, with adapters or trained as a whole, with recording and without."""
+    base = base_model(family).train()
+    plain = fused(base if full else adapted(base))
     assert use_document_attention(plain) is None
     ours = copy.deepcopy(plain)
     record_passes(ours)
@@ -94,17 +98,107 @@ def test_the_numbers_of_passes_that_are_not_recorded(family: str) -> None:
     assert OnCPU.made == 1
 
 
-def test_gradients_of_several_batches_add_up() -> None:
-    ours, theirs = both()
+@pytest.mark.parametrize("family", [family for family in FUSED if family != "qwen2"])
+def test_every_gradient_where_all_is_trained(family: str) -> None:
+    ours, theirs = both(family, full=True)
     warm_up(ours)
-    for model in (ours, theirs):
-        model.zero_grad()
-        for ids in (IDS, OTHER_IDS):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for turn, ids in enumerate((IDS, OTHER_IDS, IDS)):
+        for model in (ours, theirs):
+            randomise(model, seed=turn)
+        assert_same(results(ours, input_ids=ids, labels=ids), results(theirs, input_ids=ids, labels=ids), tolerance=0)
     assert OnCPU.made == 1
+    assert replays(ours)
+
+
+@pytest.mark.parametrize("dropped", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize("full", [False, True], ids=["adapters", "full"])
+def test_gradients_of_several_batches_add_up(full: bool, dropped: bool) -> None:
+    ours, theirs = both(full=full)
+    warm_up(ours)
+    for _ in range(2):
+        for model in (ours, theirs):
+            model.zero_grad(set_to_none=dropped)
+            for ids in (IDS, OTHER_IDS, IDS):
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert_same_gradients(ours, theirs)
+    assert OnCPU.made == 1
+    assert replays(ours)
+
+
+def assert_same_gradients(ours: Any, theirs: Any) -> None:
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         if other.grad is not None:
             assert torch.equal(mine.grad, other.grad)
+
+
+def recording_of(model: Any) -> Any:
+    (layer, *_) = (layer for layer in model.modules() if is_fused(layer))
+    (recording,) = layer.fused_parts.graphs._recorded.values()
+    return recording
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapters", "full"])
+def test_gradients_are_not_copied_and_move_away_if_they_are_added_to(full: bool) -> None:
+    ours, _ = both(full=full)
+    warm_up(ours)
+    results(ours)
+    recording = recording_of(ours)
+    places = {gradient.data_ptr() for gradient in recording.gradients}
+    parameters = [p for layer in ours.modules() if is_fused(layer) for p in layer.parameters() if p.requires_grad]
+    assert {p.grad.data_ptr() for p in parameters} == places
+    ours(input_ids=IDS, labels=IDS, use_cache=False)
+    assert not {p.grad.data_ptr() for p in parameters} & places
+    assert all(torch.isfinite(p.grad).all() for p in parameters)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapters", "full"])
+def test_gradients_that_somebody_keeps_stay_as_they_are(full: bool) -> None:
+    ours, theirs = both(full=full)
+    warm_up(ours)
+    kept = []
+    for model in (ours, theirs):
+        results(model)
+        mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        asked = []
+        for ids in (OTHER_IDS, IDS):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            asked += [*torch.autograd.grad(loss, trained, retain_graph=True), *torch.autograd.grad(loss, trained)]
+        kept.append([*mine, *asked])
+    assert OnCPU.made == 1
+    for found, wanted in zip(*kept, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert not replays(ours)
+    del mine, asked, found, wanted
+    kept.clear()
+    assert replays(ours)
+
+
+def test_gradients_asked_for_twice() -> None:
+    ours, theirs = both(full=True)
+    warm_up(ours)
+    kept = []
+    for model in (ours, theirs):
+        model.zero_grad()
+        out = model(input_ids=IDS, labels=IDS, use_cache=False)
+        first = torch.autograd.grad(out.loss, list(model.parameters()), retain_graph=True)
+        second = torch.autograd.grad(out.loss * 2, list(model.parameters()))
+        kept.append([*first, *second])
+    assert OnCPU.made == 1
+    for found, wanted in zip(*kept, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_weights_that_moved_are_recorded_anew() -> None:
+    ours, theirs = both(full=True)
+    warm_up(ours)
+    assert replays(ours)
+    for model in (ours, theirs):
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.data = 2 * weight.data
+    assert not replays(ours)
+    assert_same(results(ours), results(theirs), tolerance=0)
 
 
 def test_the_embeddings_gradient() -> None:
@@ -167,17 +261,18 @@ def test_evaluation_between_forward_and_backward() -> None:
             assert torch.equal(mine.grad, other.grad)
 
 
-def test_norms_of_heads_that_are_trained_get_their_gradient() -> None:
+def test_norms_that_are_trained_later_get_their_gradient() -> None:
     ours, theirs = both("qwen3")
     warm_up(ours)
     assert replays(ours)
     for model in (ours, theirs):
         for name, parameter in model.named_parameters():
-            if "q_norm" in name or "k_norm" in name:
+            if "norm" in name:
                 parameter.requires_grad_()
     for _ in range(subject.PASSES_BEFORE + 1):
         assert_same(results(ours), results(theirs), tolerance=0)
-    assert any("q_norm" in name and p.grad is not None for name, p in ours.named_parameters())
+    assert OnCPU.made == 2
+    assert all(p.grad is not None for name, p in ours.named_parameters() if "norm" in name)
 
 
 def test_norms_of_heads_that_are_exchanged_are_seen() -> None:

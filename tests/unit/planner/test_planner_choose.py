@@ -205,7 +205,28 @@ def test_only_nf4_asks_more_of_a_gpu_to_be_fused() -> None:
     assert not choose(config(model={"path": "m", "precision": "fp32"}), machine(gpus=1)).fused
     assert not choose(config(method={"dropout": 0.1}), machine(gpus=1)).fused
     assert not choose(config(method={"kind": "dora"}), machine(gpus=1)).fused
-    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).fused
+
+
+def test_full_fine_tunes_are_fused_where_that_was_measured() -> None:
+    def full(precision: str = "fp8", **train: str) -> TrainConfig:
+        model = {"path": "m", "precision": precision}
+        return config(model=model, method={"kind": "full"}, train={"weights": "bf16", **train})
+
+    plan = choose(full(), machine(gpus=1))
+    assert (plan.fp8_products, plan.fused, plan.cuda_graph) == (True, True, True)
+    assert "layers with one input are one product" in plan.reason("train.fused")
+    assert choose(full(), machine(gpus=2)).fused
+    plain = choose(full("bf16"), machine(gpus=1))
+    assert (plain.fused, plain.compile) == (False, True)
+    assert "only those that multiply in fp8 were measured" in plain.reason("train.fused")
+    assert choose(full("bf16", fused="on"), machine(gpus=1, capability=(8, 0))).fused
+    wide = choose(full(weights="fp32"), machine(gpus=1))
+    assert not wide.fused
+    assert "train.weights is fp32" in wide.reason("train.fused")
+    with pytest.raises(DeviceError, match=r"train\.fused=on is not possible here.*train\.weights is fp32"):
+        choose(full(weights="fp32", fused="on"), machine(gpus=1))
+    assert not choose(full(), machine()).fused
+    assert choose(full(weights="fp32", fused="on"), machine()).fused, "the references run anywhere"
 
 
 def test_steps_are_recorded_where_shapes_stay_and_nothing_interrupts() -> None:

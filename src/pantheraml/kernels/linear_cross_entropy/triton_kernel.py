@@ -82,13 +82,11 @@ def _softmax(
             tl.store(scales + row, scale)
             shift = -tl.log2(scale)
             of_label = -1.0 / scale
+        log_z = tl.where(counted, log_z, 0.0)
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            d = tl.zeros((BLOCK,), tl.float32)
-            if counted:
-                z = tl.load(logits + at, mask=at < columns, other=-float("inf")).to(tl.float32)
-                d = tl.exp2((z - log_z) * _LOG2E + shift)
-            _put(gradient + at, d, at < columns, QUANTISE)
+            z = tl.load(logits + at, mask=counted & (at < columns), other=-float("inf")).to(tl.float32)
+            _put(gradient + at, tl.exp2((z - log_z) * _LOG2E + shift), at < columns, QUANTISE)
         if counted & (label < columns):
             tl.debug_barrier()  # only then has every thread written its columns, and the label's may be written over
             at = tl.arange(0, LANE)

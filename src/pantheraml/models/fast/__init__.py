@@ -1,4 +1,4 @@
-"""Decoder layers with frozen weights and LoRA adapters, fused: few passes over memory, few things kept."""
+"""Decoder layers with LoRA adapters, or trained as a whole, fused: few passes over memory, few things kept."""
 
 from pantheraml.models.fast.functions import recomputing
 from pantheraml.models.fast.head import quantise_head_like_layers

@@ -3,7 +3,8 @@
 Each is one autograd function over a stretch of the layer, so that what is kept for the backward pass is chosen by hand:
 inputs of products stay in fp8, as the products saw them, and where those are normalised rows, the norm's gradient is
 formed from them too; the hidden rows of the MLP are computed again from gate and up; residual sums and their gradients
-ride along with the normalisation.
+ride along with the normalisation. For a norm that is trained the plain rows are kept as well: where its weight is
+nought, fp8 rows do not tell what would have changed it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from torch import Tensor
 
 from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
-from pantheraml.kernels.rms_norm import Normed, Quantised, rms_norm, rms_norm_backward, rms_norm_backward_rows
+from pantheraml.kernels.rms_norm import (
+    Normed,
+    Quantised,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_rows,
+    rms_norm_weight_gradient,
+)
 from pantheraml.kernels.rotary import rotate, unrotate, unrotate_quantised
-from pantheraml.models.fast.groups import Operand, ProjectionGroup
+from pantheraml.models.fast.operand import Group, Operand
 
 
 class Norm(NamedTuple):
@@ -37,27 +45,27 @@ class Heads(NamedTuple):
 
 def normalised(x: Tensor, norm: Norm) -> Tensor:
     """x [rows, width], normalised, in its own dtype."""
-    out: Tensor = _Normalised.apply(x, norm)
+    out: Tensor = _Normalised.apply(x, norm.weight, norm)
     return out
 
 
 def attention_input(
-    x: Tensor, norm: Norm, group: ProjectionGroup, turns: tuple[Tensor, Tensor] | None, heads: Heads
+    x: Tensor, norm: Norm, group: Group, turns: tuple[Tensor, Tensor] | None, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised x through the merged product: query and key (turned by `turns`, cos and sin, if given) and value, each
     [rows, heads, size], and x itself for the residual sum."""
     cos, sin = (None, None) if turns is None else turns
     out: tuple[Tensor, Tensor, Tensor, Tensor] = _AttentionInput.apply(
-        x, norm, group, cos, sin, heads, *group.parameters()
+        x, norm.weight, norm, group, cos, sin, heads, *group.parameters()
     )
     return out
 
 
-def after_attention(x: Tensor, mixed: Tensor, norm: Norm, groups: Sequence[ProjectionGroup], *, gelu: bool) -> Tensor:
+def after_attention(x: Tensor, mixed: Tensor, norm: Norm, groups: Sequence[Group], *, gelu: bool) -> Tensor:
     """y + second(activation(gate) * up) with gate, up = first(norm(y)), for y = x + output(mixed) and `groups` of
     output, first and second."""
     parameters = [parameter for group in groups for parameter in group.parameters()]
-    out: Tensor = _AfterAttention.apply(x, mixed, norm, groups, gelu, *parameters)
+    out: Tensor = _AfterAttention.apply(x, norm.weight, mixed, norm, groups, gelu, *parameters)
     return out
 
 
@@ -78,9 +86,9 @@ def _keep(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _plain_rows(normed: Normed) -> Tensor | None:
-    """What was normalised, if the norm's gradient needs it."""
-    return normed.total if normed.scales is None else None
+def _plain_rows(normed: Normed, trained: bool) -> Tensor | None:
+    """What was normalised, if the norm's gradient needs it, or that of its weight."""
+    return normed.total if trained or normed.scales is None else None
 
 
 def _norm_rows(plain: Tensor | None, payload: Tensor, scales: Tensor | None) -> Tensor | Quantised:
@@ -91,9 +99,17 @@ def _norm_rows(plain: Tensor | None, payload: Tensor, scales: Tensor | None) -> 
     return Quantised(payload, scales)
 
 
+def _weight_gradient(ctx: Any, g: Tensor, plain: Tensor | None, inverse: Tensor) -> Tensor | None:
+    """Of the norm, whose weight is the second input of every piece."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    assert plain is not None
+    return rms_norm_weight_gradient(g, plain, inverse, ctx.norm.weight.dtype)
+
+
 class _Normalised(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Norm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _weight: Tensor, norm: Norm) -> Tensor:
         normed = rms_norm(x, norm.weight, norm.epsilon, plus_one=norm.plus_one, quantise=False)
         _keep(ctx, normed.total, normed.inverse)
         ctx.norm = norm
@@ -103,7 +119,10 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, inverse = ctx.saved_tensors
         norm: Norm = ctx.norm
-        return rms_norm_backward(grads[0], x, norm.weight, inverse, plus_one=norm.plus_one), None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = rms_norm_backward(grads[0], x, norm.weight, inverse, plus_one=norm.plus_one)
+        return dx, _weight_gradient(ctx, grads[0], x, inverse), None
 
 
 class _AttentionInput(torch.autograd.Function):
@@ -111,8 +130,9 @@ class _AttentionInput(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        _weight: Tensor,
         norm: Norm,
-        group: ProjectionGroup,
+        group: Group,
         cos: Tensor | None,
         sin: Tensor | None,
         heads: Heads,
@@ -122,7 +142,8 @@ class _AttentionInput(torch.autograd.Function):
             x, norm.weight, norm.epsilon, room=group.room, plus_one=norm.plus_one, quantise=group.quantised
         )
         merged, middle = group.forward(Operand(normed.payload, normed.scales))
-        _keep(ctx, _plain_rows(normed), normed.payload, normed.scales, normed.inverse, middle, cos, sin)
+        plain = _plain_rows(normed, ctx.needs_input_grad[1])
+        _keep(ctx, plain, normed.payload, normed.scales, normed.inverse, middle, cos, sin)
         ctx.group, ctx.norm = group, norm
         counts = (heads.queries, heads.keys, heads.keys)
         if cos is not None and sin is not None:
@@ -133,7 +154,7 @@ class _AttentionInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plain, payload, scales, inverse, middle, cos, sin = ctx.saved_tensors
-        group: ProjectionGroup = ctx.group
+        group: Group = ctx.group
         norm: Norm = ctx.norm
         parts = grads[0], grads[1], grads[2]
         if cos is None:
@@ -142,13 +163,14 @@ class _AttentionInput(torch.autograd.Function):
             g = Operand(*unrotate_quantised(parts, cos, sin, room=group.room, multiplier=group.multiplier))
         else:
             g = Operand(unrotate(parts, cos, sin, room=group.room), None)
-        wants_input = ctx.needs_input_grad[0]
+        wants_input = any(ctx.needs_input_grad[:2])
         d_normed, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=wants_input)
-        dx = None
+        dx = d_weight = None
         if d_normed is not None:
             x = _norm_rows(plain, payload, scales)
             dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
-        return dx, None, None, None, None, None, *gradients
+            d_weight = _weight_gradient(ctx, d_normed, plain, inverse)
+        return dx, d_weight, None, None, None, None, None, *gradients
 
 
 class _AfterAttention(torch.autograd.Function):
@@ -156,9 +178,10 @@ class _AfterAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        _weight: Tensor,
         mixed: Tensor,
         norm: Norm,
-        groups: Sequence[ProjectionGroup],
+        groups: Sequence[Group],
         gelu: bool,
         *_parameters: Tensor,
     ) -> Tensor:
@@ -178,8 +201,8 @@ class _AfterAttention(torch.autograd.Function):
             out, second_middle = second.forward(Operand(*hidden))
             out = out + normed.total  # not in place: selective checkpointing keeps what products give
         _keep(
-            ctx, *rows, output_middle,
-            _plain_rows(normed), normed.inverse, normed.payload, normed.scales, first_middle, pair, second_middle,
+            ctx, *rows, output_middle, _plain_rows(normed, ctx.needs_input_grad[1]), normed.inverse,
+            normed.payload, normed.scales, first_middle, pair, second_middle,
         )  # fmt: skip
         ctx.norm, ctx.groups, ctx.gelu = norm, groups, gelu
         return out
@@ -198,17 +221,18 @@ class _AfterAttention(torch.autograd.Function):
             d_hidden, pair,
             multiplier=first.multiplier, rooms=(0, first.room), gelu=ctx.gelu, quantise=first.quantised,
         )  # fmt: skip
-        second_gradients = second.adapter_gradients(g_second, Operand(*hidden), sides)
+        second_gradients = second.parameter_gradients(g_second, Operand(*hidden), sides)
         del d_hidden, hidden, g_second
         d_normed, first_gradients = first.backward(Operand(*d_pair), Operand(payload, scales), first_middle)
         assert d_normed is not None
         del d_pair
+        d_weight = _weight_gradient(ctx, d_normed, plain, inverse)
         d_total, g_payload, g_scales = rms_norm_backward_rows(
             d_normed, _norm_rows(plain, payload, scales), norm.weight, inverse,
             plus_one=norm.plus_one, residual=g, room=output.room, multiplier=output.multiplier,
             dtype=E4M3 if output.quantised else output.dtype,
         )  # fmt: skip
         d_mixed, output_gradients = output.backward(
-            Operand(g_payload, g_scales), Operand(rows, rows_scales), output_middle, wants_input=ctx.needs_input_grad[1]
+            Operand(g_payload, g_scales), Operand(rows, rows_scales), output_middle, wants_input=ctx.needs_input_grad[2]
         )
-        return d_total, d_mixed, None, None, None, *output_gradients, *first_gradients, *second_gradients
+        return d_total, d_weight, d_mixed, None, None, None, *output_gradients, *first_gradients, *second_gradients

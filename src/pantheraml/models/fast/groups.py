@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, eq, getitem, is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -42,6 +42,7 @@ from pantheraml.kernels.lora_columns import (
 )
 from pantheraml.kernels.nf4 import BLOCK
 from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows
+from pantheraml.models.fast.operand import Group, Operand
 from pantheraml.models.fast.storage import Extent, KeptTwice, store
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
@@ -50,13 +51,6 @@ from pantheraml.specs.plan import Layouts
 
 _PLAIN_COLUMNS = 64
 """Room for adapters comes in multiples of this in bf16, and of COLUMNS in fp8."""
-
-
-class Operand(NamedTuple):
-    """Rows for a group's product: [rows, width + room], in e4m3 with scales or plainly."""
-
-    payload: Tensor
-    scales: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -120,6 +114,7 @@ class ProjectionGroup:
 
     def __init__(self, layers: Sequence[nn.Module], layouts: Layouts = 1) -> None:
         """Takes the layers' weights over; none of them may have a reason in `why_not_fused`."""
+        self.layers = layers
         bases: list[Any] = [base_of(layer) for layer in layers]
         self.quantised = isinstance(bases[0], FP8Linear | NF4Linear)
         self.width: int = bases[0].in_features
@@ -270,12 +265,12 @@ class ProjectionGroup:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """The input's gradient, and those of `parameters()`."""
         d_input, sides = self.begin_backward(g, middle, x.scales, wants_input=wants_input)
-        return d_input, self.adapter_gradients(g, x, sides)
+        return d_input, self.parameter_gradients(g, x, sides)
 
     def begin_backward(
         self, g: Operand, middle: Tensor, input_scales: Tensor | None = None, *, wants_input: bool = True
     ) -> tuple[Tensor | None, tuple[Left, Left] | None]:
-        """The input's gradient, and what `adapter_gradients` needs (None: there are no adapters). Completes `g`.
+        """The input's gradient, and what `parameter_gradients` needs (None: there are no adapters). Completes `g`.
         `input_scales` are those of the rows that the way forward began with, if they are known."""
         sides = None
         if self.ranks:
@@ -284,7 +279,7 @@ class ProjectionGroup:
             sides = place_columns_back(raw, units, g.payload, width, g.scales, factor, middle, input_scales)
         return (self._input_gradient(g) if wants_input else None), sides
 
-    def adapter_gradients(self, g: Operand, x: Operand, sides: tuple[Left, Left] | None) -> list[Tensor]:
+    def parameter_gradients(self, g: Operand, x: Operand, sides: tuple[Left, Left] | None) -> list[Tensor]:
         """Gradients of `parameters()`."""
         if sides is None:
             return []
@@ -324,13 +319,14 @@ class GroupSet:
     found last is compared with what is there, in loops that are not Python's; only if it differs is it looked at anew.
     """
 
-    def __init__(self, groups: Sequence[ProjectionGroup]) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
+        self._with_adapters = [group for group in groups if isinstance(group, ProjectionGroup)]
         self.reason: str | None = None
         """Why the layers must run unfused now, or None."""
         adapted = [
             (member, name)
-            for group in groups
+            for group in self._with_adapters
             for member, name in zip(group.members, group.names, strict=True)
             if name is not None
         ]
@@ -343,7 +339,7 @@ class GroupSet:
         self._tables: list[AdapterTable] = []
         self._written: list[Tensor] = []
         self._places: list[Any] = []
-        self._twice = [kept for group in groups if (kept := group.kept_twice()) is not None]
+        self._twice = [kept for group in self._with_adapters if (kept := group.kept_twice()) is not None]
         self._versions = self._current_versions()
 
     @torch.no_grad()
@@ -351,7 +347,7 @@ class GroupSet:
         # With dropout the mode counts as well, which is no state of PEFT's.
         if self._has_dropout or self._seen is None or not all(map(eq, map(_STATE, self._layers), self._seen)):
             self._seen = copy.deepcopy([_STATE(layer) for layer in self._layers])
-            self.reason = next((reason for group in self.groups if (reason := group.why_not()) is not None), None)
+            self.reason = next((why for group in self._with_adapters if (why := group.why_not()) is not None), None)
         if self.reason is not None:
             return
         found = self._current()
@@ -381,7 +377,7 @@ class GroupSet:
 
     def _arrange(self) -> None:
         kinds: dict[tuple[torch.dtype, torch.dtype], list[Adapter]] = {}
-        for adapter in (adapter for group in self.groups for adapter in group.adapters()):
+        for adapter in (adapter for group in self._with_adapters for adapter in group.adapters()):
             kinds.setdefault((adapter.down.dtype, adapter.places.matrix_up.dtype), []).append(adapter)
         self._tables = [AdapterTable(kind) for kind in kinds.values()]
         self.arrangement += 1

@@ -3,6 +3,8 @@
 A layer is fused by giving the instance a class of its own that derives from the one it had: children, names, hooks and
 `isinstance` stay, and `super().forward` is the way back whenever the fused one does not apply (key/value cache, another
 or a switched-off adapter, dropout). A family that is not listed stays as it is, and the report says so.
+
+A layer has frozen weights with adapters, or everything in it is trained.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pantheraml.base import log
 from pantheraml.models.fast.functions import Heads, Norm, after_attention, attention_input, normalised
 from pantheraml.models.fast.groups import GroupSet, ProjectionGroup, base_of, why_not_fused
+from pantheraml.models.fast.operand import Group
 from pantheraml.models.fast.recorded import LayerGraphs
+from pantheraml.models.fast.trained import TrainedGroup, is_trained, weight_of, why_not_trained
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.specs.plan import Layouts
 
@@ -62,7 +66,7 @@ class FusionReport:
 
 
 def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
-    """Fuse every decoder layer of `model` that can be, in place. Call it when adapters are on their device.
+    """Fuse every decoder layer of `model` that can be, in place. Call it when weights and adapters are on their device.
     `layouts`: of weights in e4m3, see `storage`."""
     report = FusionReport()
     fused: list[Any] = []
@@ -104,11 +108,16 @@ def _fuse_layer(layer: Any, layouts: Layouts) -> str | None:
     reason = _why_not(layer, family, names)
     if reason is not None:
         return reason
-    # four fifths of the weights are the MLP's; a second layout of the others gains as little as it takes
-    groups = [ProjectionGroup(group, own) for group, own in zip(names, (1, 1, layouts, layouts), strict=True)]
-    layer.fused_parts = _Parts(layer, family, groups)
+    layer.fused_parts = _Parts(layer, family, _groups(names, layouts))
     layer.__class__ = _derived(_Fused, kind)
     return None
+
+
+def _groups(names: list[list[nn.Module]], layouts: Layouts) -> list[Group]:
+    if is_trained(names[0][0]):
+        return [TrainedGroup(group) for group in names]
+    # four fifths of the weights are the MLP's; a second layout of the others gains as little as it takes
+    return [ProjectionGroup(group, own) for group, own in zip(names, (1, 1, layouts, layouts), strict=True)]
 
 
 def _fuse_last_norm(model: nn.Module, layer: Any) -> None:
@@ -117,33 +126,36 @@ def _fuse_last_norm(model: nn.Module, layer: Any) -> None:
     norm: Any = body.norm
     if not isinstance(norm, _FusedNorm):
         kind: Any = type(norm)
-        norm.fused_plus_one = layer.fused_parts.norms[0].plus_one
+        norm.fused_plus_one = layer.fused_parts.plus_one
         norm.__class__ = _derived(_FusedNorm, kind)
 
 
 def _why_not(layer: Any, family: Family, groups: list[list[nn.Module]]) -> str | None:
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    if any(norm.weight.requires_grad for norm in norms):
-        return "norms are trained"
+    norms = [getattr(layer, name) for name in _NORMS]
+    members = [member for group in groups for member in group]
     if _gelu(layer.mlp) is None:
         return "the activation of its MLP is neither SiLU nor GELU (tanh)"
     if family.merged and (layer.resid_attn_dropout.p or layer.resid_mlp_dropout.p):
         return "it has dropout on the residuals"
-    if not any(isinstance(member, LoraLayer) for group in groups for member in group):
+    if any(len({type(base_of(member)) for member in group}) > 1 for group in groups):
+        return "layers with one input are packed in different ways"
+    trained = {is_trained(member) for member in members} | {norm.weight.requires_grad for norm in norms}
+    if trained == {True}:
+        reasons = map(why_not_trained, members)
+    elif any(map(is_trained, members)):
+        return "some of its weights are trained, and others are not"
+    elif not any(isinstance(member, LoraLayer) for member in members):
         return "it has no adapter"
-    for group in groups:
-        bases = [base_of(member) for member in group]
-        if len({type(base) for base in bases}) > 1:
-            return "layers with one input are packed in different ways"
-        for member in group:
-            reason = why_not_fused(member)
-            if reason is not None:
-                return reason
-    return _why_not_dtypes(norms[0].weight, [base_of(member) for group in groups for member in group])
+    elif True in trained:
+        return "norms are trained"
+    else:
+        reasons = map(why_not_fused, members)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    return reason or _why_not_dtypes(norms[0].weight, [base_of(member) for member in members])
 
 
 def _why_not_dtypes(norm: Tensor, bases: list[Any]) -> str | None:
-    dtypes = {base.weight.dtype for base in bases if type(base) is nn.Linear}
+    dtypes = {base.weight.dtype for base in bases if isinstance(base, nn.Linear)}
     if len(dtypes | {norm.dtype}) > (1 if dtypes else 2):
         return "weights and norms have different dtypes"
     if norm.is_cuda and norm.dtype != torch.bfloat16:
@@ -161,6 +173,9 @@ def _gelu(feed: Any) -> bool | None:
     return True if isinstance(activation, type(ACT2FN["gelu_pytorch_tanh"])) else None
 
 
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
 class _Parts:
     """What a fused layer needs besides the modules it has."""
 
@@ -170,11 +185,13 @@ class _Parts:
     """The first of the model's fused layers: it refreshes what all of them share."""
     graphs: LayerGraphs | None = None
 
-    def __init__(self, layer: Any, family: Family, groups: list[ProjectionGroup]) -> None:
+    def __init__(self, layer: Any, family: Family, groups: list[Group]) -> None:
         self.groups = groups
+        self.device: torch.device = layer.input_layernorm.weight.device
+        self._dtype = groups[0].dtype
         attention = layer.self_attn
         self._config = config = attention.config
-        own = {id(member.layer) for group in groups for member in group.members}
+        own = {id(member) for group in groups for member in group.layers}
         self._children = [
             (parent, name, child)
             for parent in (attention, layer.mlp)
@@ -182,11 +199,11 @@ class _Parts:
             if id(child) in own
         ]
         self.gelu = bool(_gelu(layer.mlp))
-        first, second = layer.input_layernorm, layer.post_attention_layernorm
-        self.norms = tuple(Norm(n.weight.detach(), _epsilon(n), family.plus_one) for n in (first, second))
+        self.plus_one = family.plus_one
+        self._epsilons = {name: _epsilon(getattr(layer, name)) for name in _NORMS}
         size = attention.head_dim
         self.heads = Heads(config.num_attention_heads, config.num_key_value_heads, size)
-        self.head_norms = isinstance(getattr(attention, "q_norm", None), nn.Module)
+        self.has_head_norms = isinstance(getattr(attention, "q_norm", None), nn.Module)
         self.attention_arguments: dict[str, Any] = {}
         if family.windowed:
             window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
@@ -196,16 +213,19 @@ class _Parts:
         """Attention that is no function of its own but part of the family's code, which can also tell its weights."""
         return self._config._attn_implementation not in ALL_ATTENTION_FUNCTIONS
 
-    def head_norm_weights(self, layer: Any) -> list[nn.Parameter]:
-        """Of the norms of single heads, which run as they are."""
-        if not self.head_norms:
-            return []
-        return [p for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm) for p in norm.parameters()]
+    def norms(self, layer: Any) -> list[nn.Module]:
+        """The layer's own, and those of single heads, which run as they are."""
+        found = [layer._modules[name] for name in _NORMS]
+        return [*found, layer.self_attn.q_norm, layer.self_attn.k_norm] if self.has_head_norms else found
+
+    def norm(self, layer: Any, name: str) -> Norm:
+        """As it is now: its weight may be trained, or exchanged."""
+        return Norm(weight_of(layer._modules[name]), self._epsilons[name], self.plus_one)
 
     def changed(self) -> bool:
-        """Whether a linear layer was exchanged (PEFT takes adapters out so), or somebody wants to hear of its calls
-        (PEFT, to give each row of a batch an adapter of its own)."""
-        return any(
+        """Whether weights are in another dtype, a linear layer was exchanged (PEFT takes adapters out so), or somebody
+        wants to hear of its calls (PEFT, to give each row of a batch an adapter of its own)."""
+        return self.groups[0].dtype != self._dtype or any(
             getattr(parent, name) is not child or child._forward_pre_hooks or child._forward_hooks
             for parent, name, child in self._children
         )
@@ -253,6 +273,7 @@ class _Fused:
             or kwargs.get("past_key_values") is not None
             or embeddings is None
             or embeddings[0].shape[-1] != parts.heads.size
+            or hidden_states.device != parts.device
             or parts.shared.reason is not None
             or parts.spells_out_attention()
             or parts.changed()
@@ -280,9 +301,9 @@ def _run(layer: Any, hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], k
     with torch.autocast(kind, enabled=False):
         x = hidden_states.reshape(-1, shape[-1]).to(qkv.dtype)
         cos, sin = parts.turns.rows(embeddings, shape, anew=parts.leads)
-        turns = None if parts.head_norms else (cos, sin)
-        q, k, v, x = attention_input(x, parts.norms[0], qkv, turns, parts.heads)
-        if parts.head_norms:
+        turns = None if parts.has_head_norms else (cos, sin)
+        q, k, v, x = attention_input(x, parts.norm(layer, _NORMS[0]), qkv, turns, parts.heads)
+        if parts.has_head_norms:
             q, k = _turned(attention.q_norm(q), cos, sin), _turned(attention.k_norm(k), cos, sin)
         q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))
         arguments = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
@@ -299,7 +320,7 @@ def _run(layer: Any, hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], k
             **arguments,
         )
         mixed = mixed.reshape(x.shape[0], -1)
-        result = after_attention(x, mixed, parts.norms[1], others, gelu=parts.gelu)
+        result = after_attention(x, mixed, parts.norm(layer, _NORMS[1]), others, gelu=parts.gelu)
     return result.view(shape)
 
 
@@ -319,11 +340,10 @@ class _FusedNorm:
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        other_dtypes = hidden_states.is_cuda and {hidden_states.dtype, self.weight.dtype} != {torch.bfloat16}
-        if self.weight.requires_grad or other_dtypes:
+        if hidden_states.is_cuda and {hidden_states.dtype, self.weight.dtype} != {torch.bfloat16}:
             out: Tensor = super().forward(hidden_states)  # type: ignore[misc]
             return out
-        norm = Norm(self.weight.detach(), _epsilon(self), self.fused_plus_one)
+        norm = Norm(self.weight, _epsilon(self), self.fused_plus_one)
         with torch.autocast(hidden_states.device.type, enabled=False):
             return normalised(hidden_states.flatten(0, -2), norm).view(hidden_states.shape)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pantheraml.models.fast.groups import ProjectionGroup
 from pantheraml.models.fast.layers import is_fused
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.planner.layouts import too_large_for_two
@@ -24,7 +25,8 @@ def why_one_layout(model: nn.Module) -> str | None:
 def second_layouts(model: nn.Module) -> list[Tensor]:
     """The matrices that `model` keeps besides its buffers."""
     groups = [group for layer in model.modules() if is_fused(layer) for group in _groups(layer)]
-    return [kept.second for group in groups if (kept := group.kept_twice()) is not None]
+    frozen = [group for group in groups if isinstance(group, ProjectionGroup)]
+    return [kept.second for group in frozen if (kept := group.kept_twice()) is not None]
 
 
 def _groups(layer: Any) -> Any:

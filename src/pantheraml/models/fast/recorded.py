@@ -7,11 +7,15 @@ and a server's CPU takes longer for them than the GPU (1B LoRA under TRL on an H
 of them, and the others hand on what they are given.
 
 What stays outside: the embedding, the output head, and writing the adapters' values where products read them. Only
-rows that are one document each are recorded, on one GPU, without checkpointing or dropout, where nothing but adapters
-is trained; and only after passes of the same shape have run by themselves, in which every layer got what the one before
-it gave. All else runs as ever: a second forward pass before the backward pass of the first, layers with hooks, hooks on
-what is kept for the backward pass, other shapes. A second backward pass through the same forward pass costs another
-forward pass, and after a newer forward pass it is an error, because that has overwritten what it would read.
+rows that are one document each are recorded, on one GPU, without checkpointing or dropout; and only after passes of the
+same shape have run by themselves, in which every layer got what the one before it gave. All else runs as ever: a second
+forward pass before the backward pass of the first, layers with hooks, hooks on what is kept for the backward pass,
+other shapes. A second backward pass through the same forward pass costs another forward pass, and after a newer forward
+pass it is an error, because that has overwritten what it would read.
+
+Parameters get their gradients where the recording leaves them (copies would take another 1.9 GB for a full fine-tune of
+1B). The next replay writes over that memory; so before it, gradients that are still there, to be added to, are moved
+away. If somebody else keeps one, that pass is not replayed.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +34,7 @@ from torch import Tensor, nn
 
 from pantheraml.base import log
 from pantheraml.models.fast.groups import GroupSet
+from pantheraml.models.fast.trained import weight_of, with_weights
 
 logger = log.get(__name__)
 
@@ -87,13 +92,15 @@ class LayerGraphs:
             self._give_up(f"{self._not_called} layers were left out of a pass, which a recording cannot")
         self._handed_on, self._watched, self._not_called = None, None, 0
         parameters = [parameter for group in self._shared.groups for parameter in group.parameters()]
-        key = self._key(hidden, turns, arguments, parameters)
+        norms = list(map(weight_of, self._norms()))
+        parameters += [weight for weight in norms if weight.requires_grad]
+        key = self._key(hidden, turns, arguments, parameters, norms)
         if key is None:
             return None
         recording = self._recorded.get(key)
         if recording is None:
             recording = self._record(key, hidden, turns, arguments, parameters)
-        if recording is None or recording.is_in_use():
+        if recording is None or not recording.is_free(parameters):
             self._watched = _Pass(key, arguments, self._taken(hidden.device))
             return None
         result: Tensor = _Replay.apply(recording, hidden, *turns, *parameters)
@@ -140,45 +147,50 @@ class LayerGraphs:
     def _taken(self, device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
 
-    def _no_room(self, taken: int, device: torch.device) -> str | None:
+    def _norms(self) -> list[Any]:
+        return [norm for layer in self._layers for norm in layer.fused_parts.norms(layer)]
+
+    def _no_room(self, needed: int, device: torch.device) -> str | None:
         """A recording keeps the memory of a pass for itself. One that is not recorded must find room beside it."""
         gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # a recording has memory of its own, and that of passes before is not needed
         free, _ = torch.cuda.mem_get_info(device)
-        if free >= ROOM * taken:
+        if free >= needed:
             return None
-        return f"a pass keeps {taken / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free, not {ROOM} times as much"
+        return f"a recording may take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
 
     def _count(self, key: _Key) -> None:
         self._passes[key] = self._passes.get(key, 0) + 1
 
     def _key(
-        self, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
+        self,
+        hidden: Tensor,
+        turns: Turns,
+        arguments: dict[str, Any],
+        parameters: Sequence[nn.Parameter],
+        norms: Sequence[Tensor],
     ) -> _Key | None:
         """What a recording depends on; None: this pass is none to be recorded."""
         if any(layer.gradient_checkpointing and layer.training for layer in self._layers):
             self.release()  # whoever computes layers again is short of memory
             return None
-        head_norms = [norm for layer in self._layers for norm in layer.fused_parts.head_norm_weights(layer)]
         usual = (
             self._off is None
             and self._could_record(hidden)
             and torch.is_grad_enabled()
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-            and not any(norm.requires_grad for norm in head_norms)
             and "max_length_q" in arguments
             and arguments.get("cu_seq_lens_q") is None
             and "context_group" not in arguments
             and not any(map(_is_watched_or_drops, self._layers))
             and not (dist.is_initialized() and dist.get_world_size() > 1)
-            and len({parameter.dtype for parameter in parameters}) == 1
             and all(parameter.requires_grad for parameter in parameters)
         )
         if not usual:
             return None
         kinds = [(tensor.shape, tensor.dtype) for tensor in (hidden, *turns)]
-        places = tuple(norm.data_ptr() for norm in head_norms)
+        places = tuple(map(Tensor.data_ptr, [*norms, *parameters]))
         return (*kinds, hidden.requires_grad, arguments["max_length_q"], places, self._shared.arrangement)
 
     def _record(
@@ -190,7 +202,8 @@ class LayerGraphs:
             return None
         if len(self._recorded) >= MOST_SHAPES or any(kept.is_in_use() for kept in self._recorded.values()):
             return None
-        reason = self._no_room(self._bytes[key], hidden.device)
+        needed = int(ROOM * self._bytes[key]) + sum(parameter.nbytes for parameter in parameters)
+        reason = self._no_room(needed, hidden.device)
         if reason is None:
             try:
                 self._recorded[key] = self._capture(hidden, turns, arguments, parameters)
@@ -210,6 +223,7 @@ class LayerGraphs:
     ) -> Recording:
         # What somebody keeps of a pass before may tie the parameters themselves to another stream than a recording's.
         leaves = [nn.Parameter(parameter.detach()) for parameter in parameters]
+        norms = [norm for norm in self._norms() if norm.weight.requires_grad]
 
         def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             with contextlib.ExitStack() as stack:
@@ -217,6 +231,7 @@ class LayerGraphs:
                 for group in self._shared.groups:
                     own = list(itertools.islice(rest, len(group.parameters())))
                     stack.enter_context(group.with_parameters(own))
+                stack.enter_context(with_weights(norms, list(rest)))
                 for layer in self._layers:
                     x = self._run(layer, x, (cos, sin), arguments)
             return x
@@ -250,20 +265,14 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Place(NamedTuple):
-    """Of a parameter's gradient, among all of them laid end to end."""
-
-    start: int
-    stop: int
-    shape: torch.Size
-
-
 class Recording:
     """A pass forward and back, and where it reads and writes."""
 
     result: Tensor
     gradient_of_result: Tensor
     gradient_of_input: Tensor | None
+    gradients: list[Tensor]
+    """Of the parameters."""
     forward: Graph
     backward: Graph
 
@@ -271,21 +280,18 @@ class Recording:
         self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], parameters: Sequence[nn.Parameter]
     ) -> None:
         self.inputs = inputs
-        self.places: list[Place] = []
-        start = 0
-        for parameter in parameters:
-            self.places.append(Place(start, start + parameter.numel(), parameter.shape))
-            start += parameter.numel()
-        self.gradients = torch.empty(start, dtype=parameters[0].dtype, device=inputs[0].device)
         self._last: weakref.ref[_Token] | None = None
         self._capture(run, parameters)
+        self._storages = list({gradient.untyped_storage()._cdata for gradient in self.gradients})
+        self._own_uses = self._uses()
 
     def _capture(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        generator = torch.cuda.default_generators[self.gradients.device.index]
+        device = self.inputs[0].device
+        generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()
         try:
             # to come back to this stream, too: torch's own way back is not taken if a recording fails
-            with torch.cuda.stream(torch.cuda.current_stream(self.gradients.device)):
+            with torch.cuda.stream(torch.cuda.current_stream(device)):
                 self._capture_both(run, parameters)
         except RuntimeError:
             generator.graphsafe_set_state(before)  # a recording that failed leaves it of no use to anyone
@@ -298,25 +304,36 @@ class Recording:
             out = run(*self.inputs)
         self.gradient_of_result = torch.empty_like(out)
         with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
-            self.go_back(out, parameters)
+            self.gradient_of_input, self.gradients = self.go_back(out, parameters)
         self.result = out.detach()
         self.forward, self.backward = forward, backward
 
-    def go_back(self, result: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """From `gradient_of_result` to all others."""
+    def go_back(self, result: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, list[Tensor]]:
+        """From `gradient_of_result` to those of the input, if it has one, and of the parameters."""
         of_input = self.inputs[0].requires_grad
         wanted = [self.inputs[0], *parameters] if of_input else list(parameters)
         found = list(torch.autograd.grad(result, wanted, self.gradient_of_result))
-        self.gradient_of_input = found.pop(0) if of_input else None
-        torch._foreach_copy_(self.split(self.gradients), found)
-
-    def split(self, gradients: Tensor) -> list[Tensor]:
-        return [gradients[place.start : place.stop].view(place.shape) for place in self.places]
+        return found.pop(0) if of_input else None, found
 
     def is_in_use(self) -> bool:
         """Whether the backward pass of the last replay may still come: it reads what that left behind."""
         token = None if self._last is None else self._last()
         return token is not None and not token.went_back
+
+    def is_free(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether nobody needs any more what a replay overwrites. Gradients that `parameters` have there move away."""
+        if self.is_in_use():
+            return False
+        if self._uses() != self._own_uses:
+            storages = set(self._storages)
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.untyped_storage()._cdata in storages:
+                    parameter.grad = parameter.grad.clone()
+        return self._uses() == self._own_uses
+
+    def _uses(self) -> list[int]:
+        """How many tensors there are where gradients are left."""
+        return list(map(torch._C._storage_Use_Count, self._storages))
 
     def replay_forward(self, given: Sequence[Tensor]) -> tuple[Tensor, _Token]:
         torch._foreach_copy_(list(self.inputs), list(given))
@@ -326,19 +343,30 @@ class Recording:
         return self.result.clone(), token
 
     def replay_backward(self, gradient: Tensor, token: _Token) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the input, if it has one, and of all parameters."""
+        """The gradients of the input, if it has one, and of all parameters, which stay right until the next replay."""
         if self._last is None or self._last() is not token:
             raise RuntimeError(
                 "A second backward pass through recorded layers comes too late: a newer forward pass has overwritten"
                 " what it reads. Call backward on the sum of the losses, or before the next forward pass."
             )
-        if token.went_back:  # which overwrote what it had read
-            self.forward.replay()
+        if token.went_back:
+            return self._go_back_again(gradient)
         token.went_back = True
+        return self._replay_backward(gradient), [found.detach() for found in self.gradients]
+
+    def _replay_backward(self, gradient: Tensor) -> Tensor | None:
         self.gradient_of_result.copy_(gradient)
         self.backward.replay()
-        of_input = None if self.gradient_of_input is None else self.gradient_of_input.clone()
-        return of_input, self.split(self.gradients.clone())
+        return None if self.gradient_of_input is None else self.gradient_of_input.clone()
+
+    def _go_back_again(self, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """The first time overwrote what it read, and left gradients that have to stay."""
+        first = [kept.clone() for kept in self.gradients]
+        self.forward.replay()
+        of_input = self._replay_backward(gradient)
+        second = [found.clone() for found in self.gradients]
+        torch._foreach_copy_(self.gradients, first)
+        return of_input, second
 
 
 class _Token:

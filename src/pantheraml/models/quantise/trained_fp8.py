@@ -2,7 +2,8 @@
 
 Weights and their gradients stay as they are, and so does what is kept for the backward pass. In every pass the rows of
 activations, of gradients and of the weight are rounded to e4m3, each with a scale of its own. The gradient of the
-weight is a sum over all tokens, whose rows have no scale in common; it stays in the run's arithmetic.
+weight is a sum over all tokens, whose rows have no scale in common; it stays in the run's arithmetic, but for fused
+layers (`models.fast.trained`), which have all three products in fp8.
 """
 
 from __future__ import annotations
