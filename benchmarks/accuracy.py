@@ -198,7 +198,9 @@ class Bench:
         import torch
 
         lora = {"rank": self.size.rank, "alpha": 2 * self.size.rank} if self.method == "lora" else {}
-        fuses = self.method == "lora" and precision != REFERENCE
+        on_gpu = torch.cuda.is_available()
+        # Fused layers train weights in bf16 there, so the reference does, too.
+        weights = {"weights": "bf16", "optimizer": "adamw_bf16"} if self.method == "full" and on_gpu else {}
         config = self._config(
             self.code,
             {
@@ -210,8 +212,9 @@ class Bench:
                     "learning_rate": METHODS[self.method],
                     "warmup_steps": self.size.steps // 10,
                     "seed": seed,
-                    # On a CPU, too, packed weights take the way that they take on a GPU, by the kernels' references.
-                    "fused": "on" if fuses and not torch.cuda.is_available() else "auto",
+                    # On a CPU, too, fp8 takes the way that it takes on a GPU, by the kernels' references.
+                    "fused": "auto" if on_gpu or precision == REFERENCE else "on",
+                    **weights,
                 },
             },
         )

@@ -7,13 +7,14 @@ the suite for the whole.
 
 from __future__ import annotations
 
+import importlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from suites.comparison import newest_rows
-from table import markdown_table
+from table import markdown_table, result_rows
 
 ABLATION = "ablation"
 KERNELS = "kernels"
@@ -32,6 +33,8 @@ class Trick:
     text: str
     within: str | None = None
     ops: tuple[str, ...] = ()
+    benchmark: str | None = None
+    """Whose newest results show it."""
 
 
 INTRODUCTION = """# Performance
@@ -50,6 +53,16 @@ TRICKS = (
         " and the one for the gradient of the input, run on fp8 tensor cores (e4m3; a scale per row of activations and"
         " gradients, and one power of two for the weights of a product, unless their rows are too unlike)."
         " `model.precision=auto` chooses it where it was measured to be as accurate.",
+    ),
+    Trick(
+        "full_fp8",
+        "Trained weights in fp8, all three products",
+        "With `model.precision=fp8` a full fine-tune rounds its bf16 weights to e4m3 before each product, in one pass"
+        " over them, transposed where the backward pass wants them so. The gradient of a weight is a sum over tokens,"
+        " whose rows have scales of their own; these are powers of two, so that rows can be turned over and given"
+        " scales along the other dimension without being rounded again. Sums are carried on in float32. The output"
+        " head and the embedding stay in bf16.",
+        ops=("turned_rows, scaled", "weight_to_e4m3", "weight_to_e4m3, transposed"),
     ),
     Trick(
         "fp8_layouts",
@@ -74,7 +87,7 @@ TRICKS = (
         "lora_in_product",
         "The adapter inside the same product",
         "`y = x W' + s (x A') B'` is one product of `[x | x A']` with `[W | s B]`, and its way back one of"
-        " `[g | s g B]` with `[W over A]`: the adapter rides along as 64 extra columns and takes no pass over the"
+        " `[g | s g B]` with `[W over A]`: the adapter rides along as 128 extra columns and takes no pass over the"
         " output. Before each forward pass two kernel launches write the current values of all adapters into their"
         " places.",
         within="fused_layers",
@@ -84,7 +97,8 @@ TRICKS = (
         "fused_layers",
         "Fused decoder layers as a whole",
         "All that the next six sections describe, against the layers as transformers has them with PEFT's adapters,"
-        " over the same fp8 weights. (`train.fused`)",
+        " over the same fp8 weights. Full fine-tunes that multiply in fp8, with weights in bf16, run through the same"
+        " layers. (`train.fused`)",
     ),
     Trick(
         "merged_projections",
@@ -106,8 +120,10 @@ TRICKS = (
     Trick(
         "fused_residual",
         "Residual sums inside the normalisation",
-        "The sum before the MLP's normalisation, and on the way back the sum of the residual's gradient with that of"
-        " either normalisation, are formed by the kernels that read these rows anyway.",
+        "The sum before a normalisation, and on the way back the sum of the residual's gradient with that of the"
+        " normalisation, are formed by the kernels that read these rows anyway; and these write the gradient's fp8 rows"
+        " for the product that comes next. For the sums between layers the first layer runs all of them, once a pass"
+        " has shown that each gets what the one before gave.",
         within="fused_layers",
     ),
     Trick(
@@ -155,6 +171,7 @@ TRICKS = (
         " memory than they do. Each kind of call is first compared with torch's attention; the log says which kernels"
         " are used, and why not, if that fails. The order of its sums is not fixed: under"
         " `torch.use_deterministic_algorithms(True)` torch's kernels are used.",
+        benchmark="packed_attention",
     ),
     Trick(
         "launch_cache",
@@ -171,13 +188,15 @@ TRICKS = (
         " writes its gradients over those of the step before, which are neither zeroed nor added to."
         " (`train.cuda_graph`) Under another's trainer, whose code runs between and after the two, passes of one shape"
         " through the fused layers are recorded, forward and backward apart; `ours-trl-1b-lora-fp8` in"
-        " [benchmarks.md](benchmarks.md) shows the difference between its last two runs.",
+        " [benchmarks.md](benchmarks.md) shows the difference between its runs of `9b4965eff` and `fdbe8ad`. And the"
+        " next batch is read once the forward pass is queued, not when the GPU has nothing else to do.",
     ),
     Trick(
         "compile",
         "torch.compile where layers are not fused",
-        "By default the layers of a full fine-tune in one process over packed data are compiled, one decoder layer for"
-        " all: packed batches have one shape, so it happens once. Fused layers need no compiler. (`train.compile`)",
+        "By default the layers of a full fine-tune in one process over packed data, with products in bf16, are"
+        " compiled, one decoder layer for all: packed batches have one shape, so it happens once. Fused layers need no"
+        " compiler. (`train.compile`)",
     ),
     Trick(
         "selective",
@@ -211,6 +230,7 @@ TRICKS = (
         "Streamed loading",
         "Weights go from safetensors files to the device and are packed there layer by layer, while four threads read"
         " ahead: no more than a few tensors are ever held as they were stored.",
+        benchmark="load_model",
     ),
 )
 
@@ -225,7 +245,8 @@ def page(records: Sequence[Record]) -> str:
         raise ValueError(f"measured, but not described in {__name__}.TRICKS: {', '.join(sorted(unknown))}")
     kernels = sorted((r for r in records if r["benchmark"] == KERNELS), key=lambda record: str(record["date"]))
     newest = kernels[-1] if kernels else None
-    parts = [INTRODUCTION, _whole(records), *(_section(trick, rows.get(trick.name), newest) for trick in TRICKS)]
+    sections = (_section(trick, rows.get(trick.name), newest, _newest(records, trick.benchmark)) for trick in TRICKS)
+    parts = [INTRODUCTION, _whole(records), *sections]
     return "\n".join(part for part in parts if part)
 
 
@@ -244,9 +265,21 @@ def _whole(records: Sequence[Record]) -> str:
     return "\n".join(["## The whole", "", where, "", *table, ""])
 
 
-def _section(trick: Trick, found: tuple[Mapping[str, Any], Record] | None, kernels: Record | None) -> str:
+def _newest(records: Sequence[Record], benchmark: str | None) -> Record | None:
+    return max(
+        (r for r in records if r["benchmark"] == benchmark), key=lambda record: str(record["date"]), default=None
+    )
+
+
+def _section(
+    trick: Trick, found: tuple[Mapping[str, Any], Record] | None, kernels: Record | None, own: Record | None
+) -> str:
     shares = [_share(*found)] if found else []
     times = _times(trick.ops, kernels) if kernels is not None else []
+    if own is not None:
+        table = importlib.import_module(own["benchmark"]).TABLE
+        shares.append(f"{table.how} ({_where(own)}, {own['date'][:10]})")
+        times = result_rows(table, own)
     if trick.within is not None:
         whole = next(other.title for other in TRICKS if other.name == trick.within)
         shares.append(f"Part of *{whole}*, and measured with it.")
@@ -268,12 +301,15 @@ def _times(ops: Sequence[str], kernels: Record) -> list[str]:
 
 
 def _share(row: Mapping[str, Any], record: Record) -> str:
-    gpus = record["hardware"]["gpus"]
-    where = gpus[0] if gpus else record["hardware"]["cpu"]
     changes = [f"**{_speed(row)}**"] if row.get("off_tokens_per_second") else []
     changes += [f"**{_memory(row)}**"] if row.get("off_peak_gib") else []
     setting = f", {row['setting']}" if row.get("setting") else ""
-    return f"Measured ({where}, {record['date'][:10]}{setting}): {'; '.join(changes) or 'no figures'}."
+    return f"Measured ({_where(record)}, {record['date'][:10]}{setting}): {'; '.join(changes) or 'no figures'}."
+
+
+def _where(record: Record) -> str:
+    gpus = record["hardware"]["gpus"]
+    return str(gpus[0] if gpus else record["hardware"]["cpu"])
 
 
 def _speed(row: Mapping[str, Any]) -> str:

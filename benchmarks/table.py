@@ -93,6 +93,12 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     return [_line(titles), "|" + "---|" * len(titles), *(_line(row) for row in rows)]
 
 
+def result_rows(table: Table, record: Mapping[str, Any]) -> list[str]:
+    """The results of one record alone, without where they are from."""
+    rows = [_cells(table, record, result) for result in _results(record)]
+    return markdown_table([column.title for column in table.columns], rows)
+
+
 def _cells(table: Table, record: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     cells = []
     for column in table.columns:

@@ -19,8 +19,8 @@ from pantheraml.kernels.gated_activation import (
     reference_gated,
     reference_gated_backward,
 )
-from pantheraml.kernels.lora_columns import Left, adapter_gradient, blocks_of
-from pantheraml.kernels.lora_columns.reference import reference_gradient, reference_left
+from pantheraml.kernels.lora_columns import Left, adapter_gradient, blocks_of, project, segments_of
+from pantheraml.kernels.lora_columns.reference import reference_gradient, reference_left, reference_project
 from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows, reference_quantise_rows
 from pantheraml.kernels.rms_norm import (
     Quantised,
@@ -415,3 +415,15 @@ def test_what_is_no_number_is_none_afterwards(value: float) -> None:
         blocks = blocks_of([(0, payload.shape[1], 0, 16)], GPU)
         adapter_gradient(left_of(normal(64, 16), scales), scales, payload, blocks, 16, None, out)
         assert not out.isfinite().any()
+
+
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.bfloat16, 96), (torch.bfloat16, 192), (E4M3, 256), (E4M3, 768)])
+def test_projections_of_many_ranks(dtype: torch.dtype, rank: int) -> None:
+    """As many as the adapters of query, key and value have together."""
+    rows, width = 1000, 4096
+    payload, factor = (normal(count, width, scale=1).to(dtype) for count in (rows, rank))
+    segments = segments_of([(0, width, 0, rank)], GPU)
+    ours, theirs = torch.full((2, rows, rank), torch.nan, device=GPU), torch.empty(1, rows, rank, device=GPU)
+    project(payload, factor, segments, rank, ours)
+    reference_project(payload, factor, segments, theirs)
+    assert_close(ours.sum(0), theirs[0], tolerance=2e-4)

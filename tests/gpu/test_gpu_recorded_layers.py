@@ -97,3 +97,36 @@ def test_two_passes_at_once(folder: Path) -> None:
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     for mine, other in zip(*gradients, strict=True):
         assert (mine - other).norm() <= 0.05 * other.norm()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"load_in_fp8": True}, {"load_in_4bit": True}])
+def test_a_replay_before_the_looks_that_was_wrong(
+    folder: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that it reads has moved, and the driver would have the memory back."""
+    tried: list[bool] = []
+    begin_ahead = recorded.LayerGraphs.begin_ahead
+
+    def counted(graphs: recorded.LayerGraphs, *given: Any) -> bool:
+        tried.append(begin_ahead(graphs, *given))
+        return tried[-1]
+
+    monkeypatch.setattr(recorded.LayerGraphs, "begin_ahead", counted)
+    ours, theirs = pair(folder, **arguments)
+    ids = batches(ours, 8)
+    found, wanted = [], []
+    for model, losses in ((ours, found), (theirs, wanted)):
+        losses += train(model, ids)[0]
+        model.zero_grad()
+        layers = model.get_base_model().model.layers
+        for tensor in [*layers.parameters(), *layers.buffers()]:
+            tensor.data = tensor.data.clone()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        losses += train(model, ids)[0]
+        torch.cuda.synchronize()
+    assert found == pytest.approx(wanted, rel=2e-3)
+    first = [False] * (recorded.PASSES_BEFORE + 1)
+    later = [True] * (len(ids) - len(first))
+    # the second time the first pass is tried, and dropped for another recording
+    assert tried == [*first, *later, True, *first[1:], *later]

@@ -164,6 +164,7 @@ def check_project(*, quantised: bool, back: bool, splits: int) -> Tensor:
 def test_project(quantised: bool, back: bool, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "PROJECT_ROWS", 16)
     monkeypatch.setattr(triton_kernel, "_PROJECT_BYTES", 64)
+    monkeypatch.setattr(triton_kernel, "_PROJECT_RANKS", 16)
     check_project(quantised=quantised, back=back, splits=splits)
 
 

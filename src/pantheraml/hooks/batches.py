@@ -3,7 +3,8 @@
 transformers' trainers read and collate a batch between two steps, when the GPU has nothing to do: 2 to 3 ms for 8,192
 tokens, 1 % of a step of an 8B model (H200). During a step the host waits for the GPU many times as long. So our models
 call, once all of a forward pass is queued, for the next batches to be read, as many as the trainer took at once the
-last time. They come in the same order from the same iterator, in the same thread, each before the trainer asks for it.
+last time. They come in the same order from the same iterator, in the same thread. A trainer that stops early has then
+read one batch more than it used.
 Worker processes (`dataloader_num_workers`) do that by themselves, and then nothing changes.
 """
 
@@ -59,7 +60,8 @@ def _while_it_computes(get_train_dataloader: Callable[[Any], Any]) -> Callable[[
     def get(self: Any) -> Any:
         loader = get_train_dataloader(self)
         model, base = _fast_model(self.model), _in_this_process(loader)
-        if model is not None and base is not None:
+        alone = self.args.n_gpu <= 1  # else torch's DataParallel calls copies of the model from several threads
+        if model is not None and base is not None and alone:
             base._get_iterator = functools.partial(_read_ahead, base._get_iterator, model)
         return loader
 

@@ -78,7 +78,8 @@ class ModelConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8", "nf4"] = "auto"
     """Arithmetic; auto = bf16 where the device has it, and LoRA's frozen weights in fp8 on compute capability 9.0 or
     newer. fp8, int8 and nf4: what LoRA's frozen weights are kept in. In a full fine-tune, fp8 is what decoder layers
-    multiply in, forward and for the gradient of their inputs; weights stay in train.weights."""
+    multiply in, forward and for the gradients of their inputs, where they are fused of their weights, too; weights stay
+    in train.weights."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: ignore weights and start from `config.json` alone (training from scratch)."""
     revision: str | None = None

@@ -100,4 +100,5 @@ def test_a_copy_reads_nothing(tmp_path: Path) -> None:
     assert model.meanwhile is not None
     assert copy.deepcopy(model).meanwhile is None
     assert pickle.loads(pickle.dumps(model.meanwhile)) is None
-    model.meanwhile()  # the epoch is over: nothing happens
+    assert model.meanwhile._ahead() is None  # the epoch is over
+    model.meanwhile()

@@ -385,3 +385,33 @@ def test_a_copy_records_for_itself_when_asked() -> None:
     twin = copy.deepcopy(ours)
     assert_same(results(twin), results(ours), tolerance=0)
     assert not replays(twin)
+
+
+def test_trained_copies_of_norms_run_as_ever() -> None:
+    """PEFT's `modules_to_save` trains a copy beside the norm itself."""
+    base = base_model("qwen3").train()
+    saved = adapted(base, modules_to_save=["q_norm", "k_norm"])
+    theirs = fused(saved)
+    assert use_document_attention(theirs) is None
+    ours = copy.deepcopy(theirs)
+    record_passes(ours)
+    for _ in range(subject.PASSES_BEFORE + 1):
+        assert_same(results(ours), results(theirs), tolerance=0)
+    assert OnCPU.made == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_recordings_of_weights_that_moved_are_dropped(full: bool) -> None:
+    ours, theirs = both(full=full)
+    graphs = next(layer for layer in ours.modules() if is_fused(layer)).fused_parts.graphs
+    held = []
+    for turn in range(subject.MOST_SHAPES + 1):
+        for _ in range(subject.PASSES_BEFORE + 1):
+            results(ours)
+        assert OnCPU.made == turn + 1
+        assert len(graphs._recorded) == len(graphs._passes) == len(graphs._bytes) == 1
+        assert_same(results(ours), results(theirs), tolerance=0)
+        for parameter in ours.parameters():
+            if parameter.requires_grad:
+                held.append(parameter.data)
+                parameter.data = parameter.data.clone()

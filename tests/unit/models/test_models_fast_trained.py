@@ -339,3 +339,14 @@ def test_a_full_fine_tune_in_fp8_learns_what_it_learns_unfused(tmp_path: Path) -
     assert losses["on"] != losses["off"]
     assert losses["off"][-1] < 0.8 * losses["off"][0]
     assert losses["on"][-1] == pytest.approx(losses["off"][-1], rel=0.01)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.down_proj"])
+def test_weights_that_change_before_the_backward_pass(name: str, fp8: bool) -> None:
+    ours, _ = pair(fp8=fp8)
+    loss = ours(input_ids=IDS, labels=IDS, use_cache=False).loss
+    with torch.no_grad():
+        ours.model.layers[0].get_submodule(name).weight.mul_(3)
+    with pytest.raises(RuntimeError, match="changed between the forward pass and its backward pass"):
+        loss.backward()

@@ -69,10 +69,13 @@ class Adapter(NamedTuple):
 
 
 class AdapterTable:
-    """Adapters of any number of layers, all in one dtype, to be written together: two kernel launches for a model."""
+    """Adapters of any number of layers, all in one dtype, to be written together: two kernel launches for a model.
+
+    It reads where A and B were when it was made, and keeps that memory alive: a parameter that is given other memory
+    leaves the table as it was."""
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
-        self.adapters = adapters
+        self.adapters = [adapter._replace(down=adapter.down.detach(), up=adapter.up.detach()) for adapter in adapters]
         first = adapters[0].places.matrix_up
         self._triton = runs_triton(first)
         if not self._triton:

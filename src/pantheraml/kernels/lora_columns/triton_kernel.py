@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pantheraml.kernels.lora_columns import reference
 from pantheraml.kernels.lora_columns.spans import BLOCK, PROJECT_ROWS
-from pantheraml.kernels.triton_support import DOT, INTERPRETED, LARGEST, block_of, ceil_div, launch, to_e4m3
+from pantheraml.kernels.triton_support import DOT, INTERPRETED, LARGEST, block_of, ceil_div, launch, processors, to_e4m3
 
 _LIFT = tl.constexpr(reference.LIFT)
 _UNLIFT = tl.constexpr(2.0**120 / reference.LIFT)
 _DOWN_TILE, _UP_TILE = 1024, 64
-_PROJECT_BYTES, _FEW_RANKS = 256, 64
+_PROJECT_BYTES, _PROJECT_RANKS, _PROJECT_STAGES = 256, 128, 5
 _PLACE_ROWS, _PLACE_CHUNK = 32, 512
 _GRADIENT_WIDTH, _GRADIENT_SUMS, _GRADIENT_STEP, _GATHER_WIDTH = 128, 16384, 64, 32
 _GRADIENT_SPLITS, _GRADIENT_PROGRAMS = 8, 264
@@ -121,17 +121,17 @@ def _write(
 @triton.jit
 def _project(
     payload, payload_stride, factor, factor_stride, segments, out, rows, ranks, splits,
-    RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    RANK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """For segment (start, width, column, rank): out[split, :, column:] = payload @ factor transposed, over the split's
-    share of the segment's width."""
+    share of the segment's width. BLOCKS programs take RANK rows of the factor each."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
-    segment = segments + tl.program_id(2) * 4
+    segment = segments + tl.program_id(2) // BLOCKS * 4
     start = tl.multiple_of(tl.load(segment), 16)
     width = tl.multiple_of(tl.load(segment + 1), 16)
     column, rank = tl.load(segment + 2), tl.load(segment + 3)
-    j = tl.arange(0, RANK)
+    j = tl.program_id(2) % BLOCKS * RANK + tl.arange(0, RANK)
     share = tl.cdiv(tl.cdiv(width, splits), STEP) * STEP
     begin = split * share
     end = tl.minimum(begin + share, width)
@@ -357,14 +357,15 @@ def tiles(width: int, height: int) -> int:
 
 def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
     splits, rows, ranks = out.shape
-    # Where ranks are few, shared memory has room for more of the rows; many make the tiles of the factor large.
-    few = _ranks(rank) <= _FEW_RANKS
-    at_once, stages = (PROJECT_ROWS, 5) if few else (2 * PROJECT_ROWS, 4)
-    step = _PROJECT_BYTES // payload.element_size() if few else 128
+    at_once = min(_PROJECT_RANKS, _ranks(rank))
+    blocks = ceil_div(rank, at_once)
+    _, shared_memory = processors(payload.device)
+    stages = max(2, min(_PROJECT_STAGES, shared_memory // ((PROJECT_ROWS + at_once) * _PROJECT_BYTES)))
     launch(
-        _project, (ceil_div(rows, at_once), splits, segments.shape[0]),
+        _project, (ceil_div(rows, PROJECT_ROWS), splits, segments.shape[0] * blocks),
         payload, payload.stride(0), factor, factor.stride(0), segments, out, rows, ranks, splits,
-        RANK=_ranks(rank), ROWS=at_once, STEP=step, num_warps=4, num_stages=stages,
+        RANK=at_once, BLOCKS=blocks, ROWS=PROJECT_ROWS, STEP=_PROJECT_BYTES // payload.element_size(),
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def rms_norm_backward_rows(
 def rms_norm_weight_gradient(g: Tensor, x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """[columns] in `dtype`, from the gradient of the normalised rows and from what was normalised. With `plus_one` it
     is the same."""
-    if not runs_triton(g):
+    if not runs_triton(g) or not len(g):
         return reference_rms_norm_weight_gradient(g, x, inverse, dtype)
     from pantheraml.kernels.rms_norm import triton_kernel
 

@@ -17,16 +17,13 @@ from pantheraml.kernels.trained_weight.reference import reference_weight_scale, 
 
 def weight_scales(weights: Sequence[Tensor], count: int) -> Tensor:
     """[count] float32, all one number: the smallest power of two that brings `weights` within e4m3's range. NaN if a
-    weight is.
-
-    Weights are matrices in bf16 or float32 whose rows lie end to end in themselves.
-    """
+    weight is. Weights are matrices in bf16 or float32."""
     if not runs_triton(weights[0]):
         return reference_weight_scale(weights).repeat(count)
     from pantheraml.kernels.trained_weight import triton_kernel
 
     out = torch.empty(count, dtype=torch.float32, device=weights[0].device)
-    triton_kernel.scales(weights, out)
+    triton_kernel.scales([w if w.stride(1) == 1 else w.contiguous() for w in weights], out)
     return out
 
 

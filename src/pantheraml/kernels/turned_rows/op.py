@@ -29,7 +29,7 @@ def turned_rows(payload: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor
     """
     rows, columns = payload.shape
     out = torch.empty(columns, -(-rows // DIVISOR) * DIVISOR, dtype=E4M3, device=payload.device)
-    if not runs_triton(payload):
+    if not runs_triton(payload) or not rows:
         return out, reference_turned_rows(payload, factors, out)
     from pantheraml.kernels.turned_rows import triton_kernel
 

@@ -3,8 +3,8 @@
 Each is one autograd function over a stretch of the layer, so that what is kept for the backward pass is chosen by hand:
 inputs of products stay in fp8, as the products saw them, and where those are normalised rows, the norm's gradient is
 formed from them too; the hidden rows of the MLP are computed again from gate and up; residual sums and their gradients
-ride along with the normalisation. For a norm that is trained the plain rows are kept as well: where its weight is
-nought, fp8 rows do not tell what would have changed it.
+ride along with the normalisation, and where layers follow each other, so do those between them. For a norm that is
+trained the plain rows are kept as well: where its weight is nought, fp8 rows do not tell what would have changed it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,46 @@ def normalised(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
+class Link:
+    """Between two layers that follow each other. The first leaves the last sum to the second's norm, which forms it on
+    its way; and on the way back that norm writes the sum's gradient as rows for the first's last product, `group`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._given: tuple[Tensor, int, Operand] | None = None
+
+    def give(self, gradient: Tensor, rows: Operand) -> None:
+        self._given = gradient, gradient._version, rows
+
+    def take(self, gradient: Tensor) -> Operand:
+        """The rows of this gradient; they are formed here if it is not the one that they were given for."""
+        given, self._given = self._given, None
+        if given is not None and given[0] is gradient and given[1] == gradient._version:
+            return given[2]
+        return self.group.gradient_operand(gradient)
+
+
+class Carried(NamedTuple):
+    """What a layer has yet to add to its sum."""
+
+    delta: Tensor
+    link: Link
+
+
 def attention_input(
-    x: Tensor, norm: Norm, group: Group, turns: tuple[Tensor, Tensor] | None, heads: Heads
+    x: Tensor,
+    norm: Norm,
+    group: Group,
+    turns: tuple[Tensor, Tensor] | None,
+    heads: Heads,
+    carried: Carried | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalised x through the merged product: query and key (turned by `turns`, cos and sin, if given) and value, each
-    [rows, heads, size], and x itself for the residual sum."""
+    """Normalised x (+ what is carried) through the merged product: query and key (turned by `turns`, cos and sin, if
+    given) and value, each [rows, heads, size], and x itself for the residual sum."""
     cos, sin = (None, None) if turns is None else turns
+    delta, link = (None, None) if carried is None else carried
     out: tuple[Tensor, Tensor, Tensor, Tensor] = _AttentionInput.apply(
-        x, norm.weight, norm, group, cos, sin, heads, *group.parameters()
+        x, norm.weight, delta, norm, group, cos, sin, heads, link, *group.parameters()
     )
     return out
 
@@ -64,9 +96,21 @@ def attention_input(
 def after_attention(x: Tensor, mixed: Tensor, norm: Norm, groups: Sequence[Group], *, gelu: bool) -> Tensor:
     """y + second(activation(gate) * up) with gate, up = first(norm(y)), for y = x + output(mixed) and `groups` of
     output, first and second."""
-    parameters = [parameter for group in groups for parameter in group.parameters()]
-    out: Tensor = _AfterAttention.apply(x, norm.weight, mixed, norm, groups, gelu, *parameters)
+    out: Tensor = _AfterAttention.apply(x, norm.weight, mixed, norm, groups, gelu, None, *_parameters(groups))
     return out
+
+
+def after_attention_apart(
+    x: Tensor, mixed: Tensor, norm: Norm, groups: Sequence[Group], *, gelu: bool
+) -> tuple[Tensor, Carried]:
+    """y alone, and the rest carried to the next layer's `attention_input`."""
+    link = Link(groups[-1])
+    y, delta = _AfterAttention.apply(x, norm.weight, mixed, norm, groups, gelu, link, *_parameters(groups))
+    return y, Carried(delta, link)
+
+
+def _parameters(groups: Sequence[Group]) -> list[Any]:
+    return [parameter for group in groups for parameter in group.parameters()]
 
 
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
@@ -84,6 +128,20 @@ def recomputing() -> Iterator[None]:
 
 def _keep(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
+
+
+class _Unchanged:
+    """Weights that the way back reads again, which must then be what they were."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._seen = [(weight, weight._version) for group in groups for weight in group.read_back()]
+
+    def check(self) -> None:
+        if any(weight._version != version for weight, version in self._seen):
+            raise RuntimeError(
+                "A weight was changed between the forward pass and its backward pass, whose gradients would be those"
+                " of another model. Call backward before the optimizer's step."
+            )
 
 
 def _plain_rows(normed: Normed, trained: bool) -> Tensor | None:
@@ -131,29 +189,33 @@ class _AttentionInput(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         _weight: Tensor,
+        delta: Tensor | None,
         norm: Norm,
         group: Group,
         cos: Tensor | None,
         sin: Tensor | None,
         heads: Heads,
+        link: Link | None,
         *_parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         normed = rms_norm(
-            x, norm.weight, norm.epsilon, room=group.room, plus_one=norm.plus_one, quantise=group.quantised
-        )
+            x, norm.weight, norm.epsilon,
+            delta=delta, room=group.room, plus_one=norm.plus_one, quantise=group.quantised,
+        )  # fmt: skip
         merged, middle = group.forward(Operand(normed.payload, normed.scales))
         plain = _plain_rows(normed, ctx.needs_input_grad[1])
         _keep(ctx, plain, normed.payload, normed.scales, normed.inverse, middle, cos, sin)
-        ctx.group, ctx.norm = group, norm
+        ctx.group, ctx.norm, ctx.link, ctx.unchanged = group, norm, link, _Unchanged([group])
         counts = (heads.queries, heads.keys, heads.keys)
         if cos is not None and sin is not None:
-            return *rotate(merged, cos, sin, heads=counts), x
+            return *rotate(merged, cos, sin, heads=counts), normed.total
         q, k, v = merged.unflatten(1, (-1, heads.size)).split(counts, dim=1)
-        return q, k, v, x
+        return q, k, v, normed.total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plain, payload, scales, inverse, middle, cos, sin = ctx.saved_tensors
+        ctx.unchanged.check()
         group: Group = ctx.group
         norm: Norm = ctx.norm
         parts = grads[0], grads[1], grads[2]
@@ -163,14 +225,31 @@ class _AttentionInput(torch.autograd.Function):
             g = Operand(*unrotate_quantised(parts, cos, sin, room=group.room, multiplier=group.multiplier))
         else:
             g = Operand(unrotate(parts, cos, sin, room=group.room), None)
-        wants_input = any(ctx.needs_input_grad[:2])
+        wants_input = any(ctx.needs_input_grad[:3])
         d_normed, gradients = group.backward(g, Operand(payload, scales), middle, wants_input=wants_input)
         dx = d_weight = None
+        link: Link | None = ctx.link
         if d_normed is not None:
             x = _norm_rows(plain, payload, scales)
-            dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
             d_weight = _weight_gradient(ctx, d_normed, plain, inverse)
-        return dx, d_weight, None, None, None, None, None, *gradients
+            if link is None:
+                dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
+            else:
+                dx, rows = _gradient_and_rows(d_normed, x, norm, inverse, grads[3], link.group)
+                link.give(dx, rows)
+        return dx, d_weight, None if link is None else dx, None, None, None, None, None, None, *gradients
+
+
+def _gradient_and_rows(
+    d_normed: Tensor, x: Tensor | Quantised, norm: Norm, inverse: Tensor, residual: Tensor, group: Group
+) -> tuple[Tensor, Operand]:
+    """The gradient of what was normalised, and its rows as the gradient of `group`'s output."""
+    dx, payload, scales = rms_norm_backward_rows(
+        d_normed, x, norm.weight, inverse,
+        plus_one=norm.plus_one, residual=residual, room=group.room, multiplier=group.multiplier,
+        dtype=E4M3 if group.quantised else group.dtype,
+    )  # fmt: skip
+    return dx, Operand(payload, scales)
 
 
 class _AfterAttention(torch.autograd.Function):
@@ -183,8 +262,9 @@ class _AfterAttention(torch.autograd.Function):
         norm: Norm,
         groups: Sequence[Group],
         gelu: bool,
+        link: Link | None,
         *_parameters: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         output, first, second = groups
         rows = output.operand(mixed)
         delta, output_middle = output.forward(rows)
@@ -199,22 +279,25 @@ class _AfterAttention(torch.autograd.Function):
             out, second_middle = torch.zeros_like(x), second.begin_forward(Operand(*hidden))
         else:
             out, second_middle = second.forward(Operand(*hidden))
-            out = out + normed.total  # not in place: selective checkpointing keeps what products give
+            if link is None:
+                out = out + normed.total  # not in place: selective checkpointing keeps what products give
         _keep(
             ctx, *rows, output_middle, _plain_rows(normed, ctx.needs_input_grad[1]), normed.inverse,
             normed.payload, normed.scales, first_middle, pair, second_middle,
         )  # fmt: skip
-        ctx.norm, ctx.groups, ctx.gelu = norm, groups, gelu
-        return out
+        ctx.norm, ctx.groups, ctx.gelu, ctx.link, ctx.unchanged = norm, groups, gelu, link, _Unchanged(groups)
+        return out if link is None else (normed.total, out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (g,) = grads
+        """The gradient of the sum; or those of both that it is formed of, which are one and the same."""
+        g, link = grads[0], ctx.link
         rows, rows_scales, output_middle, plain, inverse, payload, scales, *others = ctx.saved_tensors
         first_middle, pair, second_middle = others
+        ctx.unchanged.check()
         norm: Norm = ctx.norm
         output, first, second = ctx.groups
-        g_second = second.gradient_operand(g)
+        g_second = second.gradient_operand(g) if link is None else link.take(grads[1])
         d_hidden, sides = second.begin_backward(g_second, second_middle)
         assert d_hidden is not None
         hidden, d_pair = gated_activation_backward(
@@ -227,12 +310,9 @@ class _AfterAttention(torch.autograd.Function):
         assert d_normed is not None
         del d_pair
         d_weight = _weight_gradient(ctx, d_normed, plain, inverse)
-        d_total, g_payload, g_scales = rms_norm_backward_rows(
-            d_normed, _norm_rows(plain, payload, scales), norm.weight, inverse,
-            plus_one=norm.plus_one, residual=g, room=output.room, multiplier=output.multiplier,
-            dtype=E4M3 if output.quantised else output.dtype,
-        )  # fmt: skip
+        d_total, g_output = _gradient_and_rows(d_normed, _norm_rows(plain, payload, scales), norm, inverse, g, output)
         d_mixed, output_gradients = output.backward(
-            Operand(g_payload, g_scales), Operand(rows, rows_scales), output_middle, wants_input=ctx.needs_input_grad[2]
+            g_output, Operand(rows, rows_scales), output_middle, wants_input=ctx.needs_input_grad[2]
         )
-        return d_total, d_weight, d_mixed, None, None, None, *output_gradients, *first_gradients, *second_gradients
+        gradients = *output_gradients, *first_gradients, *second_gradients
+        return d_total, d_weight, d_mixed, None, None, None, None, *gradients

@@ -221,6 +221,10 @@ class ProjectionGroup:
         """A and B of every adapter, in the order in which `backward` gives their gradients."""
         return self._parameters
 
+    def read_back(self) -> list[nn.Parameter]:
+        """None: `GroupSet.refresh` has written them where both ways read them."""
+        return []
+
     @contextlib.contextmanager
     def with_parameters(self, others: list[nn.Parameter]) -> Iterator[None]:
         """Autograd sees `others` in the place of A and B, whose values stay where products read them."""
@@ -343,7 +347,14 @@ class GroupSet:
         self._versions = self._current_versions()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def write(self) -> None:
+        """The values of the adapters that were found last, without a look at whether they still are the model's."""
+        for table in self._tables:
+            table.write()
+
+    @torch.no_grad()
+    def refresh(self, *, written: bool = False) -> None:
+        """`written`: since the last pass `write` was called."""
         # With dropout the mode counts as well, which is no state of PEFT's.
         if self._has_dropout or self._seen is None or not all(map(eq, map(_STATE, self._layers), self._seen)):
             self._seen = copy.deepcopy([_STATE(layer) for layer in self._layers])
@@ -354,10 +365,10 @@ class GroupSet:
         places: list[Any] = [*map(Tensor.data_ptr, found), *map(getitem, map(_SCALING, self._layers), self._names)]
         if places != self._places or not all(map(is_, found, self._written)):
             self._arrange()
-            self._written, self._places = found, places
+            self._written, self._places, written = found, places, False
         self._keep_in_step()
-        for table in self._tables:
-            table.write()
+        if not written:
+            self.write()
         self._versions = self._current_versions()
 
     def _keep_in_step(self) -> None:

@@ -24,10 +24,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pantheraml.base import log
-from pantheraml.models.fast.functions import Heads, Norm, after_attention, attention_input, normalised
+from pantheraml.models.fast.functions import (
+    Carried,
+    Heads,
+    Norm,
+    after_attention,
+    after_attention_apart,
+    attention_input,
+    normalised,
+)
 from pantheraml.models.fast.groups import GroupSet, ProjectionGroup, base_of, why_not_fused
 from pantheraml.models.fast.operand import Group
 from pantheraml.models.fast.recorded import LayerGraphs
+from pantheraml.models.fast.together import LayersTogether
 from pantheraml.models.fast.trained import TrainedGroup, is_trained, weight_of, why_not_trained
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.specs.plan import Layouts
@@ -79,9 +88,10 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
     turns = _Turns()
+    together = None if report.reasons or not fused else LayersTogether(fused, _run_layers)
     for index, layer in enumerate(fused):
         parts = layer.fused_parts
-        parts.shared, parts.turns, parts.leads = shared, turns, index == 0
+        parts.shared, parts.turns, parts.leads, parts.together = shared, turns, index == 0, together
     if fused:
         _fuse_last_norm(model, fused[0])
     for reason, count in report.reasons.items():
@@ -184,6 +194,7 @@ class _Parts:
     leads: bool
     """The first of the model's fused layers: it refreshes what all of them share."""
     graphs: LayerGraphs | None = None
+    together: LayersTogether | None = None
 
     def __init__(self, layer: Any, family: Family, groups: list[Group]) -> None:
         self.groups = groups
@@ -264,8 +275,9 @@ class _Fused:
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self.fused_parts
         if parts.leads:
-            parts.shared.refresh()
-        elif parts.graphs is not None and parts.graphs.hands_on(self, hidden_states):
+            ahead = parts.graphs is not None and parts.graphs.begin_ahead(hidden_states, kwargs)
+            parts.shared.refresh(written=ahead)
+        elif any(some is not None and some.hands_on(hidden_states) for some in (parts.graphs, parts.together)):
             return hidden_states
         embeddings: Any = kwargs.get("position_embeddings")
         plain = (
@@ -281,47 +293,77 @@ class _Fused:
         if plain:
             out: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return out
-        graphs = parts.graphs
-        if graphs is not None and parts.leads:
-            replayed = graphs.begin(hidden_states, embeddings, kwargs)
-            if replayed is not None:
-                return replayed
-        result = _run(self, hidden_states, embeddings, kwargs)
-        if graphs is not None:
-            graphs.ran(self, hidden_states, result, kwargs)
+        if parts.leads:
+            of_all = _run_all(parts, hidden_states, embeddings, kwargs)
+            if of_all is not None:
+                return of_all
+        result = _run_layers([self], hidden_states, embeddings, kwargs)
+        for some in (parts.graphs, parts.together):
+            if some is not None:
+                some.ran(self, hidden_states, result, kwargs)
         return result
 
 
-def _run(layer: Any, hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
+def _run_all(parts: _Parts, hidden_states: Tensor, embeddings: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """What all layers give, of which the first is called now; None: they run one by one."""
+    graphs = parts.graphs
+    if graphs is not None:
+        replayed = graphs.begin(hidden_states, embeddings, kwargs)
+        if replayed is not None or graphs.is_watching:
+            return replayed
+    return None if parts.together is None else parts.together.begin(hidden_states, embeddings, kwargs)
+
+
+def _run_layers(
+    layers: Sequence[Any], hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+) -> Tensor:
+    """Layers that follow each other, and are given the same arguments."""
+    shape = hidden_states.shape
+    carried: Carried | None = None
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        x = hidden_states.reshape(-1, shape[-1]).to(layers[0].fused_parts.groups[0].dtype)
+        for layer in layers:
+            parts: _Parts = layer.fused_parts
+            mixed, x = _attention(layer, x, carried, shape, embeddings, kwargs)
+            norm, others = parts.norm(layer, _NORMS[1]), parts.groups[1:]
+            if layer is layers[-1]:
+                x = after_attention(x, mixed, norm, others, gelu=parts.gelu)
+            else:
+                x, carried = after_attention_apart(x, mixed, norm, others, gelu=parts.gelu)
+    return x.view(shape)
+
+
+def _attention(
+    layer: Any,
+    x: Tensor,
+    carried: Carried | None,
+    shape: torch.Size,
+    embeddings: tuple[Tensor, Tensor],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """What attention mixes of the rows x, and x for the residual sum."""
     parts: _Parts = layer.fused_parts
     attention = layer.self_attn
-    qkv, *others = parts.groups
-    shape = hidden_states.shape
-    kind = hidden_states.device.type
-    with torch.autocast(kind, enabled=False):
-        x = hidden_states.reshape(-1, shape[-1]).to(qkv.dtype)
-        cos, sin = parts.turns.rows(embeddings, shape, anew=parts.leads)
-        turns = None if parts.has_head_norms else (cos, sin)
-        q, k, v, x = attention_input(x, parts.norm(layer, _NORMS[0]), qkv, turns, parts.heads)
-        if parts.has_head_norms:
-            q, k = _turned(attention.q_norm(q), cos, sin), _turned(attention.k_norm(k), cos, sin)
-        q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))
-        arguments = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
-        attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
-        mixed, _ = attend(
-            attention,
-            q,
-            k,
-            v,
-            kwargs.get("attention_mask"),
-            dropout=attention.attention_dropout if attention.training else 0.0,
-            scaling=attention.scaling,
-            **parts.attention_arguments,
-            **arguments,
-        )
-        mixed = mixed.reshape(x.shape[0], -1)
-        result = after_attention(x, mixed, parts.norm(layer, _NORMS[1]), others, gelu=parts.gelu)
-    return result.view(shape)
+    cos, sin = parts.turns.rows(embeddings, shape, anew=parts.leads)
+    turns = None if parts.has_head_norms else (cos, sin)
+    q, k, v, x = attention_input(x, parts.norm(layer, _NORMS[0]), parts.groups[0], turns, parts.heads, carried)
+    if parts.has_head_norms:
+        q, k = _turned(attention.q_norm(q), cos, sin), _turned(attention.k_norm(k), cos, sin)
+    q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))
+    arguments = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
+    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    mixed, _ = attend(
+        attention,
+        q,
+        k,
+        v,
+        kwargs.get("attention_mask"),
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        **parts.attention_arguments,
+        **arguments,
+    )
+    return mixed.reshape(x.shape[0], -1), x
 
 
 _NOT_FOR_ATTENTION = {"attention_mask", "position_embeddings", "past_key_values"}
@@ -352,7 +394,7 @@ def record_passes(model: nn.Module) -> None:
     """From now on passes through the model's fused layers are recorded as CUDA graphs where possible (`recorded`)."""
     layers: list[Any] = [layer for layer in model.modules() if is_fused(layer)]
     if layers and len(layers) == sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
-        graphs = LayerGraphs(layers, layers[0].fused_parts.shared, _run)
+        graphs = LayerGraphs(layers, layers[0].fused_parts.shared, _run_layers)
         for layer in layers:
             layer.fused_parts.graphs = graphs
 

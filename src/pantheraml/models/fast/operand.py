@@ -37,6 +37,10 @@ class Group(Protocol):
         """What is trained, in the order of `parameter_gradients`."""
         ...
 
+    def read_back(self) -> list[nn.Parameter]:
+        """Those of `parameters()` that the way back reads as they are then."""
+        ...
+
     def with_parameters(self, others: list[nn.Parameter]) -> AbstractContextManager[None]:
         """Autograd sees `others`, of the same values, in the place of `parameters()`."""
         ...

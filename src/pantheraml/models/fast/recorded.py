@@ -16,6 +16,11 @@ pass it is an error, because that has overwritten what it would read.
 Parameters get their gradients where the recording leaves them (copies would take another 1.9 GB for a full fine-tune of
 1B). The next replay writes over that memory; so before it, gradients that are still there, to be added to, are moved
 away. If somebody else keeps one, that pass is not replayed.
+
+A trainer that has waited for the GPU begins the next step with an idle one, and whether a recording is the right one
+can be told only after hundreds of modules and tensors were looked at. So that of the pass before is replayed first, and
+they are looked at while the GPU is busy; if the pass is another one, what the replay gives is dropped. The memory that
+it reads is kept by the recording and by the tables of the adapters, even if parameters have left it since.
 """
 
 from __future__ import annotations
@@ -25,7 +30,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -34,13 +38,10 @@ from torch import Tensor, nn
 
 from pantheraml.base import log
 from pantheraml.models.fast.groups import GroupSet
+from pantheraml.models.fast.together import HandedOn, RunLayers, Turns, WatchedPass, is_watched
 from pantheraml.models.fast.trained import weight_of, with_weights
 
 logger = log.get(__name__)
-
-Turns = tuple[Tensor, Tensor]
-"""Cosine and sine of each position."""
-RunLayer = Callable[[Any, Tensor, Turns, dict[str, Any]], Tensor]
 
 PASSES_BEFORE = 2
 """Of a shape, before it is recorded: kernels are compiled and chosen outside of a recording."""
@@ -51,76 +52,87 @@ ROOM = 2.5
 _Key = tuple[object, ...]
 
 
-class _Pass:
-    """A pass in which layers run by themselves, as far as it has come."""
-
+class _Pass(WatchedPass):
     def __init__(self, key: _Key, arguments: dict[str, Any], taken: int) -> None:
-        self.key, self._arguments = key, arguments
-        self.taken_before = taken
-        self.layers: list[Any] = []
-        self._last: Tensor | None = None
-
-    def add(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
-        same = self._arguments.keys() == arguments.keys() and all(
-            mine is arguments[name] or (isinstance(mine, int | bool) and mine == arguments[name])
-            for name, mine in self._arguments.items()
-        )
-        if not same or (self._last is not None and given is not self._last):
-            self.layers.append(None)
-        self.layers.append(layer)
-        self._last = result
+        super().__init__(arguments)
+        self.key, self.taken_before = key, taken
 
 
 class LayerGraphs:
     """Records and replays passes through `layers`, all of a model's, in their order."""
 
-    def __init__(self, layers: Sequence[Any], shared: GroupSet, run: RunLayer) -> None:
+    def __init__(self, layers: Sequence[Any], shared: GroupSet, run: RunLayers) -> None:
         self._layers, self._shared, self._run = list(layers), shared, run
         self._recorded: dict[_Key, Recording] = {}
         self._passes: dict[_Key, int] = {}
         self._bytes: dict[_Key, int] = {}
         """What a pass leaves behind for its way back."""
         self._watched: _Pass | None = None
-        self._handed_on: Tensor | None = None
-        self._not_called = 0
-        """Layers that the result of the last replay has still to be handed to."""
+        self._handed_on = HandedOn(len(self._layers) - 1)
         self._off: str | None = None
+        self._replayed: Recording | None = None
+        """In the last pass."""
+        self._ahead: Recording | None = None
+        """What was replayed for this pass before it was looked at."""
+
+    def begin_ahead(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
+        """The first layer is called: if all seems to be as in the last pass, the adapters are written and that is
+        replayed again. Whether it was; `begin` finds out whether that was right."""
+        last, self._replayed, self._ahead = self._replayed, None, None
+        turns = arguments.get("position_embeddings")
+        if last is None or turns is None or self._handed_on.left or not self._seems_usual(hidden, arguments):
+            return False
+        given = (hidden, *turns)
+        if not last.fits(given):
+            return False
+        with torch.no_grad():
+            self._shared.write()
+            last.start(given)
+        self._ahead = last
+        return True
 
     def begin(self, hidden: Tensor, turns: Turns, arguments: dict[str, Any]) -> Tensor | None:
         """The first layer is called: what all of them give, or None if each is to run by itself."""
-        if self._not_called:
-            self._give_up(f"{self._not_called} layers were left out of a pass, which a recording cannot")
-        self._handed_on, self._watched, self._not_called = None, None, 0
+        if self._handed_on.left:
+            self._give_up(f"{self._handed_on.left} layers were left out of a pass, which a recording cannot")
+        self._handed_on.begin(None)
+        self._watched = None
         parameters = [parameter for group in self._shared.groups for parameter in group.parameters()]
-        norms = list(map(weight_of, self._norms()))
+        modules = self._norms()
+        norms = list(map(weight_of, modules))
+        if any(w.requires_grad and w is not m._parameters.get("weight") for w, m in zip(norms, modules, strict=True)):
+            return None  # PEFT keeps a trained copy beside it (modules_to_save)
         parameters += [weight for weight in norms if weight.requires_grad]
         key = self._key(hidden, turns, arguments, parameters, norms)
         if key is None:
             return None
         recording = self._recorded.get(key)
+        started = recording is not None and recording is self._ahead
+        self._ahead = None  # before another one is recorded: that may need its memory
         if recording is None:
             recording = self._record(key, hidden, turns, arguments, parameters)
-        if recording is None or not recording.is_free(parameters):
+        if recording is None or not (started or recording.is_free(parameters)):
             self._watched = _Pass(key, arguments, self._taken(hidden.device))
             return None
-        result: Tensor = _Replay.apply(recording, hidden, *turns, *parameters)
-        self._not_called = len(self._layers) - 1
-        self._handed_on = result if self._not_called else None
+        result: Tensor = _Replay.apply(recording, started, hidden, *turns, *parameters)
+        self._replayed = recording
+        self._handed_on.begin(result)
         return result
 
-    def hands_on(self, layer: Any, hidden: Tensor) -> bool:
+    @property
+    def is_watching(self) -> bool:
+        """Whether this pass counts, if each layer runs by itself."""
+        return self._watched is not None
+
+    def hands_on(self, hidden: Tensor) -> bool:
         """Another layer is called: whether what it is given is the result of all layers already."""
-        if self._handed_on is None or hidden is not self._handed_on:
-            return False
-        self._not_called -= 1
-        if not self._not_called:
-            self._handed_on = None
-        return True
+        return self._handed_on.is_handed(hidden)
 
     def release(self) -> None:
         """Give the memory of all recordings back; passes are recorded anew when they come."""
         if not any(kept.is_in_use() for kept in self._recorded.values()):
             self._recorded.clear()
+            self._replayed = self._ahead = None
 
     def ran(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
         """A layer ran by itself."""
@@ -130,7 +142,7 @@ class LayerGraphs:
         watched.add(layer, given, result, arguments)
         if layer is self._layers[-1]:
             self._watched = None
-            if len(watched.layers) == len(self._layers) and all(map(is_, watched.layers, self._layers)):
+            if watched.went_through(self._layers):
                 key = watched.key
                 self._bytes[key] = self._taken(result.device) - watched.taken_before
                 # counted when its backward pass begins: that has kernels of its own
@@ -163,6 +175,18 @@ class LayerGraphs:
     def _count(self, key: _Key) -> None:
         self._passes[key] = self._passes.get(key, 0) + 1
 
+    def _seems_usual(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
+        """Whether this may be a pass to be recorded, as far as can be told without a look at layers and parameters."""
+        return (
+            self._off is None
+            and self._could_record(hidden)
+            and torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            and "max_length_q" in arguments
+            and arguments.get("cu_seq_lens_q") is None
+            and "context_group" not in arguments
+        )
+
     def _key(
         self,
         hidden: Tensor,
@@ -176,13 +200,7 @@ class LayerGraphs:
             self.release()  # whoever computes layers again is short of memory
             return None
         usual = (
-            self._off is None
-            and self._could_record(hidden)
-            and torch.is_grad_enabled()
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-            and "max_length_q" in arguments
-            and arguments.get("cu_seq_lens_q") is None
-            and "context_group" not in arguments
+            self._seems_usual(hidden, arguments)
             and not any(map(_is_watched_or_drops, self._layers))
             and not (dist.is_initialized() and dist.get_world_size() > 1)
             and all(parameter.requires_grad for parameter in parameters)
@@ -196,8 +214,9 @@ class LayerGraphs:
     def _record(
         self, key: _Key, hidden: Tensor, turns: Turns, arguments: dict[str, Any], parameters: Sequence[nn.Parameter]
     ) -> Recording | None:
-        arrangement = key[-1]
-        self._recorded = {other: kept for other, kept in self._recorded.items() if other[-1] == arrangement}
+        for found in (self._recorded, self._passes, self._bytes):
+            for other in [other for other in found if other[-2:] != key[-2:]]:  # weights or adapters are elsewhere now
+                del found[other]
         if self._passes.get(key, 0) < PASSES_BEFORE:
             return None
         if len(self._recorded) >= MOST_SHAPES or any(kept.is_in_use() for kept in self._recorded.values()):
@@ -232,12 +251,11 @@ class LayerGraphs:
                     own = list(itertools.islice(rest, len(group.parameters())))
                     stack.enter_context(group.with_parameters(own))
                 stack.enter_context(with_weights(norms, list(rest)))
-                for layer in self._layers:
-                    x = self._run(layer, x, (cos, sin), arguments)
-            return x
+                return self._run(self._layers, x, (cos, sin), arguments)
 
         given = hidden.detach().clone().requires_grad_(hidden.requires_grad)
-        return Recording(run, (given, *(turn.detach().clone() for turn in turns)), leaves)
+        reads = [tensor.detach() for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers())]
+        return Recording(run, (given, *(turn.detach().clone() for turn in turns)), leaves, reads)
 
     def __deepcopy__(self, _memo: object) -> None:
         return None
@@ -248,15 +266,11 @@ class LayerGraphs:
 
 def _is_watched_or_drops(layer: Any) -> bool:
     """Whether somebody wants to see what the layer is given or gives, or a pass through it is random."""
-    return bool(
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or "forward" in vars(layer)
-        or (layer.training and layer.self_attn.attention_dropout)
-        or layer.fused_parts.changed()
-    )
+    return is_watched(layer) or bool(layer.training and layer.self_attn.attention_dropout)
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 class Graph(Protocol):
@@ -277,9 +291,15 @@ class Recording:
     backward: Graph
 
     def __init__(
-        self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], parameters: Sequence[nn.Parameter]
+        self,
+        run: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        parameters: Sequence[nn.Parameter],
+        reads: Sequence[Tensor],
     ) -> None:
-        self.inputs = inputs
+        """`reads`: memory that `run` reads and nobody else may keep."""
+        self.inputs, self._reads = inputs, reads
+        self._kinds = list(map(_kind, inputs))
         self._last: weakref.ref[_Token] | None = None
         self._capture(run, parameters)
         self._storages = list({gradient.untyped_storage()._cdata for gradient in self.gradients})
@@ -335,9 +355,23 @@ class Recording:
         """How many tensors there are where gradients are left."""
         return list(map(torch._C._storage_Use_Count, self._storages))
 
-    def replay_forward(self, given: Sequence[Tensor]) -> tuple[Tensor, _Token]:
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether these are such inputs as it has, and a replay that is dropped afterwards would disturb nobody."""
+        token = None if self._last is None else self._last()
+        return (
+            (token is None or (token.went_back and not token.may_come_again))
+            and list(map(_kind, given)) == self._kinds
+            and self._uses() == self._own_uses
+        )
+
+    def start(self, given: Sequence[Tensor]) -> None:
+        """Replay the pass forward, which overwrites all that the one before left behind."""
+        self._last = None
         torch._foreach_copy_(list(self.inputs), list(given))
         self.forward.replay()
+
+    def started(self) -> tuple[Tensor, _Token]:
+        """The result of the pass that was started, and what its backward pass has to show."""
         token = _Token()
         self._last = weakref.ref(token)
         return self.result.clone(), token
@@ -373,14 +407,18 @@ class _Token:
     """Lives as long as a backward pass of a replay may come."""
 
     went_back = False
+    may_come_again = False
+    """Whoever went back asked for the graph to be kept."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, recording: Recording, hidden: Tensor, cos: Tensor, sin: Tensor, *_parameters: Tensor
+        ctx: Any, recording: Recording, started: bool, hidden: Tensor, cos: Tensor, sin: Tensor, *_parameters: Tensor
     ) -> Tensor:
-        result, ctx.token = recording.replay_forward((hidden, cos, sin))
+        if not started:
+            recording.start((hidden, cos, sin))
+        result, ctx.token = recording.started()
         ctx.recording = recording
         return result
 
@@ -388,4 +426,5 @@ class _Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         of_input, of_parameters = ctx.recording.replay_backward(gradient, ctx.token)
-        return None, of_input, None, None, *of_parameters
+        ctx.token.may_come_again = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, of_input, None, None, *of_parameters

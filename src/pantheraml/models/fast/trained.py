@@ -85,6 +85,9 @@ class TrainedGroup:
     def parameters(self) -> list[nn.Parameter]:
         return list(map(weight_of, self.layers))
 
+    def read_back(self) -> list[nn.Parameter]:
+        return self.parameters()
+
     def with_parameters(self, others: list[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         return with_weights(self.layers, others)
 
