@@ -309,7 +309,7 @@ WEIGHTS = [(4096, 4096), (14336, 4096), (1024, 4096), (272, 80), (16, 16)]
 @pytest.mark.parametrize("shape", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_trained_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """To the last bit in bf16, in both directions, with nothing written beside them."""
+    """To the last bit, in both directions, with nothing written beside them."""
     rows, columns = shape
     weights = [
         normal(rows, columns + 16, scale=0.02).to(dtype)[:, :columns],
@@ -327,10 +327,7 @@ def test_trained_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
         weight_to_e4m3(weight, scales, place)
         wanted = torch.empty(shape, dtype=E4M3, device=GPU)
         reference_weight_to_e4m3(weight, scales[0], wanted)
-        if dtype == torch.bfloat16:
-            assert torch.equal(place.view(torch.uint8), wanted.view(torch.uint8))
-        else:  # halfway between two codes torch and the GPU may differ
-            assert_same_codes(place, wanted)
+        assert torch.equal(place.view(torch.uint8), wanted.view(torch.uint8))
         inner.fill_(0x55)
         assert (matrix == 0x55).all()
     weights[0][rows // 2, 7] = torch.nan
@@ -426,4 +423,5 @@ def test_projections_of_many_ranks(dtype: torch.dtype, rank: int) -> None:
     ours, theirs = torch.full((2, rows, rank), torch.nan, device=GPU), torch.empty(1, rows, rank, device=GPU)
     project(payload, factor, segments, rank, ours)
     reference_project(payload, factor, segments, theirs)
-    assert_close(ours.sum(0), theirs[0], tolerance=2e-4)
+    # sums of e4m3 lose bits in Hopper's tensor cores
+    assert_close(ours.sum(0), theirs[0], tolerance=1e-2 if dtype == E4M3 else 2e-4)

@@ -35,7 +35,7 @@ def weight_to_e4m3(weight: Tensor, scales: Tensor, out: Tensor) -> None:
     if runs_triton(out):
         from pantheraml.kernels.trained_weight import triton_kernel
 
-        if triton_kernel.aligned(weight, out):
+        if triton_kernel.fits(weight, out):
             triton_kernel.write(weight, scales, out)
             return
     reference_weight_to_e4m3(weight, scales[0], out)

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pantheraml.kernels.triton_support import LARGEST, ceil_div, larger, largest, launch, power_scale, to_e4m3
+from pantheraml.kernels.triton_support import (
+    INTERPRETED,
+    LARGEST,
+    ceil_div,
+    larger,
+    largest,
+    launch,
+    power_scale,
+    to_e4m3,
+)
 
 ALIGNED = 16
 """Values: of where rows begin in either matrix, and of both sizes."""
@@ -96,10 +105,11 @@ def scales(weights: Sequence[Tensor], out: Tensor) -> None:
     launch(_spread, (ceil_div(count, _SCALES),), bits, out, count, BLOCK=_SCALES)
 
 
-def aligned(weight: Tensor, out: Tensor) -> bool:
-    """Whether the kernels can take these matrices."""
+def fits(weight: Tensor, out: Tensor) -> bool:
+    """Whether `write` can take these matrices. Not from float32, which came out wrong on an H200 (Triton 3.6)."""
     numbers = (*weight.shape, weight.stride(0), max(out.stride()), out.data_ptr())
-    return weight.stride(1) == 1 and all(number % ALIGNED == 0 for number in numbers)
+    right = weight.dtype == torch.bfloat16 or INTERPRETED
+    return right and weight.stride(1) == 1 and all(number % ALIGNED == 0 for number in numbers)
 
 
 def write(weight: Tensor, scales: Tensor, out: Tensor) -> None:
