@@ -122,8 +122,8 @@ TRICKS = (
         "Residual sums inside the normalisation",
         "The sum before a normalisation, and on the way back the sum of the residual's gradient with that of the"
         " normalisation, are formed by the kernels that read these rows anyway; and these write the gradient's fp8 rows"
-        " for the product that comes next. For the sums between layers the first layer runs all of them, once a pass"
-        " has shown that each gets what the one before gave.",
+        " for the product that comes next. For the sums between layers, in our own loop and in recorded passes, the"
+        " first layer runs all of them, once a pass has shown that each gets what the one before gave.",
         within="fused_layers",
     ),
     Trick(

@@ -31,7 +31,7 @@ from pantheraml.launch.flight_record import RECORDER_ENVIRONMENT
 from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.fast import fuse, quantise_head_like_layers, why_one_layout
+from pantheraml.models.fast import fuse, quantise_head_like_layers, run_together, why_one_layout
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.models.quantise.trained_fp8 import use_fp8_products
 from pantheraml.parallel.gather import full_tensors
@@ -226,6 +226,8 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     if not full and not is_split(model) and plan.dims.tensor == 1:
         quantise_head_like_layers(model.get_base_model(), fused=plan.fused)
     apply_checkpointing(model, plan.activation_checkpointing)
+    if plan.fused:
+        run_together(model)
     emit(
         "model.ready",
         architecture=type(model).__name__ if full else type(model.get_base_model()).__name__,

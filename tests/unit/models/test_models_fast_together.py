@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from pantheraml.engine.checkpointing import apply_checkpointing
-from pantheraml.models.fast import functions, fuse, layers
+from pantheraml.models.attention import use_document_attention
+from pantheraml.models.fast import functions, fuse, layers, run_together
 from pantheraml.models.fast.groups import ProjectionGroup
 from pantheraml.models.fast.trained import TrainedGroup
 from pantheraml.models.quantise.trained_fp8 import use_fp8_products
+from pantheraml.specs.train import TrainConfig
+from tests import toy
+from tests.harness import make_plan, make_run, train_here
 from tests.unit.models.test_models_fast import FUSED, IDS, LAYERS, adapted, base_model, packed, results
 
 
@@ -58,8 +63,18 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 def fused(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model)
+    assert use_document_attention(twin) is None
     assert fuse(twin).fused == LAYERS
+    run_together(twin)
     return twin
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "fused_parts")]
+
+
+def body_of(model: Any) -> Any:
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).model
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -80,8 +95,7 @@ def test_the_same_bits(family: str, kind: str, runs: Runs) -> None:
     first = results(model)
     assert runs.take() == ONE_BY_ONE
     second = results(model)
-    # of this Qwen2 some layers look at a window, and get another mask
-    assert runs.take() == (ONE_BY_ONE if family == "qwen2" else TOGETHER)
+    assert runs.take() == TOGETHER
     assert_equal(second, first)
 
 
@@ -176,33 +190,123 @@ def test_checkpointed_layers_run_one_by_one(runs: Runs) -> None:
     assert set(runs.take()) == {1}
 
 
-def test_layers_that_get_different_arguments(runs: Runs) -> None:
-    """As where some look at a window, and others at everything."""
+def test_layers_with_masks_of_their_own(runs: Runs) -> None:
+    """Short passes have none, so that all layers are given the same."""
+    model: Any = copy.deepcopy(adapted(base_model("qwen2")))
+    assert fuse(model).fused == LAYERS
+    run_together(model)  # attention stays torch's, with masks
+    for ids in (IDS[:, :3], IDS, IDS):
+        results(model, input_ids=ids, labels=ids)
+    assert runs.take() == 3 * ONE_BY_ONE
+
+
+def change_the_list(model: Any) -> None:
+    body_of(model).layers = nn.ModuleList([*reversed(body_of(model).layers)])
+
+
+def take_fewer(model: Any) -> None:
+    body_of(model).config.num_hidden_layers = 1
+
+
+def wrap(model: Any) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+            return self.inner(2 * hidden, **kwargs)
+
+    body_of(model).layers[1] = Wrapped(body_of(model).layers[1])
+
+
+@pytest.mark.parametrize("change", [change_the_list, take_fewer, wrap])
+def test_layers_that_are_called_in_another_way(change: Callable[[Any], None], runs: Runs) -> None:
+    model: Any = adapted(base_model("llama"))
+    ours, theirs = fused(model), fused(model)
+    results(theirs)
+    runs.take()
+    for _ in range(2):
+        results(ours)
+    assert runs.take() == [*ONE_BY_ONE, *TOGETHER]
+    for twin in (ours, theirs):
+        change(twin)
+        if change is take_fewer:
+            for layer in layers_of(twin)[1:]:
+                layer.requires_grad_(False)
+    assert_equal(results(ours), results(theirs))
+    assert LAYERS not in runs.take()
+
+
+def test_a_layer_called_by_itself_runs_by_itself(runs: Runs) -> None:
+    """As where somebody computes it again."""
     model: Any = fused(adapted(base_model("llama")))
-    inner = [m for m in model.modules() if hasattr(m, "fused_parts")]
-    real = type(inner[1]).forward
+    given: dict[str, Any] = {}
+    first = layers_of(model)[0]
+    handle = first.register_forward_pre_hook(
+        lambda _m, args, kwargs: given.update(args=args, **kwargs), with_kwargs=True
+    )
+    results(model)
+    handle.remove()
+    for _ in range(2):
+        results(model)
+    hidden, *_ = given.pop("args")
+    runs.take()
+    first(hidden.detach(), **given)
+    assert runs.take() == [1]
 
-    class Other(type(inner[1])):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            out: Tensor = real(self, hidden_states, *args, **{**kwargs, "attention_mask": object()})
-            return out
 
-    inner[1].__class__ = Other
-    for _ in range(3):
-        with pytest.raises((TypeError, AttributeError)):
-            results(model)
-    assert TOGETHER[0] not in runs.take()
-
-
-def test_a_layer_left_out_is_noticed(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_for_all_modules_are_heeded(runs: Runs) -> None:
     model: Any = fused(adapted(base_model("llama")))
-    results(model)
-    body = model.get_base_model().model
-    kept, body.layers = body.layers, body.layers[:1]
-    results_of_one = model(input_ids=IDS, use_cache=False)
-    assert runs.take() == [*ONE_BY_ONE, LAYERS]
-    body.layers = kept
-    results(model)
-    assert "left out" in caplog.text
+    for _ in range(2):
+        results(model)
+    runs.take()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        results(model)
+    finally:
+        handle.remove()
     assert runs.take() == ONE_BY_ONE
-    del results_of_one
+
+
+def test_what_is_handed_on_must_stay_as_it_is() -> None:
+    model: Any = fused(adapted(base_model("llama")))
+    for _ in range(2):
+        results(model)
+    first, second = layers_of(model)
+    together = first.fused_parts.together
+    for spoil in ("another", "changed", "layer"):
+        result = torch.zeros(1, 2, 3)
+        together._handed_on.begin(result)
+        if spoil == "changed":
+            result += 1
+        with pytest.raises(RuntimeError, match="out of turn, or with something else"):
+            together.hands_on(first if spoil == "layer" else second, result.clone() if spoil == "another" else result)
+        assert not together.hands_on(second, result)
+
+
+def test_a_copy_begins_anew(runs: Runs) -> None:
+    model: Any = fused(adapted(base_model("llama")))
+    for _ in range(2):
+        results(model)
+    runs.take()
+    twin = copy.deepcopy(model)
+    assert_equal(results(twin), results(model))
+    assert runs.take() == [*ONE_BY_ONE, *TOGETHER]
+
+
+def test_the_run_of_a_process_uses_it(tmp_path: Path, runs: Runs) -> None:
+    toy.write_llama(tmp_path / "model")
+    toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(60))
+    config = TrainConfig.model_validate(
+        {
+            "model": {"path": str(tmp_path / "model")},
+            "method": {"kind": "lora"},
+            "data": {"path": str(tmp_path / "data.jsonl"), "seq_len": 64, "cache_dir": str(tmp_path / "cache")},
+            "train": {"global_batch_size": 4, "max_steps": 4, "fused": "on"},
+        }
+    )
+    train_here(make_run(tmp_path / "run", config, make_plan(config, micro=4)))
+    first, *others = [length for length in runs.take() if length > 1]
+    assert first > 1
+    assert set(others) == {first}

@@ -2,7 +2,7 @@
 
 from pantheraml.models.fast.functions import recomputing
 from pantheraml.models.fast.head import quantise_head_like_layers
-from pantheraml.models.fast.layers import FusionReport, fuse, is_fused, record_passes, release_recordings
+from pantheraml.models.fast.layers import FusionReport, fuse, is_fused, record_passes, release_recordings, run_together
 from pantheraml.models.fast.layouts import second_layouts, why_one_layout
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "recomputing",
     "record_passes",
     "release_recordings",
+    "run_together",
     "second_layouts",
     "why_one_layout",
 ]

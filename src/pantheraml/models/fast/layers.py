@@ -36,7 +36,7 @@ from pantheraml.models.fast.functions import (
 from pantheraml.models.fast.groups import GroupSet, ProjectionGroup, base_of, why_not_fused
 from pantheraml.models.fast.operand import Group
 from pantheraml.models.fast.recorded import LayerGraphs
-from pantheraml.models.fast.together import LayersTogether
+from pantheraml.models.fast.together import Body, LayersTogether
 from pantheraml.models.fast.trained import TrainedGroup, is_trained, weight_of, why_not_trained
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.specs.plan import Layouts
@@ -88,10 +88,9 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
     turns = _Turns()
-    together = None if report.reasons or not fused else LayersTogether(fused, _run_layers)
     for index, layer in enumerate(fused):
         parts = layer.fused_parts
-        parts.shared, parts.turns, parts.leads, parts.together = shared, turns, index == 0, together
+        parts.shared, parts.turns, parts.leads = shared, turns, index == 0
     if fused:
         _fuse_last_norm(model, fused[0])
     for reason, count in report.reasons.items():
@@ -277,7 +276,7 @@ class _Fused:
         if parts.leads:
             ahead = parts.graphs is not None and parts.graphs.begin_ahead(hidden_states, kwargs)
             parts.shared.refresh(written=ahead)
-        elif any(some is not None and some.hands_on(hidden_states) for some in (parts.graphs, parts.together)):
+        elif any(some is not None and some.hands_on(self, hidden_states) for some in (parts.graphs, parts.together)):
             return hidden_states
         embeddings: Any = kwargs.get("position_embeddings")
         plain = (
@@ -390,13 +389,34 @@ class _FusedNorm:
             return normalised(hidden_states.flatten(0, -2), norm).view(hidden_states.shape)
 
 
+def run_together(model: nn.Module) -> None:
+    """For our own loop, which calls the model and nothing in it: from now on all fused layers run in one go where
+    possible (`together`)."""
+    found = _all_fused(model)
+    if found is not None:
+        layers, body = found
+        together = LayersTogether(layers, body, _run_layers)
+        for layer in layers:
+            layer.fused_parts.together = together
+
+
 def record_passes(model: nn.Module) -> None:
     """From now on passes through the model's fused layers are recorded as CUDA graphs where possible (`recorded`)."""
-    layers: list[Any] = [layer for layer in model.modules() if is_fused(layer)]
-    if layers and len(layers) == sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
-        graphs = LayerGraphs(layers, layers[0].fused_parts.shared, _run_layers)
+    found = _all_fused(model)
+    if found is not None:
+        layers, body = found
+        graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
         for layer in layers:
             layer.fused_parts.graphs = graphs
+
+
+def _all_fused(model: nn.Module) -> tuple[list[Any], Body] | None:
+    """All decoder layers and what calls them; None: not all are fused, or their loop is not a known one."""
+    layers: list[Any] = [layer for layer in model.modules() if is_fused(layer)]
+    if not layers or len(layers) < sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
+        return None
+    body = Body.of(model, layers)
+    return None if body is None else (layers, body)
 
 
 def release_recordings(model: nn.Module) -> None:

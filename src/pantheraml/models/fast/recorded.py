@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from pantheraml.base import log
 from pantheraml.models.fast.groups import GroupSet
-from pantheraml.models.fast.together import HandedOn, RunLayers, Turns, WatchedPass, is_watched
+from pantheraml.models.fast.together import Body, HandedOn, RunLayers, Turns, WatchedPass, is_watched
 from pantheraml.models.fast.trained import weight_of, with_weights
 
 logger = log.get(__name__)
@@ -61,14 +61,14 @@ class _Pass(WatchedPass):
 class LayerGraphs:
     """Records and replays passes through `layers`, all of a model's, in their order."""
 
-    def __init__(self, layers: Sequence[Any], shared: GroupSet, run: RunLayers) -> None:
-        self._layers, self._shared, self._run = list(layers), shared, run
+    def __init__(self, layers: Sequence[Any], body: Body, shared: GroupSet, run: RunLayers) -> None:
+        self._layers, self._body, self._shared, self._run = layers, body, shared, run
         self._recorded: dict[_Key, Recording] = {}
         self._passes: dict[_Key, int] = {}
         self._bytes: dict[_Key, int] = {}
         """What a pass leaves behind for its way back."""
         self._watched: _Pass | None = None
-        self._handed_on = HandedOn(len(self._layers) - 1)
+        self._handed_on = HandedOn(layers)
         self._off: str | None = None
         self._replayed: Recording | None = None
         """In the last pass."""
@@ -80,7 +80,10 @@ class LayerGraphs:
         replayed again. Whether it was; `begin` finds out whether that was right."""
         last, self._replayed, self._ahead = self._replayed, None, None
         turns = arguments.get("position_embeddings")
-        if last is None or turns is None or self._handed_on.left or not self._seems_usual(hidden, arguments):
+        if last is not None and hidden.device != last.inputs[0].device:
+            self.release()  # the model moved, and a recording keeps the weights where they were
+        seems_usual = self._body.has_begun and not self._handed_on.left and self._seems_usual(hidden, arguments)
+        if last is None or turns is None or not seems_usual:
             return False
         given = (hidden, *turns)
         if not last.fits(given):
@@ -97,6 +100,8 @@ class LayerGraphs:
             self._give_up(f"{self._handed_on.left} layers were left out of a pass, which a recording cannot")
         self._handed_on.begin(None)
         self._watched = None
+        if not self._body.calls_all():
+            return None
         parameters = [parameter for group in self._shared.groups for parameter in group.parameters()]
         modules = self._norms()
         norms = list(map(weight_of, modules))
@@ -124,9 +129,9 @@ class LayerGraphs:
         """Whether this pass counts, if each layer runs by itself."""
         return self._watched is not None
 
-    def hands_on(self, hidden: Tensor) -> bool:
+    def hands_on(self, layer: Any, hidden: Tensor) -> bool:
         """Another layer is called: whether what it is given is the result of all layers already."""
-        return self._handed_on.is_handed(hidden)
+        return self._handed_on.is_handed(layer, hidden)
 
     def release(self) -> None:
         """Give the memory of all recordings back; passes are recorded anew when they come."""

@@ -1,22 +1,24 @@
-"""The fused layers of a pass run in one go, by the first of them.
+"""Fused layers that run in one go: by the first of them, while the others hand on what they are given.
 
 Between two layers that follow each other a sum is formed and, on the way back, its gradient is rounded to fp8; where
 both layers are at hand, the norm that reads the sum anyway does both (`functions.Link`). But transformers calls one
-layer after another. So when the first is called it runs all of them, and the others hand on what they are given.
+layer after another. So when the first is called it runs all of them.
 
-That is right only if each layer is given what the one before it gave, and the same arguments. So it is done only after
-a pass in which they were; and if somebody watches layers (hooks) or computes them again (checkpointing), they run one
-by one.
+That is right only if each layer is given what the one before it gave, and the same arguments. So it is for our own loop
+(`LayersTogether`), for what was recorded (`recorded.LayerGraphs`), and only after passes in which it was so; the loop
+over the layers is transformers', over all of them (`Body`); and if somebody watches layers (hooks) or computes them
+again (checkpointing), they run one by one. A layer that is then called in another way than was expected raises.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pantheraml.base import log
 
@@ -25,6 +27,51 @@ logger = log.get(__name__)
 Turns = tuple[Tensor, Tensor]
 """Cosine and sine of each position."""
 RunLayers = Callable[[Sequence[Any], Tensor, Turns, dict[str, Any]], Tensor]
+
+
+class Body:
+    """The module whose forward pass calls all of `layers`, in their order."""
+
+    def __init__(self, body: Any, layers: Sequence[Any]) -> None:
+        self._body, self._layers = weakref.ref(body), layers
+        self.has_begun = False
+        """Its forward pass, and no layer was called since."""
+        body.register_forward_pre_hook(_Begins(self))
+
+    @classmethod
+    def of(cls, model: nn.Module, layers: Sequence[Any]) -> Body | None:
+        """None: the loop over the layers is not transformers'."""
+        body: Any = next(m for m in model.modules() if any(child is layers[0] for child in getattr(m, "layers", ())))
+        return cls(body, layers) if type(body).__module__.startswith("transformers.models.") else None
+
+    def calls_all(self) -> bool:
+        """The first layer is called: whether that is the beginning of a pass through all of them."""
+        begun, self.has_begun = self.has_begun, False
+        body = self._body()
+        return (
+            begun
+            and body is not None
+            and body.config.num_hidden_layers == len(self._layers) == len(body.layers)
+            and all(map(is_, body.layers, self._layers))
+            and not torch.nn.modules.module._has_any_global_hook()
+        )
+
+
+class _Begins:
+    """A hook of a body. That of a copy does nothing."""
+
+    def __init__(self, body: Body | None) -> None:
+        self._body = body
+
+    def __call__(self, *_: object) -> None:
+        if self._body is not None:
+            self._body.has_begun = True
+
+    def __deepcopy__(self, _memo: object) -> _Begins:
+        return _Begins(None)
+
+    def __reduce__(self) -> tuple[type[_Begins], tuple[None]]:
+        return _Begins, (None,)
 
 
 class WatchedPass:
@@ -53,21 +100,32 @@ class WatchedPass:
 class HandedOn:
     """What the first of several layers gave for all of them, on its way through the others."""
 
-    def __init__(self, others: int) -> None:
-        self._others = others
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
         self._result: Tensor | None = None
+        self._version = 0
         self.left = 0
         """Layers that it has still to be handed to."""
 
     def begin(self, result: Tensor | None) -> None:
         """None: nothing is to be handed on."""
-        on_its_way = result is not None and self._others > 0
-        self._result, self.left = (result, self._others) if on_its_way else (None, 0)
+        self._result, self.left = None, 0
+        if result is not None and len(self._layers) > 1:
+            self._result, self._version, self.left = result, result._version, len(self._layers) - 1
 
-    def is_handed(self, hidden: Tensor) -> bool:
+    def is_handed(self, layer: Any, hidden: Tensor) -> bool:
         """Another layer is called: whether what it is given is the result of all layers already."""
-        if self._result is None or hidden is not self._result:
+        result = self._result
+        if result is None:
             return False
+        expected = self._layers[len(self._layers) - self.left]
+        if layer is not expected or hidden is not result or hidden._version != self._version:
+            self.begin(None)
+            raise RuntimeError(
+                "All decoder layers were run by the first of them, as they were called one after another before; but"
+                " now one of them was called out of turn, or with something else. Set train.fused=off, or load the"
+                " model without FastLanguageModel."
+            )
         self.left -= 1
         if not self.left:
             self._result = None
@@ -77,22 +135,24 @@ class HandedOn:
 class LayersTogether:
     """Runs `layers`, all of a model's, in their order."""
 
-    def __init__(self, layers: Sequence[Any], run: RunLayers) -> None:
-        self._layers, self._run = list(layers), run
-        self._handed_on = HandedOn(len(self._layers) - 1)
+    def __init__(self, layers: Sequence[Any], body: Body, run: RunLayers) -> None:
+        self._layers, self._body, self._run = layers, body, run
+        self._handed_on = HandedOn(layers)
         self._watched: WatchedPass | None = None
         self._known: set[frozenset[str]] = set()
         """Names of arguments with which all layers were given the same."""
-        self._off = False
 
     def begin(self, hidden: Tensor, turns: Turns, arguments: dict[str, Any]) -> Tensor | None:
         """The first layer is called: what all of them give, or None if each is to run by itself."""
-        if self._handed_on.left:
-            logger.warning("layers run one by one: %d were left out of a pass", self._handed_on.left)
-            self._off = True
         self._handed_on.begin(None)
         self._watched = None
-        if self._off or not torch.is_grad_enabled() or any(map(_runs_alone, self._layers)):
+        usual = (
+            self._body.calls_all()
+            and torch.is_grad_enabled()
+            and "max_length_q" in arguments  # document attention: a layer has no mask of its own, whatever its window
+            and not any(map(_runs_alone, self._layers))
+        )
+        if not usual:
             return None
         if frozenset(arguments) not in self._known:
             self._watched = WatchedPass(arguments)
@@ -101,9 +161,9 @@ class LayersTogether:
         self._handed_on.begin(result)
         return result
 
-    def hands_on(self, hidden: Tensor) -> bool:
+    def hands_on(self, layer: Any, hidden: Tensor) -> bool:
         """Another layer is called: whether what it is given is the result of all layers already."""
-        return self._handed_on.is_handed(hidden)
+        return self._handed_on.is_handed(layer, hidden)
 
     def ran(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
         """A layer ran by itself."""
