@@ -6,66 +6,11 @@ one, and put it into OPS.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-Inputs = dict[str, Any]
-"""By name. Tensors that require a gradient are what the backward pass is measured on; without any there is none."""
-Implementation = Callable[[Inputs], Any]
-"""From inputs to the result; to one tensor, if it is differentiated."""
-
-
-def as_it_is(result: Any) -> tuple[Any, ...]:
-    return (result,)
-
-
-@dataclass(frozen=True)
-class Op:
-    """`ours` and `reference` do the same work; `exact` is its definition without any rounding (None: the reference).
-
-    `others` are makers: each imports what it needs and returns an implementation, or raises ImportError. `read` makes
-    tensors that can be compared out of a result; its time does not count.
-    """
-
-    inputs: Inputs
-    ours: Implementation
-    reference: Implementation
-    exact: Implementation | None = None
-    read: Callable[[Any], tuple[Any, ...]] = as_it_is
-    others: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
-
-
-class Layer:
-    """Sizes of a layer, and random bf16 tensors on a device."""
-
-    def __init__(self, size: str, device: str) -> None:
-        import torch
-
-        full = size == "full"
-        self.tokens, self.width, self.inner = (8192, 4096, 14336) if full else (32, 128, 256)
-        self.vocabulary, self.rank = (128_256 if full else 128), 16
-        self.heads, self.key_heads, self.head_dim = (32, 8, 128) if full else (4, 2, 32)
-        self.device = device
-        self._random = torch.Generator(device).manual_seed(0)
-
-    def normal(self, *shape: int) -> Any:
-        import torch
-
-        return torch.randn(shape, generator=self._random, device=self.device, dtype=torch.bfloat16)
-
-    def targets(self) -> Any:
-        import torch
-
-        return torch.randint(self.vocabulary, (self.tokens,), generator=self._random, device=self.device)
-
-
-def either(rows: Any) -> tuple[Any, ...]:
-    """(payload, scales, ...) in e4m3 with a scale per row as the numbers they stand for; a plain tensor as it is."""
-    if not isinstance(rows, tuple):
-        return (rows,)
-    payload, scales = rows[:2]
-    return (payload.float() * scales[:, None],)
+import kernel_ops_trained
+from kernel_op import Implementation, Inputs, Layer, Op, e4m3_matrix, either, quantised
 
 
 def linear_cross_entropy(layer: Layer, *, trained_head: bool) -> Op:
@@ -217,23 +162,6 @@ def rms_norm_backward(layer: Layer) -> Op:
     )
 
 
-def rms_norm_weight_gradient(layer: Layer) -> Op:
-    import torch
-
-    from pantheraml.kernels.rms_norm import reference_rms_norm_weight_gradient as reference
-    from pantheraml.kernels.rms_norm import rms_norm_weight_gradient as ours
-
-    return Op(
-        inputs={
-            "g": layer.normal(layer.tokens, layer.width),
-            "x": layer.normal(layer.tokens, layer.width),
-            "inverse": (1 + 0.1 * layer.normal(layer.tokens)).float(),
-        },
-        ours=lambda t: ours(t["g"], t["x"], t["inverse"], torch.bfloat16),
-        reference=lambda t: reference(t["g"], t["x"], t["inverse"], torch.bfloat16),
-    )
-
-
 def gated_activation(layer: Layer) -> Op:
     """SiLU(gate) times up, quantised for the product that follows."""
     from pantheraml.kernels.gated_activation import gated_activation as ours
@@ -275,17 +203,6 @@ def gated_activation_backward(layer: Layer) -> Op:
     )
 
 
-def _matrix(layer: Layer, scales: Any, fill: Callable[[Any], None], *, transposed: bool) -> tuple[Any, Any]:
-    """A new e4m3 matrix for gate or up, filled: for the way forward, or transposed, for the way back."""
-    import torch
-
-    shape = (layer.width, layer.inner) if transposed else (layer.inner, layer.width)
-    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=layer.device)
-    rows = out.T if transposed else out
-    fill(rows)
-    return rows, scales
-
-
 def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
     """Gate or up from nf4 to the matrix of a product."""
     import torch
@@ -298,7 +215,7 @@ def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
     scales = nf4_row_scales(weight)
 
     def into_matrix(fill: Callable[..., None]) -> Implementation:
-        return lambda t: _matrix(layer, scales, lambda rows: fill(weight, t["scales"], rows), transposed=transposed)
+        return lambda t: e4m3_matrix(layer, scales, lambda rows: fill(weight, t["scales"], rows), transposed=transposed)
 
     return Op(
         inputs={"scales": scales},
@@ -306,61 +223,6 @@ def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
         reference=into_matrix(reference_fill),
         exact=lambda t: weight.dequantise(torch.float32),
         read=either,
-    )
-
-
-def weight_to_e4m3(layer: Layer, *, transposed: bool) -> Op:
-    """Gate or up, as it is trained, to the matrix of a product."""
-    from pantheraml.kernels.trained_weight import reference_weight_to_e4m3, weight_scales
-    from pantheraml.kernels.trained_weight import weight_to_e4m3 as ours
-
-    weight = layer.normal(layer.inner, layer.width)
-    scales = weight_scales([weight], layer.inner)
-
-    def into_matrix(write: Callable[..., None], scale: Any) -> Implementation:
-        return lambda t: _matrix(layer, scales, lambda rows: write(t["weight"], scale, rows), transposed=transposed)
-
-    return Op(
-        inputs={"weight": weight},
-        ours=into_matrix(ours, scales),
-        reference=into_matrix(reference_weight_to_e4m3, scales[0]),
-        exact=lambda t: t["weight"],
-        read=either,
-    )
-
-
-def weight_scales(layer: Layer) -> Op:
-    """One scale for gate and up, which share a matrix."""
-    from pantheraml.kernels.trained_weight import reference_weight_scale as reference
-    from pantheraml.kernels.trained_weight import weight_scales as ours
-
-    return Op(
-        inputs={name: layer.normal(layer.inner, layer.width) for name in ("gate", "up")},
-        ours=lambda t: ours([t["gate"], t["up"]], 2 * layer.inner),
-        reference=lambda t: reference([t["gate"], t["up"]]).repeat(2 * layer.inner),
-    )
-
-
-def turned_rows(layer: Layer, *, scaled: bool) -> Op:
-    """The gradient of gate or up turned over, for a product over tokens; `scaled`: with the rows' scales in it."""
-    import torch
-
-    from pantheraml.kernels.turned_rows import reference_turned_rows
-    from pantheraml.kernels.turned_rows import turned_rows as ours
-
-    payload, scales = _quantised(layer.normal(layer.tokens, layer.inner))
-    factors = scales if scaled else None
-
-    def reference(t: Inputs) -> Any:
-        out = torch.empty(layer.inner, layer.tokens, dtype=torch.float8_e4m3fn, device=layer.device)
-        return out, reference_turned_rows(t["payload"], factors, out)
-
-    return Op(
-        inputs={"payload": payload},
-        ours=lambda t: ours(t["payload"], factors),
-        reference=reference,
-        exact=lambda t: ((t["payload"] * scales[:, None] if scaled else t["payload"]).T, None),
-        read=lambda turned: (turned[0],) if turned[1] is None else either(turned),
     )
 
 
@@ -427,7 +289,7 @@ def fp8_product(layer: Layer, *, backward: bool) -> Op:
     weight = layer.normal(layer.inner, layer.width) * layer.width**-0.5
     packed = FP8Linear(weight, None, scales="one")
     x = layer.normal(layer.tokens, layer.inner if backward else layer.width)
-    payload, scales = _quantised(x)
+    payload, scales = quantised(x)
     side = packed.scale[: layer.width].contiguous()  # all alike
 
     def product(_: Inputs) -> Any:
@@ -445,7 +307,7 @@ def fp8_product(layer: Layer, *, backward: bool) -> Op:
 def fp8_transposition(layer: Layer) -> Op:
     from pantheraml.kernels.fp8_product import reference_transpose, transposed
 
-    payload, _ = _quantised(layer.normal(layer.inner, layer.width))
+    payload, _ = quantised(layer.normal(layer.inner, layer.width))
     return Op(
         inputs={"payload": payload},
         ours=lambda t: transposed(t["payload"]),
@@ -476,8 +338,8 @@ def lora_project(layer: Layer) -> Op:
 
     return Op(
         inputs={
-            "payload": _quantised(layer.normal(layer.tokens, layer.width))[0],
-            "factor": _quantised(layer.normal(ranks, layer.width))[0],
+            "payload": quantised(layer.normal(layer.tokens, layer.width))[0],
+            "factor": quantised(layer.normal(ranks, layer.width))[0],
         },
         ours=ours,
         reference=reference,
@@ -494,7 +356,7 @@ def lora_gradient(layer: Layer) -> Op:
 
     ranks = 2 * layer.rank
     blocks = blocks_of([(0, layer.width, 0, ranks)], torch.device(layer.device))
-    payload, scales = _quantised(layer.normal(layer.tokens, layer.width))
+    payload, scales = quantised(layer.normal(layer.tokens, layer.width))
     left = layer.normal(ranks, -(-layer.tokens // 64) * 64)
     reference_left(layer.normal(layer.tokens, ranks), scales, left)
 
@@ -513,12 +375,6 @@ def lora_gradient(layer: Layer) -> Op:
     )
 
 
-def _quantised(rows: Any) -> tuple[Any, Any]:
-    from pantheraml.kernels.quantise_rows import reference_quantise_rows
-
-    return reference_quantise_rows(rows)
-
-
 OPS: dict[str, Callable[[Layer], Op]] = {
     "linear_cross_entropy, frozen head": lambda layer: linear_cross_entropy(layer, trained_head=False),
     "linear_cross_entropy, trained head": lambda layer: linear_cross_entropy(layer, trained_head=True),
@@ -534,14 +390,9 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "copy_rows": copy_rows,
     "rms_norm": rms_norm,
     "rms_norm_backward": rms_norm_backward,
-    "rms_norm_weight_gradient": rms_norm_weight_gradient,
     "gated_activation": gated_activation,
     "gated_activation_backward": gated_activation_backward,
     "nf4_fill": lambda layer: nf4_fill(layer, transposed=False),
     "nf4_fill, transposed": lambda layer: nf4_fill(layer, transposed=True),
-    "weight_scales": weight_scales,
-    "weight_to_e4m3": lambda layer: weight_to_e4m3(layer, transposed=False),
-    "weight_to_e4m3, transposed": lambda layer: weight_to_e4m3(layer, transposed=True),
-    "turned_rows": lambda layer: turned_rows(layer, scaled=False),
-    "turned_rows, scaled": lambda layer: turned_rows(layer, scaled=True),
+    **kernel_ops_trained.OPS,
 }

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kernel_ops import OPS, Implementation, Inputs, Layer, Op
+from kernel_op import Implementation, Inputs, Layer, Op
+from kernel_ops import OPS
 from table import Column, Table
 
 NEEDS_GPU = True

@@ -32,7 +32,19 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 STABILITY = HERE.parent / "docs" / "stability.md"
 NOT_BENCHMARKS = {
-    *("corpus", "inputs", "kernel_ops", "line_chart", "performance_page", "run", "stability_page", "suite", "table"),
+    *(
+        "corpus",
+        "inputs",
+        "kernel_op",
+        "kernel_ops",
+        "kernel_ops_trained",
+        "line_chart",
+        "performance_page",
+        "run",
+        "stability_page",
+        "suite",
+        "table",
+    ),
 }
 PACKAGES = ("torch", "transformers", "peft", "pantheraml")
 
