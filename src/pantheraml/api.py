@@ -52,7 +52,7 @@ from pantheraml.parallel.split import (
     place_in_group,
     split,
 )
-from pantheraml.planner.choose import FP8_CAPABILITY, FUSES_BF16_PRODUCTS
+from pantheraml.planner.choose import FP8_CAPABILITY
 from pantheraml.planner.layouts import layouts_for
 from pantheraml.specs.plan import Layouts
 from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
@@ -225,7 +225,7 @@ def _speed_up_full(
 ) -> None:
     if in_fp8:
         use_fp8_products(model)
-    _speed_up(fast, model, checkpointing, fused=in_fp8 or FUSES_BF16_PRODUCTS)
+    _speed_up(fast, model, checkpointing, fused=in_fp8)
     if checkpointing is False and model.device.type == "cuda" and not is_split(model):
         compile_steady_shapes(model)
 

@@ -22,8 +22,7 @@ COLUMNS = 200
 
 @pytest.fixture(params=[8192, 64], ids=["whole rows", "blocks"], autouse=True)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_BLOCK", "_BLOCK_QUANTISED"):
-        monkeypatch.setattr(triton_kernel, name, request.param)
+    monkeypatch.setattr(triton_kernel, "_BLOCK", request.param)
 
 
 def inputs() -> tuple[Tensor, Tensor]:

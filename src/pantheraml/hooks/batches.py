@@ -1,11 +1,11 @@
 """Batches that are read while the GPU computes.
 
-transformers' trainers read and collate a batch between two steps, when the GPU has nothing to do: 2 to 3 ms for 8,192
-tokens, 1 % of a step of an 8B model (H200). During a step the host waits for the GPU many times as long. So our models
-call, once all of a forward pass is queued, for the next batches to be read, as many as the trainer took at once the
-last time. They come in the same order from the same iterator, in the same thread. A trainer that stops early has then
-read one batch more than it used.
-Worker processes (`dataloader_num_workers`) do that by themselves, and then nothing changes.
+transformers' trainers read and collate a batch between two steps, when the GPU has nothing to do: some 3 ms for 8,192
+tokens under a profiler, 1 % of a step of an 8B model (H200). During a step the host waits for the GPU many times as
+long. So our models call, once all of a forward pass is queued, for the next batches to be read, as many as the trainer
+took at once the last time. They come in the same order from the same iterator, in the same thread. A trainer that stops
+early has then read one batch more than it used. Worker processes (`dataloader_num_workers`) do that by themselves, and
+then nothing changes.
 """
 
 from __future__ import annotations

@@ -29,9 +29,6 @@ CPU_TOKENS_PER_MICRO_BATCH = 4_096
 FP8_CAPABILITY = (9, 0)
 """Row-wise scaled fp8 products were measured on Hopper; what Ada does with them is not known yet."""
 
-FUSES_BF16_PRODUCTS = False
-"""Whether trained layers that multiply in bf16 are fused unasked: compiled ones were measured, fused ones were not."""
-
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -288,8 +285,8 @@ def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work,
         reason = "the fused layers do not have dropout on the adapter"
     elif config.method.kind == "dora":
         reason = "the fused layers do not have method.kind=dora"
-    elif full and reason is None and not (work.fp8_products or FUSES_BF16_PRODUCTS):
-        reason = "of full fine-tunes only those that multiply in fp8 were measured with fused layers"
+    elif full and reason is None and not work.fp8_products:
+        reason = "with products in bf16 compiled layers were faster"
     if reason is not None:
         choices.automatic("train.fused", False, reason)
         return False

@@ -273,10 +273,11 @@ class _Fused:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self.fused_parts
+        in_one_go = parts.graphs or parts.together
         if parts.leads:
             ahead = parts.graphs is not None and parts.graphs.begin_ahead(hidden_states, kwargs)
             parts.shared.refresh(written=ahead)
-        elif any(some is not None and some.hands_on(self, hidden_states) for some in (parts.graphs, parts.together)):
+        elif in_one_go is not None and in_one_go.hands_on(self, hidden_states):
             return hidden_states
         embeddings: Any = kwargs.get("position_embeddings")
         plain = (
@@ -292,25 +293,14 @@ class _Fused:
         if plain:
             out: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return out
-        if parts.leads:
-            of_all = _run_all(parts, hidden_states, embeddings, kwargs)
+        if in_one_go is not None and parts.leads:
+            of_all = in_one_go.begin(hidden_states, embeddings, kwargs)
             if of_all is not None:
                 return of_all
         result = _run_layers([self], hidden_states, embeddings, kwargs)
-        for some in (parts.graphs, parts.together):
-            if some is not None:
-                some.ran(self, hidden_states, result, kwargs)
+        if in_one_go is not None:
+            in_one_go.ran(self, hidden_states, result, kwargs)
         return result
-
-
-def _run_all(parts: _Parts, hidden_states: Tensor, embeddings: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """What all layers give, of which the first is called now; None: they run one by one."""
-    graphs = parts.graphs
-    if graphs is not None:
-        replayed = graphs.begin(hidden_states, embeddings, kwargs)
-        if replayed is not None or graphs.is_watching:
-            return replayed
-    return None if parts.together is None else parts.together.begin(hidden_states, embeddings, kwargs)
 
 
 def _run_layers(

@@ -124,11 +124,6 @@ class LayerGraphs:
         self._handed_on.begin(result)
         return result
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether this pass counts, if each layer runs by itself."""
-        return self._watched is not None
-
     def hands_on(self, layer: Any, hidden: Tensor) -> bool:
         """Another layer is called: whether what it is given is the result of all layers already."""
         return self._handed_on.is_handed(layer, hidden)

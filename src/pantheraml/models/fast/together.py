@@ -20,10 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pantheraml.base import log
-
-logger = log.get(__name__)
-
 Turns = tuple[Tensor, Tensor]
 """Cosine and sine of each position."""
 RunLayers = Callable[[Sequence[Any], Tensor, Turns, dict[str, Any]], Tensor]
