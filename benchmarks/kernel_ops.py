@@ -348,30 +348,40 @@ def lora_project(layer: Layer) -> Op:
 
 
 def lora_gradient(layer: Layer) -> Op:
-    """The gradient of gate's and up's A."""
+    """The gradients of gate's and up's adapters."""
     import torch
 
-    from pantheraml.kernels.lora_columns import Left, adapter_gradient, blocks_of
+    from pantheraml.kernels.lora_columns import Left, Side, adapter_gradients, blocks_of
     from pantheraml.kernels.lora_columns.reference import reference_gradient, reference_left
 
-    ranks = 2 * layer.rank
-    blocks = blocks_of([(0, layer.width, 0, ranks)], torch.device(layer.device))
-    payload, scales = quantised(layer.normal(layer.tokens, layer.width))
-    left = layer.normal(ranks, -(-layer.tokens // 64) * 64)
-    reference_left(layer.normal(layer.tokens, ranks), scales, left)
+    device, rank, spans = torch.device(layer.device), layer.rank, []
+    for start in (0, layer.inner):
+        spans.append((start, layer.inner, len(spans) * rank, rank))
+    sides = {"down": (layer.width, 2 * rank, [(0, layer.width, 0, 2 * rank)]), "up": (2 * layer.inner, rank, spans)}
+    inputs: Inputs = {}
+    for name, (width, _, _) in sides.items():
+        inputs[name], scales = quantised(layer.normal(layer.tokens, width))
+        inputs[f"left {name}"] = layer.normal(2 * rank, -(-layer.tokens // 64) * 64)
+        reference_left(layer.normal(layer.tokens, 2 * rank), scales, inputs[f"left {name}"])
+    blocks = {name: blocks_of(own, device) for name, (_, _, own) in sides.items()}
 
     def run(t: Inputs, *, ours: bool) -> Any:
-        out = torch.empty(ranks, layer.width, device=layer.device)
+        made = []
+        for name, (width, ranks, _) in sides.items():
+            out = torch.empty(ranks, width, device=device)
+            made.append(Side(Left(t[f"left {name}"], True), None, t[name], blocks[name], ranks, None, out))
         if ours:
-            adapter_gradient(Left(t["left"], lifted=True), None, t["payload"], blocks, ranks, None, out)
+            adapter_gradients(*made)
         else:
-            reference_gradient(t["left"], None, t["payload"], blocks, None, out, lifted=True)
-        return out
+            for side in made:
+                reference_gradient(side)
+        return [side.out for side in made]
 
     return Op(
-        inputs={"left": left, "payload": payload},
+        inputs=inputs,
         ours=lambda t: run(t, ours=True),
         reference=lambda t: run(t, ours=False),
+        read=lambda out: tuple(out),
     )
 
 

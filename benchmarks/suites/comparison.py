@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Targets:
         """
         runs = [measured_rows(record) for record in records]
         newest = newest_rows(records)
-        compared = [_compared(each, _same_run(each, runs) or newest) for each in self.comparisons]
+        compared = [_compared(each, _same_run(each, runs) or newest, newest) for each in self.comparisons]
         started = [_started(each, newest) for each in self.starts]
         heads = ["setting", "our case", "tokens/s", "fastest peer", "ratio", "target", "peak", "leanest peer", "ratio"]
         return "\n".join(
@@ -92,19 +92,28 @@ def _same_run(wanted: Comparison, runs: Sequence[Mapping[str, Row]]) -> Mapping[
     return next((rows for rows in runs if wanted.ours in rows and any(peer in rows for peer in wanted.peers)), None)
 
 
-def _compared(wanted: Comparison, rows: Mapping[str, Row]) -> list[str]:
+def _compared(wanted: Comparison, rows: Mapping[str, Row], newest: Mapping[str, Row]) -> list[str]:
+    """`rows` are of one run, `newest` of any."""
     ours = rows.get(wanted.ours)
     peers = [rows[name] for name in wanted.peers if name in rows]
-    yes = "yes" if len(peers) == len(wanted.peers) else "so far yes"  # a peer that was not measured may be ahead
+    elsewhere = [newest.get(name) for name in wanted.peers if name not in rows]
     cells = [wanted.setting, wanted.ours]
     for field, target, best, form in (
         ("tokens_per_second", wanted.speed, max, "{:,.0f}"),
         ("peak_gib", wanted.memory, min, "{:.1f} GiB"),
     ):
-        peer = best(peers, key=lambda row: row[field]) if peers and target is not None else None
-        against = _against(ours, peer, field, form, target, at_least=best is max, yes=yes)
+        peer = best(peers, key=_by(field)) if peers and target is not None else None
+        # A peer that was not measured in this run may be ahead, unless it was behind in another.
+        behind = peer is not None and all(
+            row is not None and best((peer, row), key=_by(field)) is peer for row in elsewhere
+        )
+        against = _against(ours, peer, field, form, target, at_least=best is max, yes="yes" if behind else "so far yes")
         cells += [_figure(ours, field, form), *against]
     return cells
+
+
+def _by(field: str) -> Callable[[Row], Any]:
+    return lambda row: row[field]
 
 
 def _against(

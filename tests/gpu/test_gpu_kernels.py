@@ -19,7 +19,18 @@ from pantheraml.kernels.gated_activation import (
     reference_gated,
     reference_gated_backward,
 )
-from pantheraml.kernels.lora_columns import Left, adapter_gradient, blocks_of, project, segments_of
+from pantheraml.kernels.lora_columns import (
+    Left,
+    Projection,
+    Side,
+    adapter_gradients,
+    add_columns,
+    add_columns_back,
+    blocks_of,
+    op,
+    project,
+    segments_of,
+)
 from pantheraml.kernels.lora_columns.reference import reference_gradient, reference_left, reference_project
 from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows, reference_quantise_rows
 from pantheraml.kernels.rms_norm import (
@@ -187,18 +198,98 @@ def test_adapter_gradient(spans: list[tuple[int, int, int, int]], rows: int, qua
     payload = normal(rows, width + 64, scale=30.0).to(E4M3 if quantised else torch.bfloat16)
     scales = powers(rows) if quantised else None
     blocks = blocks_of(spans, GPU)
-    ours, theirs = torch.zeros(2, rank, width, device=GPU)
-    adapter_gradient(left_of(middle, scales), scales, payload, blocks, rank, None, ours)
+    ours, others, theirs = torch.zeros(3, rank, width, device=GPU)
+    lefts = left_of(middle, scales), left_of(middle, None)
+    sides = [
+        Side(left, scales, payload, blocks, rank, None, out) for left, out in zip(lefts, (ours, others), strict=True)
+    ]
+    adapter_gradients(*sides)
     exact = torch.zeros(rank, width, device=GPU, dtype=torch.float64)
     left = middle.double() if scales is None else middle.double() * scales.double()[:, None]
     for start, size, column, own in spans:
         exact[:own, start : start + size] = left[:, column : column + own].T @ payload[:, start : start + size].double()
     assert_close(ours, exact.float(), tolerance=1e-5)
-    adapter_gradient(left_of(middle, None), scales, payload, blocks, rank, None, ours)
-    assert_close(ours, exact.float(), tolerance=1e-5)
+    assert_close(others, exact.float(), tolerance=1e-5)
     if rows == 37:
-        reference_gradient(left_of(middle, None).rows, scales, payload, blocks, None, theirs, lifted=False)
+        reference_gradient(sides[1]._replace(out=theirs))
         assert_close(theirs, exact.float(), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("quantised", BOTH)
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (16, 16), (64, 8)])
+def test_both_gradients_at_once(ranks: tuple[int, ...], quantised: bool) -> None:
+    """Of A over 4,096 columns, of all ranks, and of B over 2,048 for each layer."""
+    rows, total = 8192, sum(ranks)
+    starts = [sum(ranks[:number]) for number in range(len(ranks))]
+    pieces = [
+        (2048 * number, 2048, start, rank) for number, (start, rank) in enumerate(zip(starts, ranks, strict=True))
+    ]
+    sides, wanted = [], []
+    for spans, rank in (([(0, 4096, 0, total)], total), (pieces, max(ranks))):
+        width = sum(spans[-1][:2])
+        middle, scales = normal(rows, total, scale=1e-2), powers(rows) if quantised else None
+        payload = normal(rows, width + 128, scale=30.0).to(E4M3 if quantised else torch.bfloat16)
+        divisors = torch.rand(width, device=GPU) + 0.5
+        out = torch.zeros(rank, width, device=GPU)
+        sides.append(Side(left_of(middle, scales), scales, payload, blocks_of(spans, GPU), rank, divisors, out))
+        exact = torch.zeros(rank, width, device=GPU, dtype=torch.float64)
+        left = middle.double() if scales is None else middle.double() * scales.double()[:, None]
+        for start, size, column, own in spans:
+            columns = slice(start, start + size)
+            exact[:own, columns] = left[:, column : column + own].T @ payload[:, columns].double() / divisors[columns]
+        wanted.append(exact.float())
+    adapter_gradients(*sides)
+    for side, exact in zip(sides, wanted, strict=True):
+        assert_close(side.out, exact, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("quantised", BOTH)
+@pytest.mark.parametrize("unit", [1.0, 1e4])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 4096, 0, 48)],
+        [(0, 14336, 0, 16)],
+        [(0, 4096, 0, 16), (4096, 1024, 16, 16), (5120, 1024, 32, 16)],
+        [(0, 80, 0, 8), (112, 64, 8, 5)],
+    ],
+    ids=["all", "wide", "three", "odd"],
+)
+def test_columns_in_one_go_are_those_of_two_steps(
+    spans: list[tuple[int, int, int, int]], unit: float, quantised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one go where there are so many rows; the other way when it is told that they are too few."""
+    rows, width, room = 8000, sum(spans[-1][:2]), 128
+    ranks, rank = sum(spans[-1][2:]), max(span[3] for span in spans)
+    plain, dtype = normal(rows, width), E4M3 if quantised else torch.bfloat16
+    factor = normal(rank, width, scale=30.0 if quantised else 0.02).to(dtype)
+    own, other = torch.rand(2, room, device=GPU) * 1e-3
+    projection = Projection(factor, segments_of(spans, GPU), ranks, (own, other * unit))
+    kept, input_scales = normal(rows, ranks), powers(rows) if quantised else None
+
+    def results() -> list[Tensor]:
+        found: list[Tensor] = []
+        for back in BOTH:
+            payload = torch.full((rows, width + room), torch.nan, device=GPU).to(dtype)
+            scales = None
+            if quantised:
+                payload[:, :width], scales = reference_quantise_rows(plain)
+            else:
+                payload[:, :width] = plain
+            if back:
+                sides = add_columns_back(payload, width, scales, projection, 0.5, kept, input_scales)
+                found += [side.rows[:, :rows].float() / 2.0**100 for side in sides]
+            else:
+                found.append(add_columns(payload, width, scales, projection, torch.bfloat16).float())
+            found.append(payload.float() if scales is None else payload.float() * scales[:, None])
+            found += [] if scales is None else [scales]
+        return found
+
+    at_once = results()
+    monkeypatch.setattr(op, "_in_one_go", lambda *_: False)
+    for here, there in zip(at_once, results(), strict=True):
+        assert here.isfinite().all()
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
 def test_the_gradient_reads_every_code_exactly() -> None:
@@ -210,15 +301,9 @@ def test_the_gradient_reads_every_code_exactly() -> None:
     middle[5] = 1
     for scale in (1.0, 2.0**-60, 2.0**20):
         scales = torch.full((64,), scale, device=GPU)
-        adapter_gradient(
-            left_of(middle, scales),
-            scales,
-            codes.expand(64, -1).contiguous(),
-            blocks_of([(0, 256, 0, 1)], GPU),
-            1,
-            None,
-            out,
-        )
+        payload, blocks = codes.expand(64, -1).contiguous(), blocks_of([(0, 256, 0, 1)], GPU)
+        side = Side(left_of(middle, scales), scales, payload, blocks, 1, None, out)
+        adapter_gradients(side, side._replace(out=torch.zeros_like(out)))
         assert torch.equal(out[0], codes.float() * scale)
 
 
@@ -410,7 +495,8 @@ def test_what_is_no_number_is_none_afterwards(value: float) -> None:
         assert real[rows != 7].isfinite().all()
         out = torch.zeros(16, payload.shape[1], device=GPU)
         blocks = blocks_of([(0, payload.shape[1], 0, 16)], GPU)
-        adapter_gradient(left_of(normal(64, 16), scales), scales, payload, blocks, 16, None, out)
+        side = Side(left_of(normal(64, 16), scales), scales, payload, blocks, 16, None, out)
+        adapter_gradients(side, side._replace(out=torch.zeros_like(out)))
         assert not out.isfinite().any()
 
 

@@ -16,12 +16,17 @@ from pantheraml.kernels.lora_columns import (
     AdapterPlaces,
     AdapterTable,
     Left,
-    adapter_gradient,
+    Projection,
+    Side,
+    adapter_gradients,
+    add_columns,
+    add_columns_back,
     blocks_of,
     place_columns,
     place_columns_back,
     project,
     segments_of,
+    triton_gradient,
     triton_kernel,
 )
 from pantheraml.kernels.lora_columns.reference import (
@@ -258,47 +263,101 @@ def test_place_agrees_where_scales_move(unit: float) -> None:
     check_place(quantised=True, unit=unit, back=True)
 
 
-def check_gradient(*, quantised: bool, up: bool, rows: int = ROWS, error: float = 1.0, lifted: bool = True) -> None:
+def check_columns(*, quantised: bool, back: bool, unit: float = 1.0, error: float = 1.0) -> None:
+    """In one go, against the definitions one after the other. Back: each layer's columns from its part of the row."""
+    width, spans, rank = (HEIGHT, PIECES, RANK) if back else (WIDTH, WHOLE, ALL_RANKS)
+    payload, scales = rows_of(width, quantised=quantised)
+    factor, segments = factor_of(rank, width, quantised=quantised), segments_of(spans, CPU)
+    own, other = torch.rand(2, ROOM) * 1e-3
+    wanted, wanted_scales = payload.clone(), None if scales is None else scales.clone()
+    raw, middle = torch.empty(1, ROWS, ALL_RANKS), torch.empty(ROWS, ALL_RANKS)
+    reference_project(payload, factor, segments, raw)
+    reference_place(raw, own, other * unit, wanted, width, wanted_scales, middle)
+    factor = factor if quantised else factor * error
+    projection = Projection(factor, segments, ALL_RANKS, (own * error, other * unit))
+    if back:
+        kept, input_scales = torch.randn(ROWS, ALL_RANKS), torch.rand(ROWS) if quantised else None
+        down, up = add_columns_back(payload, width, scales, projection, 0.5, kept, input_scales)
+        assert (down.lifted, up.lifted) == (quantised, quantised)
+        assert_left(down, middle * 0.5, input_scales)
+        assert_left(up, kept, wanted_scales)
+    else:
+        assert_close(add_columns(payload, width, scales, projection, torch.float32), middle)
+    if scales is None or wanted_scales is None:
+        assert_close(payload, wanted)
+        return
+    assert torch.equal(scales, wanted_scales)
+    assert_same_codes(payload, wanted)
+
+
+@pytest.mark.parametrize(("quantised", "back"), itertools.product((True, False), (True, False)))
+def test_columns_in_one_go(quantised: bool, back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "PROJECT_ROWS", 16)
+    monkeypatch.setattr(triton_kernel, "_PROJECT_BYTES", 64)
+    monkeypatch.setattr(triton_kernel, "place", None)  # which the other way would call
+    check_columns(quantised=quantised, back=back)
+    if quantised:
+        check_columns(quantised=True, back=back, unit=1e6)
+    with pytest.raises(AssertionError):
+        check_columns(quantised=quantised, back=back, error=1.001)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_more_ranks_than_a_program_can_write_take_two_steps(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_PROJECT_RANKS", 8)
+    monkeypatch.setattr(triton_kernel, "project_and_place", None)
+    check_columns(quantised=True, back=back)
+
+
+def check_gradients(*, quantised: bool, rows: int = ROWS, error: float = 1.0, lifted: bool = True) -> None:
     """Of A: all ranks over the input's width. Of B: each layer's ranks over its part, transposed, with divisors."""
-    width, spans, rank = (HEIGHT, PIECES, RANK) if up else (WIDTH, WHOLE, ALL_RANKS)
-    middle = torch.randn(rows, ALL_RANKS)
-    payload = (20 * torch.randn(rows, width + ROOM)).to(E4M3 if quantised else torch.float32)
-    scales = torch.rand(rows) if quantised else None
-    divisors = torch.rand(width) + 0.5 if up else None
-    blocks = blocks_of(spans, CPU)
-    ours, theirs = torch.full((2, width, rank) if up else (2, rank, width), 7.0)
-    left, plain = left_of(middle * error, scales if lifted else None), left_of(middle, None)
-    adapter_gradient(left, scales, payload, blocks, rank, divisors, ours.T if up else ours)
-    reference_gradient(plain.rows, scales, payload, blocks, divisors, theirs.T if up else theirs, lifted=False)
-    assert_close(ours, theirs, tolerance=max(1.0, (rows / 100) ** 0.5) * ULPS)
+    found, wanted = [], []
+    for up in (False, True):
+        width, spans, rank = (HEIGHT, PIECES, RANK) if up else (WIDTH, WHOLE, ALL_RANKS)
+        middle = torch.randn(rows, ALL_RANKS)
+        payload = (20 * torch.randn(rows, width + ROOM)).to(E4M3 if quantised else torch.float32)
+        scales = torch.rand(rows) if quantised else None
+        divisors = torch.rand(width) + 0.5 if up else None
+        ours, theirs = torch.full((2, width, rank) if up else (2, rank, width), 7.0)
+        given = left_of(middle * (error if up else 1.0), scales if lifted or up else None)
+        others = scales, payload, blocks_of(spans, CPU), rank, divisors
+        found.append(Side(given, *others, ours.T if up else ours))
+        wanted.append(Side(left_of(middle, None), *others, theirs.T if up else theirs))
+    adapter_gradients(*found)
+    for side in wanted:
+        reference_gradient(side)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_close(ours.out, theirs.out, tolerance=max(1.0, (rows / 100) ** 0.5) * ULPS)
 
 
-@pytest.mark.parametrize(("quantised", "up"), itertools.product((True, False), (True, False)))
-def test_gradient(quantised: bool, up: bool) -> None:
-    check_gradient(quantised=quantised, up=up)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_gradients(quantised: bool) -> None:
+    check_gradients(quantised=quantised)
 
 
-def test_gradient_that_lifts_its_left_side_itself() -> None:
-    check_gradient(quantised=True, up=False, lifted=False)
+def test_gradients_of_which_one_lifts_its_left_side_itself() -> None:
+    check_gradients(quantised=True, lifted=False)
 
 
-def test_gradient_of_rows_in_several_parts() -> None:
-    check_gradient(quantised=True, up=True, rows=700)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_gradients_of_rows_in_several_parts(quantised: bool) -> None:
+    check_gradients(quantised=quantised, rows=700)
 
 
-@pytest.mark.parametrize(("quantised", "up"), itertools.product((True, False), (True, False)))
-def test_gradient_of_blocks_in_several_pieces(quantised: bool, up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernel, "_GRADIENT_SUMS", 16 * 64)  # as with a rank of 256
-    check_gradient(quantised=quantised, up=up)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_gradients_of_blocks_in_several_pieces(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_gradient, "_SUMS", 16 * 64)  # as with a rank of 256
+    check_gradients(quantised=quantised)
 
 
 def gradient_of_codes(codes: Tensor, scales: Tensor) -> Tensor:
     """One rank, whose values are 1 in the first row and 0 in the second, over rows of these e4m3 codes."""
     payload = codes.to(torch.uint8).view(E4M3).expand(2, -1).contiguous()
-    out = torch.empty(1, codes.numel())
-    blocks = blocks_of([(0, codes.numel(), 0, 1)], CPU)
-    adapter_gradient(left_of(torch.tensor([[1.0], [0.0]]), scales), scales, payload, blocks, 1, None, out)
-    return out[0]
+    left, blocks = left_of(torch.tensor([[1.0], [0.0]]), scales), blocks_of([(0, codes.numel(), 0, 1)], CPU)
+    sides = [Side(left, scales, payload, blocks, 1, None, torch.empty(1, codes.numel())) for _ in range(2)]
+    adapter_gradients(*sides)
+    torch.testing.assert_close(sides[0].out, sides[1].out, rtol=0, atol=0, equal_nan=True)
+    return sides[0].out[0]
 
 
 def test_the_gradient_reads_every_code_exactly() -> None:
@@ -320,14 +379,17 @@ def test_a_row_without_a_scale_shows_in_the_gradient(scale: float, code: int) ->
 
 
 def test_gradient_leaves_what_no_adapter_owns_alone() -> None:
-    out = torch.full((RANK, HEIGHT), 7.0)
-    payload = torch.randn(ROWS, HEIGHT)
-    adapter_gradient(
-        left_of(torch.randn(ROWS, ALL_RANKS), None), None, payload, blocks_of(PIECES, CPU), RANK, None, out
+    left, payload, blocks = (
+        left_of(torch.randn(ROWS, ALL_RANKS), None),
+        torch.randn(ROWS, HEIGHT),
+        blocks_of(PIECES, CPU),
     )
-    assert (out[:, STARTS[1] : STARTS[2]] == 7).all()
-    assert (out[RANKS[2] :, STARTS[2] :] == 7).all()
-    assert (out[: RANKS[0], : HEIGHTS[0]] != 7).all()
+    sides = [Side(left, None, payload, blocks, RANK, None, torch.full((RANK, HEIGHT), 7.0)) for _ in range(2)]
+    adapter_gradients(*sides)
+    for side in sides:
+        assert (side.out[:, STARTS[1] : STARTS[2]] == 7).all()
+        assert (side.out[RANKS[2] :, STARTS[2] :] == 7).all()
+        assert (side.out[: RANKS[0], : HEIGHTS[0]] != 7).all()
 
 
 def test_a_small_error_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +399,7 @@ def test_a_small_error_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(AssertionError):
             check_place(quantised=quantised, error=1.0001)
         with pytest.raises(AssertionError):
-            check_gradient(quantised=quantised, up=True, error=1.0001)
+            check_gradients(quantised=quantised, error=1.0001)
     with pytest.raises(AssertionError):
         monkeypatch.setattr(triton_kernel, "LARGEST", tl.constexpr(447.0))
         check_write(quantised=True)

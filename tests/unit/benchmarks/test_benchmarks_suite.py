@@ -246,18 +246,38 @@ targets = Targets(
     ),
     starts=(StartLimit("cold", "ours", 60), StartLimit("warm", "lost", 30)),
 )
-print(targets.markdown([{"results": json.loads(sys.argv[1])}]))
+print(targets.markdown([{"results": rows} for rows in json.loads(sys.argv[1])]))
 """
 
 
-def test_ratios_are_to_the_fastest_and_to_the_leanest(python: Python) -> None:
-    figures = {"ours": (1600, 40, 61), "slow": (800, 50, 1), "fast": (1000, 80, 1), "lost": (1, 1, 1)}
-    rows = [
+def measured(**figures: tuple[int, int, int]) -> list[dict[str, object]]:
+    return [
         {"case": name, "status": "failed" if name == "lost" else "measured", "tokens_per_second": speed,
          "peak_gib": peak, "seconds_to_first_step": start}
         for name, (speed, peak, start) in figures.items()
     ]  # fmt: skip
-    lines = [line for line in python(COMPARED, json.dumps(rows)).splitlines() if line.startswith("| ")]
+
+
+def comparisons(python: Python, *runs: list[dict[str, object]]) -> list[str]:
+    return [line for line in python(COMPARED, json.dumps(runs)).splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "faster", "leaner"), [((900, 60, 1), "yes", "yes"), ((1100, 45, 1), "so far yes", "so far yes")]
+)
+def test_a_peer_of_another_run_counts_only_as_behind(
+    elsewhere: tuple[int, int, int], faster: str, leaner: str, python: Python
+) -> None:
+    newer, older = measured(ours=(1700, 40, 9), fast=(1000, 50, 1)), measured(slow=elsewhere)
+    line = comparisons(python, newer, older)[1]
+    assert f"at least 1.6: {faster} |" in line
+    assert f"at most 0.95: {leaner} |" in line
+    alone = comparisons(python, newer)[1]
+    assert "at least 1.6: so far yes |" in alone
+
+
+def test_ratios_are_to_the_fastest_and_to_the_leanest(python: Python) -> None:
+    lines = comparisons(python, measured(ours=(1600, 40, 61), slow=(800, 50, 1), fast=(1000, 80, 1), lost=(1, 1, 1)))
     assert lines[1:] == [
         "| speed and memory | ours | 1,600 | 1,000 (fast) | 1.60 | at least 1.6: yes"
         " | 40.0 GiB | 50.0 GiB (slow) | 0.80 | at most 0.95: yes |",

@@ -6,13 +6,16 @@ from pantheraml.kernels.lora_columns.op import (
     Adapter,
     AdapterPlaces,
     AdapterTable,
-    Left,
-    adapter_gradient,
+    Projection,
+    adapter_gradients,
+    add_columns,
+    add_columns_back,
     place_columns,
     place_columns_back,
     project,
     splits_for,
 )
+from pantheraml.kernels.lora_columns.sides import Left, Side
 from pantheraml.kernels.lora_columns.spans import blocks_of, segments_of
 
 __all__ = [
@@ -22,7 +25,11 @@ __all__ = [
     "AdapterPlaces",
     "AdapterTable",
     "Left",
-    "adapter_gradient",
+    "Projection",
+    "Side",
+    "adapter_gradients",
+    "add_columns",
+    "add_columns_back",
     "blocks_of",
     "place_columns",
     "place_columns_back",

@@ -32,6 +32,7 @@ from pantheraml.kernels.lora_columns.reference import (
     reference_project,
     reference_write,
 )
+from pantheraml.kernels.lora_columns.sides import Left, Side
 from pantheraml.kernels.lora_columns.spans import PROJECT_ROWS
 
 COLUMNS = 128
@@ -124,13 +125,72 @@ def splits_for(rows: int, width: int) -> int:
     return max(1, min(4, width // 1024, -(-_PROGRAMS * PROJECT_ROWS // max(1, rows))))
 
 
-class Left(NamedTuple):
-    """The adapters' side of a gradient, as its kernel reads it."""
+class Projection(NamedTuple):
+    """What the columns behind rows are made with."""
 
-    rows: Tensor
-    """[ranks, rows or more]: x A' or s g B, turned over."""
-    lifted: bool
-    """Times the scales of the e4m3 rows that it will meet, and `LIFT`."""
+    factor: Tensor
+    """[largest rank, width]."""
+    segments: Tensor
+    """Which part of a row becomes which columns, as `project` reads it."""
+    ranks: int
+    """Columns of all adapters."""
+    units: tuple[Tensor, Tensor]
+    """Those of the factor, and of the matrix that the columns will meet."""
+
+
+def add_columns(
+    payload: Tensor, width: int, scales: Tensor | None, projection: Projection, dtype: torch.dtype
+) -> Tensor:
+    """Write x A' behind the first `width` columns of `payload`, and zeros after it. Returns it in real units [rows,
+    ranks]. `scales` and the payload change where a row needs a larger scale."""
+    if not _in_one_go(payload, width, projection):
+        return place_columns(_projected(payload, width, projection), projection.units, payload, width, scales, dtype)
+    from pantheraml.kernels.lora_columns import triton_kernel
+
+    middle = torch.empty(payload.shape[0], projection.ranks, dtype=dtype, device=payload.device)
+    target = triton_kernel.Target(*projection.units, payload, width, scales, middle, None)
+    triton_kernel.project_and_place(projection.factor, projection.segments, projection.ranks, target)
+    return middle
+
+
+def add_columns_back(
+    payload: Tensor,
+    width: int,
+    scales: Tensor | None,
+    projection: Projection,
+    factor: float,
+    middle: Tensor,
+    input_scales: Tensor | None,
+) -> tuple[Left, Left]:
+    """`add_columns` for a gradient, and the left sides of the adapters' gradients: see `place_columns_back`."""
+    if not _in_one_go(payload, width, projection):
+        raw = _projected(payload, width, projection)
+        return place_columns_back(raw, projection.units, payload, width, scales, factor, middle, input_scales)
+    from pantheraml.kernels.lora_columns import triton_kernel
+
+    down, up = (_room_for_left(middle.shape, middle.dtype, payload.device) for _ in range(2))
+    back = triton_kernel.Back(factor, input_scales, down, up)
+    target = triton_kernel.Target(*projection.units, payload, width, scales, middle, back)
+    triton_kernel.project_and_place(projection.factor, projection.segments, projection.ranks, target)
+    return Left(down, input_scales is not None), Left(up, scales is not None)
+
+
+def _in_one_go(payload: Tensor, width: int, projection: Projection) -> bool:
+    """Whether there are so many rows that programs need not share them, and so few columns that one can write all."""
+    if not runs_triton(payload) or splits_for(payload.shape[0], width) > 1:
+        return False
+    from pantheraml.kernels.lora_columns import triton_kernel
+
+    return triton_kernel.projects_and_places(projection.ranks)
+
+
+def _projected(payload: Tensor, width: int, projection: Projection) -> Tensor:
+    """[splits, rows, ranks], to be summed."""
+    factor, rows = projection.factor, payload.shape[0]
+    shape = splits_for(rows, width), rows, projection.ranks
+    raw = torch.empty(shape, dtype=torch.float32, device=payload.device)
+    project(payload, factor, projection.segments, factor.shape[0], raw)
+    return raw
 
 
 def place_columns(
@@ -141,16 +201,12 @@ def place_columns(
     scales: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Write `raw` (from `project`) behind the first `width` columns of `payload`, zeros after it.
-
-    `units` are those of the factor that `raw` was made with, and of the matrix that its columns will meet. Returns raw
-    in real units [rows, ranks]. `scales` and the payload change where a row needs a larger scale.
-    """
+    """`add_columns` of what `project` gave."""
     middle = torch.empty(raw.shape[1:], dtype=dtype, device=raw.device)
     if runs_triton(payload):
         from pantheraml.kernels.lora_columns import triton_kernel
 
-        triton_kernel.place(raw, *units, payload, width, scales, middle)
+        triton_kernel.place(raw, triton_kernel.Target(*units, payload, width, scales, middle, None))
     else:
         reference_place(raw, *units, payload, width, scales, middle)
     return middle
@@ -173,11 +229,12 @@ def place_columns_back(
     if runs_triton(payload):
         from pantheraml.kernels.lora_columns import triton_kernel
 
-        triton_kernel.place_back(raw, *units, payload, width, scales, factor, middle, input_scales, down, up)
+        back = triton_kernel.Back(factor, input_scales, down, up)
+        triton_kernel.place(raw, triton_kernel.Target(*units, payload, width, scales, middle, back))
     else:
-        back = torch.empty_like(middle)
-        reference_place(raw, *units, payload, width, scales, back)
-        reference_left(back * factor, input_scales, down)
+        in_real_units = torch.empty_like(middle)
+        reference_place(raw, *units, payload, width, scales, in_real_units)
+        reference_left(in_real_units * factor, input_scales, down)
         reference_left(middle, scales, up)
     return Left(down, input_scales is not None), Left(up, scales is not None)
 
@@ -187,20 +244,12 @@ def _room_for_left(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     return torch.empty(ranks, -(-rows // 64) * 64, dtype=dtype, device=device)  # so that all its rows are aligned
 
 
-def adapter_gradient(
-    left: Left,
-    row_scales: Tensor | None,
-    payload: Tensor,
-    blocks: Tensor,
-    rank: int,
-    divisors: Tensor | None,
-    out: Tensor,
-) -> None:
-    """For each block: out[:rank, start:end] = left[its columns] @ (payload * row_scales)[:, start:end], over `divisors`
-    [width] where given. `rank` is the largest."""
-    if runs_triton(payload):
-        from pantheraml.kernels.lora_columns import triton_kernel
+def adapter_gradients(down: Side, up: Side) -> None:
+    """Of A and of B."""
+    if runs_triton(down.payload):
+        from pantheraml.kernels.lora_columns import triton_gradient
 
-        triton_kernel.gradient(left.rows, None if left.lifted else row_scales, payload, blocks, rank, divisors, out)
+        triton_gradient.gradients(down, up)
     else:
-        reference_gradient(left.rows, row_scales, payload, blocks, divisors, out, lifted=left.lifted)
+        for side in (down, up):
+            reference_gradient(side)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.e4m3 import LARGEST, to_e4m3
+from pantheraml.kernels.lora_columns.sides import Side
 
 LIFT = 2.0**100
 """Of a left side that rows of e4m3 will meet: the kernel reads those as values times 2**-120, which bf16 holds."""
@@ -74,22 +75,13 @@ def reference_left(middle: Tensor, row_scales: Tensor | None, out: Tensor) -> No
     out[:, :rows] = middle.T if row_scales is None else middle.T.float() * (row_scales * LIFT)
 
 
-def reference_gradient(
-    left: Tensor,
-    row_scales: Tensor | None,
-    payload: Tensor,
-    blocks: Tensor,
-    divisors: Tensor | None,
-    out: Tensor,
-    *,
-    lifted: bool,
-) -> None:
+def reference_gradient(side: Side) -> None:
     """A left side that was lifted has the rows' scales in it."""
-    left = left[:, : payload.shape[0]].float()
-    if lifted:
+    left = side.left.rows[:, : side.payload.shape[0]].float()
+    if side.left.lifted:
         left = left / LIFT
-    elif row_scales is not None:
-        left = left * row_scales
-    for start, end, column, rank in blocks.tolist():
-        total = left[column : column + rank] @ payload[:, start:end].float()
-        out[:rank, start:end] = total if divisors is None else total / divisors[start:end]
+    elif side.row_scales is not None:
+        left = left * side.row_scales
+    for start, end, column, rank in side.blocks.tolist():
+        total = left[column : column + rank] @ side.payload[:, start:end].float()
+        side.out[:rank, start:end] = total if side.divisors is None else total / side.divisors[start:end]

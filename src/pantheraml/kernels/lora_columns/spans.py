@@ -25,8 +25,8 @@ def segments_of(spans: Sequence[Span], device: torch.device) -> Tensor:
 
 
 def blocks_of(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """Spans as `adapter_gradient` reads them: [blocks, (start, end, first column, rank)] int32, each of `BLOCK` columns
-    or what is left of its span."""
+    """Spans as `adapter_gradients` reads them: [blocks, (start, end, first column, rank)] int32, each of `BLOCK`
+    columns or what is left of its span."""
     blocks = [
         (begin, min(begin + BLOCK, start + width), column, rank)
         for start, width, column, rank in spans

@@ -6,22 +6,21 @@ op.py). Without that every byte is loaded by itself, and the kernel takes twice 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pantheraml.kernels.lora_columns import reference
-from pantheraml.kernels.lora_columns.spans import BLOCK, PROJECT_ROWS
-from pantheraml.kernels.triton_support import DOT, INTERPRETED, LARGEST, block_of, ceil_div, launch, processors, to_e4m3
+from pantheraml.kernels.lora_columns.spans import PROJECT_ROWS
+from pantheraml.kernels.triton_support import INTERPRETED, LARGEST, block_of, ceil_div, launch, processors, to_e4m3
 
 _LIFT = tl.constexpr(reference.LIFT)
-_UNLIFT = tl.constexpr(2.0**120 / reference.LIFT)
 _DOWN_TILE, _UP_TILE = 1024, 64
 _PROJECT_BYTES, _PROJECT_RANKS, _PROJECT_STAGES = 256, 128, 5
 _PLACE_ROWS, _PLACE_CHUNK = 32, 512
-_GRADIENT_WIDTH, _GRADIENT_SUMS, _GRADIENT_STEP, _GATHER_WIDTH = 128, 16384, 64, 32
-_GRADIENT_SPLITS, _GRADIENT_PROGRAMS = 8, 264
 
 
 @triton.jit
@@ -161,20 +160,15 @@ def _place_left(left, left_stride, values, m, row_scales, ranks, rows, LIFTED: t
 
 
 @triton.jit
-def _place(
-    raw, splits, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+def _write_columns(
+    total, m, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
     factor, input_scales, down, up, left_stride,
-    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr,
-    RANKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the splits, and writes the columns behind the payload. On the way forward the sums in real units become
-    `middle`; on the way back they, times `factor`, and `middle` become the left sides `down` and `up`."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Writes the columns behind the payload's rows `m` from these sums. On the way forward the sums in real units
+    become `middle`; on the way back they, times `factor`, and `middle` become the left sides `down` and `up`."""
     j = tl.arange(0, RANKS)
     live = (m[:, None] < rows) & (j[None, :] < ranks)
-    total = tl.zeros((ROWS, RANKS), tl.float32)
-    for split in range(splits):
-        total += tl.load(raw + (split * rows + m[:, None]).to(tl.int64) * ranks + j[None, :], mask=live, other=0.0)
     at = payload + m[:, None].to(tl.int64) * payload_stride
     to_middle = middle + m[:, None] * ranks + j[None, :]
     there = (m[:, None] < rows) & (j[None, :] < room)
@@ -209,128 +203,68 @@ def _place(
         else:
             tl.store(to_middle, total.to(middle.dtype.element_ty), mask=live)
         tl.store(at + width + j[None, :], total.to(payload.dtype.element_ty), mask=there)
-    zeros = tl.zeros((ROWS, RANKS), tl.float32)
+    zeros = tl.zeros_like(total)
     for start in range(RANKS, room, RANKS):
         rest = (m[:, None] < rows) & (start + j[None, :] < room)
         tl.store(at + width + start + j[None, :], zeros.to(payload.dtype.element_ty), mask=rest)
 
 
 @triton.jit
-def _load_left(at, row_scales, j, rank, m, end, SCALED: tl.constexpr):
-    """[j, m] for a product; lifted here where it was not."""
-    values = tl.load(at, mask=(j < rank) & (m[None, :] < end), other=0.0)
-    if SCALED:
-        values = values.to(tl.float32) * (tl.load(row_scales + m, mask=m < end, other=0.0) * _LIFT)[None, :]
-    return values.to(DOT)
-
-
-@triton.jit
-def _gradient(
-    left, left_stride, row_scales, payload, payload_stride, blocks, parts, rows, width, share,
-    SCALED: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, PIECES: tl.constexpr,
+def _place(
+    raw, splits, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+    factor, input_scales, down, up, left_stride,
+    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """For block (start, end, column, rank): parts[split, :, start:end] = left[column:] @ payload[:, start:end], over
-    the split's share of the rows. PIECES programs take WIDTH columns of a block each."""
-    block = blocks + tl.program_id(0) // PIECES * 4
-    start = tl.multiple_of(tl.load(block) + tl.program_id(0) % PIECES * WIDTH, 16)
-    end_column = tl.multiple_of(tl.load(block + 1), 16)
-    column, rank = tl.load(block + 2), tl.load(block + 3)
-    w = start + tl.arange(0, WIDTH)
-    split = tl.program_id(1)
-    begin = tl.multiple_of(split * share, 16)
-    end = tl.minimum(begin + share, rows)
-    total = tl.zeros((RANK, WIDTH), tl.float32)
-    j = tl.arange(0, RANK)[:, None]
-    of = left + (column + j).to(tl.int64) * left_stride
-    for first in range(begin, end, STEP):
-        m = first + tl.arange(0, STEP)
-        p = _load_left(of + m[None, :], row_scales, j, rank, m, end, SCALED)
-        at = payload + m[:, None].to(tl.int64) * payload_stride + w[None, :]
-        x = tl.load(at, mask=(m[:, None] < end) & (w[None, :] < end_column), other=0.0)
-        total = tl.dot(p, x.to(DOT), total)
-    tl.store(parts + (split * RANK + j).to(tl.int64) * width + w, total, mask=(j < rank) & (w[None, :] < end_column))
-
-
-@triton.jit
-def _bf16_of_pairs(pairs):
-    """The e4m3 values in the low and in the high bytes of 16-bit words, each times 2**-120, as bf16.
-
-    Sign, exponent and mantissa only change places, so that is exact, for subnormals too. A NaN becomes a number: who
-    quantised it has made its row's scale NaN."""
-    if INTERPRETED:
-        low = ((pairs << 8) & 0x8000) | ((pairs << 4) & 0x07F0)
-        high = (pairs & 0x8000) | ((pairs >> 4) & 0x07F0)
-        # in float32, whose upper half bf16 is: the interpreter's cast from bf16 is wrong for subnormals
-        low, high = low.to(tl.uint32) << 16, high.to(tl.uint32) << 16
-        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    # two words at once
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 s, t;
-            shl.b32 s, $2, 8; shl.b32 t, $2, 4; and.b32 t, t, 0x07F007F0; lop3.b32 $0, s, 0x80008000, t, 0xEA;
-            shr.u32 t, $2, 4; and.b32 t, t, 0x07F007F0; lop3.b32 $1, $2, 0x80008000, t, 0xEA; }""",
-        "=&r,=&r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    """Sums the splits, and writes the columns."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, RANKS)
+    live = (m[:, None] < rows) & (j[None, :] < ranks)
+    total = tl.zeros((ROWS, RANKS), tl.float32)
+    for split in range(splits):
+        total += tl.load(raw + (split * rows + m[:, None]).to(tl.int64) * ranks + j[None, :], mask=live, other=0.0)
+    _write_columns(
+        total, m, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+        factor, input_scales, down, up, left_stride, QUANTISED, BACK, LIFTED, RANKS, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit
-def _gradient_of_pairs(
-    left, left_stride, row_scales, pairs, pairs_stride, blocks, parts, rows, width, share,
-    SCALED: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, PIECES: tl.constexpr,
+def _project_and_place(
+    projecting, projecting_stride, segments, count,
+    ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+    factor, input_scales, down, up, left_stride,
+    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`_gradient` of an e4m3 payload, of which two values are read as one 16-bit word (`pairs_stride` counts words).
-
-    The tensor cores' loads transpose 16-bit values and no bytes, and a cast from e4m3 takes several instructions where
-    a shift takes one."""
-    block = blocks + tl.program_id(0) // PIECES * 4
-    start = tl.multiple_of(tl.load(block) + tl.program_id(0) % PIECES * WIDTH, 16)
-    end_column = tl.multiple_of(tl.load(block + 1), 16)
-    column, rank = tl.load(block + 2), tl.load(block + 3)
-    pair = tl.arange(0, WIDTH // 2)[None, :]
-    # not 2 * pair < ...: then the compiler does not see that neighbours are alike, and loads one by one
-    inside = pair < tl.multiple_of((end_column - start) // 2, 8)
-    split = tl.program_id(1)
-    begin = tl.multiple_of(split * share, 16)
-    end = tl.minimum(begin + share, rows)
-    even = tl.zeros((RANK, WIDTH // 2), tl.float32)
-    odd = tl.zeros((RANK, WIDTH // 2), tl.float32)
-    j = tl.arange(0, RANK)[:, None]
-    k = tl.arange(0, STEP)
-    of = left + (column + j).to(tl.int64) * left_stride + (begin + k[None, :])
-    at = pairs + (begin + k[:, None]).to(tl.int64) * pairs_stride + (tl.multiple_of(start // 2, 8) + pair)
-    for first in range(begin, end, STEP):
-        p = _load_left(of, row_scales, j, rank, first + k, end, SCALED)
-        low, high = _bf16_of_pairs(tl.load(at, mask=(first + k[:, None] < end) & inside, other=0))
-        even = tl.dot(p, low.to(DOT), even)
-        odd = tl.dot(p, high.to(DOT), odd)
-        of += STEP
-        at += STEP * pairs_stride
-    w = start + tl.arange(0, WIDTH)[None, :]
-    to = parts + (split * RANK + j).to(tl.int64) * width + w
-    tl.store(to, tl.interleave(even, odd) * _UNLIFT, mask=(j < rank) & (w < end_column))
+    """`_project` of whole rows, whose sums are at hand when the columns are written."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, RANKS)
+    total = tl.zeros((ROWS, RANKS), tl.float32)
+    for number in range(count):
+        start = tl.multiple_of(tl.load(segments + number * 4), 16)
+        extent = tl.multiple_of(tl.load(segments + number * 4 + 1), 16)
+        own = j - tl.load(segments + number * 4 + 2)  # the rank within its adapter
+        mine = (own >= 0) & (own < tl.load(segments + number * 4 + 3))
+        at = payload + m[:, None].to(tl.int64) * payload_stride + start
+        of = projecting + own[:, None].to(tl.int64) * projecting_stride + start
+        for first in range(0, extent, STEP):
+            k = first + tl.arange(0, STEP)
+            x = tl.load(at + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < extent), other=0.0)
+            f = tl.load(of + k[None, :], mask=mine[:, None] & (k[None, :] < extent), other=0.0)
+            if INTERPRETED:
+                total = tl.dot(x.to(tl.float32), tl.trans(f.to(tl.float32)), total)
+            else:
+                total = tl.dot(x, tl.trans(f), total)
+    _write_columns(
+        total, m, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+        factor, input_scales, down, up, left_stride, QUANTISED, BACK, LIFTED, RANKS, CHUNK,
+    )  # fmt: skip
 
 
-@triton.jit
-def _gather(
-    parts, splits, divisors, blocks, out, out_row, out_column, width,
-    SCALED: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """out[j, w] (by its strides) = the sum of the parts, over the divisor of w."""
-    block = blocks + tl.program_id(0) * 4
-    end_column = tl.multiple_of(tl.load(block + 1), 16)
-    rank = tl.load(block + 3)
-    w = tl.multiple_of(tl.load(block), 16) + tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    j = tl.arange(0, RANK)
-    live = (j[:, None] < rank) & (w[None, :] < end_column)
-    total = tl.zeros((RANK, WIDTH), tl.float32)
-    for split in range(splits):
-        total += tl.load(parts + (split * RANK + j[:, None]).to(tl.int64) * width + w[None, :], mask=live, other=0.0)
-    if SCALED:
-        total /= tl.load(divisors + w, mask=w < end_column, other=1.0)[None, :]
-    tl.store(out + j[:, None] * out_row + w[None, :] * out_column, total.to(out.dtype.element_ty), mask=live)
-
-
-def _ranks(rank: int) -> int:
-    return max(16, block_of(rank))  # what the tensor cores take at least
+def at_least_16(rank: int) -> int:
+    """A power of two, and what the tensor cores take at least."""
+    return max(16, block_of(rank))
 
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv}
@@ -357,67 +291,73 @@ def tiles(width: int, height: int) -> int:
 
 def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
     splits, rows, ranks = out.shape
-    at_once = min(_PROJECT_RANKS, _ranks(rank))
+    at_once = min(_PROJECT_RANKS, at_least_16(rank))
     blocks = ceil_div(rank, at_once)
-    _, shared_memory = processors(payload.device)
-    stages = max(2, min(_PROJECT_STAGES, shared_memory // ((PROJECT_ROWS + at_once) * _PROJECT_BYTES)))
     launch(
         _project, (ceil_div(rows, PROJECT_ROWS), splits, segments.shape[0] * blocks),
         payload, payload.stride(0), factor, factor.stride(0), segments, out, rows, ranks, splits,
         RANK=at_once, BLOCKS=blocks, ROWS=PROJECT_ROWS, STEP=_PROJECT_BYTES // payload.element_size(),
-        num_warps=4, num_stages=stages,
+        num_warps=4, num_stages=_project_stages(payload, at_once),
     )  # fmt: skip
 
 
-def place(
-    raw: Tensor, own_units: Tensor, other_units: Tensor, payload: Tensor, width: int, scales: Tensor | None,
-    middle: Tensor,
-) -> None:  # fmt: skip
-    _launch_place(raw, own_units, other_units, payload, width, scales, middle, 1.0, None, None, None)
+def _project_stages(payload: Tensor, at_once: int) -> int:
+    _, shared_memory = processors(payload.device)
+    return max(2, min(_PROJECT_STAGES, shared_memory // ((PROJECT_ROWS + at_once) * _PROJECT_BYTES)))
 
 
-def place_back(
-    raw: Tensor, own_units: Tensor, other_units: Tensor, payload: Tensor, width: int, scales: Tensor | None,
-    factor: float, middle: Tensor, input_scales: Tensor | None, down: Tensor, up: Tensor,
-) -> None:  # fmt: skip
-    _launch_place(raw, own_units, other_units, payload, width, scales, middle, factor, input_scales, down, up)
+class Back(NamedTuple):
+    """What the way back has besides."""
+
+    factor: float
+    input_scales: Tensor | None
+    down: Tensor
+    up: Tensor
 
 
-def _launch_place(
-    raw: Tensor, own_units: Tensor, other_units: Tensor, payload: Tensor, width: int, scales: Tensor | None,
-    middle: Tensor, factor: float, input_scales: Tensor | None, down: Tensor | None, up: Tensor | None,
-) -> None:  # fmt: skip
+class Target(NamedTuple):
+    """Where columns are written, and by which measures."""
+
+    own_units: Tensor
+    other_units: Tensor
+    payload: Tensor
+    width: int
+    scales: Tensor | None
+    middle: Tensor
+    back: Back | None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """From `own_units` on, as the kernels name them."""
+        payload, back = self.payload, self.back
+        sides: tuple[Any, ...] = (1.0, None, None, None, 0) if back is None else (*back, back.down.stride(0))
+        return (
+            self.own_units, self.other_units, payload, payload.stride(0), self.scales, self.middle, payload.shape[0],
+            self.width, payload.shape[1] - self.width, *sides,
+        )  # fmt: skip
+
+    def constants(self) -> dict[str, bool]:
+        lifted = self.back is not None and self.back.input_scales is not None
+        return {"QUANTISED": self.scales is not None, "BACK": self.back is not None, "LIFTED": lifted}
+
+
+def place(raw: Tensor, target: Target) -> None:
     splits, rows, ranks = raw.shape
     launch(
-        _place, (ceil_div(rows, _PLACE_ROWS),),
-        raw, splits, ranks, own_units, other_units, payload, payload.stride(0), scales, middle, rows, width,
-        payload.shape[1] - width, factor, input_scales, down, up, 0 if down is None else down.stride(0),
-        QUANTISED=scales is not None, BACK=down is not None, LIFTED=input_scales is not None,
-        RANKS=_ranks(ranks), ROWS=_PLACE_ROWS, CHUNK=_PLACE_CHUNK,
+        _place, (ceil_div(rows, _PLACE_ROWS),), raw, splits, ranks, *target.arguments(),
+        **target.constants(), RANKS=at_least_16(ranks), ROWS=_PLACE_ROWS, CHUNK=_PLACE_CHUNK,
     )  # fmt: skip
 
 
-def gradient(
-    left: Tensor, row_scales: Tensor | None, payload: Tensor, blocks: Tensor, rank: int, divisors: Tensor | None,
-    out: Tensor,
-) -> None:  # fmt: skip
-    rows, width, count, padded = payload.shape[0], out.shape[1], blocks.shape[0], _ranks(rank)
-    by_pairs = payload.dtype == torch.float8_e4m3fn
-    # fewer columns where the sums would not fit into the registers
-    columns = max(32, min(BLOCK if by_pairs else _GRADIENT_WIDTH, _GRADIENT_SUMS // padded))
-    pieces = BLOCK // columns
-    splits = max(1, min(_GRADIENT_SPLITS, _GRADIENT_PROGRAMS // (count * pieces), rows // 256))
-    share = ceil_div(ceil_div(rows, splits), _GRADIENT_STEP) * _GRADIENT_STEP
-    parts = torch.empty(splits, padded, width, dtype=torch.float32, device=out.device)
-    read = payload.view(torch.uint16) if by_pairs else payload
+def projects_and_places(ranks: int) -> bool:
+    """Whether `project_and_place` can: all columns of a row at once."""
+    return at_least_16(ranks) <= _PROJECT_RANKS
+
+
+def project_and_place(factor: Tensor, segments: Tensor, ranks: int, target: Target) -> None:
+    payload, padded = target.payload, at_least_16(ranks)
     launch(
-        _gradient_of_pairs if by_pairs else _gradient, (count * pieces, splits),
-        left, left.stride(0), row_scales, read, read.stride(0), blocks, parts, rows, width, share,
-        SCALED=row_scales is not None, RANK=padded, WIDTH=columns, STEP=_GRADIENT_STEP, PIECES=pieces,
-        num_warps=4, num_stages=3 if padded > 64 else 4,
-    )  # fmt: skip
-    launch(
-        _gather, (count, BLOCK // _GATHER_WIDTH),
-        parts, splits, divisors, blocks, out, out.stride(0), out.stride(1), width,
-        SCALED=divisors is not None, RANK=padded, WIDTH=_GATHER_WIDTH,
+        _project_and_place, (ceil_div(payload.shape[0], PROJECT_ROWS),),
+        factor, factor.stride(0), segments, segments.shape[0], ranks, *target.arguments(),
+        **target.constants(), RANKS=padded, ROWS=PROJECT_ROWS, STEP=_PROJECT_BYTES // payload.element_size(),
+        CHUNK=_PLACE_CHUNK, num_warps=4, num_stages=_project_stages(payload, padded),
     )  # fmt: skip

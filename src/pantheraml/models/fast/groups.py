@@ -32,13 +32,13 @@ from pantheraml.kernels.lora_columns import (
     AdapterPlaces,
     AdapterTable,
     Left,
-    adapter_gradient,
+    Projection,
+    Side,
+    adapter_gradients,
+    add_columns,
+    add_columns_back,
     blocks_of,
-    place_columns,
-    place_columns_back,
-    project,
     segments_of,
-    splits_for,
 )
 from pantheraml.kernels.nf4 import BLOCK
 from pantheraml.kernels.quantise_rows import copy_rows, quantise_rows
@@ -159,7 +159,9 @@ class ProjectionGroup:
         self._unit_down, self._unit_up = torch.zeros(2, max(1, self.room), dtype=torch.float32, device=device)
         whole = [(0, self.width, 0, ranks)] if ranks else []
         pieces = [(m.start, m.stop - m.start, m.column, m.rank) for m in self.members if m.rank]
-        self._segments = segments_of(whole, device), segments_of(pieces, device)
+        units = self._unit_down, self._unit_up
+        self._forth = Projection(self._storage.down, segments_of(whole, device), ranks, units)
+        self._back = Projection(self._up, segments_of(pieces, device), ranks, units[::-1])
         self._blocks = blocks_of(whole, device), blocks_of(pieces, device)
         self._divisors: Tensor | None = None
         self._input_scales = None
@@ -250,8 +252,7 @@ class ProjectionGroup:
         """x A' [rows, ranks]. Completes `x`."""
         if not self.ranks:
             return torch.empty(x.payload.shape[0], 0, dtype=self.dtype, device=self.device)
-        raw, width = self._project(x, self._storage.down, self._segments[0])
-        return place_columns(raw, (self._unit_down, self._unit_up), x.payload, width, x.scales, self.dtype)
+        return add_columns(x.payload, self.width, x.scales, self._forth, self.dtype)
 
     def forward(self, x: Operand) -> tuple[Tensor, Tensor]:
         """The output [rows, height], and x A' [rows, ranks] for `backward`."""
@@ -278,9 +279,8 @@ class ProjectionGroup:
         `input_scales` are those of the rows that the way forward began with, if they are known."""
         sides = None
         if self.ranks:
-            raw, width = self._project(g, self._up, self._segments[1])
-            units, factor = (self._unit_up, self._unit_down), self.shared_scale or 1.0
-            sides = place_columns_back(raw, units, g.payload, width, g.scales, factor, middle, input_scales)
+            factor = self.shared_scale or 1.0
+            sides = add_columns_back(g.payload, self.height, g.scales, self._back, factor, middle, input_scales)
         return (self._input_gradient(g) if wants_input else None), sides
 
     def parameter_gradients(self, g: Operand, x: Operand, sides: tuple[Left, Left] | None) -> list[Tensor]:
@@ -290,22 +290,17 @@ class ProjectionGroup:
         down, up = sides
         dtype, device = self._parameters[0].dtype, self.device
         d_down = torch.empty(self.ranks, self.width, dtype=dtype, device=device)
-        adapter_gradient(down, x.scales, x.payload, self._blocks[0], self.ranks, None, d_down)
         d_up = torch.empty(self.height, self._rank, dtype=dtype, device=device)
-        adapter_gradient(up, g.scales, g.payload, self._blocks[1], self._rank, self._divisors, d_up.T)
+        adapter_gradients(
+            Side(down, x.scales, x.payload, self._blocks[0], self.ranks, None, d_down),
+            Side(up, g.scales, g.payload, self._blocks[1], self._rank, self._divisors, d_up.T),
+        )
         gradients: list[Tensor] = []
         for m in self.members:
             if m.rank:
                 own_up = d_up[m.start : m.stop, : m.rank]
                 gradients += [d_down[m.column : m.column + m.rank], own_up.contiguous()]
         return gradients
-
-    def _project(self, rows: Operand, side: Tensor, segments: Tensor) -> tuple[Tensor, int]:
-        """Of the rows [.., width + room], what their columns will be made of, and their width."""
-        count, width = rows.payload.shape[0], rows.payload.shape[1] - self.room
-        raw = torch.empty(splits_for(count, width), count, self.ranks, dtype=torch.float32, device=side.device)
-        project(rows.payload, side, segments, side.shape[0], raw)
-        return raw, width
 
     def _input_gradient(self, g: Operand) -> Tensor:
         matrix = self._storage.backward_matrix()
