@@ -106,10 +106,20 @@ def rms_norm(layer: Layer) -> Op:
     """Residual sum, norm and quantisation: what stands before a layer's products."""
     from pantheraml.kernels.quantise_rows import reference_quantise_rows
     from pantheraml.kernels.rms_norm import reference_rms_norm
-    from pantheraml.kernels.rms_norm import rms_norm as ours
+    from pantheraml.kernels.rms_norm import rms_norm as kernel
 
     def plain(t: Inputs) -> Any:
-        return reference_rms_norm(t["x"] + t["delta"], t["weight"], 1e-5)[0]
+        total = t["x"] + t["delta"]
+        normal, inverse = reference_rms_norm(total, t["weight"], 1e-5)
+        return normal, None, total, inverse
+
+    def reference(t: Inputs) -> Any:
+        normal, _, total, inverse = plain(t)
+        return *reference_quantise_rows(normal), total, inverse
+
+    def ours(t: Inputs) -> Any:
+        normed = kernel(t["x"], t["weight"], 1e-5, delta=t["delta"])
+        return normed.payload, normed.scales, normed.total, normed.inverse
 
     return Op(
         inputs={
@@ -117,10 +127,10 @@ def rms_norm(layer: Layer) -> Op:
             "delta": layer.normal(layer.tokens, layer.width),
             "weight": 1 + 0.1 * layer.normal(layer.width),
         },
-        ours=lambda t: ours(t["x"], t["weight"], 1e-5, delta=t["delta"]),
-        reference=lambda t: reference_quantise_rows(plain(t)),
+        ours=ours,
+        reference=reference,
         exact=plain,
-        read=either,
+        read=lambda out: (*(either(out[:2]) if out[1] is not None else out[:1]), *out[2:]),
     )
 
 

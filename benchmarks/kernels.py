@@ -19,6 +19,7 @@ from typing import Any
 
 from kernel_op import Implementation, Inputs, Layer, Op
 from kernel_ops import OPS
+from recorded_calls import recorded
 from table import Column, Table
 
 NEEDS_GPU = True
@@ -110,11 +111,12 @@ def measure(implementation: Implementation, op: Op, exact: list[Any], repeats: i
         torch.cuda.reset_peak_memory_stats()
         call(implementation, op.inputs)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    several = recorded(implementation, op) if cuda else None
+    several = functools.partial(calls, implementation, op)
+    graph = recorded(several)
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        (several or functools.partial(calls, implementation, op))()
+        (graph or several)()
         if cuda:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) / CALLS_A_REPEAT)
@@ -122,29 +124,13 @@ def measure(implementation: Implementation, op: Op, exact: list[Any], repeats: i
         "milliseconds": 1000 * statistics.median(times),
         "peak_gib": peak,
         "relative_error": error,
-        "recorded": several is not None,
+        "recorded": graph is not None,
     }
 
 
 def calls(implementation: Implementation, op: Op) -> None:
     for _ in range(CALLS_A_REPEAT):
         call(implementation, op.inputs)
-
-
-def recorded(implementation: Implementation, op: Op) -> Callable[[], None] | None:
-    """The calls as a CUDA graph, so that starting kernels from Python is not what is measured. None: an implementation
-    that asks the GPU for something on its way."""
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            calls(implementation, op)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
-    graph.replay()
-    return graph.replay
 
 
 def relative_error(found: Any, exact: Any) -> float:

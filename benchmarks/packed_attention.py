@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from recorded_calls import recorded
 from table import Column, Table
 
 TABLE = Table(
     title="Attention",
-    how="One layer's attention, forward and backward, heads of Llama-3.1-8B in bf16; median of the repeats.",
+    how="One layer's attention, forward and backward, heads of Llama-3.1-8B in bf16; median of the repeats, in a CUDA"
+    " graph where that is possible (up to commit `3fa1d81` started from Python, which takes FlashAttention 4 longer"
+    " than the others).",
     columns=(
         Column("rows", "parameters.rows"),
         Column("sequence", "parameters.width"),
@@ -183,13 +186,19 @@ def _measure(attend: Attend, tensors: tuple[Any, Any, Any], repeats: int) -> dic
 
 
 def _seconds(call: Callable[[], None], repeats: int) -> float:
-    """Of one call; each repeat times several, so that starting them is not what is measured."""
+    """Of one call; each repeat times several, in a CUDA graph where that is possible."""
+
+    def calls() -> None:
+        for _ in range(CALLS_A_REPEAT):
+            call()
+
+    calls()
+    several = recorded(calls) or calls
     times = []
     for _ in range(repeats + 2):
         _synchronize()
         begin = time.perf_counter()
-        for _ in range(CALLS_A_REPEAT):
-            call()
+        several()
         _synchronize()
         times.append((time.perf_counter() - begin) / CALLS_A_REPEAT)
     return statistics.median(times[2:])

@@ -21,6 +21,8 @@ KERNELS = "kernels"
 SUITE = "h200"
 
 Record = Mapping[str, Any]
+Times = dict[str, dict[str, float | None]]
+"""Milliseconds of each op in each implementation."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ TRICKS = (
         "One copy of each weight, or two",
         "The tensor cores read a weight along its inputs on the way forward and along its outputs on the way back."
         " Where memory is short, only the first layout is kept, and the backward pass transposes the bytes just before"
-        " the product. Else MLPs, which have most of the weights, keep both, for one more byte each; the numbers are"
-        " the same bit for bit. Scales"
+        " the product. Else MLPs, which have most of the weights, keep both, for one more byte each, up to three"
+        " quarters of what all weights take: then those of the last layers keep one. The numbers are the same bit for"
+        " bit. Scales"
         " that differ from row to row lie along the inner dimension on the way back, so they go into the gradient"
         " before it is quantised. One scale for all spares the kernels that, and is preferred. (`train.fp8_layouts`)",
         ops=("fp8_transposition",),
@@ -145,7 +148,7 @@ TRICKS = (
         "loss",
         "No full logits",
         "The loss is computed chunk by chunk from the hidden states of those tokens that have a target, and its"
-        " gradient with it: 256 MiB of logits at a time, or 2 GiB where the head itself is trained, because after each"
+        " gradient with it: 128 MiB of logits at a time, or 2 GiB where the head itself is trained, because after each"
         " chunk the whole sum of its gradient is read and written. A kernel turns the logits of a token into its loss"
         " and their gradient in two passes over them, of which the second finds them in the cache.",
         ops=("linear_cross_entropy, frozen head", "linear_cross_entropy, trained head"),
@@ -236,16 +239,18 @@ TRICKS = (
 
 
 def page(records: Sequence[Record]) -> str:
-    """The whole page; of several ablation files, the newest row of each trick counts."""
+    """The whole page; of several files, the newest row of each trick and of each kernel counts."""
     rows: dict[str, tuple[Mapping[str, Any], Record]] = {}
     for record in sorted((r for r in records if r["benchmark"] == ABLATION), key=lambda record: str(record["date"])):
         rows |= {row["trick"]: (row, record) for row in record["results"]}
     unknown = rows.keys() - {trick.name for trick in TRICKS}
     if unknown:
         raise ValueError(f"measured, but not described in {__name__}.TRICKS: {', '.join(sorted(unknown))}")
-    kernels = sorted((r for r in records if r["benchmark"] == KERNELS), key=lambda record: str(record["date"]))
-    newest = kernels[-1] if kernels else None
-    sections = (_section(trick, rows.get(trick.name), newest, _newest(records, trick.benchmark)) for trick in TRICKS)
+    times: Times = {}
+    for record in sorted((r for r in records if r["benchmark"] == KERNELS), key=lambda record: str(record["date"])):
+        for row in record["results"]:
+            times.setdefault(row["op"], {})[row["implementation"]] = row.get("milliseconds")
+    sections = (_section(trick, rows.get(trick.name), times, _newest(records, trick.benchmark)) for trick in TRICKS)
     parts = [INTRODUCTION, _whole(records), *sections]
     return "\n".join(part for part in parts if part)
 
@@ -271,11 +276,9 @@ def _newest(records: Sequence[Record], benchmark: str | None) -> Record | None:
     )
 
 
-def _section(
-    trick: Trick, found: tuple[Mapping[str, Any], Record] | None, kernels: Record | None, own: Record | None
-) -> str:
+def _section(trick: Trick, found: tuple[Mapping[str, Any], Record] | None, kernels: Times, own: Record | None) -> str:
     shares = [_share(*found)] if found else []
-    times = _times(trick.ops, kernels) if kernels is not None else []
+    times = _times(trick.ops, kernels)
     if own is not None:
         table = importlib.import_module(own["benchmark"]).TABLE
         shares.append(f"{table.how} ({_where(own)}, {own['date'][:10]})")
@@ -289,14 +292,14 @@ def _section(
     return "\n".join([f"## {trick.title}", "", text, "", *(lines or ["Not measured yet."]), ""])
 
 
-def _times(ops: Sequence[str], kernels: Record) -> list[str]:
+def _times(ops: Sequence[str], kernels: Times) -> list[str]:
     """A table of what the kernels of a trick take, beside torch's own ways to the same."""
     ways = ("ours", "torch, compiled", "torch, eager")
     lines = []
     for op in ops:
-        found = {row["implementation"]: row.get("milliseconds") for row in kernels["results"] if row["op"] == op}
+        found = kernels.get(op, {})
         if found.get("ours") is not None:
-            lines.append([op, *(f"{found[way]:.2f} ms" if found.get(way) is not None else "" for way in ways)])
+            lines.append([op, *("" if (time := found.get(way)) is None else f"{time:.3g} ms" for way in ways)])
     return markdown_table(["kernel", *ways], lines) if lines else []
 
 

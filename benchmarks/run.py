@@ -40,6 +40,7 @@ NOT_BENCHMARKS = {
         "kernel_ops_trained",
         "line_chart",
         "performance_page",
+        "recorded_calls",
         "run",
         "stability_page",
         "suite",

@@ -157,27 +157,59 @@ def counting(collate: Callable[..., Any], tokens: list[int]) -> Callable[..., An
     return counted
 
 
+class Clock:
+    """When steps end, on the GPU where there is one.
+
+    A clock that waited for the GPU at every step would then have it wait for the host, which it need not where a
+    trainer has queued the next step in time. Only the first end is waited for."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+        self.first = 0.0
+        """The time of day when the first step had ended."""
+
+    def mark(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+            if len(self._marks) == 2:
+                event.synchronize()
+        else:
+            self._marks.append(time.time())
+        if len(self._marks) == 2:
+            self.first = time.time()
+
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        pairs = list(zip(self._marks, self._marks[1:], strict=False))
+        if pairs and not isinstance(pairs[0][0], float):
+            self._marks[-1].synchronize()
+            return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
+        return [end - begin for begin, end in pairs]
+
+
 def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
     """`began`: when it would have been started, had it not waited."""
     import torch
     from transformers import TrainerCallback
 
     case = job["case"]
-    synchronize: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    ends: list[float] = []
+    clock = Clock()
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Steps(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.time())
+            clock.mark()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronize()
-            ends.append(time.time())
+            clock.mark()
 
     torch.manual_seed(0)
     load = load_fast if case["system"] in FAST else load_plain
     model, tokenizer = load(case, job["model"])
-    run = trainer(case, model, tokenizer, data, Clock(), job["output"])
+    run = trainer(case, model, tokenizer, data, Steps(), job["output"])
     tokens: list[int] = []
     # On the instance: a collator of another class would change what the trainer does.
     run.data_collator.torch_call = counting(run.data_collator.torch_call, tokens)
@@ -186,14 +218,14 @@ def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
     run.train()
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     # batches are collated ahead of their step, in order: the counts have at least as many entries as there are steps
-    speeds = [count / (end - begin) for count, begin, end in zip(tokens, ends, ends[1:], strict=False)]
+    speeds = [count / seconds for count, seconds in zip(tokens, clock.seconds(), strict=False)]
     fill = statistics.mean(tokens) / (case["batch"] * case["seq"])
     return {
         # A trainer may turn packing off, with no more than a line in its log: then the row must say what it measured.
         "reason": f"not packed: batches are {fill:.0%} full" if fill < LEAST_FILL else None,
         "tokens_per_second": statistics.median(speeds[WARM_UP_STEPS:]),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
-        "seconds_to_first_step": ends[1] - began,
+        "seconds_to_first_step": clock.first - began,
         "loss_first": losses[0],
         "loss_last": losses[-1],
     }

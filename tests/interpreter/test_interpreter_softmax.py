@@ -142,3 +142,5 @@ def test_a_gradient_is_scaled_in_float32(shape: tuple[int, ...], dtype: torch.dt
     gradient, factor = torch.randn(shape).to(dtype), torch.tensor(0.3)
     for given in (gradient, gradient.T):
         assert torch.equal(head.scaled(given, factor, torch.float32), given.float() * factor)
+        by_row = torch.randn(given.shape[0], 1)
+        assert torch.equal(head.scaled(given, by_row, torch.float32), given.float() * by_row)

@@ -9,7 +9,7 @@ from there. Nothing else changes: it is a tensor on its device, with its gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def read_ahead(tensor: Tensor) -> Tensor:
 
 
 def _sent_ahead(result: Any) -> Any:
-    if not isinstance(result, Tensor) or not result.requires_grad:
+    if type(result) not in (Tensor, ReadAhead) or not result.requires_grad:  # not of a parameter that took it in
         return result
     return _known(result, copy_ahead(result)) if result.ndim == 0 else _marked(result)
 
@@ -91,5 +91,6 @@ def _known(result: Tensor, read: Callable[[], Tensor]) -> Tensor:
 
 
 def _marked(result: Tensor) -> ReadAhead:
-    # What changes a tensor in place returns it, and then it stays the same object.
-    return result if isinstance(result, ReadAhead) else result.as_subclass(ReadAhead)
+    """The same tensor: `as_subclass` would make another, which autograd would have to pass through on its way back."""
+    result.__class__ = ReadAhead
+    return cast(ReadAhead, result)

@@ -135,3 +135,23 @@ def test_a_copy_is_of_the_moment() -> None:
     read = copy_ahead(tensor)
     tensor.zero_()
     assert read().tolist() == [1.0, 1.0]
+
+
+def test_autograd_meets_no_more_than_with_a_plain_loss() -> None:
+    def names(tensor: Tensor) -> list[str]:
+        node, found = tensor.grad_fn, []
+        while node is not None:
+            found.append(type(node).__name__)
+            node = node.next_functions[0][0] if node.next_functions else None
+        return found
+
+    x = torch.randn(4, requires_grad=True)
+    assert names(-read_ahead(x * 2).sum() / 3) == names(-(x * 2).sum() / 3)
+
+
+def test_a_parameter_that_takes_it_in_stays_one() -> None:
+    loss, parameter = read_ahead(torch.ones(2, requires_grad=True).sum()), torch.nn.Parameter(torch.zeros(()))
+    with torch.no_grad():
+        assert parameter.copy_(loss) is parameter
+    assert type(parameter) is torch.nn.Parameter
+    assert parameter.item() == 2

@@ -122,14 +122,18 @@ def softmax(
 
 
 @triton.jit
-def _scale(x, factor, out, count, BLOCK: tl.constexpr):
+def _scale(x, factors, out, count, width, BY_ROW: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32) * tl.load(factor)
+    factor = tl.load(factors + at // width, mask=at < count, other=0.0) if BY_ROW else tl.load(factors)
+    values = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32) * factor
     tl.store(out + at, values.to(out.dtype.element_ty), mask=at < count)
 
 
-def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """`x`, whose values lie end to end, times one float32 number on the GPU."""
+def scale(x: Tensor, factors: Tensor, out: Tensor) -> None:
+    """`x`, whose values lie end to end, times one float32 number on the GPU, or one for each row."""
     count = x.numel()
     if count:
-        launch(_scale, (ceil_div(count, _SCALED_AT_ONCE),), x, factor, out, count, BLOCK=_SCALED_AT_ONCE)
+        launch(
+            _scale, (ceil_div(count, _SCALED_AT_ONCE),), x, factors, out, count, x.shape[-1],
+            BY_ROW=factors.numel() > 1, BLOCK=_SCALED_AT_ONCE,
+        )  # fmt: skip

@@ -17,12 +17,12 @@ from pantheraml.kernels.lora_columns import reference
 from pantheraml.kernels.lora_columns.sides import Side
 from pantheraml.kernels.lora_columns.spans import BLOCK
 from pantheraml.kernels.lora_columns.triton_kernel import at_least_16
-from pantheraml.kernels.triton_support import DOT, INTERPRETED, ceil_div, launch
+from pantheraml.kernels.triton_support import DOT, INTERPRETED, ceil_div, launch, processors
 
 _LIFT = tl.constexpr(reference.LIFT)
 _UNLIFT = tl.constexpr(2.0**120 / reference.LIFT)
 _WIDTH, _SUMS, _STEP, _GATHER_WIDTH = 128, 16384, 64, 32
-_SPLITS, _PROGRAMS = 8, 264
+_SPLITS, _PROGRAMS, _STAGES = 8, 264, 4
 
 
 @triton.jit
@@ -241,6 +241,17 @@ def _plan(side: Side) -> _Plan:
     return _Plan(side, parts, columns, pieces, share)
 
 
+def _stages(plans: tuple[_Plan, _Plan]) -> int:
+    """As many as fit into shared memory, where the two sides lie one after the other."""
+    _, shared_memory = processors(plans[0].side.payload.device)
+    stage = sum(
+        _STEP
+        * (plan.parts.shape[1] * plan.side.left.rows.element_size() + plan.columns * plan.side.payload.element_size())
+        for plan in plans
+    )
+    return max(2, min(_STAGES, shared_memory // stage))
+
+
 def gradients(first: Side, second: Side) -> None:
     a, b = plans = _plan(first), _plan(second)
     programs = [plan.all_pieces * plan.parts.shape[0] for plan in plans]
@@ -250,7 +261,7 @@ def gradients(first: Side, second: Side) -> None:
         SCALED=scaled, RANK=rank, WIDTH=width, PIECES=pieces,
         SCALED_2=scaled_2, RANK_2=rank_2, WIDTH_2=width_2, PIECES_2=pieces_2,
         STEP=_STEP, PAIRS=first.payload.dtype == torch.float8_e4m3fn,
-        num_warps=4, num_stages=3 if max(rank, rank_2) > 64 else 4,
+        num_warps=4, num_stages=_stages(plans),
     )  # fmt: skip
     programs = [plan.side.blocks.shape[0] * (BLOCK // _GATHER_WIDTH) for plan in plans]
     launch(

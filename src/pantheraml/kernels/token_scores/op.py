@@ -22,6 +22,7 @@ from pantheraml.kernels.linear_cross_entropy.head import (
     apply_head,
     open_pass,
     put_back,
+    scaled,
     taken,
 )
 
@@ -80,8 +81,7 @@ class _TokenScores(torch.autograd.Function):
         by_token = -taken(grads[0], kept)
         d_hidden = None
         if d_rows is not None:
-            d_hidden = torch.mul(d_rows, by_token[:, None], out=torch.empty_like(d_rows))
-            d_hidden = put_back(d_hidden, kept, grads[0].shape[0])
+            d_hidden = put_back(scaled(d_rows, by_token[:, None], d_rows.dtype), kept, grads[0].shape[0])
         if d_weight is not None or d_bias is not None:
             d_weight, d_bias = _head_gradient(ctx, by_token)
         return d_hidden, d_weight, d_bias, None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -38,7 +38,9 @@ from pantheraml.models.fast.operand import Group
 from pantheraml.models.fast.recorded import LayerGraphs
 from pantheraml.models.fast.together import Body, LayersTogether
 from pantheraml.models.fast.trained import TrainedGroup, is_trained, weight_of, why_not_trained
+from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.planner.layouts import layers_with_two
 from pantheraml.specs.plan import Layouts
 
 logger = log.get(__name__)
@@ -79,8 +81,10 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     `layouts`: of weights in e4m3, see `storage`."""
     report = FusionReport()
     fused: list[Any] = []
-    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        reason = _fuse_layer(layer, layouts)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    twice = _layers_with_two(layers) if layouts == 2 else 0
+    for number, layer in enumerate(layers):
+        reason = _fuse_layer(layer, 2 if number < twice else 1)
         if reason is None:
             fused.append(layer)
         else:
@@ -96,6 +100,16 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     for reason, count in report.reasons.items():
         logger.info("%d decoder layers are not fused: %s", count, reason)
     return report
+
+
+def _layers_with_two(layers: Sequence[Any]) -> int:
+    """How many of them, from the first, keep their MLP's weights in two layouts."""
+
+    def size(modules: Iterable[Any]) -> int:
+        packed = (m for module in modules for m in module.modules() if isinstance(m, FP8Linear))
+        return sum(layer.qweight.numel() for layer in packed)
+
+    return layers_with_two(len(layers), size(layers), size(layer.mlp for layer in layers if hasattr(layer, "mlp")))
 
 
 def _fuse_layer(layer: Any, layouts: Layouts) -> str | None:
