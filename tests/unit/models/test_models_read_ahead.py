@@ -155,3 +155,16 @@ def test_a_parameter_that_takes_it_in_stays_one() -> None:
         assert parameter.copy_(loss) is parameter
     assert type(parameter) is torch.nn.Parameter
     assert parameter.item() == 2
+
+
+def test_what_a_power_of_two_scales_is_known_without_asking_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, _ = loss_of([1.0, 3.0])
+    sent: list[Tensor] = []
+    monkeypatch.setattr(
+        "pantheraml.models.read_ahead.copy_ahead", lambda tensor: sent.append(tensor) or copy_ahead(tensor)
+    )
+    scaled = [loss * 1, 1 * loss, loss / 1, loss * 0.5, loss / 4, loss.mul(2), torch.div(loss, 2)]
+    assert not sent
+    assert [each.item() for each in scaled] == [-2.0, -2.0, -2.0, -1.0, -0.5, -4.0, -1.0]
+    assert [(loss / 3).item(), (loss * -1).item(), (1 / loss).item()] == [pytest.approx(-2 / 3), 2.0, -0.5]
+    assert len(sent) == 3
