@@ -43,7 +43,7 @@ def linear_cross_entropy(layer: Layer, *, trained_head: bool) -> Op:
             "weight": (0.02 * layer.normal(layer.vocabulary, layer.width)).requires_grad_(trained_head),
             "targets": layer.targets(),
         },
-        ours=lambda t: ours(t["hidden"], t["weight"], t["targets"]),
+        ours=lambda t: ours(t["hidden"], t["weight"], t["targets"], target_count=layer.tokens),
         reference=lambda t: reference(t["hidden"], t["weight"], t["targets"]),
         others={"torch": torch_own, "Liger": liger, "cut-cross-entropy": cut_cross_entropy},
     )
@@ -63,7 +63,7 @@ def fp8_linear_cross_entropy(layer: Layer) -> Op:
             "weight": weight,
             "targets": layer.targets(),
         },
-        ours=lambda t: ours(t["hidden"], head.qweight, head.scale[0], t["targets"]),
+        ours=lambda t: ours(t["hidden"], head.qweight, head.scale[0], t["targets"], target_count=layer.tokens),
         reference=lambda t: reference(t["hidden"], t["weight"], t["targets"]),
     )
 
@@ -326,38 +326,40 @@ def fp8_transposition(layer: Layer) -> Op:
     )
 
 
-def lora_project(layer: Layer) -> Op:
-    """Rows of gate and up times both adapters' A."""
+def lora_columns(layer: Layer) -> Op:
+    """Rows of gate and up times both adapters' A, written behind them."""
     import torch
 
-    from pantheraml.kernels.lora_columns import project, segments_of, splits_for
-    from pantheraml.kernels.lora_columns.reference import reference_project
+    from pantheraml.kernels.lora_columns import Projection, add_columns, segments_of
+    from pantheraml.kernels.lora_columns.reference import reference_place, reference_project
 
-    ranks, splits = 2 * layer.rank, splits_for(layer.tokens, layer.width)
-    segments = segments_of([(0, layer.width, 0, ranks)], torch.device(layer.device))
+    ranks, room, device = 2 * layer.rank, 128, torch.device(layer.device)
+    segments = segments_of([(0, layer.width, 0, ranks)], device)
+    units = torch.ones(room, device=device), torch.full((room,), 1e-3, device=device)
+    payload, scales = quantised(layer.normal(layer.tokens, layer.width))
+    rows = torch.zeros(layer.tokens, layer.width + room, device=device).to(payload.dtype)
+    rows[:, : layer.width] = payload
 
     def ours(t: Inputs) -> Any:
-        out = torch.empty(splits, layer.tokens, ranks, device=layer.device)
-        project(t["payload"], t["factor"], segments, ranks, out)
-        return out
+        projection = Projection(t["factor"], segments, ranks, units)
+        return add_columns(t["rows"], layer.width, t["scales"], projection, torch.float32)
 
     def reference(t: Inputs) -> Any:
-        out = torch.empty(1, layer.tokens, ranks, device=layer.device)
-        reference_project(t["payload"], t["factor"], segments, out)
-        return out
+        raw = torch.empty(1, layer.tokens, ranks, device=device)
+        middle = torch.empty(layer.tokens, ranks, device=device)
+        reference_project(t["rows"], t["factor"], segments, raw)
+        reference_place(raw, *units, t["rows"], layer.width, t["scales"], middle)
+        return middle
 
     return Op(
-        inputs={
-            "payload": quantised(layer.normal(layer.tokens, layer.width))[0],
-            "factor": quantised(layer.normal(ranks, layer.width))[0],
-        },
+        inputs={"rows": rows, "factor": quantised(layer.normal(ranks, layer.width))[0], "scales": scales},
         ours=ours,
         reference=reference,
-        read=lambda out: (out.sum(0),),
+        exact=lambda t: (t["rows"][:, : layer.width] @ t["factor"].T) * t["scales"][:, None],
     )
 
 
-def lora_gradient(layer: Layer) -> Op:
+def lora_gradients(layer: Layer) -> Op:
     """The gradients of gate's and up's adapters."""
     import torch
 
@@ -402,8 +404,8 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "fp8_product": lambda layer: fp8_product(layer, backward=False),
     "fp8_product, backward": lambda layer: fp8_product(layer, backward=True),
     "fp8_transposition": fp8_transposition,
-    "lora_columns, project": lora_project,
-    "lora_columns, gradient": lora_gradient,
+    "lora_columns": lora_columns,
+    "lora_columns, gradients": lora_gradients,
     "rotary": rotary,
     "rotary, backward": rotary_backward,
     "quantise_rows": quantise_rows,

@@ -20,9 +20,8 @@ from table import Column, Table
 
 TABLE = Table(
     title="Attention",
-    how="One layer's attention, forward and backward, heads of Llama-3.1-8B in bf16; median of the repeats, in a CUDA"
-    " graph where that is possible (up to commit `3fa1d81` started from Python, which takes FlashAttention 4 longer"
-    " than the others).",
+    how="One layer's attention, forward and backward, heads of Llama-3.1-8B in bf16; median of the repeats; recorded:"
+    " in a CUDA graph. Started from Python, FlashAttention 4 takes longer than the others.",
     columns=(
         Column("rows", "parameters.rows"),
         Column("sequence", "parameters.width"),
@@ -31,6 +30,7 @@ TABLE = Table(
         Column("attention", "attention"),
         Column("forward", "forward_seconds", lambda value: "-" if value is None else f"{1000 * value:.3f} ms"),
         Column("with backward", "seconds", lambda value: "-" if value is None else f"{1000 * value:.3f} ms"),
+        Column("recorded", "recorded", lambda value: "yes" if value else "no"),
         Column("peak memory", "peak_bytes", lambda value: "-" if value is None else f"{value / 2**20:.0f} MiB"),
         Column("note", "note", lambda value: value or ""),
     ),
@@ -176,24 +176,25 @@ def _measure(attend: Attend, tensors: tuple[Any, Any, Any], repeats: int) -> dic
         torch.autograd.grad(out, tensors, out.detach())
 
     try:
-        forward_seconds = _seconds(forward, repeats)
-        seconds = _seconds(both, repeats)
+        forward_seconds, _ = _seconds(forward, repeats)
+        seconds, is_recorded = _seconds(both, repeats)
     except (RuntimeError, ImportError) as err:  # a kernel that this torch, this device or this machine does not have
         missing = {"forward_seconds": None, "seconds": None, "peak_bytes": None}
         return missing | {"note": (str(err).strip() or type(err).__name__).splitlines()[0]}
-    times: dict[str, Any] = {"forward_seconds": forward_seconds, "seconds": seconds}
+    times: dict[str, Any] = {"forward_seconds": forward_seconds, "seconds": seconds, "recorded": is_recorded}
     return times | {"peak_bytes": _peak_bytes(both), "note": None}
 
 
-def _seconds(call: Callable[[], None], repeats: int) -> float:
-    """Of one call; each repeat times several, in a CUDA graph where that is possible."""
+def _seconds(call: Callable[[], None], repeats: int) -> tuple[float, bool]:
+    """Of one call, and whether in a CUDA graph; each repeat times several."""
 
     def calls() -> None:
         for _ in range(CALLS_A_REPEAT):
             call()
 
     calls()
-    several = recorded(calls) or calls
+    graph = recorded(calls)
+    several = graph or calls
     times = []
     for _ in range(repeats + 2):
         _synchronize()
@@ -201,7 +202,7 @@ def _seconds(call: Callable[[], None], repeats: int) -> float:
         several()
         _synchronize()
         times.append((time.perf_counter() - begin) / CALLS_A_REPEAT)
-    return statistics.median(times[2:])
+    return statistics.median(times[2:]), graph is not None
 
 
 def _peak_bytes(call: Callable[[], None]) -> int | None:

@@ -21,8 +21,8 @@ KERNELS = "kernels"
 SUITE = "h200"
 
 Record = Mapping[str, Any]
-Times = dict[str, dict[str, float | None]]
-"""Milliseconds of each op in each implementation."""
+Times = dict[str, dict[str, Mapping[str, Any]]]
+"""The row of each op in each implementation."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ TRICKS = (
         "One copy of each weight, or two",
         "The tensor cores read a weight along its inputs on the way forward and along its outputs on the way back."
         " Where memory is short, only the first layout is kept, and the backward pass transposes the bytes just before"
-        " the product. Else MLPs, which have most of the weights, keep both, for one more byte each, up to three"
+        " the product. Else MLPs, which have most of the weights, keep both, for one more byte each, up to about three"
         " quarters of what all weights take: then those of the last layers keep one. The numbers are the same bit for"
         " bit. Scales"
         " that differ from row to row lie along the inner dimension on the way back, so they go into the gradient"
@@ -94,7 +94,7 @@ TRICKS = (
         " output. Before each forward pass two kernel launches write the current values of all adapters into their"
         " places.",
         within="fused_layers",
-        ops=("lora_columns, project", "lora_columns, gradient"),
+        ops=("lora_columns", "lora_columns, gradients"),
     ),
     Trick(
         "fused_layers",
@@ -249,7 +249,7 @@ def page(records: Sequence[Record]) -> str:
     times: Times = {}
     for record in sorted((r for r in records if r["benchmark"] == KERNELS), key=lambda record: str(record["date"])):
         for row in record["results"]:
-            times.setdefault(row["op"], {})[row["implementation"]] = row.get("milliseconds")
+            times.setdefault(row["op"], {})[row["implementation"]] = row
     sections = (_section(trick, rows.get(trick.name), times, _newest(records, trick.benchmark)) for trick in TRICKS)
     parts = [INTRODUCTION, _whole(records), *sections]
     return "\n".join(part for part in parts if part)
@@ -298,9 +298,19 @@ def _times(ops: Sequence[str], kernels: Times) -> list[str]:
     lines = []
     for op in ops:
         found = kernels.get(op, {})
-        if found.get("ours") is not None:
-            lines.append([op, *("" if (time := found.get(way)) is None else f"{time:.3g} ms" for way in ways)])
-    return markdown_table(["kernel", *ways], lines) if lines else []
+        if "ours" in found:
+            lines.append([op, *(_time(found.get(way)) for way in ways)])
+    if not lines:
+        return []
+    begun = any("*" in cell for line in lines for cell in line)
+    legend = ["", "\\* Started from Python, which counts where kernels are short; the others were recorded."] * begun
+    return [*markdown_table(["kernel", *ways], lines), *legend]
+
+
+def _time(row: Mapping[str, Any] | None) -> str:
+    if row is None or row.get("milliseconds") is None:
+        return ""
+    return f"{row['milliseconds']:.3g} ms{'' if row.get('recorded') else ' *'}"
 
 
 def _share(row: Mapping[str, Any], record: Record) -> str:

@@ -11,11 +11,12 @@ def recorded(calls: Callable[[], None]) -> Callable[[], None] | None:
 
     if not torch.cuda.is_available():
         return None
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph):
             calls()
     except RuntimeError:
+        torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
         torch.cuda.synchronize()
         return None
     graph.replay()

@@ -93,21 +93,19 @@ def _same_run(wanted: Comparison, runs: Sequence[Mapping[str, Row]]) -> Mapping[
 
 
 def _compared(wanted: Comparison, rows: Mapping[str, Row], newest: Mapping[str, Row]) -> list[str]:
-    """`rows` are of one run, `newest` of any."""
+    """`rows` are of one run, `newest` of any: a peer that is not in the one may be ahead in another."""
     ours = rows.get(wanted.ours)
-    peers = [rows[name] for name in wanted.peers if name in rows]
-    elsewhere = [newest.get(name) for name in wanted.peers if name not in rows]
+    peers = [{**rows[name], "from": name} for name in wanted.peers if name in rows]
+    others = [name for name in wanted.peers if name not in rows]
+    peers += [{**newest[name], "from": f"{name}, another run"} for name in others if name in newest]
+    yes = "yes" if len(peers) == len(wanted.peers) else "so far yes"
     cells = [wanted.setting, wanted.ours]
     for field, target, best, form in (
         ("tokens_per_second", wanted.speed, max, "{:,.0f}"),
         ("peak_gib", wanted.memory, min, "{:.1f} GiB"),
     ):
         peer = best(peers, key=_by(field)) if peers and target is not None else None
-        # A peer that was not measured in this run may be ahead, unless it was behind in another.
-        behind = peer is not None and all(
-            row is not None and best((peer, row), key=_by(field)) is peer for row in elsewhere
-        )
-        against = _against(ours, peer, field, form, target, at_least=best is max, yes="yes" if behind else "so far yes")
+        against = _against(ours, peer, field, form, target, at_least=best is max, yes=yes)
         cells += [_figure(ours, field, form), *against]
     return cells
 
@@ -123,7 +121,7 @@ def _against(
     if target is None:
         return ["–", "–", "–"]
     bound = f"{'at least' if at_least else 'at most'} {target:g}"
-    theirs = _figure(peer, field, form) + (f" ({peer['case']})" if peer is not None else "")
+    theirs = _figure(peer, field, form) + (f" ({peer['from']})" if peer is not None else "")
     if ours is None or peer is None:
         return [theirs, "–", bound]
     ratio = ours[field] / peer[field]

@@ -117,6 +117,13 @@ def test_write(quantised: bool, tiles: tuple[int, int], monkeypatch: pytest.Monk
     check_write(quantised=quantised)
 
 
+@pytest.mark.parametrize("quantised", [True, False])
+def test_write_with_fewer_columns_at_once(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_TILE", 8 * 32)  # as with a rank of 512
+    check_write(quantised=quantised)
+    check_place(quantised=quantised)
+
+
 def test_a_second_write_forgets_the_first() -> None:
     values, scales = parameters(), torch.rand(HEIGHT) + 0.5
     ours, adapters = table(values, scales)
@@ -347,6 +354,15 @@ def test_gradients_of_rows_in_several_parts(quantised: bool) -> None:
 @pytest.mark.parametrize("quantised", [True, False])
 def test_gradients_of_blocks_in_several_pieces(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_gradient, "_SUMS", 16 * 64)  # as with a rank of 256
+    check_gradients(quantised=quantised)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("at_once", [4, 8, 12])
+def test_gradients_of_more_ranks_than_are_formed_at_once(
+    quantised: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_gradient, "_RANKS", at_once)
     check_gradients(quantised=quantised)
 
 

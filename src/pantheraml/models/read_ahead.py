@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -47,7 +48,8 @@ class ReadAhead(Tensor):
         named = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if not args or not isinstance(args[0], cls):
-                return _sent_ahead(func(*args, **named))
+                result = func(*args, **named)
+                return result if _is_older(result, func, args, named) else _sent_ahead(result)
             first, others = args[0], args[1:]
             read = first._sent if first._sent_version == first._version else None
             if func in _READINGS:
@@ -55,6 +57,8 @@ class ReadAhead(Tensor):
             if func in _KEEPINGS:
                 return func(first.as_subclass(Tensor), *others, **named)
             result = func(*args, **named)
+            if _is_older(result, func, args, named):
+                return result
             if read is not None and func in _SAME_VALUE:
                 return _known(result, read)
             if read is not None and (func in _QUESTIONS or (func in _SCALINGS and _is_exact(others, named))):
@@ -70,6 +74,13 @@ _SCALINGS = {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.mul, Te
 _QUESTIONS = {torch.isnan, torch.isinf, torch.isfinite, Tensor.isnan, Tensor.isinf, Tensor.isfinite}
 
 
+def _is_older(result: Any, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether somebody had this tensor before, and it is none of ours: a parameter that took a loss in, say."""
+    if type(result) is ReadAhead:
+        return False
+    return getattr(func, "__name__", None) == "__get__" or any(result is each for each in (*args, *named.values()))
+
+
 def _is_exact(others: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Whether scaling by that gives the same on the host, to the last bit: by a power of two, as is the 1 of trainers
     with one process that add up nothing."""
@@ -79,15 +90,17 @@ def _is_exact(others: tuple[Any, ...], named: dict[str, Any]) -> bool:
 
 
 def read_ahead(tensor: Tensor) -> Tensor:
-    """`tensor`, such that the loss that a trainer makes of it can be read early."""
-    if torch.compiler.is_compiling():
+    """`tensor`, such that the loss that a trainer makes of it can be read early.
+
+    As it is, where several processes work together: collectives change tensors in place, and no version tells."""
+    if torch.compiler.is_compiling() or (dist.is_initialized() and dist.get_world_size() > 1):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return _sent_ahead(tensor)
 
 
 def _sent_ahead(result: Any) -> Any:
-    if type(result) not in (Tensor, ReadAhead) or not result.requires_grad:  # not of a parameter that took it in
+    if type(result) not in (Tensor, ReadAhead) or not result.requires_grad:
         return result
     return _known(result, copy_ahead(result)) if result.ndim == 0 else _marked(result)
 

@@ -1,7 +1,7 @@
 """In how many layouts frozen fp8 weights are kept: one, which backward passes transpose, or one for each direction.
 
-The second is kept for MLPs alone, which have most of the weights, and costs a byte for each, up to three quarters of
-what all weights take: then the MLPs of the last layers have none. So it is for runs that are not short of memory.
+The second is kept for MLPs alone, which have most of the weights, and costs a byte for each, up to about three quarters
+of what all weights take: then the MLPs of the last layers have none. So it is for runs that are not short of memory.
 Whether activations are recomputed tells that before anything is loaded; how large the weights are shows only when they
 are there.
 """

@@ -263,17 +263,24 @@ def comparisons(python: Python, *runs: list[dict[str, object]]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("elsewhere", "faster", "leaner"), [((900, 60, 1), "yes", "yes"), ((1100, 45, 1), "so far yes", "so far yes")]
+    ("elsewhere", "speed", "memory"),
+    [
+        ((900, 60, 1), "1,000 (fast) | 1.70 | at least 1.6: yes", "50.0 GiB (fast) | 0.80 | at most 0.95: yes"),
+        (
+            (1700, 40, 1),
+            "1,700 (slow, another run) | 1.00 | at least 1.6: no",
+            "40.0 GiB (slow, another run) | 1.00 | at most 0.95: no",
+        ),
+    ],
 )
-def test_a_peer_of_another_run_counts_only_as_behind(
-    elsewhere: tuple[int, int, int], faster: str, leaner: str, python: Python
+def test_a_peer_that_was_ahead_in_another_run_counts(
+    elsewhere: tuple[int, int, int], speed: str, memory: str, python: Python
 ) -> None:
     newer, older = measured(ours=(1700, 40, 9), fast=(1000, 50, 1)), measured(slow=elsewhere)
     line = comparisons(python, newer, older)[1]
-    assert f"at least 1.6: {faster} |" in line
-    assert f"at most 0.95: {leaner} |" in line
-    alone = comparisons(python, newer)[1]
-    assert "at least 1.6: so far yes |" in alone
+    assert f"| {speed} |" in line
+    assert f"| {memory} |" in line
+    assert "at least 1.6: so far yes |" in comparisons(python, newer)[1], "one was never measured"
 
 
 def test_ratios_are_to_the_fastest_and_to_the_leanest(python: Python) -> None:

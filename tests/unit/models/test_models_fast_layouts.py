@@ -14,6 +14,7 @@ from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.models.adapters import trainable_parameters
 from pantheraml.models.fast import fuse, second_layouts, why_one_layout
+from pantheraml.models.fast.groups import MOST_RANKS
 from pantheraml.models.fast.storage import KeptTwice
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.specs.plan import Layouts
@@ -212,3 +213,17 @@ def test_the_last_layers_keep_one_where_second_layouts_would_add_more_than_three
     mlp = sum(layer.qweight.numel() for layer in weights(plain.get_base_model().model.layers[0].mlp))
     assert abs(number * mlp / first - 0.75) <= mlp / first / 2
     assert_equal((twice, once))
+
+
+def test_layers_that_are_not_fused_take_no_share_of_second_layouts() -> None:
+    base = packed(base_model("llama", vocab_size=320, num_hidden_layers=12, intermediate_size=512))
+    plain = adapted(base, targets=["10.mlp.down_proj", "11.mlp.down_proj"])
+    report = fuse(plain, layouts=2)
+    assert len(second_layouts(plain)) == 2 * min(report.fused, 11) > 0
+
+
+def test_a_rank_beyond_the_kernels_is_told() -> None:
+    plain = adapted(packed(base_model("llama", vocab_size=320)), r=MOST_RANKS + 1)
+    report = fuse(plain)
+    assert report.fused == 0
+    assert dict(report.reasons) == {f"its adapter's rank is above {MOST_RANKS}": LAYERS}

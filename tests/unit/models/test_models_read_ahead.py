@@ -149,12 +149,29 @@ def test_autograd_meets_no_more_than_with_a_plain_loss() -> None:
     assert names(-read_ahead(x * 2).sum() / 3) == names(-(x * 2).sum() / 3)
 
 
-def test_a_parameter_that_takes_it_in_stays_one() -> None:
-    loss, parameter = read_ahead(torch.ones(2, requires_grad=True).sum()), torch.nn.Parameter(torch.zeros(()))
+def test_tensors_that_take_it_in_stay_what_they_are() -> None:
+    loss = read_ahead(torch.ones(2, requires_grad=True).sum())
+    parameter, leaf = torch.nn.Parameter(torch.zeros(())), torch.zeros((), requires_grad=True)
     with torch.no_grad():
         assert parameter.copy_(loss) is parameter
-    assert type(parameter) is torch.nn.Parameter
-    assert parameter.item() == 2
+        leaf.copy_(loss)
+    assert leaf.to(loss) is leaf
+    assert leaf.type_as(loss) is leaf
+    base = torch.ones(3, requires_grad=True) * 2
+    assert read_ahead(base[1])._base is base
+    assert [type(each) for each in (parameter, leaf, base)] == [torch.nn.Parameter, Tensor, Tensor]
+    leaf.data.fill_(9)
+    assert (parameter.item(), leaf.item()) == (2, 9)
+
+
+def test_nothing_is_sent_where_several_processes_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives change a loss in place, unseen."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    loss, _ = loss_of([1.0, 3.0])
+    assert type(loss) is Tensor
+    overwrite(loss, 6.0)
+    assert loss.detach().item() == 6.0
 
 
 def test_what_a_power_of_two_scales_is_known_without_asking_again(monkeypatch: pytest.MonkeyPatch) -> None:

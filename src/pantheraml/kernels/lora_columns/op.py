@@ -95,7 +95,8 @@ class AdapterTable:
         self._numbers = torch.tensor(numbers, dtype=torch.int32).to(device)
         self._scalings = torch.tensor([a.scaling for a in adapters], dtype=torch.float32).to(device)
         self._rank = max(a.down.shape[0] for a in adapters)
-        self._tiles = max(triton_kernel.tiles(a.down.shape[1], a.up.shape[0]) for a in adapters)
+        sizes = ((a.down.shape[1], a.up.shape[0]) for a in adapters)
+        self._tiles = max(triton_kernel.tiles(width, height, self._rank) for width, height in sizes)
 
     def write(self) -> None:
         """Put all adapters' current values in their places."""

@@ -22,7 +22,7 @@ from pantheraml.kernels.triton_support import DOT, INTERPRETED, ceil_div, launch
 _LIFT = tl.constexpr(reference.LIFT)
 _UNLIFT = tl.constexpr(2.0**120 / reference.LIFT)
 _WIDTH, _SUMS, _STEP, _GATHER_WIDTH = 128, 16384, 64, 32
-_SPLITS, _PROGRAMS, _STAGES = 8, 264, 4
+_SPLITS, _PROGRAMS, _STAGES, _RANKS = 8, 264, 4, 256
 
 
 @triton.jit
@@ -235,14 +235,14 @@ def _plan(side: Side) -> _Plan:
     widest = BLOCK if side.payload.dtype == torch.float8_e4m3fn else _WIDTH
     columns = max(32, min(widest, _SUMS // padded))
     pieces = BLOCK // columns
-    splits = max(1, min(_SPLITS, _PROGRAMS // (side.blocks.shape[0] * pieces), rows // 256))
+    splits = max(1, min(_SPLITS, _PROGRAMS // max(1, side.blocks.shape[0] * pieces), rows // 256))
     share = ceil_div(ceil_div(rows, splits), _STEP) * _STEP
     parts = torch.empty(splits, padded, side.out.shape[1], dtype=torch.float32, device=side.out.device)
     return _Plan(side, parts, columns, pieces, share)
 
 
 def _stages(plans: tuple[_Plan, _Plan]) -> int:
-    """As many as fit into shared memory, where the two sides lie one after the other."""
+    """As many as fit into shared memory, where the two sides may lie one after the other."""
     _, shared_memory = processors(plans[0].side.payload.device)
     stage = sum(
         _STEP
@@ -253,6 +253,21 @@ def _stages(plans: tuple[_Plan, _Plan]) -> int:
 
 
 def gradients(first: Side, second: Side) -> None:
+    for start in range(0, max(first.rank, second.rank), _RANKS):
+        _gradients(_part(first, start), _part(second, start))
+
+
+def _part(side: Side, start: int) -> Side:
+    """Of its ranks those from `start` on that are formed at once."""
+    if side.rank <= _RANKS:
+        return side if start == 0 else side._replace(blocks=side.blocks[:0], rank=1)
+    table = side.blocks.clone()
+    table[:, 2] += start
+    table[:, 3] = (table[:, 3] - start).clamp(0, _RANKS)
+    return side._replace(blocks=table, rank=min(_RANKS, max(1, side.rank - start)), out=side.out[start:])
+
+
+def _gradients(first: Side, second: Side) -> None:
     a, b = plans = _plan(first), _plan(second)
     programs = [plan.all_pieces * plan.parts.shape[0] for plan in plans]
     (scaled, rank, width, pieces), (scaled_2, rank_2, width_2, pieces_2) = (p.share_constants() for p in plans)

@@ -18,7 +18,9 @@ from pantheraml.kernels.lora_columns.spans import PROJECT_ROWS
 from pantheraml.kernels.triton_support import INTERPRETED, LARGEST, block_of, ceil_div, launch, processors, to_e4m3
 
 _LIFT = tl.constexpr(reference.LIFT)
-_DOWN_TILE, _UP_TILE = 1024, 64
+_DOWN_TILE, _UP_TILE = 1024, 64  # columns of A and rows of B for one program, at most
+_TILE = 16384
+"""Values of a tile at most: more do not fit into the registers."""
 _PROJECT_BYTES, _PROJECT_RANKS, _PROJECT_STAGES = 256, 128, 5
 _PLACE_ROWS, _PLACE_CHUNK = 32, 512
 
@@ -276,7 +278,7 @@ def write(
 ) -> None:  # fmt: skip
     count, quantised = pointers.shape[0], element == torch.float8_e4m3fn
     bits = torch.zeros(count, 2, block_of(rank), dtype=torch.int32, device=pointers.device)
-    shape = {"RANK": block_of(rank), "DOWN": _DOWN_TILE, "UP": _UP_TILE}
+    shape = {"RANK": block_of(rank), "DOWN": _at_once(_DOWN_TILE, rank), "UP": _at_once(_UP_TILE, rank)}
     kinds = {"PARAMETER": _ELEMENTS[parameter]}
     if quantised:
         launch(_largest, (count, tiles), pointers, numbers, scalings, bits, **kinds, **shape)
@@ -284,9 +286,14 @@ def write(
     launch(_write, (count, tiles), pointers, numbers, scalings, bits, **kinds, **shape, QUANTISED=quantised)
 
 
-def tiles(width: int, height: int) -> int:
-    """Programs that `write` needs for one adapter."""
-    return int(ceil_div(width, _DOWN_TILE) + ceil_div(height, _UP_TILE))
+def _at_once(most: int, rank: int) -> int:
+    """Rows or columns, where each has so many ranks."""
+    return max(16, min(most, _TILE // block_of(rank)))
+
+
+def tiles(width: int, height: int, rank: int) -> int:
+    """Programs that `write` needs for one adapter, where the largest rank is `rank`."""
+    return ceil_div(width, _at_once(_DOWN_TILE, rank)) + ceil_div(height, _at_once(_UP_TILE, rank))
 
 
 def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
@@ -342,9 +349,11 @@ class Target(NamedTuple):
 
 def place(raw: Tensor, target: Target) -> None:
     splits, rows, ranks = raw.shape
+    padded = at_least_16(ranks)
+    at_once = min(_PLACE_ROWS, _at_once(_PLACE_ROWS, padded))
     launch(
-        _place, (ceil_div(rows, _PLACE_ROWS),), raw, splits, ranks, *target.arguments(),
-        **target.constants(), RANKS=at_least_16(ranks), ROWS=_PLACE_ROWS, CHUNK=_PLACE_CHUNK,
+        _place, (ceil_div(rows, at_once),), raw, splits, ranks, *target.arguments(),
+        **target.constants(), RANKS=padded, ROWS=at_once, CHUNK=_PLACE_CHUNK,
     )  # fmt: skip
 
 

@@ -49,6 +49,9 @@ from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.planner.choose import FP8_CAPABILITY
 from pantheraml.specs.plan import Layouts
 
+MOST_RANKS = 512
+"""Of one adapter: with more, three beside each other are wider than the kernels were made for."""
+
 _PLAIN_COLUMNS = 64
 """Room for adapters comes in multiples of this in bf16, and of COLUMNS in fp8."""
 
@@ -106,6 +109,8 @@ def _why_not_adapter(layer: Any) -> str | None:
         return "its adapter is DoRA"
     if layer.lora_B[name].bias is not None:
         return "its adapter has a bias"
+    if layer.r[name] > MOST_RANKS:
+        return f"its adapter's rank is above {MOST_RANKS}"
     return None
 
 

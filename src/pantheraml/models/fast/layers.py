@@ -82,13 +82,15 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     report = FusionReport()
     fused: list[Any] = []
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    twice = _layers_with_two(layers) if layouts == 2 else 0
-    for number, layer in enumerate(layers):
-        reason = _fuse_layer(layer, 2 if number < twice else 1)
+    for layer in layers:
+        reason = _why_not_layer(layer)
         if reason is None:
             fused.append(layer)
         else:
             report.reasons[reason] += 1
+    twice = _layers_with_two(fused, layers) if layouts == 2 else 0
+    for number, layer in enumerate(fused):
+        _fuse_layer(layer, 2 if number < twice else 1)
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
     turns = _Turns()
@@ -102,38 +104,48 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     return report
 
 
-def _layers_with_two(layers: Sequence[Any]) -> int:
-    """How many of them, from the first, keep their MLP's weights in two layouts."""
+def _layers_with_two(fused: Sequence[Any], layers: Sequence[Any]) -> int:
+    """How many of those that are fused, from the first, keep their MLP's weights in two layouts."""
 
     def size(modules: Iterable[Any]) -> int:
         packed = (m for module in modules for m in module.modules() if isinstance(m, FP8Linear))
         return sum(layer.qweight.numel() for layer in packed)
 
-    return layers_with_two(len(layers), size(layers), size(layer.mlp for layer in layers if hasattr(layer, "mlp")))
+    return layers_with_two(len(fused), size(layers), size(layer.mlp for layer in fused))
 
 
-def _fuse_layer(layer: Any, layouts: Layouts) -> str | None:
-    """Fuses one layer, or says why not."""
-    kind: Any = type(layer)
-    family = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
-    if family is None:
-        return f"{kind.__name__} is not a family that the fused layers know"
+def _family(layer: Any) -> Family | None:
+    kind = type(layer)
+    return FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _projections(layer: Any, family: Family) -> list[list[nn.Module]]:
+    """What each group is made of: query, key and value; output; gate and up; down."""
     attention, feed = layer.self_attn, layer.mlp
     if family.merged:
-        names = [[attention.qkv_proj], [attention.o_proj], [feed.gate_up_proj], [feed.down_proj]]
-    else:
-        names = [
-            [attention.q_proj, attention.k_proj, attention.v_proj],
-            [attention.o_proj],
-            [feed.gate_proj, feed.up_proj],
-            [feed.down_proj],
-        ]
-    reason = _why_not(layer, family, names)
-    if reason is not None:
-        return reason
-    layer.fused_parts = _Parts(layer, family, _groups(names, layouts))
+        return [[attention.qkv_proj], [attention.o_proj], [feed.gate_up_proj], [feed.down_proj]]
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [feed.gate_proj, feed.up_proj],
+        [feed.down_proj],
+    ]
+
+
+def _why_not_layer(layer: Any) -> str | None:
+    family = _family(layer)
+    if family is None:
+        return f"{type(layer).__name__} is not a family that the fused layers know"
+    return _why_not(layer, family, _projections(layer, family))
+
+
+def _fuse_layer(layer: Any, layouts: Layouts) -> None:
+    """One that `_why_not_layer` has nothing against."""
+    kind: Any = type(layer)
+    family = _family(layer)
+    assert family is not None
+    layer.fused_parts = _Parts(layer, family, _groups(_projections(layer, family), layouts))
     layer.__class__ = _derived(_Fused, kind)
-    return None
 
 
 def _groups(names: list[list[nn.Module]], layouts: Layouts) -> list[Group]:
