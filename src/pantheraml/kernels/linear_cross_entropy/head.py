@@ -20,7 +20,8 @@ from pantheraml.kernels.linear_cross_entropy.softmax import Scores, softmax
 from pantheraml.kernels.quantise_rows import quantise_rows
 
 # Logits of one chunk: 2**26 are 128 MiB in bf16, 512 tokens of a vocabulary of 128k. In the product for the gradient
-# that makes 128 tiles, about as many as a large GPU has processors. All activations are there when they are.
+# that makes 128 tiles, about as many as a large GPU has processors. No more, because all activations of a step are in
+# memory at that time.
 CHUNK_ELEMENTS = 2**26
 # A trained head has larger ones, up to 2 GiB: after each, the sum of its gradient is read and written as a whole, which
 # with 2**27 took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200). One chunk needs no sum.

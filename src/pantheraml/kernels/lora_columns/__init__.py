@@ -13,7 +13,6 @@ from pantheraml.kernels.lora_columns.op import (
     place_columns,
     place_columns_back,
     project,
-    splits_for,
 )
 from pantheraml.kernels.lora_columns.sides import Left, Side
 from pantheraml.kernels.lora_columns.spans import blocks_of, segments_of
@@ -35,5 +34,4 @@ __all__ = [
     "place_columns_back",
     "project",
     "segments_of",
-    "splits_for",
 ]

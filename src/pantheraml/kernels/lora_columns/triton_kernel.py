@@ -350,7 +350,7 @@ class Target(NamedTuple):
 def place(raw: Tensor, target: Target) -> None:
     splits, rows, ranks = raw.shape
     padded = at_least_16(ranks)
-    at_once = min(_PLACE_ROWS, _at_once(_PLACE_ROWS, padded))
+    at_once = _at_once(_PLACE_ROWS, padded)
     launch(
         _place, (ceil_div(rows, at_once),), raw, splits, ranks, *target.arguments(),
         **target.constants(), RANKS=padded, ROWS=at_once, CHUNK=_PLACE_CHUNK,
