@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.linear_cross_entropy import fp8_linear_cross_entropy, head, linear_cross_entropy
-from pantheraml.kernels.token_scores import fp8_token_scores, reference_token_scores, token_scores
+from pantheraml.kernels.token_scores import Later, fp8_token_scores, reference_token_scores, token_scores
 from tests.gpu.waiting import no_waiting
 
 VOCABULARY, WIDTH, TOKENS = 32_000, 512, 4096
@@ -112,3 +112,21 @@ def test_the_gradient_of_a_large_vocabulary_is_summed_up_exactly_enough() -> Non
     assert apart < 0.06
     mean, expected = ours.grad.float().mean(0), theirs.grad.mean(0)
     assert (mean - expected).norm() / expected.norm() < 0.2
+
+
+@pytest.mark.parametrize("masked", [0, 2000], ids=["all count", "some count"])
+def test_gradients_that_are_left_for_later_are_the_same(masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if memory is used again in between."""
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2**24)
+    hidden, weight, targets = inputs(masked)
+    arguments = hidden, *packed(weight), targets, TOKENS - masked
+    wanted = torch.autograd.grad(-fp8_linear_cross_entropy(*arguments), hidden)[0].float()
+    for asked in (True, False):
+        later = Later()
+        scores = fp8_token_scores(*arguments, later)
+        torch.full((2**26,), float("nan"), device="cuda")
+        left = later.rows() if asked else None
+        assert left is None or 2 * 512 < len(left) <= head.LATER_CHUNKS * 512
+        torch.full((2**26,), float("nan"), device="cuda")
+        found = torch.autograd.grad(scores.log_probs.sum(), hidden)[0].float()
+        assert (found - wanted).norm() / wanted.norm() < 0.005

@@ -21,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from pantheraml import FastLanguageModel
 from pantheraml.kernels.linear_cross_entropy import head
+from pantheraml.kernels.token_scores import Later
 from pantheraml.models.quantise.fp8 import FP8Linear
 
 STEPS = 12
@@ -138,3 +139,30 @@ def test_no_step_holds_full_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     scores = model(input_ids=ids, labels=ids, fused_lm_head=True)
     (-scores.log_probs.sum() / tokens).backward()
     assert torch.cuda.max_memory_allocated() - before < vocabulary * tokens * 2 / 2, "half of the logits, in bf16"
+
+
+def test_metrics_can_be_read_while_the_rest_of_the_pass_is_computed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fast_model(folder)
+    ids = torch.randint(0, 200, (2, 64), device="cuda")
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    rows = Later.rows
+
+    def after_a_while(later: Later) -> torch.Tensor | None:
+        torch.cuda._sleep(2_000_000_000)  # cycles: a second
+        return rows(later)
+
+    model(**inputs, fused_lm_head=True)  # kernels are compiled at their first call
+    monkeypatch.setattr(Later, "rows", after_a_while)
+    scores = model(**inputs, fused_lm_head=True)
+    entropy, right, count = scores.entropy.sum(), scores.is_top1.sum(), scores.label_mask.sum()
+    tokens = inputs["attention_mask"].sum()
+    assert count > 0
+    assert (count.item(), tokens.item()) == (2 * 63, 2 * 64)
+    early = (entropy / count).item(), (right / count).item()
+    assert not torch.cuda.current_stream().query(), "the host waited for all that was queued"
+    torch.cuda.synchronize()
+    with torch._C.DisableTorchFunctionSubclass():
+        late = (entropy / count).item(), (right / count).item()
+    assert early == pytest.approx(late, rel=1e-6)

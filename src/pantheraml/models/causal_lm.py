@@ -28,9 +28,10 @@ from transformers.utils import ModelOutput
 
 from pantheraml.base import log
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.kernels.token_scores import Later
 from pantheraml.models.asked_each_step import AskedEachStep, every_module
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
-from pantheraml.models.read_ahead import copy_ahead, read_ahead
+from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, read_ahead
 
 logger = log.get(__name__)
 
@@ -204,13 +205,19 @@ def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     targets = _Targets(inputs)
     hidden = _body_outputs(model, inputs).last_hidden_state
     labels = targets.labels().to(hidden.device)
-    scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count())
+    later = Later()
+    scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count(), later)
     # Cut off here and not from the hidden states, which that would copy.
     last = None if inputs.get("shift_labels") is not None else -1
-    return TokenScoreOutput(
+    scored = TokenScoreOutput(
         loss=read_ahead(-scores.log_probs.sum() / _divisor(inputs, labels)),
         log_probs=read_ahead(scores.log_probs[:, :last]),
         entropy=scores.entropy[:, :last],
         is_top1=scores.is_top1[:, :last],
         label_mask=(labels >= 0)[:, :last],
     )
+    # What TRL reads before it begins on the backward pass; from there on the GPU has the rest of this one to do.
+    asked = (scored.entropy, scored.is_top1, scored.label_mask, inputs.get("attention_mask"))
+    metrics_ahead(*(each for each in asked if isinstance(each, Tensor) and each.ndim == labels.ndim))
+    later.rows()
+    return scored

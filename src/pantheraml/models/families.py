@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from pantheraml.kernels.linear_cross_entropy import fp8_linear_cross_entropy, linear_cross_entropy
-from pantheraml.kernels.token_scores import TokenScores, fp8_token_scores, token_scores
+from pantheraml.kernels.token_scores import Later, TokenScores, fp8_token_scores, token_scores
 from pantheraml.models.modes import observed
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.parallel.split import brings_inputs_only
@@ -51,11 +51,14 @@ def head_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: i
     return loss.to(hidden.device)
 
 
-def head_scores(layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: int | None = None) -> TokenScores:
-    """Log-probability, entropy and rank of each target under a plain linear head, without full logits; likewise."""
+def head_scores(
+    layer: nn.Module, hidden: Tensor, targets: Tensor, target_count: int | None = None, later: Later | None = None
+) -> TokenScores:
+    """Log-probability, entropy and rank of each target under a plain linear head, without full logits; likewise.
+    Some gradients may be left for `later`."""
     here, wanted = hidden.to(_device(layer)), targets.to(_device(layer))
     if isinstance(layer, FP8Linear):
-        scores = fp8_token_scores(here, layer.qweight, layer.scale[0], wanted, target_count)
+        scores = fp8_token_scores(here, layer.qweight, layer.scale[0], wanted, target_count, later)
     else:
         assert isinstance(layer, nn.Linear)
         scores = token_scores(here, layer.weight, wanted, layer.bias, target_count)

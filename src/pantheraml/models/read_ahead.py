@@ -1,9 +1,12 @@
-"""A loss that the host can read without waiting for what was queued after it.
+"""Losses and metrics that the host can read without waiting for what was queued after them.
 
 Trainers ask after the backward pass whether the loss is NaN. A GPU answers in order: the host waits until the gradients
 are done, and then the GPU waits while the host clips them, steps, logs and loads. But the loss was known before the
 backward pass began. So its value is sent to the host as soon as it is computed, and questions about it are answered
 from there. Nothing else changes: it is a tensor on its device, with its gradient.
+
+Metrics, which have no gradient, are sent as they are, token by token, and what a trainer makes of them is computed
+twice: by the GPU in its turn, and by the host if it asks. (A sum of the host's may differ in its last digit.)
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class ReadAhead(Tensor):
                 result = func(*args, **named)
                 return result if _is_older(result, func, args, named) else _sent_ahead(result)
             first, others = args[0], args[1:]
-            read = first._sent if first._sent_version == first._version else None
+            read = _reader(first)
             if func in _READINGS:
                 return func(read() if read is not None else first.as_subclass(Tensor), *others, **named)
             if func in _KEEPINGS:
@@ -63,6 +66,8 @@ class ReadAhead(Tensor):
                 return _known(result, read)
             if read is not None and (func in _QUESTIONS or (func in _SCALINGS and _is_exact(others, named))):
                 return _known(result, lambda: func(read(), *others))
+            if read is not None and func in _OF_METRICS and not result.requires_grad and not named:
+                return _known_metric(result, func, read, others)
             return _sent_ahead(result)
 
 
@@ -71,7 +76,28 @@ _KEEPINGS = {Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__}
 """Where the value is written down or copied, nobody needs to know that it had been sent ahead."""
 _SAME_VALUE = {Tensor.detach, torch.detach}
 _SCALINGS = {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.mul, Tensor.div, torch.mul, torch.div}
+_OF_METRICS = _SCALINGS | {Tensor.sum, torch.sum, Tensor.__gt__, Tensor.gt, torch.gt}
 _QUESTIONS = {torch.isnan, torch.isinf, torch.isfinite, Tensor.isnan, Tensor.isinf, Tensor.isfinite}
+
+
+def _known_metric(result: Tensor, func: Any, read: Callable[[], Tensor], others: tuple[Any, ...]) -> Tensor:
+    """By the host as well, if it knows all of the operands."""
+    if any(isinstance(each, Tensor) and _reader(each) is None for each in others):
+        return result
+    reads = [_reader(each) if isinstance(each, Tensor) else None for each in others]
+
+    def compute() -> Tensor:
+        there = [each if ask is None else ask() for each, ask in zip(others, reads, strict=True)]
+        return cast(Tensor, func(read(), *there))
+
+    return _known(result, compute)
+
+
+def _reader(tensor: Tensor) -> Callable[[], Tensor] | None:
+    """How to get what was sent, unless that is old."""
+    if not isinstance(tensor, ReadAhead) or tensor._sent_version != tensor._version:
+        return None
+    return tensor._sent
 
 
 def _is_older(result: Any, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -93,10 +119,23 @@ def read_ahead(tensor: Tensor) -> Tensor:
     """`tensor`, such that the loss that a trainer makes of it can be read early.
 
     As it is, where several processes work together: collectives change tensors in place, and no version tells."""
-    if torch.compiler.is_compiling() or (dist.is_initialized() and dist.get_world_size() > 1):
+    if not _is_alone():
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return _sent_ahead(tensor)
+
+
+def metrics_ahead(*tensors: Tensor) -> None:
+    """What a trainer makes of these, which have no gradient, can be read early. They are sent whole, so let them be
+    small: numbers of tokens."""
+    if _is_alone():
+        for tensor in tensors:
+            if type(tensor) in (Tensor, ReadAhead) and not tensor.requires_grad and _reader(tensor) is None:
+                _known(tensor, copy_ahead(tensor))
+
+
+def _is_alone() -> bool:
+    return not torch.compiler.is_compiling() and not (dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _sent_ahead(result: Any) -> Any:

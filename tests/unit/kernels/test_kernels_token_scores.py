@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pantheraml.kernels.linear_cross_entropy import head
 from pantheraml.kernels.quantise_rows import reference_quantise_rows
-from pantheraml.kernels.token_scores import fp8_token_scores, reference_token_scores, token_scores
+from pantheraml.kernels.token_scores import Later, fp8_token_scores, reference_token_scores, token_scores
 
 
 def inputs(
@@ -98,8 +98,7 @@ def test_a_head_in_fp8(masked: int) -> None:
     hidden, weight, targets, _ = inputs(torch.float32, bias=False, trained=False, masked=masked)
     codes, scales = reference_quantise_rows(hidden.detach().flatten(0, 1))
     theirs = (codes.float() * scales[:, None]).view_as(hidden).requires_grad_()
-    scale = weight.abs().max() / 448
-    payload = (weight / scale).to(torch.float8_e4m3fn)
+    payload, scale = packed(weight)
     scores = fp8_token_scores(hidden, payload, scale, targets, target_count=18 - masked)
     reference = reference_token_scores(theirs, payload.float() * scale, targets)
     torch.testing.assert_close(scores.log_probs, reference[0], rtol=1e-5, atol=1e-5)
@@ -128,3 +127,44 @@ def test_a_tie_is_a_hit() -> None:
     weight = torch.tensor([[1.0], [1.0], [0.5]])
     scores = token_scores(torch.ones(1, 3, 1), weight, torch.tensor([[0, 1, 2]]))
     assert scores.is_top1.tolist() == [[True, True, False]]
+
+
+def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().max() / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("masked", [1, 4], ids=["nearly all count", "some count"])
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "in the backward pass"])
+def test_gradients_that_are_left_for_later_are_the_same(asked: bool, masked: int) -> None:
+    hidden, weight, targets, _ = inputs(torch.float32, bias=False, trained=False, masked=masked)
+    arguments = hidden, *packed(weight), targets, 18 - masked
+    wanted = torch.autograd.grad((fp8_token_scores(*arguments).log_probs * UNEVEN).sum(), hidden)[0]
+    later = Later()
+    scores = fp8_token_scores(*arguments, later)
+    left = later.rows() if asked else None
+    assert left is None or 1 <= len(left) <= 18
+    loss = (scores.log_probs * UNEVEN).sum()
+    for _ in range(2):  # and a second time, if somebody keeps the graph
+        found = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_left_for_later_is_nothing_that_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who moves saved tensors elsewhere in the meantime has not moved gradients that nobody had formed."""
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 37 * 2)
+    hidden, weight, targets, _ = inputs(torch.float32, bias=False, trained=False, masked=1)
+    arguments = hidden, *packed(weight), targets, 17
+    wanted = torch.autograd.grad(fp8_token_scores(*arguments).log_probs.sum(), hidden)[0]
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
+        scores = fp8_token_scores(*arguments, Later())
+    torch.testing.assert_close(torch.autograd.grad(scores.log_probs.sum(), hidden)[0], wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_nothing_is_left_where_nobody_wants_gradients() -> None:
+    hidden, weight, targets, _ = inputs(torch.float32, bias=False, trained=False, masked=1)
+    later = Later()
+    with torch.no_grad():
+        fp8_token_scores(hidden, *packed(weight), targets, 17, later)
+    assert later.rows() is None

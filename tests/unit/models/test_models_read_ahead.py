@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pantheraml.models.read_ahead import ReadAhead, copy_ahead, read_ahead
+from pantheraml.models.read_ahead import ReadAhead, copy_ahead, metrics_ahead, read_ahead
 
 
 def loss_of(values: list[float]) -> tuple[Tensor, Tensor]:
@@ -185,3 +185,53 @@ def test_what_a_power_of_two_scales_is_known_without_asking_again(monkeypatch: p
     assert [each.item() for each in scaled] == [-2.0, -2.0, -2.0, -1.0, -0.5, -4.0, -1.0]
     assert [(loss / 3).item(), (loss * -1).item(), (1 / loss).item()] == [pytest.approx(-2 / 3), 2.0, -0.5]
     assert len(sent) == 3
+
+
+def sent_metrics() -> tuple[Tensor, Tensor, Tensor]:
+    """Entropies, which tokens were right, which count; what the device has of them is overwritten afterwards."""
+    entropy, right, mask = torch.tensor([[0.5, 2.0, 0.0]]), torch.tensor([[True, False, False]]), torch.ones(1, 3)
+    mask = mask > torch.tensor([[0, 0, 1]])
+    metrics_ahead(entropy, right, mask)
+    for each in (entropy, right, mask):
+        overwrite(each, 0)
+    return entropy, right, mask
+
+
+def test_metrics_are_answered_as_a_trainer_asks_for_them() -> None:
+    entropy, right, mask = sent_metrics()
+    count, total, correct = mask.sum().sum(), entropy.detach().sum().sum(), right.sum().sum()
+    assert count > 0
+    assert not count > 2
+    assert (total / count).item() == 1.25
+    assert (correct / count).item() == 0.5
+    assert right.tolist() == [[True, False, False]]
+    assert torch.equal(total, torch.tensor(0.0)), "what the device has is still what is computed with"
+
+
+def test_metrics_that_meet_what_nobody_sent_are_asked_of_the_device() -> None:
+    entropy, _, mask = sent_metrics()
+    assert (mask.sum() / torch.tensor(4)).item() == 0
+    assert entropy.sum(dtype=torch.float64).item() == 0
+    assert entropy.max().item() == 0
+    assert type(entropy.max()) is Tensor
+
+
+def test_metrics_that_were_changed_in_place_are_asked_of_the_device_or_sent_again() -> None:
+    entropy, _, mask = sent_metrics()
+    total = entropy.sum()
+    entropy += 1
+    mask.fill_(True)
+    assert total.item() == 2.5
+    assert entropy.sum().item() == 3
+    assert (total / mask.sum()).item() == 0, "the device has no sum of entropies"
+    metrics_ahead(mask)
+    overwrite(mask, 0)
+    assert mask.sum().item() == 3
+
+
+def test_metrics_of_several_processes_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    entropy, _, _ = sent_metrics()
+    assert type(entropy) is Tensor
+    assert entropy.sum().item() == 0

@@ -7,7 +7,9 @@ logits are at hand, so nothing is computed twice.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from pantheraml.kernels.dispatch import runs_triton
 from pantheraml.kernels.e4m3 import E5M2
 from pantheraml.kernels.fp8_product import fp8_product, transposed
+from pantheraml.kernels.linear_cross_entropy.later import Later
 from pantheraml.kernels.linear_cross_entropy.softmax import Scores, softmax
 from pantheraml.kernels.quantise_rows import quantise_rows
 
@@ -26,6 +29,8 @@ CHUNK_ELEMENTS = 2**26
 # A trained head has larger ones, up to 2 GiB: after each, the sum of its gradient is read and written as a whole, which
 # with 2**27 took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200). One chunk needs no sum.
 TRAINED_CHUNKS = 16
+# Chunks, the last ones, whose gradients may be formed later: 64 MiB each, and 0.4 ms of an H200's time.
+LATER_CHUNKS = 3
 # Rows of a tile of the matrix product; a chunk is a multiple of it, so that none is half empty.
 _TILE = 128
 # From this share of targets that count, leaving the others out of the products costs more copying than it saves.
@@ -55,15 +60,23 @@ class Call(NamedTuple):
     target_count: int | None
     scale: Tensor | None
     gradients: bool
+    later: Later | None
 
 
-def apply_head(function: Any, hidden: Tensor, head: LinearHead, targets: Tensor, target_count: int | None) -> Any:
+def apply_head(
+    function: Any,
+    hidden: Tensor,
+    head: LinearHead,
+    targets: Tensor,
+    target_count: int | None,
+    later: Later | None = None,
+) -> Any:
     """`function.apply(rows of hidden states, weight, bias, Call)`, in autocast's dtype."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     # a Function cannot tell whether gradients are on: inside it they are always off
-    call = Call(targets.flatten(), target_count, head.scale, torch.is_grad_enabled())
+    call = Call(targets.flatten(), target_count, head.scale, torch.is_grad_enabled(), later)
     with torch.autocast(kind, enabled=False):  # the op chooses its own dtypes
         return function.apply(hidden.flatten(0, -2), head.weight, head.bias, call)
 
@@ -74,7 +87,7 @@ def open_pass(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, cal
     rows = Rows(taken(hidden, kept), taken(call.targets, kept), kept)
     wanted = Wanted(*(call.gradients and need for need in ctx.needs_input_grad[:3]))
     head = LinearHead(weight, bias, call.scale)
-    return DensePass(rows, head, wanted) if call.scale is None else FP8Pass(rows, head, wanted)
+    return DensePass(rows, head, wanted) if call.scale is None else FP8Pass(rows, head, wanted, call.later)
 
 
 def kept_rows(targets: Tensor, count: int | None) -> Tensor | None:
@@ -101,12 +114,13 @@ def put_back(rows: Tensor, kept: Tensor | None, count: int) -> Tensor:
     return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, kept, rows)
 
 
-def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """In one pass over the gradient, which may be as large as the model's embedding; in float32 until it is written.
-    `scale` is one number, or one for each row [rows, 1].
+    `scale` is one number, or one for each row [rows, 1]; `out` is of `dtype`, in one piece.
 
     Where dtypes differ torch takes value by value: 156 us for 8,192 rows of 4,096 in bf16 (H200)."""
-    out = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
     if not runs_triton(gradient) or scale.dtype != torch.float32:
         return torch.mul(gradient, scale, out=out)
     from pantheraml.kernels.linear_cross_entropy import triton_kernel
@@ -133,16 +147,19 @@ class HeadPass(ABC):
     """What is wanted of gradients is summed up while `scores` goes through the chunks."""
 
     d_rows: Tensor | None = None
+    """Of all rows, but those that are left for later."""
     d_weight: Tensor | None = None
     d_bias: Tensor | None = None
 
-    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted) -> None:
+    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted, later_chunks: int = 0) -> None:
         self.rows, self.wanted = rows, wanted
         count, vocabulary = rows.hidden.shape[0], head.weight.shape[0]
         self._chunk = chunk_rows(vocabulary, trained=wanted.weight)
         self._logits = rows.hidden.new_empty(min(self._chunk, count), vocabulary)
+        chunks = -(-count // self._chunk)
+        self._left_from = max(0, chunks - later_chunks) * self._chunk if later_chunks else count
         if wanted.hidden:
-            self.d_rows = torch.empty_like(rows.hidden)
+            self.d_rows = torch.empty_like(rows.hidden[: self._left_from])
 
     def scores(self, *, details: bool) -> Scores:
         """Of each row's label; those that are negative do not count."""
@@ -203,27 +220,41 @@ class FP8Pass(HeadPass):
     """A frozen head in e4m3: both products run in fp8.
 
     The gradient in e5m2 is half as large as the logits. The transposed head (0.5 GiB for 128k x 4096) is made once a
-    pass, not once a chunk.
+    pass, not once a chunk. With `later` the gradients of the last rows are formed when that is asked, in one product.
     """
 
-    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted) -> None:
+    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted, later: Later | None = None) -> None:
         assert head.bias is None
         assert head.scale is not None
-        super().__init__(rows, head, wanted)
-        self._payload, self._scale = head.weight, head.scale
+        super().__init__(rows, head, wanted, LATER_CHUNKS if later is not None and wanted.hidden else 0)
+        self._payload, self._scale, self._later = head.weight, head.scale, later
         self._scales = head.scale.expand(head.weight.shape[0]).contiguous()
-        self._gradient: Tensor | None = None
         if wanted.hidden:
             self._turned = transposed(head.weight)
-            self._gradient = torch.empty_like(self._logits, dtype=E5M2)
-            self._gradient_scales = self._logits.new_empty(self._logits.shape[0], dtype=torch.float32)
+            room = max(self._logits.shape[0], rows.hidden.shape[0] - self._left_from)
+            self._gradient = self._logits.new_empty(room, head.weight.shape[0], dtype=E5M2)
+            self._gradient_scales = self._logits.new_empty(room, dtype=torch.float32)
+
+    def scores(self, *, details: bool) -> Scores:
+        found = super().scores(details=details)
+        left = self.rows.hidden[self._left_from :]
+        if self._later is not None and left.shape[0]:
+            self._later.leave(self._product(slice(left.shape[0]), left.dtype))
+        return found
 
     def _score(self, span: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:
         count = x.shape[0]
         logits = fp8_product(*quantise_rows(x), self._payload, self._scales, x.dtype, out=self._logits[:count])
-        if self.d_rows is None or self._gradient is None:
+        if self.d_rows is None:
             softmax(logits, labels, scores)
             return
-        gradient, scales = self._gradient[:count], self._gradient_scales[:count]
-        softmax(logits, labels, scores, gradient, scales)
-        fp8_product(gradient, scales * self._scale, self._turned, None, x.dtype, out=self.d_rows[span], long_sum=True)
+        first = max(0, span.start - self._left_from)
+        room = slice(first, first + count)
+        softmax(logits, labels, scores, self._gradient[room], self._gradient_scales[room])
+        if span.start < self._left_from:
+            self._product(room, x.dtype)(out=self.d_rows[span])
+
+    def _product(self, room: slice, dtype: torch.dtype) -> Callable[..., Tensor]:
+        """Holds what it needs, and not the logits."""
+        gradient, scales = self._gradient[room], self._gradient_scales[room] * self._scale
+        return functools.partial(fp8_product, gradient, scales, self._turned, None, dtype, long_sum=True)

@@ -6,6 +6,7 @@ takes a few microseconds in which the GPU is not full, and there are hundreds in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -210,6 +211,11 @@ class _Plan(NamedTuple):
         """Pieces of all blocks."""
         return self.side.blocks.shape[0] * self.pieces
 
+    @property
+    def work(self) -> int:
+        """Of one program."""
+        return self.share * self.columns * self.parts.shape[1]
+
     def share_arguments(self) -> tuple[Any, ...]:
         side, payload = self.side, self.side.payload
         read = payload.view(torch.uint16) if payload.dtype == torch.float8_e4m3fn else payload
@@ -241,7 +247,7 @@ def _plan(side: Side) -> _Plan:
     return _Plan(side, parts, columns, pieces, share)
 
 
-def _stages(plans: tuple[_Plan, _Plan]) -> int:
+def _stages(plans: Sequence[_Plan]) -> int:
     """As many as fit into shared memory, where the two sides may lie one after the other."""
     _, shared_memory = processors(plans[0].side.payload.device)
     stage = sum(
@@ -268,7 +274,8 @@ def _part(side: Side, start: int) -> Side:
 
 
 def _gradients(first: Side, second: Side) -> None:
-    a, b = plans = _plan(first), _plan(second)
+    # those that take longest begin first (gate and up of an 8B model, 8,192 rows on an H200: 87 instead of 102 us)
+    a, b = plans = sorted((_plan(first), _plan(second)), key=lambda plan: plan.work, reverse=True)
     programs = [plan.all_pieces * plan.parts.shape[0] for plan in plans]
     (scaled, rank, width, pieces), (scaled_2, rank_2, width_2, pieces_2) = (p.share_constants() for p in plans)
     launch(
@@ -281,6 +288,6 @@ def _gradients(first: Side, second: Side) -> None:
     programs = [plan.side.blocks.shape[0] * (BLOCK // _GATHER_WIDTH) for plan in plans]
     launch(
         _sums, (sum(programs),), *a.sum_arguments(), programs[0], *b.sum_arguments(),
-        DIVIDED=first.divisors is not None, RANK=rank, DIVIDED_2=second.divisors is not None, RANK_2=rank_2,
+        DIVIDED=a.side.divisors is not None, RANK=rank, DIVIDED_2=b.side.divisors is not None, RANK_2=rank_2,
         WIDTH=_GATHER_WIDTH, BLOCK=BLOCK,
     )  # fmt: skip

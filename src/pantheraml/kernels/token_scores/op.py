@@ -5,6 +5,9 @@ formed in the forward pass, while the logits are at hand; forming them in the ba
 with the vocabulary. The weight that the trainer gives to a token comes later, but only scales the gradient of that
 token's hidden state. Of the head's own gradient it can be taken out if all tokens have the same weight, as in a mean;
 if they have not, that gradient is formed anew.
+
+A trainer that reads the scores keeps the GPU waiting until it has queued the backward pass. So the gradients of the
+last tokens can be left for later (`Later`): once the scores are on their way to the host, they give the GPU work.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pantheraml.kernels.linear_cross_entropy.head import (
     scaled,
     taken,
 )
+from pantheraml.kernels.linear_cross_entropy.later import Later
 
 
 class TokenScores(NamedTuple):
@@ -46,14 +50,24 @@ def token_scores(
 
 
 def fp8_token_scores(
-    hidden: Tensor, payload: Tensor, scale: Tensor, targets: Tensor, target_count: int | None = None
+    hidden: Tensor,
+    payload: Tensor,
+    scale: Tensor,
+    targets: Tensor,
+    target_count: int | None = None,
+    later: Later | None = None,
 ) -> TokenScores:
-    """The same for a frozen head in e4m3, [vocabulary, width] with one scale for all: both products run in fp8."""
-    return _shaped(hidden, LinearHead(payload, scale=scale), targets, target_count)
+    """The same for a frozen head in e4m3, [vocabulary, width] with one scale for all: both products run in fp8.
+
+    With `later` some of the gradients are formed when that is done, in the backward pass at the latest.
+    """
+    return _shaped(hidden, LinearHead(payload, scale=scale), targets, target_count, later)
 
 
-def _shaped(hidden: Tensor, head: LinearHead, targets: Tensor, target_count: int | None) -> TokenScores:
-    flat = apply_head(_TokenScores, hidden, head, targets, target_count)
+def _shaped(
+    hidden: Tensor, head: LinearHead, targets: Tensor, target_count: int | None, later: Later | None = None
+) -> TokenScores:
+    flat = apply_head(_TokenScores, hidden, head, targets, target_count, later)
     return TokenScores(*(scores.view(targets.shape) for scores in flat))
 
 
@@ -68,6 +82,7 @@ class _TokenScores(torch.autograd.Function):
         assert scores.details is not None
         again = (rows, labels, weight, bias) if run.wanted.weight or run.wanted.bias else (None,) * 4
         ctx.save_for_backward(run.d_rows, run.d_weight, run.d_bias, kept, *again)
+        ctx.later = call.later
         ctx.wanted, ctx.dtypes = run.wanted, (weight.dtype, None if bias is None else bias.dtype)
         found = (scores.losses.neg_(), scores.details.entropy, scores.details.is_top1)
         log_probs, entropy, is_top1 = (put_back(one, kept, hidden.shape[0]) for one in found)
@@ -81,10 +96,22 @@ class _TokenScores(torch.autograd.Function):
         by_token = -taken(grads[0], kept)
         d_hidden = None
         if d_rows is not None:
-            d_hidden = put_back(scaled(d_rows, by_token[:, None], d_rows.dtype), kept, grads[0].shape[0])
+            later = None if ctx.later is None else ctx.later.rows()
+            d_hidden = put_back(_weighted(d_rows, later, by_token), kept, grads[0].shape[0])
         if d_weight is not None or d_bias is not None:
             d_weight, d_bias = _head_gradient(ctx, by_token)
         return d_hidden, d_weight, d_bias, None
+
+
+def _weighted(first: Tensor, later: Tensor | None, by_token: Tensor) -> Tensor:
+    """Rows, each multiplied by its token's weight, and those that were left for later behind the others."""
+    weights, dtype = by_token[:, None], first.dtype
+    if later is None:
+        return scaled(first, weights, dtype)
+    both = first.new_empty(len(weights), *first.shape[1:])
+    for rows, span in ((first, slice(len(first))), (later, slice(len(first), None))):
+        scaled(rows, weights[span], dtype, out=both[span])
+    return both
 
 
 def _head_gradient(ctx: Any, by_token: Tensor) -> tuple[Tensor | None, Tensor | None]:
