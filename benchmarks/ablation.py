@@ -11,6 +11,7 @@ its output head weighs more than in a whole one. docs/performance.md shows the n
 from __future__ import annotations
 
 import gc
+import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -127,4 +128,5 @@ def train(output: Path, settings: Mapping[str, object]) -> tuple[float, float]:
         start_task(output, emit)
     taken = [event for event in read_events(output) if event["kind"] == "train.step"][WARM_UP_STEPS:]
     speed = statistics.median(event["tokens"] / event["seconds"] for event in taken)
+    shutil.rmtree(output)  # weights and optimizer states: some runs of a full fine-tune fill a disk
     return speed, torch.cuda.max_memory_allocated() / 2**30

@@ -193,8 +193,8 @@ TRICKS = (
         " through the fused layers are recorded, forward and backward apart; `ours-trl-1b-lora-fp8` in"
         " [benchmarks.md](benchmarks.md) shows the difference between its runs of `9b4965eff` and `fdbe8ad`. And the"
         " next batch is read once the forward pass is queued, not when the GPU has nothing else to do. Losses and"
-        " metrics that such a trainer reads are sent to the host before all that it need not wait for, so that it queues"
-        " the next work while the GPU has some left.",
+        " metrics that such a trainer reads are sent to the host before all that it need not wait for, so that it"
+        " queues the next work while the GPU has some left.",
     ),
     Trick(
         "compile",
