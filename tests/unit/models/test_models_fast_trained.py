@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,26 @@ def test_checkpointing_changes_no_number(mode: Checkpointing, fp8: bool) -> None
     wanted = results(ours)
     assert apply_checkpointing(ours, mode) == LAYERS
     assert_same(results(ours), wanted, tolerance=0)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full", "offload"])
+def test_several_passes_before_the_first_way_back(mode: Checkpointing) -> None:
+    """As where a preferred answer and another are compared. Layers computed again find what their own pass had."""
+    found = []
+    for model in pair():
+        apply_checkpointing(model, mode)
+        loss = sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (IDS, OTHER_IDS, IDS))
+        loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_same(*found)
+
+
+def test_positions_of_past_passes_are_not_kept() -> None:
+    ours, _ = pair()
+    for ids in (IDS, OTHER_IDS):
+        ours(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    gc.collect()
+    assert not len(ours.model.layers[0].fused_parts.turns._known)
 
 
 def test_gradients_of_several_batches_and_of_several_passes_back_add_up() -> None:

@@ -13,12 +13,12 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -270,19 +270,22 @@ class _Parts:
 class _Turns:
     """Cosine and sine of each row's position. The layers of a pass get the same ones, often for one sequence that
     stands for all; they are laid out, and kept for the backward pass, once for all layers and not once for each.
-    Copies of a model begin without any."""
+    For as long as somebody holds those, because layers that are computed again must find what their pass had, and
+    others may have been begun since. Copies of a model begin without any."""
 
     def __init__(self) -> None:
-        self._embeddings: tuple[Tensor, ...] = ()
-        self._shape: torch.Size | None = None
-        self._rows: tuple[Tensor, ...] = ()
+        self._known = WeakTensorKeyDictionary()
 
     def rows(self, embeddings: Sequence[Tensor], shape: torch.Size, *, anew: bool) -> tuple[Tensor, ...]:
         """[rows, size] each, for hidden states of `shape`; `anew`: a pass begins."""
-        if anew or shape != self._shape or not all(map(is_, embeddings, self._embeddings)):
-            self._rows = tuple(e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in embeddings)
-            self._embeddings, self._shape = tuple(embeddings), shape
-        return self._rows
+        cos, sin = embeddings
+        for_shape, for_sin, rows = self._known.get(cos, (None, None, ()))
+        if anew or shape != for_shape or sin is not for_sin:
+            # detached: a view would hold what it is a view of, and nothing would ever be dropped
+            free = (e if e.requires_grad else e.detach() for e in embeddings)
+            rows = tuple(e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in free)
+            self._known[cos] = shape, sin, rows
+        return cast("tuple[Tensor, ...]", rows)
 
     def __reduce__(self) -> tuple[type[_Turns], tuple[()]]:
         return _Turns, ()
