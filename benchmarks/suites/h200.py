@@ -72,11 +72,11 @@ CASES = (
     replace(UNSLOTH_1B, name="unsloth-1b-full", method="full", checkpointing="unsloth"),
     # longer sequences
     replace(OURS, name="ours-8b-lora-fp8-4096", batch=2, seq=4096),
+    replace(OURS_TRL, name="ours-trl-8b-lora-fp8-4096", batch=2, seq=4096),
     replace(UNSLOTH, name="unsloth-8b-lora-4096", batch=2, seq=4096),
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8-4096", batch=2, seq=4096),
     # our second path, and the other peers
     replace(OURS_TRL, name="ours-trl-8b-lora-uneven", data="uneven"),
-    replace(OURS_TRL, name="ours-trl-8b-lora-fp8-4096", batch=2, seq=4096),
     replace(OURS_TRL, name="ours-trl-8b-lora-lean", checkpointing="full"),
     replace(OURS_TRL, name="ours-trl-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-fp8"),
