@@ -30,6 +30,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.kernels.token_scores import Later
 from pantheraml.models.asked_each_step import AskedEachStep, every_module
+from pantheraml.models.derived import Derived
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
 from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, read_ahead
 
@@ -51,7 +52,7 @@ class TokenScoreOutput(ModelOutput):
     label_mask: Tensor | None = None
 
 
-class FastCausalLM(AskedEachStep):
+class FastCausalLM(Derived, AskedEachStep):
     """What the subclasses have in common; `_fast_class` adds `forward`."""
 
     meanwhile: Callable[[], None] | None = None
@@ -113,7 +114,12 @@ def make_fast(model: PreTrainedModel) -> FastCausalLM:
 @functools.cache
 def _fast_class(parent: type) -> type:
     # The name goes into config.json ("architectures") and into trainers' look-ups, so it stays.
-    namespace = {"__module__": parent.__module__, "__doc__": parent.__doc__, "forward": _forward(parent)}
+    namespace = {
+        "__module__": parent.__module__,
+        "__doc__": parent.__doc__,
+        "forward": _forward(parent),
+        "made_by": (_fast_class, (parent,)),
+    }
     return type(parent.__name__, (FastCausalLM, parent), namespace)
 
 

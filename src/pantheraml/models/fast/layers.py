@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pantheraml.base import log
+from pantheraml.models.derived import Derived
 from pantheraml.models.fast.functions import (
     Carried,
     Heads,
@@ -295,7 +296,7 @@ def _epsilon(norm: Any) -> float:
     return float(norm.eps if isinstance(getattr(norm, "eps", None), float) else norm.variance_epsilon)
 
 
-class _Fused:
+class _Fused(Derived):
     """Mixed in before a decoder layer's own class."""
 
     fused_parts: _Parts
@@ -393,7 +394,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
 
 
-class _FusedNorm:
+class _FusedNorm(Derived):
     """Mixed in before the class of the last norm, which torch would compute in a dozen passes over the rows."""
 
     fused_plus_one: bool
@@ -451,4 +452,4 @@ def is_fused(layer: nn.Module) -> bool:
 
 @functools.cache
 def _derived(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Fused{kind.__name__}", (mixin, kind), {})
+    return type(f"Fused{kind.__name__}", (mixin, kind), {"made_by": (_derived, (mixin, kind))})
