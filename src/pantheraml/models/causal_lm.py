@@ -215,15 +215,13 @@ def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count(), later)
     # Cut off here and not from the hidden states, which that would copy.
     last = None if inputs.get("shift_labels") is not None else -1
-    scored = TokenScoreOutput(
-        loss=read_ahead(-scores.log_probs.sum() / _divisor(inputs, labels)),
-        log_probs=read_ahead(scores.log_probs[:, :last]),
-        entropy=scores.entropy[:, :last],
-        is_top1=scores.is_top1[:, :last],
-        label_mask=(labels >= 0)[:, :last],
-    )
+    loss = read_ahead(-scores.log_probs.sum() / _divisor(inputs, labels))
+    log_probs = read_ahead(scores.log_probs[:, :last])
+    metrics = scores.entropy[:, :last], scores.is_top1[:, :last], (labels >= 0)[:, :last]
     # What TRL reads before it begins on the backward pass; from there on the GPU has the rest of this one to do.
-    asked = (scored.entropy, scored.is_top1, scored.label_mask, inputs.get("attention_mask"))
-    metrics_ahead(*(each for each in asked if isinstance(each, Tensor) and each.ndim == labels.ndim))
+    metrics_ahead(*metrics)
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.is_cuda and mask.shape == labels.shape:
+        metrics_ahead(mask)
     later.rows()
-    return scored
+    return TokenScoreOutput(loss, log_probs, *metrics)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def copy_ahead(tensor: Tensor) -> Callable[[], Tensor]:
@@ -46,19 +47,22 @@ class ReadAhead(Tensor):
     def __torch_function__(
         cls, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not all(issubclass(cls, kind) for kind in types):
-            return NotImplemented
         named = kwargs or {}
+        if not all(issubclass(cls, kind) for kind in types):  # other kinds of tensors know plain ones and their own
+            args, named = tree_map_only(cls, _plain, (args, named))
+            return func(*args, **named)
         with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_compiling():
+                return func(*args, **named)
             if not args or not isinstance(args[0], cls):
                 result = func(*args, **named)
                 return result if _is_older(result, func, args, named) else _sent_ahead(result)
             first, others = args[0], args[1:]
             read = _reader(first)
             if func in _READINGS:
-                return func(read() if read is not None else first.as_subclass(Tensor), *others, **named)
+                return func(read() if read is not None else _plain(first), *others, **named)
             if func in _KEEPINGS:
-                return func(first.as_subclass(Tensor), *others, **named)
+                return func(_plain(first), *others, **named)
             result = func(*args, **named)
             if _is_older(result, func, args, named):
                 return result
@@ -82,15 +86,42 @@ _QUESTIONS = {torch.isnan, torch.isinf, torch.isfinite, Tensor.isnan, Tensor.isi
 
 def _known_metric(result: Tensor, func: Any, read: Callable[[], Tensor], others: tuple[Any, ...]) -> Tensor:
     """By the host as well, if it knows all of the operands."""
-    if any(isinstance(each, Tensor) and _reader(each) is None for each in others):
-        return result
     reads = [_reader(each) if isinstance(each, Tensor) else None for each in others]
+    if any(isinstance(each, Tensor) and ask is None for each, ask in zip(others, reads, strict=True)):
+        return result
+    depth = 1 + max(getattr(ask, "depth", 0) for ask in (read, *reads))
+    if depth > _DEEPEST:
+        return result
 
     def compute() -> Tensor:
         there = [each if ask is None else ask() for each, ask in zip(others, reads, strict=True)]
         return cast(Tensor, func(read(), *there))
 
-    return _known(result, compute)
+    return _known(result, _Once(compute, depth))
+
+
+_DEEPEST = 16
+"""Operations that are still to be done by the host when it asks for the last one's result."""
+
+
+class _Once:
+    """What is read twice is computed once, and what it was computed from is not kept."""
+
+    def __init__(self, compute: Callable[[], Tensor], depth: int) -> None:
+        self._compute: Callable[[], Tensor] | None = compute
+        self._result: Tensor | None = None
+        self.depth = depth
+
+    def __call__(self) -> Tensor:
+        if self._compute is not None:
+            self._result, self._compute, self.depth = self._compute(), None, 0
+        assert self._result is not None
+        return self._result
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
 
 
 def _reader(tensor: Tensor) -> Callable[[], Tensor] | None:
@@ -126,11 +157,11 @@ def read_ahead(tensor: Tensor) -> Tensor:
 
 
 def metrics_ahead(*tensors: Tensor) -> None:
-    """What a trainer makes of these, which have no gradient, can be read early. They are sent whole, so let them be
-    small: numbers of tokens."""
+    """What a trainer makes of these, which have no gradient, can be read early, as they are now. They are sent whole,
+    so let them be small: some numbers for each token."""
     if _is_alone():
         for tensor in tensors:
-            if type(tensor) in (Tensor, ReadAhead) and not tensor.requires_grad and _reader(tensor) is None:
+            if type(tensor) in (Tensor, ReadAhead) and not tensor.requires_grad:
                 _known(tensor, copy_ahead(tensor))
 
 

@@ -148,7 +148,7 @@ def test_gradients_that_are_left_for_later_are_the_same(asked: bool, masked: int
     loss = (scores.log_probs * UNEVEN).sum()
     for _ in range(2):  # and a second time, if somebody keeps the graph
         found = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_left_for_later_is_nothing_that_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,20 @@ def test_what_is_left_for_later_is_nothing_that_was_saved(monkeypatch: pytest.Mo
     wanted = torch.autograd.grad(fp8_token_scores(*arguments).log_probs.sum(), hidden)[0]
     with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
         scores = fp8_token_scores(*arguments, Later())
-    torch.testing.assert_close(torch.autograd.grad(scores.log_probs.sum(), hidden)[0], wanted, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(torch.autograd.grad(scores.log_probs.sum(), hidden)[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_left_for_later_knows_no_autocast() -> None:
+    hidden, weight, targets, _ = inputs(torch.float32, bias=False, trained=False, masked=1)
+    found = []
+    for asked in (True, False):
+        later = Later()
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = fp8_token_scores(hidden, *packed(weight), targets, 17, later)
+            if asked:
+                later.rows()
+        found.append(torch.autograd.grad(scores.log_probs.sum(), hidden)[0])
+    assert torch.equal(*found)
 
 
 def test_nothing_is_left_where_nobody_wants_gradients() -> None:

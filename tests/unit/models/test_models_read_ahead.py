@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -235,3 +236,58 @@ def test_metrics_of_several_processes_are_not_sent(monkeypatch: pytest.MonkeyPat
     entropy, _, _ = sent_metrics()
     assert type(entropy) is Tensor
     assert entropy.sum().item() == 0
+
+
+def test_metrics_are_sent_anew_with_every_pass() -> None:
+    """A buffer may be filled again without its version telling."""
+    mask = torch.ones(4)
+    for count in (4.0, 2.0):
+        mask.data = torch.arange(4.0) < count
+        metrics_ahead(mask)
+        assert mask.sum().item() == count
+
+
+def test_a_long_chain_of_metrics_ends_at_the_device() -> None:
+    entropy, _, _ = sent_metrics()
+    value = entropy.sum()
+    for _ in range(2000):
+        value = value * 0.999
+    assert value.item() == 0
+
+
+def test_a_metric_that_was_read_keeps_no_tokens() -> None:
+    entropy = torch.ones(1, 64)
+    metrics_ahead(entropy)
+    assert isinstance(entropy, ReadAhead)
+    assert entropy._sent is not None
+    sent = weakref.ref(entropy._sent())
+    total = entropy.sum() * 3
+    assert total.item() == total.item() == 192
+    del entropy
+    assert sent() is None
+
+
+class Other(Tensor):
+    pass
+
+
+def test_other_kinds_of_tensors_meet_a_plain_one() -> None:
+    loss, leaf = loss_of([1.0, 3.0])
+    entropy, _, _ = sent_metrics()
+    two = torch.tensor(2.0).as_subclass(Other)
+    for product, expected in ((loss * two, -4.0), (two * loss, -4.0), (entropy.sum() * two, 0.0)):
+        assert type(product) is Other
+        assert product.item() == expected
+    (loss * two).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [-1.0, -1.0]
+
+
+def test_others_may_compile_what_they_do_with_metrics() -> None:
+    entropy, mask = torch.tensor([[0.5, 2.0, 0.0]]), torch.tensor([[True, True, False]])
+    metrics_ahead(entropy, mask)
+
+    def mean(values: Tensor, counted: Tensor) -> Tensor:
+        return values.sum() / counted.sum()
+
+    assert torch.compile(mean, fullgraph=True, backend="eager")(entropy, mask).item() == 1.25

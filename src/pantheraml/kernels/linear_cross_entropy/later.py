@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 
@@ -13,13 +14,15 @@ class Later:
 
     def __init__(self) -> None:
         self._form: Callable[[], Tensor] | None = None
+        self._kind = ""
         self._rows: Tensor | None = None
 
-    def leave(self, form: Callable[[], Tensor]) -> None:
-        self._form = form
+    def leave(self, form: Callable[[], Tensor], device: torch.device) -> None:
+        self._form, self._kind = form, device.type
 
     def rows(self) -> Tensor | None:
         """None if none were left."""
         if self._form is not None:
-            self._rows, self._form = self._form(), None
+            with torch.autocast(self._kind, enabled=False):  # whoever asks: the op chooses its own dtypes
+                self._rows, self._form = self._form(), None
         return self._rows
