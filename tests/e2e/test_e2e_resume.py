@@ -67,3 +67,20 @@ def test_a_change_that_breaks_the_promise_has_to_be_insisted_on(playground: Play
     assert values(read_events(run), "train.step", "learning_rate")[2:] == [0.001, 0.001]
     assert "although train.learning_rate was" in values(read_events(run), "warning", "message")[0]
     assert playground("resume", "runs/changed", "--set", "train.learning_rate=0.1").code == 7, "leave is for one start"
+
+
+def test_other_data_is_refused_and_the_run_still_knows_its_own(playground: Playground) -> None:
+    assert playground.train("runs/own", *SETTINGS, "--set", "train.max_steps=2").code == 0
+    run = playground.root / "runs/own"
+    settings, plan = ((run / name).read_text() for name in ("config.yaml", "plan.json"))
+    other = playground.root / "other.jsonl"
+    other.write_text('{"text": "something else"}\n' * 20)
+    more = ["--set", "train.max_steps=4"]
+    for path, code, said in ((other, 7, "data was"), (playground.root / "nowhere.jsonl", 3, "no data at")):
+        refused = playground("resume", "runs/own", "--set", f"data.path={path}", *more)
+        assert refused.code == code, refused
+        assert said in refused.err
+        assert [(run / name).read_text() for name in ("config.yaml", "plan.json")] == [settings, plan]
+    done = playground("resume", "runs/own", *more)
+    assert done.code == 0, done
+    assert values(read_events(run), "train.step", "step") == [1, 2, 3, 4]

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from pantheraml.base.errors import (
     error_classes,
 )
 from pantheraml.base.events import Event, EventWriter, emit_error
+from pantheraml.base.folders import write_text
 from pantheraml.cli.restarts import Restarts
 from pantheraml.devices.probe import probe
 from pantheraml.launch import local, ranks
@@ -75,6 +76,7 @@ def run_training(
     _refuse_inputs_inside(run, config, overwrite=overwrite)
     with run.claim(resume=resume, overwrite=overwrite) as replacement:
         insisted = check_resumable(run.config(), config) if resume and run.holds_work() else []
+        before = {file: file.read_text() for file in (run.config_file, run.plan_file) if resume and file.is_file()}
         run.write_config(config)
         run.write_plan(plan)
         readers = screen.readers()
@@ -87,7 +89,7 @@ def run_training(
             emit("plan.made", plan=plan.model_dump(mode="json"))
             for change in insisted:
                 emit("warning", message=f"the run goes on although {change}, as --allow-change says")
-            with _written_down(run, config, emit, leg):
+            with _written_down(run, config, emit, leg), _put_back_unless_trained(before, leg):
                 if place is None:
                     _train(run, plan, config, stops, leg, emit, replacement)
                 else:
@@ -146,6 +148,18 @@ def _written_down(run: RunDir, config: TrainConfig, emit: EventWriter, leg: _Leg
             write_run_json(run.path)
             if config.report.html:
                 write_report(run.path)
+
+
+@contextlib.contextmanager
+def _put_back_unless_trained(before: Mapping[Path, str], leg: _Leg) -> Iterator[None]:
+    """A run that was to go on with other settings, and was refused, keeps those that it had."""
+    try:
+        yield
+    except PantheraError:
+        if not leg.training:
+            for file, text in before.items():
+                write_text(file, text)
+        raise
 
 
 @contextlib.contextmanager
