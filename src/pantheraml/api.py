@@ -1,17 +1,17 @@
 """`FastLanguageModel`: a fast model for the training code that people already have.
 
-The names and arguments are those of Unsloth, so that a script needs another import and nothing else. What comes back
-is a transformers model and a PEFT model, and TRL's `SFTTrainer` trains them as it trains any other. An argument that
-cannot be honoured is an error.
+Names and arguments are those of Unsloth, as far as they go. What comes back is a transformers model and a PEFT model,
+and TRL's `SFTTrainer` trains them as it trains any other. An argument that cannot be honoured is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ from pantheraml.models.fast import (
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
-from pantheraml.models.quantise.packed import Packing
+from pantheraml.models.quantise.packed import Packing, packed_in
 from pantheraml.models.quantise.trained_fp8 import use_fp8_products
 from pantheraml.parallel.split import (
     STRATEGIES,
@@ -170,10 +170,7 @@ class FastLanguageModel:
         `gradient_checkpointing` is then obeyed.
         """
         _refuse(others, _ADAPTER_NEUTRAL, "get_peft_model")
-        if not isinstance(model, FastCausalLM):
-            raise ConfigError(
-                f"get_peft_model needs a model from FastLanguageModel.from_pretrained, not a {type(model).__name__}."
-            )
+        _check_base(model, use_dora=use_dora)
         if bias != "none":
             raise ConfigError(f"bias={bias!r} is not supported: biases are never trained.", todo='Use bias="none".')
         method = _method(
@@ -198,6 +195,23 @@ class FastLanguageModel:
         """Dropout off, and full logits in every forward."""
         release_recordings(model)
         return model.eval()
+
+
+def _check_base(model: nn.Module, *, use_dora: bool) -> None:
+    """What is to get adapters."""
+    if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
+        raise ConfigError(
+            "This model has adapters already.", todo="Train those, or give the result of `model.unload()`."
+        )
+    if not isinstance(model, FastCausalLM):
+        raise ConfigError(
+            f"get_peft_model needs a model from FastLanguageModel.from_pretrained, not a {type(model).__name__}."
+        )
+    if use_dora and (packed := packed_in(cast(nn.Module, model))):
+        raise ConfigError(
+            f"use_dora=True needs plain weights, and this model's are in {' and '.join(packed)}.",
+            todo="Load it with dtype=torch.bfloat16, and without load_in_4bit, load_in_8bit or load_in_fp8.",
+        )
 
 
 def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: CheckpointingMode, *, fused: bool = True) -> None:
@@ -257,7 +271,9 @@ def _refuse(others: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], f
         if name not in neutral:
             raise ConfigError(f"FastLanguageModel.{function} has no argument {name!r}.")
         if value not in neutral[name]:
-            raise ConfigError(f"FastLanguageModel.{function} does not support {name}={value!r}.", todo="Leave it out.")
+            instead = "Set HF_TOKEN in the environment." if name == "token" else "Leave it out."
+            given = name if name == "token" else f"{name}={value!r}"
+            raise ConfigError(f"FastLanguageModel.{function} does not support {given}.", todo=instead)
 
 
 def _method(**fields: Any) -> MethodConfig:
@@ -372,8 +388,8 @@ def _as_its_folder_says(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def _check_length(asked: int | None, limit: int | None) -> None:
-    if asked is not None and asked < 1:
-        raise ConfigError(f"max_seq_length={asked} is not a length.")
+    if asked is not None and (not isinstance(asked, int) or asked < 1):
+        raise ConfigError(f"max_seq_length={asked!r} is not a length.")
     if asked is not None and limit is not None and asked > limit:
         raise UnsupportedModelError(
             f"max_seq_length={asked} is more than the {limit} positions that the model knows.",

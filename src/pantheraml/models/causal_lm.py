@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,6 +33,7 @@ from pantheraml.kernels.token_scores import Later
 from pantheraml.models.asked_each_step import AskedEachStep, every_module
 from pantheraml.models.derived import Derived
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
+from pantheraml.models.quantise.packed import packed_in, plain_state
 from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, read_ahead
 
 logger = log.get(__name__)
@@ -83,6 +85,14 @@ class FastCausalLM(Derived, AskedEachStep):
             # ("marked ready only once"). The gradients are the same.
             logger.info("checkpointing does not re-enter autograd, though the trainer asks for that: DDP could not")
         super().gradient_checkpointing_enable({**asked, "use_reentrant": False}, *args, **kwargs)  # type: ignore[misc]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """A plain folder, which needs nothing of ours: packed weights are written as packing left them."""
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = plain_state(self)
+            for packing in packed_in(cast(nn.Module, self)):
+                logger.warning("weights were packed in %s, and are written as that left them", packing)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         model = cast(PreTrainedModel, self)

@@ -30,7 +30,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedModelError
 from pantheraml.models.hub import local_folder
 from pantheraml.models.matching import CannotStream
-from pantheraml.models.quantise.packed import pack_linears
+from pantheraml.models.quantise.packed import pack_linears, set_dense_dtype
 from pantheraml.models.quantise.stored import stored_format
 from pantheraml.models.stream import stream_model
 from pantheraml.models.units import Placement, Target
@@ -71,7 +71,10 @@ def _check(folder: Path, config: ModelConfig) -> Any:
 def _read_config(folder: Path, config: ModelConfig) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"The model folder {folder} has no config.json.", todo="Give the folder of a Hugging Face causal LM."
+            f"The model folder {folder} has no config.json.",
+            todo="It is an adapter's: give its base model, and load the adapter onto that with PEFT."
+            if (folder / "adapter_config.json").is_file()
+            else "Give the folder of a Hugging Face causal LM.",
         )
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
@@ -164,6 +167,7 @@ def _pretrained_model(
         if place.stored is not None:
             del source.quantization_config
         model = stream_model(source, files, _attention(source), place, layers_unread=layers_unread)
+        set_dense_dtype(model, place.dtype)
         model.generation_config = _generation_config(folder)
         return model
     except CannotStream as reason:

@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
 
-from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.models.adapters import trainable_parameters
 from pantheraml.models.fast import fuse, second_layouts, why_one_layout
@@ -130,7 +129,7 @@ def test_plain_weights_have_one_layout(dtype: torch.dtype) -> None:
 # What happens to adapters and weights ---------------------------------------------------------------------------------
 
 
-def test_adapters_are_switched_and_not_merged() -> None:
+def test_adapters_are_switched_merged_and_unmerged() -> None:
     models = both()
     for model in models:
         model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "up_proj"]))
@@ -143,8 +142,10 @@ def test_adapters_are_switched_and_not_merged() -> None:
         model.set_adapter("default")
         randomise(model, seed=4)
         assert runs_fused(model)
-        with pytest.raises(UnsupportedModelError, match="merged"):
-            model.merge_adapter()
+        model.merge_adapter()
+        assert not runs_fused(model)
+        model.unmerge_adapter()
+        assert runs_fused(model)
     assert_equal(models)
 
 

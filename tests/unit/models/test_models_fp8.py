@@ -12,7 +12,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.engine.loss import LossModel
 from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trainable_parameters
 from pantheraml.models.families import head_loss, plain_head
@@ -172,11 +171,6 @@ def test_adapters_load_in_plain_peft(folder: Path, tmp_path: Path) -> None:
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(tmp_path / "a"))
     dense = adapted(folder, None)
     torch.testing.assert_close(plain(input_ids=IDS).logits, dense(input_ids=IDS).logits)
-
-
-def test_a_merge_is_refused(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="fp8"):
-        adapted(folder, "fp8").merge_and_unload()
 
 
 # The output head --------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.kernels.nf4 import PIECE, nf4_levels
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.loader import load_model
@@ -206,11 +205,3 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: Callable[..., Path],
     plain, recomputed = gradients(False), gradients(True)
     assert any(bool(grad.abs().max() > 0) for grad in plain.values())
     torch.testing.assert_close(recomputed, plain)
-
-
-def test_merging_into_packed_weights_is_refused(tiny_model: Callable[..., Path]) -> None:
-    config = ModelConfig(path=str(tiny_model("llama")))
-    base = load_model(config, dtype=torch.float32, device=CPU, quantise="nf4")
-    model: Any = apply_method(base, MethodConfig(kind="qlora", rank=2), seed=0)
-    with pytest.raises(UnsupportedModelError, match="nf4"):
-        model.merge_and_unload()

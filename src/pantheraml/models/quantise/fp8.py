@@ -17,6 +17,7 @@ from pantheraml.kernels.e4m3 import E4M3, LIMIT, SMALLEST_SCALE, shared_scale, t
 from pantheraml.kernels.fp8_product import fp8_product, transposed
 from pantheraml.kernels.quantise_rows import quantise_rows
 from pantheraml.models.quantise.lora import PackedLoraLinear
+from pantheraml.models.quantise.nf4 import plain_linear
 
 _PIECE = 8192
 TENSOR_CORE = 16
@@ -31,6 +32,8 @@ class FP8Linear(nn.Module):
     scale: Tensor
     """[out] float32."""
     bias: Tensor | None
+    dense_dtype = torch.bfloat16
+    """Of a plain layer that takes its place."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, scales: Literal["one", "rows"] | None = None) -> None:
         """`scales`: one for all outputs, or one for each; None: one, unless outputs are too unlike."""
@@ -42,6 +45,13 @@ class FP8Linear(nn.Module):
         self.register_buffer("qweight", payload, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def to_linear(self, dtype: torch.dtype) -> nn.Module:
+        """A plain layer with the weight that e4m3 left of the original."""
+        dense = torch.empty(self.qweight.shape, dtype=dtype, device=self.qweight.device)
+        for out, rows, scale in zip(*(whole.split(_PIECE) for whole in (dense, self.qweight, self.scale)), strict=True):
+            out.copy_(rows.float() * scale[:, None])
+        return plain_linear(dense, self.bias, from_conv1d=False)
 
     def keep_rows(self, rows: slice) -> None:
         """Become the layer of these outputs alone."""
@@ -114,5 +124,7 @@ def quantise_head(model: Any) -> bool:
         return False
     if head.in_features % TENSOR_CORE or head.out_features % TENSOR_CORE:
         return False
-    model.set_output_embeddings(FP8Linear(head.weight, None, scales="one"))
+    packed = FP8Linear(head.weight, None, scales="one")
+    packed.dense_dtype = head.weight.dtype
+    model.set_output_embeddings(packed)
     return True

@@ -53,6 +53,8 @@ class Int8Linear(nn.Module):
     """[out_features, in_features] int8. PEFT finds a layer's device by this name."""
     scale: Tensor
     bias: Tensor | None
+    dense_dtype = torch.bfloat16
+    """Of a plain layer that takes its place."""
 
     def __init__(self, weight: Tensor | Int8Weight, bias: Tensor | None, *, from_conv1d: bool = False) -> None:
         """`weight` is (out_features, in_features), dense or packed already."""

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from pantheraml.base.errors import UnsupportedModelError
-
 
 class PackedLoraLinear(LoraLinear):
-    """PEFT's LoRA layer over a frozen, packed layer. A merge would have to round again, so it is refused."""
+    """PEFT's LoRA layer over a frozen, packed layer."""
+
+    _packed: tuple[nn.Module, ...] = ()
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         # PEFT warns about layer types it does not know
         return cast(int, module.in_features), cast(int, module.out_features)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise UnsupportedModelError(
-            "An adapter cannot be merged into packed (fp8, int8 or nf4) weights without loss.",
-            todo="Use `pantheraml export --merge`, which merges into plain weights.",
-        )
+        """Into a plain layer, which takes the place of the packed one until it is unmerged. The adapter has learnt to
+        correct the weights as packing left them, so those are what it is merged into."""
+        packed: Any = self.get_base_layer()
+        if hasattr(packed, "to_linear"):
+            self.base_layer = packed.to_linear(packed.dense_dtype).requires_grad_(False)
+            self.fan_in_fan_out = getattr(packed, "from_conv1d", False)
+            self._packed = (packed,)  # not a child of this module any more
+        super().merge(safe_merge, adapter_names)
 
     def unmerge(self) -> None:
-        raise UnsupportedModelError("An adapter over packed weights is never merged, so there is nothing to unmerge.")
+        if not self.merged:
+            super().unmerge()  # which says so
+            return
+        self.base_layer = self._packed[0].to(self.get_base_layer().weight.device)
+        self.fan_in_fan_out, self._packed = False, ()
+        self.merged_adapters.clear()

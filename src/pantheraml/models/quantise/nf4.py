@@ -28,6 +28,8 @@ class NF4Linear(nn.Module):
     scale_step: Tensor | None
     scale_low: Tensor | None
     bias: Tensor | None
+    dense_dtype = torch.bfloat16
+    """Of a plain layer that takes its place."""
 
     def __init__(self, weight: Tensor | NF4Weight, bias: Tensor | None, *, from_conv1d: bool = False) -> None:
         """`weight` is (out_features, in_features), dense or packed already."""

@@ -55,17 +55,47 @@ def pack_linears(model: Any, packing: Packing, *, dtype: torch.dtype, device: to
         bias = None if layer.bias is None else layer.bias.detach().to(device, dtype)
         packed = pack_linear(packing, weight.T if from_conv1d else weight, bias, from_conv1d=from_conv1d)
         model.set_submodule(name, packed)
+    set_dense_dtype(model, dtype)
     return len(names)
+
+
+def set_dense_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """What packed layers become when they are unpacked: what the rest of the model computes in."""
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear):
+            layer.dense_dtype = dtype
 
 
 def unpack_linears(model: nn.Module, dtype: torch.dtype) -> int:
     """The way back, as far as there is one: plain layers with the weights that packing left. How many there were."""
-    names = [name for name, layer in model.named_modules() if isinstance(layer, Int8Linear | NF4Linear)]
+    names = [name for name, layer in model.named_modules() if isinstance(layer, PackedLinear)]
     for name in names:
         layer = model.get_submodule(name)
-        assert isinstance(layer, Int8Linear | NF4Linear)
+        assert isinstance(layer, PackedLinear)
         model.set_submodule(name, layer.to_linear(dtype))
     return len(names)
+
+
+def plain_state(model: Any) -> dict[str, Tensor]:
+    """What `model.state_dict()` would be with plain layers in the place of packed ones, each tensor in a piece of its
+    own; those that are not so in the model are copies in host memory."""
+    state: dict[str, Tensor] = model.state_dict()
+    head = model.get_output_embeddings()
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLinear):
+            for buffer, _ in layer.named_buffers(recurse=False):
+                state.pop(f"{name}.{buffer}", None)
+            if layer is head and model.config.get_text_config().tie_word_embeddings:
+                continue  # the file has it as the embedding
+            plain = layer.to_linear(layer.dense_dtype)
+            state |= {f"{name}.{key}": value.detach().cpu() for key, value in plain.named_parameters()}
+    return {name: tensor if tensor.is_contiguous() else tensor.cpu().contiguous() for name, tensor in state.items()}
+
+
+def packed_in(model: nn.Module) -> list[str]:
+    """In what weights of `model` are packed, by name."""
+    kinds = {FP8Linear: "fp8", Int8Linear: "int8", NF4Linear: "nf4"}
+    return sorted({kinds[type(layer)] for layer in model.modules() if isinstance(layer, PackedLinear)})
 
 
 def constant_buffers(model: nn.Module) -> list[str]:
