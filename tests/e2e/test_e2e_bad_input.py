@@ -37,6 +37,14 @@ def test_a_model_folder_without_weights(playground: Playground, failing: Failing
     assert "weights" in failing(4, "--model", str(model))
 
 
+def test_rows_longer_than_the_model_knows_positions(failing: Failing, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "a long row " * 100}) + "\n")
+    said = failing(4, "--set", "data.seq_len=2048", data=str(path))
+    assert "positions" in said
+    assert "data.seq_len=256" in said
+
+
 def test_more_processes_than_there_are(failing: Failing) -> None:
     assert "512 processes" in failing(5, "--nproc", "512", "--set", "train.global_batch_size=600")
 

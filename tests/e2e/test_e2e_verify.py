@@ -93,3 +93,9 @@ def test_a_mode_that_does_not_exist_is_refused() -> None:
     done = verify("--nproc", "2", "--modes", "ddp,warp")
     assert done.returncode == ConfigError.exit_code
     assert "Choose from ddp, fsdp, tp, pp, cp" in done.stderr
+
+
+def test_no_steps_at_all_are_refused() -> None:
+    done = verify("--modes", "ddp", "--steps", "0")
+    assert done.returncode == ConfigError.exit_code, done.stderr
+    assert "--steps 0 compares nothing" in done.stderr

@@ -33,8 +33,10 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pantheraml.base.errors import EqualityError
+    from pantheraml.base.errors import ConfigError, EqualityError
 
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps} compares nothing.", todo="Take at least one step.")
     folder = Path(tempfile.mkdtemp(prefix="pantheraml-verify-"))
     config = _config(arguments, folder)
     plan = _plan(config, arguments)

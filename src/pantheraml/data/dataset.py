@@ -26,6 +26,7 @@ class TokenDataset:
         self.pad_id = meta.pad_id
         self.tokens = meta.tokens
         self.largest_token = meta.largest_token
+        self.longest_document = meta.longest_document
         self._columns = [table.column(name) for name in ("tokens", "document_lengths", "loss_runs")]
         self._lengths: Ints = index_column(table, "length")
         self._target_tokens: Ints = index_column(table, "target_tokens")

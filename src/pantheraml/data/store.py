@@ -57,6 +57,8 @@ class DatasetMeta:
     target_tokens: int = 0
     sequences: int = 0
     largest_token: int = 0
+    longest_document: int = 0
+    """In tokens; 0 in data that an earlier version prepared."""
     layout: int = LAYOUT_VERSION
 
     def efficiency(self) -> float:
@@ -121,6 +123,7 @@ class DatasetWriter:
         self.target_tokens = 0
         self.sequences = 0
         self.largest_token = 0
+        self.longest_document = 0
 
     def add(self, documents: Documents) -> None:
         self._window.extend(documents)
@@ -139,6 +142,7 @@ class DatasetWriter:
             target_tokens=self.target_tokens,
             sequences=self.sequences,
             largest_token=self.largest_token,
+            longest_document=self.longest_document,
         )
         (self._folder / META_FILE).write_text(json.dumps(dataclasses.asdict(meta), indent=1), encoding="utf-8")
 
@@ -155,6 +159,7 @@ class DatasetWriter:
         self.target_tokens += int(numbers(batch.column("target_tokens")).sum(dtype=np.int64))
         self.sequences += len(packs)
         self.largest_token = max(self.largest_token, int(numbers(batch.column("tokens").flatten()).max()))
+        self.longest_document = max(self.longest_document, int(lengths.max()))
         self._window = Documents()
         self._window_tokens = 0
 

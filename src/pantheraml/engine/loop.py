@@ -116,6 +116,7 @@ class TrainingLoop:
             every=job.config.train.log_every_steps,
             batch=job.config.train.global_batch_size,
             samples=len(job.train_data),
+            last=self.length.samples,
             ranks=job.config.parallel.enable_multi_gpu_monitoring,
         )
         self._watch = job.watch

@@ -29,11 +29,11 @@ class _Work:
 
 
 class StepEvents:
-    def __init__(self, emit: Emit, *, every: int, batch: int, samples: int, ranks: bool) -> None:
+    def __init__(self, emit: Emit, *, every: int, batch: int, samples: int, last: int | None, ranks: bool) -> None:
         """Tells of each `every`-th step; with `ranks`, of each rank's part in it, too. A step takes `batch` of the
-        `samples` that an epoch has."""
+        `samples` that an epoch has, but none after the `last`-th."""
         self._emit, self._every, self._ranks = emit, every, ranks
-        self._batch, self._samples = batch, samples
+        self._batch, self._samples, self._last = batch, samples, last
         self._untold = _Work()
 
     def count(self, step: int, report: StepReport, rate: float, seconds: float) -> None:
@@ -57,10 +57,11 @@ class StepEvents:
         if work.last is None:
             return
         step, report, rate = work.last
+        taken = step * self._batch
         self._emit(
             "train.step",
             step=step,
-            epoch=step * self._batch / self._samples,
+            epoch=(taken if self._last is None else min(taken, self._last)) / self._samples,
             loss=report.numbers.loss,
             learning_rate=rate,
             grad_norm=report.numbers.grad_norm,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -37,7 +38,11 @@ class GuardCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
     """`SFTTrainer(..., callbacks=[GuardCallback(clipping="zclip", on_nonfinite="skip")])`: keys of `stability`."""
 
     def __init__(self, **settings: Any) -> None:
-        self._config = StabilityConfig(**settings)
+        try:
+            self._config = StabilityConfig(**settings)
+        except ValidationError as err:
+            wrong = "; ".join(f"{detail['loc'][0]}={detail['input']!r}: {detail['msg']}" for detail in err.errors())
+            raise ConfigError(f"GuardCallback cannot take {wrong}.", todo="docs/stability.md lists its keys.") from err
         for name in NOT_HERE:
             asked = getattr(self._config, name)
             if asked not in (0, StabilityConfig.model_fields[name].default):

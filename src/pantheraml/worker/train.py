@@ -127,7 +127,7 @@ def make_loop(
     model = build_model(config, plan, world, emit)
     train_data, eval_data = open_data(run)
     for dataset in (train_data, eval_data):
-        check_vocabulary(model, dataset)
+        check_fits(model, dataset)
     world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
     watch.beat()
     stepper = Stepper(model, config, world, plan)
@@ -186,13 +186,23 @@ def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
     return TokenDataset.open(Path(places["train"])), evaluation
 
 
-def check_vocabulary(model: Any, dataset: TokenDataset | None) -> None:
-    """A token beyond the embedding would end in a device-side assertion that names nothing."""
+def check_fits(model: Any, dataset: TokenDataset | None) -> None:
+    """A token or a position beyond an embedding would end in a device-side assertion that names nothing; positions that
+    are computed would train what the model never saw."""
+    if dataset is None:
+        return
     rows = model.get_input_embeddings().weight.shape[0]
-    if dataset is not None and dataset.largest_token >= rows:
+    if dataset.largest_token >= rows:
         raise ModelError(
             f"The data has the token {dataset.largest_token}, but the model knows only {rows} tokens.",
             todo="Use the tokenizer that belongs to the model (model.tokenizer).",
+        )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and dataset.longest_document > positions:
+        raise ModelError(
+            f"The data has a row of {dataset.longest_document} tokens, but the model knows only {positions} positions.",
+            todo=f"Set data.seq_len={positions} or less; longer rows are cut then. To train beyond, raise"
+            " max_position_embeddings in the model's config.json.",
         )
 
 

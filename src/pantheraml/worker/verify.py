@@ -26,7 +26,7 @@ from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import ModeVerdict, Verdicts, VerifyRequest
 from pantheraml.specs.train import TrainConfig
-from pantheraml.worker.train import build_model, check_vocabulary, open_data
+from pantheraml.worker.train import build_model, check_fits, open_data
 
 TOLERANCE = 1e-5
 """Of loss and gradient in float32: the same sums in another order."""
@@ -191,7 +191,7 @@ def _plan_for(dims: ParallelDims, plan: Plan, micro_batch: int) -> Plan:
 def _trial(config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset, steps: int) -> Trial:
     torch.manual_seed(config.train.seed)
     model = build_model(config, plan, world, _silent)
-    check_vocabulary(model, dataset)
+    check_fits(model, dataset)
     made = trial(model, config, plan, world, dataset, steps=steps)
     del model
     gc.collect()  # a model holds itself in cycles, and the next mode needs its memory

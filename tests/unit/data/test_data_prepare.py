@@ -52,6 +52,7 @@ def test_the_index_agrees_with_the_sequences(write_jsonl: Write, prepared: Prepa
     ids = np.arange(len(data))
     sequences = [data.sequence(int(i)) for i in ids]
     assert data.largest_token == max(int(sequence.input_ids.max()) for sequence in sequences)
+    assert data.longest_document == max(int(sequence.document_lengths.max()) for sequence in sequences)
     assert data.target_tokens(ids).tolist() == [int((sequence.labels != -100).sum()) for sequence in sequences]
     for sequence in sequences:
         assert len(sequence.input_ids) <= data.seq_len == 64

@@ -236,3 +236,9 @@ def test_what_a_callback_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="every process holds whole"):
         GuardCallback().on_train_begin(args, TrainerState(), TrainerControl())
     GuardCallback(**GuardCallback(group_norms_every=0).state()["args"])
+
+
+@pytest.mark.parametrize("settings", [{"clipping": "foo"}, {"foo": 3}])
+def test_keys_and_values_that_it_does_not_know_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="foo"):
+        GuardCallback(**settings)
