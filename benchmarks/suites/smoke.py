@@ -15,17 +15,17 @@ OURS = Case(
     path="cli",
     model="tiny",
     method="lora",
-    precision="fp32",
+    precision="bf16",
     minutes=1,
     batch=2,
     seq=64,
     steps=5,
 )
-HF = replace(OURS, name="hf-tiny-lora", system="hf", path="trl", precision="bf16")
+HF = replace(OURS, name="hf-tiny-lora", system="hf", path="trl")
 
 CASES = (
     OURS,
-    replace(OURS, name="ours-tiny-uneven", method="full", data="uneven", seq=512, steps=4),
+    replace(OURS, name="ours-tiny-uneven", method="full", precision="fp32", data="uneven", seq=512, steps=4),
     HF,
     replace(HF, name="ours-trl-tiny-lora", system="pantheraml"),
     replace(HF, name="unsloth-tiny-lora", system="unsloth"),

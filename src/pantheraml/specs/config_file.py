@@ -164,9 +164,36 @@ def _explain(detail: ErrorDetails, sources: Mapping[Key, str], whole: str) -> st
     return f"`{name}` = {detail['input']!r}: {message[0].lower()}{message[1:]} ({where})."
 
 
+_ELSEWHERE = {
+    "lr": "train.learning_rate",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "batch_size": "train.global_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "lr_scheduler_type": "train.schedule",
+    "optim": "train.optimizer",
+    "logging_steps": "train.log_every_steps",
+    "save_steps": "checkpoint.every_steps",
+    "r": "method.rank",
+    "lora_r": "method.rank",
+    "lora_alpha": "method.alpha",
+    "lora_dropout": "method.dropout",
+    "max_seq_length": "data.seq_len",
+    "max_length": "data.seq_len",
+    "dataset": "data.path",
+    "model_name": "model.path",
+}
+"""What others call things."""
+
+
 def nearest_key(key: Key) -> str | None:
-    """The known key that is closest to a mistyped one: in its own section first, then anywhere."""
-    everywhere = {".".join(k): k for k in all_keys()}
+    """The known key that is closest to a mistyped one, or to another trainer's: in its own section first, then
+    anywhere."""
+    everywhere = {".".join(k): k for k in all_keys() if k != key[: len(k)]}
+    if key[-1] in _ELSEWHERE:
+        return _ELSEWHERE[key[-1]]
     section = [k[-1] for k in everywhere.values() if k[:-1] == key[:-1]]
     close = difflib.get_close_matches(key[-1], section, n=1, cutoff=0.6)
     if close:

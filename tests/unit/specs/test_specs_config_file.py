@@ -7,7 +7,7 @@ import yaml
 
 from pantheraml import TrainConfig
 from pantheraml.base.errors import ConfigError
-from pantheraml.specs.config_file import all_keys, dump_yaml, json_schema, load_config, parse_overrides
+from pantheraml.specs.config_file import _ELSEWHERE, all_keys, dump_yaml, json_schema, load_config, parse_overrides
 
 MINIMAL = {"model": {"path": "m"}, "data": {"path": "d"}}
 
@@ -56,11 +56,19 @@ def test_an_unknown_key_names_key_line_and_nearest_name(tmp_path: Path) -> None:
         ("max_steps: 3", "train.max_steps"),
         ("parallel: {bucket_cap: 3}", "parallel.bucket_cap_mb"),
         ("train: {lora_rank: 3}", None),
+        ("train: {lr: 3}", "train.learning_rate"),
+        ("num_train_epochs: 3", "train.epochs"),
     ],
 )
 def test_nearest_names(tmp_path: Path, wrong: str, right: str | None) -> None:
     text = problem(tmp_path, HEAD + wrong + "\n")
     assert (f"Did you mean `{right}`?" in text) if right else ("Did you mean" not in text)
+
+
+def test_names_of_other_trainers_lead_to_keys_that_there_are() -> None:
+    known = [".".join(key) for key in all_keys()]
+    assert set(_ELSEWHERE.values()) <= set(known)
+    assert not {name.rpartition(".")[2] for name in known} & _ELSEWHERE.keys()
 
 
 def test_a_bad_value_names_key_value_and_line(tmp_path: Path) -> None:
