@@ -70,17 +70,17 @@ def test_a_change_that_breaks_the_promise_has_to_be_insisted_on(playground: Play
 
 
 def test_other_data_is_refused_and_the_run_still_knows_its_own(playground: Playground) -> None:
-    assert playground.train("runs/own", *SETTINGS, "--set", "train.max_steps=2").code == 0
-    run = playground.root / "runs/own"
+    assert playground.train("runs/own-data", *SETTINGS, "--set", "train.max_steps=2").code == 0
+    run = playground.root / "runs/own-data"
     settings, plan = ((run / name).read_text() for name in ("config.yaml", "plan.json"))
     other = playground.root / "other.jsonl"
     other.write_text('{"text": "something else"}\n' * 20)
     more = ["--set", "train.max_steps=4"]
     for path, code, said in ((other, 7, "data was"), (playground.root / "nowhere.jsonl", 3, "no data at")):
-        refused = playground("resume", "runs/own", "--set", f"data.path={path}", *more)
+        refused = playground("resume", "runs/own-data", "--set", f"data.path={path}", *more)
         assert refused.code == code, refused
         assert said in refused.err
         assert [(run / name).read_text() for name in ("config.yaml", "plan.json")] == [settings, plan]
-    done = playground("resume", "runs/own", *more)
+    done = playground("resume", "runs/own-data", *more)
     assert done.code == 0, done
     assert values(read_events(run), "train.step", "step") == [1, 2, 3, 4]
