@@ -38,8 +38,9 @@ from pantheraml.models.fast import (
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
-from pantheraml.models.quantise.packed import Packing, packed_in
+from pantheraml.models.quantise.packed import Packing, constant_buffers, packed_in
 from pantheraml.models.quantise.trained_fp8 import use_fp8_products
+from pantheraml.parallel.data import leave_out
 from pantheraml.parallel.split import (
     STRATEGIES,
     Device,
@@ -184,6 +185,7 @@ class FastLanguageModel:
         adapted: Any = apply_method(model, method, seed=random_state)
         answer_sooner(adapted)
         _speed_up(model, adapted, use_gradient_checkpointing)
+        leave_out(adapted, constant_buffers(adapted))  # a trainer's DDP would send packed weights before every pass
         return adapted
 
     @staticmethod

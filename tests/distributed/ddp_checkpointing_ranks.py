@@ -11,7 +11,7 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -158,8 +158,8 @@ def plain_model(folder: Path) -> Any:
     return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
-def our_model(folder: Path, **arguments: Any) -> Any:
-    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, device_map="cpu")
+def our_model(folder: Path, loading: Mapping[str, Any] = {}, **arguments: Any) -> Any:
+    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, device_map="cpu", **loading)
     return FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, **arguments)
 
 
@@ -172,6 +172,8 @@ TRL_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "not reentrant": (plain_model, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
     "ours, asked for reentrant": (our_model, REENTRANT),
     "ours, selective": (partial(our_model, use_gradient_checkpointing="selective"), {}),
+    "ours, fp8": (partial(our_model, loading={"load_in_fp8": True}), {}),
+    "ours, nf4": (partial(our_model, loading={"load_in_4bit": True}), {}),
 }
 
 # name -> the guard, and what is in place of a gradient

@@ -61,13 +61,17 @@ def test_the_error_is_real(engine: list[dict[str, Any]]) -> None:
         assert "ready only once" in rank["error"]
 
 
-@pytest.mark.parametrize("case", ["reentrant", "not reentrant", "ours, asked for reentrant", "ours, selective"])
+@pytest.mark.parametrize(
+    "case",
+    ["reentrant", "not reentrant", "ours, asked for reentrant", "ours, selective", "ours, fp8", "ours, nf4"],
+)
 def test_under_sft_trainer(trl: tuple[dict[str, Any], dict[str, Any]], case: str) -> None:
     one, two = trl[0][case], trl[1][case]
     assert two["wrapped"] == "DistributedDataParallel"
     assert len(set(one["loss"])) == len(one["loss"]) == 4, "a model that does not train would pass what follows"
     for key in ("loss", "grad_norm"):
-        assert two[key] == pytest.approx(one[key], rel=1e-5), key
+        # sums in another order, and what fp8 makes of the last digit
+        assert two[key] == pytest.approx(one[key], rel=1e-2 if "fp8" in case else 1e-5), key
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -42,6 +42,11 @@ class Decision(NamedTuple):
     reason: str
 
 
+def leave_out(model: nn.Module, buffers: Sequence[str]) -> None:
+    """DDP, ours or another trainer's, does not send these."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(buffers))
+
+
 def wrap(
     model: nn.Module,
     world: World,
@@ -58,7 +63,7 @@ def wrap(
     """
     if world.size == 1 or dist.get_world_size(group) == 1:
         return model
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(constant_buffers))
+    leave_out(model, constant_buffers)
     # torch 2.13 deprecates the name broadcast_buffers; it is passed only by those who turn it off
     buffers: dict[str, Any] = {} if settings.broadcast_buffers else {"broadcast_buffers": False}
     return DistributedDataParallel(
