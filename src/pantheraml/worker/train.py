@@ -201,8 +201,8 @@ def check_fits(model: Any, dataset: TokenDataset | None) -> None:
     if isinstance(positions, int) and dataset.longest_document > positions:
         raise ModelError(
             f"The data has a row of {dataset.longest_document} tokens, but the model knows only {positions} positions.",
-            todo=f"Set data.seq_len={positions} or less; longer rows are cut then. To train beyond, raise"
-            " max_position_embeddings in the model's config.json.",
+            todo=f"Set data.seq_len={positions} or less; longer rows are cut then. (Where positions are computed, as"
+            " rotary ones are, a larger max_position_embeddings in the model's config.json allows more.)",
         )
 
 

@@ -113,6 +113,19 @@ def test_what_is_merged_can_be_unmerged(tiny_model: TinyModel, packing: str) -> 
     assert all(p.grad is not None for name, p in model.named_parameters() if "lora_" in name)
 
 
+@pytest.mark.parametrize("why", ["nothing is asked for", "it is not finite"])
+def test_a_merge_that_does_not_happen_leaves_packed_layers(tiny_model: TinyModel, why: str) -> None:
+    model = trained_over(tiny_model("llama"), "nf4")
+    before = [type(module) for module in model.modules()]
+    if why == "nothing is asked for":
+        model.merge_adapter(adapter_names=[])
+    else:
+        next(p for name, p in model.named_parameters() if "lora_B" in name).data.fill_(torch.nan)
+        with pytest.raises(ValueError, match="NaNs"):
+            model.merge_adapter(safe_merge=True)
+    assert [type(module) for module in model.modules()] == before
+
+
 def test_weights_in_bf16_stay_in_it(tiny_model: TinyModel) -> None:
     model, _ = FastLanguageModel.from_pretrained(
         str(tiny_model("llama")), device_map="cpu", dtype=torch.bfloat16, load_in_4bit=True

@@ -29,8 +29,8 @@ CHUNK_ELEMENTS = 2**26
 # A trained head has larger ones, up to 2 GiB: after each, the sum of its gradient is read and written as a whole, which
 # with 2**27 took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200). One chunk needs no sum.
 TRAINED_CHUNKS = 16
-# Chunks, the last ones, whose gradients may be formed later. Each takes 64 MiB until then and 0.4 ms of an H200's time;
-# what comes of it, 4 MiB for a width of 4,096, stays for as long as somebody holds the loss.
+# Chunks, the last ones, whose gradients may be formed later. Each takes 64 MiB until then; what comes of it, 4 MiB for
+# a width of 4,096, stays for as long as somebody holds the loss.
 LATER_CHUNKS = 3
 # Rows of a tile of the matrix product; a chunk is a multiple of it, so that none is half empty.
 _TILE = 128

@@ -25,12 +25,20 @@ class PackedLoraLinear(LoraLinear):
             self.base_layer = packed.to_linear(packed.dense_dtype).requires_grad_(False)
             self.fan_in_fan_out = getattr(packed, "from_conv1d", False)
             self._packed = (packed,)  # not a child of this module any more
-        super().merge(safe_merge, adapter_names)
+        try:
+            super().merge(safe_merge, adapter_names)
+        finally:
+            if not self.merged:  # nothing was asked for, or it could not be done
+                self._put_back()
 
     def unmerge(self) -> None:
         if not self.merged:
             super().unmerge()  # which says so
             return
+        self._put_back()
+        self.merged_adapters.clear()
+
+    def _put_back(self) -> None:
+        """The packed layer."""
         self.base_layer = self._packed[0].to(self.get_base_layer().weight.device)
         self.fan_in_fan_out, self._packed = False, ()
-        self.merged_adapters.clear()
