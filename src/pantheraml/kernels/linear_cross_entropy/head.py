@@ -31,7 +31,7 @@ CHUNK_ELEMENTS = 2**26
 TRAINED_CHUNKS = 16
 # Chunks, the last ones, whose gradients may be formed later. Each takes 64 MiB until then; what comes of it, 4 MiB for
 # a width of 4,096, stays for as long as somebody holds the loss.
-LATER_CHUNKS = 6
+LATER_CHUNKS = 3
 # Rows of a tile of the matrix product; a chunk is a multiple of it, so that none is half empty.
 _TILE = 128
 # From this share of targets that count, leaving the others out of the products costs more copying than it saves.
