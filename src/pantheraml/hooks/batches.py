@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from pantheraml.hooks.logged import fast_model
 from pantheraml.hooks.replacement import Replacement
 from pantheraml.models.causal_lm import FastCausalLM
 
@@ -59,7 +60,7 @@ def _while_it_computes(get_train_dataloader: Callable[[Any], Any]) -> Callable[[
     @functools.wraps(get_train_dataloader)
     def get(self: Any) -> Any:
         loader = get_train_dataloader(self)
-        model, base = _fast_model(self.model), _in_this_process(loader)
+        model, base = fast_model(self.model), _in_this_process(loader)
         alone = self.args.n_gpu <= 1  # else torch's DataParallel calls copies of the model from several threads
         if model is not None and base is not None and alone:
             base._get_iterator = functools.partial(_read_ahead, base._get_iterator, model)
@@ -96,11 +97,6 @@ def _in_this_process(loader: Any) -> Any:
     """What accelerate's loader takes batches from, if that is torch's own without worker processes."""
     base = getattr(loader, "base_dataloader", None)
     return base if type(base) is DataLoader and base.num_workers == 0 else None
-
-
-def _fast_model(model: Any) -> FastCausalLM | None:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner if isinstance(inner, FastCausalLM) else None
 
 
 TRAIN_BATCHES = Replacement(

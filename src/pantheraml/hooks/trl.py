@@ -20,6 +20,7 @@ import numpy as np
 
 from pantheraml.base import log
 from pantheraml.hooks.batches import TRAIN_BATCHES
+from pantheraml.hooks.logged import GRADIENT_NORM
 from pantheraml.hooks.replacement import Replacement
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
 from pantheraml.models.causal_lm import FastCausalLM
@@ -104,7 +105,7 @@ PACKING_ATTENTION = Replacement(
 )
 
 
-_ALL = (SFT_HEAD, COLLATOR, PACKING_ATTENTION, TRAIN_BATCHES)
+_ALL = (SFT_HEAD, COLLATOR, PACKING_ATTENTION, TRAIN_BATCHES, GRADIENT_NORM)
 
 
 def apply() -> None:

@@ -80,7 +80,7 @@ _KEEPINGS = {Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__}
 """Where the value is written down or copied, nobody needs to know that it had been sent ahead."""
 _SAME_VALUE = {Tensor.detach, torch.detach}
 _SCALINGS = {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.mul, Tensor.div, torch.mul, torch.div}
-_OF_METRICS = _SCALINGS | {Tensor.sum, torch.sum, Tensor.__gt__, Tensor.gt, torch.gt}
+_OF_METRICS = _SCALINGS | {Tensor.sum, torch.sum, Tensor.mean, torch.mean, Tensor.__gt__, Tensor.gt, torch.gt}
 _QUESTIONS = {torch.isnan, torch.isinf, torch.isfinite, Tensor.isnan, Tensor.isinf, Tensor.isfinite}
 
 
