@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pantheraml.engine.checkpointing import _selective_contexts
-from pantheraml.models import flash, flash_backward
+from pantheraml.models import flash
 from pantheraml.models.attention import DocumentLayout, document_attention
 from tests.gpu.test_gpu_attention import LENGTHS, ROWS, WIDTH, check, layout, merged, split
 from tests.gpu.waiting import no_waiting
@@ -51,20 +51,12 @@ class Counted:
         self.backward += 1
         return self._inner._flash_attn_bwd(*args, **kwargs)
 
-    def _bwd_preprocess(self, *args: Any, **kwargs: Any) -> Any:
-        """Which begins the way back where its kernels are called one by one."""
-        self.backward += 1
-        return self._inner._bwd_preprocess(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Only what follows the trial of the kernels is counted if that was before."""
-    counted = Counted(flash_backward.package())
-    monkeypatch.setattr(flash_backward, "package", lambda: counted)
+    counted = Counted(flash._package())
+    monkeypatch.setattr(flash, "_package", lambda: counted)
     return counted
 
 
@@ -232,7 +224,7 @@ def test_a_package_that_fails_leaves_torchs_kernels(
         raise RuntimeError("no compiler")
 
     flash._checked.cache_clear()
-    monkeypatch.setattr(flash_backward, "package", broken)
+    monkeypatch.setattr(flash, "_package", broken)
     try:
         check(SHAPE, layout(FEW), FEW)
     finally:

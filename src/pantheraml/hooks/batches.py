@@ -18,9 +18,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from pantheraml.hooks.logged import fast_model
 from pantheraml.hooks.replacement import Replacement
-from pantheraml.models.causal_lm import FastCausalLM
+from pantheraml.models.causal_lm import FastCausalLM, fast_model
 
 
 class Ahead:

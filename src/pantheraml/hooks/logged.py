@@ -14,14 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from pantheraml.hooks.replacement import Replacement
-from pantheraml.models.causal_lm import FastCausalLM
+from pantheraml.models.causal_lm import fast_model
 from pantheraml.models.read_ahead import metrics_ahead
-
-
-def fast_model(model: Any) -> FastCausalLM | None:
-    """Ours, with adapters or without."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner if isinstance(inner, FastCausalLM) else None
 
 
 def _sent(get_grad_norm: Callable[..., Any]) -> Callable[..., Any]:

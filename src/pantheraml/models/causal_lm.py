@@ -121,6 +121,12 @@ def make_fast(model: PreTrainedModel) -> FastCausalLM:
     return fast
 
 
+def fast_model(model: Any) -> FastCausalLM | None:
+    """`model`, or what its adapters are on; None if that is not one of ours."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner if isinstance(inner, FastCausalLM) else None
+
+
 @functools.cache
 def _fast_class(parent: type) -> type:
     # The name goes into config.json ("architectures") and into trainers' look-ups, so it stays.

@@ -12,6 +12,7 @@ compared with torch's attention; if that fails, a warning says why, and attentio
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import warnings
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from torch import Tensor
 from torch.library import custom_op
 
 from pantheraml.base import log
-from pantheraml.models import flash_backward as turned_over
 from pantheraml.models.block_mask import block_mask
 
 logger = log.get(__name__)
@@ -144,7 +144,7 @@ def flash_forward(
     its sums, [B, H, S] or [H, T]."""
     arguments = _arguments(boundaries, width, scale, window)
     with torch.cuda.device_of(query):
-        out, sums = turned_over.package()._flash_attn_fwd(query, key, value, return_lse=True, **arguments)[:2]
+        out, sums = _package()._flash_attn_fwd(query, key, value, return_lse=True, **arguments)[:2]
     return out, sums
 
 
@@ -166,26 +166,14 @@ def flash_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradient = gradient.contiguous()  # one that is one number for all would be compiled for by itself
+    dq, dk, dv = _gradients(query, key, value)
+    arguments = _arguments(boundaries, width, scale, window)
     with torch.cuda.device_of(query):
-        if _is_turned_over(query, key, boundaries, window):
-            return turned_over.gradients(
-                gradient, query.contiguous(), key.contiguous(), value.contiguous(), out, sums, boundaries, scale
-            )
-        dq, dk, dv = _gradients(query, key, value)
-        arguments = _arguments(boundaries, width, scale, window)
-        turned_over.package()._flash_attn_bwd(query, key, value, out, gradient, sums, dq=dq, dk=dk, dv=dv, **arguments)
+        # A gradient that is one number for all would be compiled for by itself.
+        _package()._flash_attn_bwd(
+            query, key, value, out, gradient.contiguous(), sums, dq=dq, dk=dk, dv=dv, **arguments
+        )
     return dq, dk, dv
-
-
-def _is_turned_over(query: Tensor, key: Tensor, boundaries: Tensor | None, window: int | None) -> bool:
-    """Whether that way serves the call, too."""
-    return (
-        query.shape[-1] == turned_over.SIZE
-        and window is None
-        and query.shape[-2] > key.shape[-2]
-        and (boundaries is None or boundaries.shape[0] - 1 <= MANY)
-    )
 
 
 @flash_forward.register_fake
@@ -233,6 +221,11 @@ def _backward(ctx: Any, gradient: Tensor, _of_sums: Tensor | None) -> tuple[Tens
 
 
 flash_forward.register_autograd(_backward, setup_context=_keep)
+
+
+@functools.cache
+def _package() -> Any:
+    return importlib.import_module("flash_attn.cute.interface")
 
 
 @functools.cache

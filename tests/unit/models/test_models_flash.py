@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from pantheraml.engine.checkpointing import _selective_contexts
-from pantheraml.models import flash, flash_backward
+from pantheraml.models import flash
 from pantheraml.models.attention import DocumentLayout, document_attention
 from pantheraml.models.block_mask import block_mask
 
@@ -117,7 +117,7 @@ class Package:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Package:
     package = Package()
-    monkeypatch.setattr(flash_backward, "package", lambda: package)
+    monkeypatch.setattr(flash, "_package", lambda: package)
     return package
 
 
