@@ -125,6 +125,34 @@ def test_the_host_waits_for_no_gradient(folder: Path, tmp_path: Path, accumulati
     assert all(bool(loss.isfinite()) for loss in watched)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_host_begins_the_next_step_without_waiting_for_the_last(folder: Path, tmp_path: Path, packed: bool) -> None:
+    """From the backward pass, once it is queued, until the layers are called again: the optimizer's step, the log and
+    the next batch lie in between."""
+    settings = {"packing": True, "max_length": 64} if packed else {}
+    run = trainer(fast_model(folder), folder, tmp_path / "run", **settings)
+    step, begun = run.training_step, []
+
+    def layers_are_called(*_: Any) -> None:
+        begun.append(torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("default")
+
+    def training_step(*arguments: Any) -> Any:
+        loss = step(*arguments)
+        if len(begun) > 2:  # the first batches are read when they are asked for
+            torch.cuda.set_sync_debug_mode("error")
+        return loss
+
+    run.training_step = training_step
+    run.model.get_base_model().model.register_forward_pre_hook(layers_are_called)
+    try:
+        run.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert begun.count(2) == STEPS - 3
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_step_holds_full_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     vocabulary, tokens = 2**17, 4096

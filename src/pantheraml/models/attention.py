@@ -37,6 +37,7 @@ from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models import flash
 from pantheraml.models.block_mask import block_mask
 from pantheraml.models.modes import observed
+from pantheraml.models.read_ahead import on_host
 from pantheraml.parallel.context import check_heads, cut_sequence, heads_to_sequence, sequence_to_heads
 
 NAME = "pantheraml_documents"
@@ -219,16 +220,17 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def documents_from_positions(position_ids: Tensor, rows: int) -> DocumentLayout:
-    """A document begins where positions do not count on by one; waits for the device once."""
-    positions = position_ids.expand(rows, -1).cpu().numpy()
+    """A document begins where positions do not count on by one; waits for the device once, if the host has to ask."""
+    positions = on_host(position_ids).expand(rows, -1).numpy()
     starts = np.ones(positions.shape, dtype=bool)
     starts[:, 1:] = np.diff(positions, axis=1) != 1
     return _documents(starts, position_ids.device)
 
 
 def documents_from_padding(mask: Tensor) -> DocumentLayout | None:
-    """Each row's tokens are a document, as is its padding; None if padding parts tokens. Waits for the device once."""
-    kept = mask.cpu().numpy() != 0
+    """Each row's tokens are a document, as is its padding; None if padding parts tokens. Waits for the device once, if
+    the host has to ask."""
+    kept = on_host(mask).numpy() != 0
     if kept.all():
         return DocumentLayout(None, kept.shape[1])
     starts = np.ones(kept.shape, dtype=bool)

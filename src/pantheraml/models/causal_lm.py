@@ -9,8 +9,8 @@ everything, but for `forward`:
 - in every other case (evaluation, generation, no labels, a head that is not plain): transformers' own forward.
 
 Where few tokens have a label (prompts masked out), the head runs on those alone; where nearly all have one, on all. The
-choice needs their count on the host. Labels are sent there before the body is queued on the GPU and counted after, so
-that the GPU never waits for it.
+choice needs their count on the host. Labels that it does not remember are sent there before the body is queued on the
+GPU and counted after, so that the GPU never waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pantheraml.models.asked_each_step import AskedEachStep, every_module
 from pantheraml.models.derived import Derived
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
 from pantheraml.models.quantise.packed import packed_in, plain_state
-from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, read_ahead
+from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, read_ahead, remembered
 
 logger = log.get(__name__)
 
@@ -179,7 +179,8 @@ class _Targets:
         shifted: Tensor | None = inputs.get("shift_labels")
         self._are_shifted = shifted is not None
         self._given: Tensor = inputs["labels"] if shifted is None else shifted
-        self._read = copy_ahead(self._given)
+        known = remembered(self._given)
+        self._read = copy_ahead(self._given) if known is None else lambda: known
 
     def labels(self) -> Tensor:
         return self._given if self._are_shifted else nn.functional.pad(self._given[..., 1:], (0, 1), value=-100)

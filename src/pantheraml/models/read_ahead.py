@@ -6,7 +6,8 @@ backward pass began. So its value is sent to the host as soon as it is computed,
 from there. Nothing else changes: it is a tensor on its device, with its gradient.
 
 Metrics, which have no gradient, are sent as they are, token by token, and what a trainer makes of them is computed
-twice: by the GPU in its turn, and by the host if it asks. (A sum of the host's may differ in its last digit.)
+twice: by the GPU in its turn, and by the host if it asks. (A sum of the host's may differ in its last digit.) Labels
+and masks came from the host, which need not ask for them at all if it remembers.
 """
 
 from __future__ import annotations
@@ -163,6 +164,34 @@ def metrics_ahead(*tensors: Tensor) -> None:
         for tensor in tensors:
             if type(tensor) in (Tensor, ReadAhead) and not tensor.requires_grad:
                 _known(tensor, copy_ahead(tensor))
+
+
+class _Remembered:
+    """Whoever sent a tensor to its device still has it."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._host = host
+
+    def __call__(self) -> Tensor:
+        return self._host
+
+
+def came_from(host: Tensor, tensor: Tensor) -> None:
+    """`tensor` is a copy of `host` on another device, which need not be asked for what the host had."""
+    if _is_alone() and type(tensor) is Tensor and not tensor.requires_grad:
+        _known(tensor, _Remembered(host))
+
+
+def remembered(tensor: Tensor) -> Tensor | None:
+    """What `tensor` is a copy of, to be looked at only; None if it did not come from the host, or was changed."""
+    read = _reader(tensor)
+    return read() if isinstance(read, _Remembered) else None
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The values of `tensor`, to be looked at only. Waits for the device unless they are remembered."""
+    known = remembered(tensor)
+    return tensor.cpu() if known is None else known
 
 
 def _is_alone() -> bool:

@@ -5,15 +5,22 @@ import gc
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
 from pantheraml import FastLanguageModel
 from pantheraml.hooks import trl
-from pantheraml.hooks.batches import Ahead
+from pantheraml.hooks.batches import TRAIN_BATCHES, Ahead
+from pantheraml.models.read_ahead import on_host
 from tests.toy import write_llama
 
 
@@ -49,6 +56,45 @@ def test_what_goes_wrong_is_told_to_who_asks() -> None:
     ahead.read()
     with pytest.raises(ValueError, match="a bad row"):
         next(ahead)
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+def test_batches_are_sent_when_they_are_read_and_remembered(kind: type[Any]) -> None:
+    here = {name: torch.tensor([[1, 2], [3, n]]) for n, name in enumerate(("input_ids", "labels", "attention_mask"))}
+    ahead = Ahead(iter([kind(here), kind(here)]), torch.device("meta"))
+    assert next(ahead)["labels"].device.type == "cpu"  # nobody had time to send it
+    ahead.read()
+    batch = next(ahead)
+    sent_again = send_to_device(batch, torch.device("meta"))  # as accelerate does it
+    assert sent_again["labels"].is_meta
+    assert sent_again["input_ids"].is_meta
+    for name in ("labels", "attention_mask"):
+        assert on_host(sent_again[name]).tolist() == here[name].tolist()
+    assert type(batch["input_ids"]) is Tensor
+
+
+def test_batches_of_another_make_are_sent_too() -> None:
+    ahead = Ahead(iter([(torch.ones(1), "a"), (torch.ones(2), "b")]), torch.device("meta"))
+    next(ahead)
+    ahead.read()
+    tensor, name = next(ahead)
+    assert tensor.is_meta
+    assert name == "b"
+
+
+@pytest.mark.filterwarnings("ignore:.pin_memory:UserWarning")  # there is nothing to pin for on a CPU
+@pytest.mark.parametrize("pinned", [True, False])
+def test_only_the_loaders_own_memory_is_sent_from(pinned: bool, tmp_path: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(write_llama(tmp_path)), max_seq_length=16)
+    batches = [{"labels": torch.tensor([n])} for n in range(3)]
+    loader = SimpleNamespace(base_dataloader=DataLoader(batches, batch_size=None, pin_memory=pinned))  # type: ignore[arg-type]
+    loader.device = torch.device("meta")
+    trainer = SimpleNamespace(model=model, args=SimpleNamespace(n_gpu=1))
+    TRAIN_BATCHES.make(lambda _: loader)(trainer)
+    ahead = iter(loader.base_dataloader)
+    next(ahead)
+    model.meanwhile()
+    assert next(ahead)["labels"].is_meta == pinned
 
 
 def train(place: Path, order: list[Any], **changes: Any) -> Any:

@@ -27,6 +27,7 @@ from pantheraml.models.attention import (
     use_document_attention,
     uses_document_attention,
 )
+from pantheraml.models.read_ahead import came_from
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "granite"]
 ROWS = [(9, 3, 12), (1, 17, 6)]  # longer and shorter than the sliding window of 4
@@ -149,6 +150,18 @@ def test_whole_rows_need_no_boundaries(tiny_model: TinyModel) -> None:
         expected = reference(input_ids=ids, use_cache=False).logits
         assert_near(model(input_ids=ids, use_cache=False).logits, expected)
         assert_near(model(input_ids=ids, use_cache=False, **DocumentLayout(None, WIDTH).arguments()).logits, expected)
+
+
+def test_the_host_looks_at_what_it_sent() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    positions = torch.tensor([[0, 1, 0], [0, 1, 2]])
+    there = [torch.zeros_like(each) for each in (mask, positions)]
+    for here, sent in zip((mask, positions), there, strict=True):
+        came_from(here, sent)
+    for found in (documents_from_padding(there[0]), documents_from_positions(there[1], rows=2)):
+        assert found is not None
+        assert found.boundaries is not None
+        assert found.boundaries.tolist() == [0, 2, 3, 6]
 
 
 def test_boundaries_from_positions() -> None:

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pantheraml.models.read_ahead import ReadAhead, copy_ahead, metrics_ahead, read_ahead
+from pantheraml.models.read_ahead import (
+    ReadAhead,
+    came_from,
+    copy_ahead,
+    metrics_ahead,
+    on_host,
+    read_ahead,
+    remembered,
+)
 
 
 def loss_of(values: list[float]) -> tuple[Tensor, Tensor]:
@@ -291,3 +299,38 @@ def test_others_may_compile_what_they_do_with_metrics() -> None:
         return values.sum() / counted.sum()
 
     assert torch.compile(mean, fullgraph=True, backend="eager")(entropy, mask).item() == 1.25
+
+
+def test_what_came_from_the_host_is_not_asked_of_the_device() -> None:
+    labels = torch.tensor([[1, -100, 3]])
+    there = labels.to("meta")
+    came_from(labels, there)
+    assert on_host(there) is labels
+    assert there.to("meta") is there, "accelerate sends a batch again"
+    assert (there != -100).sum().is_meta
+    assert type(there[..., 1:]) is Tensor
+
+
+def test_what_was_changed_since_is_not_remembered() -> None:
+    labels = torch.tensor([1, 2])
+    there = labels.clone()
+    came_from(labels, there)
+    there[0] = -100
+    assert remembered(there) is None
+    assert on_host(there).tolist() == [-100, 2]
+
+
+def test_metrics_are_not_taken_for_memories() -> None:
+    """A mask that is filled again may look as it did when it was sent."""
+    mask = torch.ones(3)
+    metrics_ahead(mask)
+    overwrite(mask, 0)
+    assert on_host(mask).numpy().tolist() == [0, 0, 0]
+
+
+def test_several_processes_remember_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    there = torch.tensor([1, 2])
+    came_from(torch.tensor([3, 4]), there)
+    assert on_host(there).tolist() == [1, 2]
