@@ -199,6 +199,13 @@ def suggest_for_this_process(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def suggest_to_native_code(name: str, value: str) -> None:
+    """For libraries that look into C's environment while they run, unless the user has said something else. It does not
+    appear in `os.environ`, so that whoever puts that back as it was does not take it away."""
+    if name not in os.environ:
+        os.putenv(name, value)
+
+
 @contextlib.contextmanager
 def changed(name: str, value: str) -> Iterator[None]:
     """`set_for_this_process` for the length of a `with` block, also for the processes started in it."""

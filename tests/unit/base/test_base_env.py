@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+
 import pytest
 
 from pantheraml.base import env
@@ -95,3 +98,27 @@ def test_the_switch_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, PANTHERAML_NPROC="all")
     with pytest.raises(LaunchError, match="PANTHERAML_NPROC='all' is not a number"):
         env.processes_requested()
+
+
+def in_c(name: bytes) -> bytes | None:
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value: bytes | None = getenv(name)
+    return value
+
+
+def test_what_is_suggested_to_native_code_stays_when_the_environment_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = dict(os.environ)
+    env.suggest_to_native_code("PANTHERAML_TEST_NATIVE", "0")
+    try:
+        os.environ.clear()
+        os.environ.update(before)
+        assert in_c(b"PANTHERAML_TEST_NATIVE") == b"0"
+        assert "PANTHERAML_TEST_NATIVE" not in env.child_environment()
+        monkeypatch.setenv("PANTHERAML_TEST_NATIVE", "7")
+        env.suggest_to_native_code("PANTHERAML_TEST_NATIVE", "0")
+        assert in_c(b"PANTHERAML_TEST_NATIVE") == b"7"
+    finally:
+        os.unsetenv("PANTHERAML_TEST_NATIVE")
