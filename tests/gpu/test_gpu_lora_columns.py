@@ -22,6 +22,7 @@ from pantheraml.kernels.lora_columns.reference import reference_gradient, refere
 from pantheraml.kernels.quantise_rows import reference_quantise_rows
 from tests.gpu.test_gpu_kernels import BOTH, GPU, left_of, normal, powers
 from tests.interpreter.comparison import assert_close
+from tests.interpreter.written_adapters import SHAPES, check_written, values_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,18 @@ def _needs_fp8() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("row-wise fp8 products need compute capability 9.0")
     torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset"), [*((shape, 0) for shape in SHAPES), ("16", 1), ("24", 2), ("different", 1)]
+)
+@pytest.mark.parametrize("quantised", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_written_where_they_belong(shape: str, offset: int, quantised: bool, dtype: torch.dtype) -> None:
+    """Also where parameters begin at no multiple of what is loaded at once, as in one flat piece of memory."""
+    values = values_of(shape, dtype=dtype, device=GPU, offset=offset)
+    for twice in BOTH:
+        check_written(shape, values, E4M3 if quantised else torch.bfloat16, twice=twice)
 
 
 @pytest.mark.parametrize("quantised", BOTH)

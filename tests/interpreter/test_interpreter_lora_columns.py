@@ -60,6 +60,7 @@ class Written(NamedTuple):
     up: Tensor
     unit_down: Tensor
     unit_up: Tensor
+    turned: Tensor
 
 
 def parameters() -> list[tuple[Tensor, Tensor]]:
@@ -73,7 +74,8 @@ def parameters() -> list[tuple[Tensor, Tensor]]:
 def table(values: list[tuple[Tensor, Tensor]], scales: Tensor | None) -> tuple[Written, list[Adapter]]:
     dtype = torch.float32 if scales is None else E4M3
     matrix = torch.zeros(HEIGHT + ROOM, WIDTH + ROOM).to(dtype)
-    written = Written(matrix, torch.zeros(RANK, HEIGHT).to(dtype), *torch.zeros(2, ROOM))
+    turned = torch.zeros(WIDTH, HEIGHT + ROOM).to(dtype)
+    written = Written(matrix, torch.zeros(RANK, HEIGHT).to(dtype), *torch.zeros(2, ROOM), turned)
     adapters = []
     scalings = [scaling for scaling, rank in zip(SCALINGS, RANKS, strict=True) if rank]
     for (start, height, column, rank), (down, up), scaling in zip(PIECES, values, scalings, strict=True):
@@ -85,6 +87,7 @@ def table(values: list[tuple[Tensor, Tensor]], scales: Tensor | None) -> tuple[W
             factor_up=written.up[:rank, rows],
             unit_down=written.unit_down[ranks],
             unit_up=written.unit_up[ranks],
+            turned_down=turned[:, HEIGHT + column : HEIGHT + column + rank],
         )
         adapters.append(Adapter(down, up, scaling, places))
     return written, adapters
@@ -98,6 +101,9 @@ def check_write(*, quantised: bool, error: float = 0.0) -> None:
     theirs, adapters = table(values, scales)
     for down, up, scaling, places in adapters:
         reference_write(down, up, scaling, *places)
+    assert torch.equal(
+        ours.turned.float(), torch.cat([torch.zeros(HEIGHT, WIDTH), ours.matrix[HEIGHT:, :WIDTH].float()]).T
+    )
     if quantised:
         assert_same_codes(ours.matrix, theirs.matrix)
         assert torch.equal(ours.up[:, :48].float(), ours.matrix[:48, WIDTH : WIDTH + 8].float().T)
@@ -110,17 +116,15 @@ def check_write(*, quantised: bool, error: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-@pytest.mark.parametrize("tiles", [(1024, 64), (64, 16)])
-def test_write(quantised: bool, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernel, "_DOWN_TILE", tiles[0])
-    monkeypatch.setattr(triton_kernel, "_UP_TILE", tiles[1])
+@pytest.mark.parametrize("values", [8192, 8 * 64, 8 * 16])
+def test_write(quantised: bool, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_WRITE_VALUES", values)
     check_write(quantised=quantised)
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-def test_write_with_fewer_columns_at_once(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_with_fewer_rows_at_once(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "_TILE", 8 * 32)  # as with a rank of 512
-    check_write(quantised=quantised)
     check_place(quantised=quantised)
 
 

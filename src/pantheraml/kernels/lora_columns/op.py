@@ -60,6 +60,8 @@ class AdapterPlaces(NamedTuple):
     """[rank]: what 1 stands for in `matrix_down`."""
     unit_up: Tensor
     """[rank]: what 1 stands for in `matrix_up`."""
+    turned_down: Tensor | None
+    """[in, rank]: `matrix_down` transposed, in the matrix of the way back; None: there is none of its own."""
 
 
 class Adapter(NamedTuple):
@@ -67,6 +69,20 @@ class Adapter(NamedTuple):
     up: Tensor
     scaling: float
     places: AdapterPlaces
+
+
+def _pointers(adapter: Adapter) -> list[int]:
+    """As `triton_kernel.Tables` has them."""
+    down, up, _, p = adapter
+    ordered = down, up, p.scales, p.matrix_down, p.factor_up, p.matrix_up, p.turned_down, p.unit_down, p.unit_up
+    return [0 if place is None else place.data_ptr() for place in ordered]
+
+
+def _numbers(adapter: Adapter) -> list[int]:
+    """As `triton_kernel.Tables` has them."""
+    (rank, width), height, p = adapter.down.shape, adapter.up.shape[0], adapter.places
+    turned = 0 if p.turned_down is None else p.turned_down.stride(0)
+    return [width, height, p.matrix_down.stride(0), p.factor_up.stride(0), rank, p.matrix_up.stride(0), turned]
 
 
 class AdapterTable:
@@ -77,37 +93,24 @@ class AdapterTable:
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
         self.adapters = [adapter._replace(down=adapter.down.detach(), up=adapter.up.detach()) for adapter in adapters]
-        first = adapters[0].places.matrix_up
-        self._triton = runs_triton(first)
-        if not self._triton:
-            return
-        from pantheraml.kernels.lora_columns import triton_kernel
+        self._tables = None
+        if runs_triton(adapters[0].places.matrix_up):
+            from pantheraml.kernels.lora_columns import triton_kernel
 
-        pointers, numbers = [], []
-        for down, up, _, p in adapters:
-            scales = 0 if p.scales is None else p.scales.data_ptr()
-            places = (p.matrix_up, p.matrix_down, p.factor_up, p.unit_down, p.unit_up)
-            pointers.append([down.data_ptr(), up.data_ptr(), scales, *(place.data_ptr() for place in places)])
-            strides = (p.matrix_up.stride(0), p.matrix_down.stride(0), p.factor_up.stride(0))
-            numbers.append([*down.shape, up.shape[0], *strides])
-        device = first.device
-        self._pointers = torch.tensor(pointers, dtype=torch.int64).to(device)
-        self._numbers = torch.tensor(numbers, dtype=torch.int32).to(device)
-        self._scalings = torch.tensor([a.scaling for a in adapters], dtype=torch.float32).to(device)
-        self._rank = max(a.down.shape[0] for a in adapters)
-        sizes = ((a.down.shape[1], a.up.shape[0]) for a in adapters)
-        self._tiles = max(triton_kernel.tiles(width, height, self._rank) for width, height in sizes)
+            pointers, numbers = list(map(_pointers, adapters)), list(map(_numbers, adapters))
+            scalings, device = [adapter.scaling for adapter in adapters], adapters[0].places.matrix_up.device
+            self._tables = triton_kernel.tables(pointers, numbers, scalings, device)
 
     def write(self) -> None:
         """Put all adapters' current values in their places."""
-        if not self._triton:
+        if self._tables is None:
             for down, up, scaling, places in self.adapters:
                 reference_write(down, up, scaling, *places)
             return
         from pantheraml.kernels.lora_columns import triton_kernel
 
-        parameter, element = self.adapters[0].down.dtype, self.adapters[0].places.matrix_up.dtype
-        triton_kernel.write(self._pointers, self._numbers, self._scalings, self._rank, self._tiles, parameter, element)
+        first = self.adapters[0]
+        triton_kernel.write(self._tables, first.down.dtype, first.places.matrix_up.dtype)
 
 
 def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:

@@ -22,18 +22,20 @@ def reference_write(
     factor_up: Tensor,
     unit_down: Tensor,
     unit_up: Tensor,
+    turned_down: Tensor | None,
 ) -> None:
-    scaled = up.float() * scaling
     if scales is None:
-        matrix_up.copy_(scaled)
+        matrix_up.copy_(up.float() * scaling)
         matrix_down.copy_(down)
     else:
-        scaled = scaled / scales[:, None]
+        scaled = up.float() * (scaling / scales)[:, None]
         unit_up.copy_(scaled.abs().amax(dim=0).clamp(min=1e-30) / LARGEST)
         unit_down.copy_(down.float().abs().amax(dim=1).clamp(min=1e-30) / LARGEST)
         matrix_up.copy_(to_e4m3(scaled * (1 / unit_up)))
         matrix_down.copy_(to_e4m3(down.float() * (1 / unit_down)[:, None]))
     factor_up.copy_(matrix_up.T)
+    if turned_down is not None:
+        turned_down.copy_(matrix_down.T)
 
 
 def reference_project(payload: Tensor, factor: Tensor, segments: Tensor, out: Tensor) -> None:

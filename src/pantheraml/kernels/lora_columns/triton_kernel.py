@@ -1,11 +1,14 @@
 """Small, memory-bound kernels: every one reads its wide operand once. One launch serves all layers that share it.
 
 Where a kernel looks up where to begin and end, it is told that these are multiples of 16 (as they are: see `DIVISOR` in
-op.py). Without that every byte is loaded by itself, and the kernel takes twice as long.
+op.py). Without that every byte is loaded by itself, and the kernel takes twice as long. Writing adapters is told what
+all addresses and extents of its table are multiples of: parameters may lie anywhere, and ranks may be odd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +21,9 @@ from pantheraml.kernels.lora_columns.spans import PROJECT_ROWS
 from pantheraml.kernels.triton_support import INTERPRETED, LARGEST, block_of, ceil_div, launch, processors, to_e4m3
 
 _LIFT = tl.constexpr(reference.LIFT)
-_DOWN_TILE, _UP_TILE = 1024, 64  # columns of A and rows of B for one program, at most
+_WRITE_VALUES, _WRITE_WARPS = 8192, 4
+"""Of A or B for a program that writes them. With a rank of 16 all loads and stores are of 16 bytes, also those by which
+the threads exchange what is written transposed; with twice the warps the latter are of one or two."""
 _TILE = 16384
 """Values of a tile at most: more do not fit into the registers."""
 _PROJECT_BYTES, _PROJECT_RANKS, _PROJECT_STAGES = 256, 128, 5
@@ -26,97 +31,113 @@ _PLACE_ROWS, _PLACE_CHUNK = 32, 512
 
 
 @triton.jit
-def _load_down(down, j, k, rank, width):
+def _pointer(entry, KIND: tl.constexpr, STEP: tl.constexpr):
+    # The hint is the pointer's: the cast would drop that of the number.
+    return tl.multiple_of(tl.load(entry).to(tl.pointer_type(KIND)), STEP)
+
+
+@triton.jit
+def _number(entry, STEP: tl.constexpr):
+    return tl.multiple_of(tl.load(entry), STEP)
+
+
+@triton.jit
+def _load_down(pointers, j, k, rank, width, PARAMETER: tl.constexpr, ALONG: tl.constexpr):
     live = (j[:, None] < rank) & (k[None, :] < width)
+    down = _pointer(pointers, PARAMETER, ALONG)
     return tl.load(down + j[:, None] * width + k[None, :], mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_up(up, scales, n, j, rank, height, scaling, QUANTISED: tl.constexpr):
+def _load_up(
+    pointers, n, j, rank, height, scaling, PARAMETER: tl.constexpr, ALONG: tl.constexpr, QUANTISED: tl.constexpr
+):
+    """In units of the scales, if there are any."""
     live = (n[:, None] < height) & (j[None, :] < rank)
-    values = tl.load(up + n[:, None] * rank + j[None, :], mask=live, other=0.0).to(tl.float32) * scaling
-    if QUANTISED:
-        values /= tl.load(scales + n, mask=n < height, other=1.0)[:, None]
-    return values
+    up = _pointer(pointers + 1, PARAMETER, ALONG)
+    values = tl.load(up + n[:, None] * rank + j[None, :], mask=live, other=0.0).to(tl.float32)
+    if not QUANTISED:
+        return values * scaling
+    scales = _pointer(pointers + 2, tl.float32, ALONG)
+    return values * (scaling / tl.load(scales + n, mask=n < height, other=1.0))[:, None]
 
 
 @triton.jit
 def _largest(
-    pointers, numbers, scalings, bits,
-    PARAMETER: tl.constexpr, RANK: tl.constexpr, DOWN: tl.constexpr, UP: tl.constexpr,
+    pointers, numbers, scalings, work, bits,
+    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude of each row of A and each column of scaled B, as the bits of non-negative floats,
     of which NaN's are the largest."""
-    adapter = tl.program_id(0)
-    tile = tl.program_id(1)
-    numbers += adapter * 6
-    rank, width, height = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    work += tl.program_id(0) * 2
+    adapter, tile = tl.load(work), tl.load(work + 1)
+    pointers += adapter * 9
+    numbers += adapter * 7
+    width, height, rank = _number(numbers, ALONG), _number(numbers + 1, ALONG), _number(numbers + 4, ACROSS)
     bits += adapter * 2 * RANK
     j = tl.arange(0, RANK)
-    down_tiles = tl.cdiv(width, DOWN)
+    down_tiles = tl.cdiv(width, TILE)
     if tile < down_tiles:
-        down = tl.load(pointers + adapter * 8).to(tl.pointer_type(PARAMETER))
-        k = tile * DOWN + tl.arange(0, DOWN)
-        found = tl.abs(_load_down(down, j, k, rank, width)).to(tl.int32, bitcast=True)
-        tl.atomic_max(bits + RANK + j, tl.max(found, 1), mask=j < rank)
-    elif (tile - down_tiles) * UP < height:
-        up = tl.load(pointers + adapter * 8 + 1).to(tl.pointer_type(PARAMETER))
-        scales = tl.load(pointers + adapter * 8 + 2).to(tl.pointer_type(tl.float32))
-        n = (tile - down_tiles) * UP + tl.arange(0, UP)
-        found_up = tl.abs(_load_up(up, scales, n, j, rank, height, tl.load(scalings + adapter), True))
-        tl.atomic_max(bits + j, tl.max(found_up.to(tl.int32, bitcast=True), 0), mask=j < rank)
+        k = tile * TILE + tl.arange(0, TILE)
+        found = tl.abs(_load_down(pointers, j, k, rank, width, PARAMETER, ALONG)).to(tl.int32, bitcast=True)
+        tl.atomic_max(bits + RANK + j, tl.max(found, 1), mask=j < rank, sem="relaxed")
+    else:
+        n = (tile - down_tiles) * TILE + tl.arange(0, TILE)
+        found_up = tl.abs(_load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, ALONG, True))
+        tl.atomic_max(bits + j, tl.max(found_up.to(tl.int32, bitcast=True), 0), mask=j < rank, sem="relaxed")
+
+
+@triton.jit
+def _unit(bits, j, rank):
+    """What brings the largest magnitude to the end of e4m3's range."""
+    found = tl.load(bits + j, mask=j < rank, other=0).to(tl.float32, bitcast=True)
+    return tl.where(found < 1e-30, 1e-30, found) / LARGEST
 
 
 @triton.jit
 def _write(
-    pointers, numbers, scalings, bits,
-    PARAMETER: tl.constexpr, ELEMENT: tl.constexpr, RANK: tl.constexpr, DOWN: tl.constexpr, UP: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    pointers, numbers, scalings, work, bits,
+    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
+    ELEMENT: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
-    adapter = tl.program_id(0)
-    tile = tl.program_id(1)
-    numbers += adapter * 6
-    rank, width, height = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    """From the end of the work: what `_largest` read last may still be in the cache."""
+    work += (tl.num_programs(0) - 1 - tl.program_id(0)) * 2
+    adapter, tile = tl.load(work), tl.load(work + 1)
+    pointers += adapter * 9
+    numbers += adapter * 7
+    width, height, rank = _number(numbers, ALONG), _number(numbers + 1, ALONG), _number(numbers + 4, ACROSS)
     bits += adapter * 2 * RANK
-    pointers += adapter * 8
     j = tl.arange(0, RANK)
-    down_tiles = tl.cdiv(width, DOWN)
+    down_tiles = tl.cdiv(width, TILE)
     if tile < down_tiles:
-        down = tl.load(pointers).to(tl.pointer_type(PARAMETER))
-        k = tile * DOWN + tl.arange(0, DOWN)
-        a = _load_down(down, j, k, rank, width)
-        matrix_down = tl.load(pointers + 4).to(tl.pointer_type(ELEMENT))
-        to_down = matrix_down + j[:, None].to(tl.int64) * tl.load(numbers + 4) + k[None, :]
+        k = tile * TILE + tl.arange(0, TILE)
+        a = _load_down(pointers, j, k, rank, width, PARAMETER, ALONG)
         a_live = (j[:, None] < rank) & (k[None, :] < width)
         if QUANTISED:
-            a_found = tl.load(bits + RANK + j, mask=j < rank, other=0).to(tl.float32, bitcast=True)
-            a_unit = tl.where(a_found < 1e-30, 1e-30, a_found) / LARGEST
-            unit_down = tl.load(pointers + 6).to(tl.pointer_type(tl.float32))
-            tl.store(unit_down + j, a_unit, mask=(j < rank) & (tile == 0))
-            tl.store(to_down, to_e4m3(a * (1.0 / a_unit)[:, None]), mask=a_live)
+            a_unit = _unit(bits + RANK, j, rank)
+            tl.store(_pointer(pointers + 7, tl.float32, 4) + j, a_unit, mask=(j < rank) & (tile == 0))
+            a_out = to_e4m3(a * (1.0 / a_unit)[:, None])
         else:
-            tl.store(to_down, a.to(ELEMENT), mask=a_live)
-    elif (tile - down_tiles) * UP < height:
-        up = tl.load(pointers + 1).to(tl.pointer_type(PARAMETER))
-        scales = tl.load(pointers + 2).to(tl.pointer_type(tl.float32))
-        n = (tile - down_tiles) * UP + tl.arange(0, UP)
-        b = _load_up(up, scales, n, j, rank, height, tl.load(scalings + adapter), QUANTISED)
-        matrix_up = tl.load(pointers + 3).to(tl.pointer_type(ELEMENT))
-        factor_up = tl.load(pointers + 5).to(tl.pointer_type(ELEMENT))
-        to_up = matrix_up + n[:, None].to(tl.int64) * tl.load(numbers + 3) + j[None, :]
-        to_factor = factor_up + j[None, :].to(tl.int64) * tl.load(numbers + 5) + n[:, None]
+            a_out = a.to(ELEMENT)
+        matrix_down = _pointer(pointers + 3, ELEMENT, ALONG)
+        tl.store(matrix_down + j[:, None].to(tl.int64) * _number(numbers + 2, ALONG) + k[None, :], a_out, mask=a_live)
+        if tl.load(pointers + 6) != 0:
+            turned = _pointer(pointers + 6, ELEMENT, ACROSS) + k[None, :].to(tl.int64) * _number(numbers + 6, ACROSS)
+            tl.store(turned + j[:, None], a_out, mask=a_live)
+    else:
+        n = (tile - down_tiles) * TILE + tl.arange(0, TILE)
+        b = _load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, ALONG, QUANTISED)
         b_live = (n[:, None] < height) & (j[None, :] < rank)
         if QUANTISED:
-            b_found = tl.load(bits + j, mask=j < rank, other=0).to(tl.float32, bitcast=True)
-            b_unit = tl.where(b_found < 1e-30, 1e-30, b_found) / LARGEST
-            unit_up = tl.load(pointers + 7).to(tl.pointer_type(tl.float32))
-            tl.store(unit_up + j, b_unit, mask=(j < rank) & (tile == down_tiles))
-            quantised = to_e4m3(b * (1.0 / b_unit)[None, :])
-            tl.store(to_up, quantised, mask=b_live)
-            tl.store(to_factor, quantised, mask=b_live)
+            b_unit = _unit(bits, j, rank)
+            tl.store(_pointer(pointers + 8, tl.float32, 4) + j, b_unit, mask=(j < rank) & (tile == down_tiles))
+            b_out = to_e4m3(b * (1.0 / b_unit)[None, :])
         else:
-            tl.store(to_up, b.to(ELEMENT), mask=b_live)
-            tl.store(to_factor, b.to(ELEMENT), mask=b_live)
+            b_out = b.to(ELEMENT)
+        matrix_up = _pointer(pointers + 5, ELEMENT, ACROSS) + n[:, None].to(tl.int64) * _number(numbers + 5, ACROSS)
+        tl.store(matrix_up + j[None, :], b_out, mask=b_live)
+        factor_up = _pointer(pointers + 4, ELEMENT, ALONG) + j[None, :].to(tl.int64) * _number(numbers + 3, ALONG)
+        tl.store(factor_up + n[:, None], b_out, mask=b_live)
 
 
 @triton.jit
@@ -272,28 +293,58 @@ def at_least_16(rank: int) -> int:
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv}
 
 
-def write(
-    pointers: Tensor, numbers: Tensor, scalings: Tensor, rank: int, tiles: int, parameter: torch.dtype,
-    element: torch.dtype,
-) -> None:  # fmt: skip
-    count, quantised = pointers.shape[0], element == torch.float8_e4m3fn
-    bits = torch.zeros(count, 2, block_of(rank), dtype=torch.int32, device=pointers.device)
-    shape = {"RANK": block_of(rank), "DOWN": _at_once(_DOWN_TILE, rank), "UP": _at_once(_UP_TILE, rank)}
-    kinds = {"PARAMETER": _ELEMENTS[parameter]}
+class Tables(NamedTuple):
+    """Adapters as the kernels that write them read them."""
+
+    pointers: Tensor
+    """[adapters, 9]: A, B, scales, matrix_down, factor_up, matrix_up, turned_down, unit_down, unit_up; 0: none."""
+    numbers: Tensor
+    """[adapters, 7]: width, height, strides of matrix_down and factor_up; rank, strides of matrix_up, turned_down."""
+    scalings: Tensor
+    work: Tensor
+    """[programs, 2]: an adapter, and which of its tiles; those of A come first."""
+    constants: dict[str, int]
+    """ALONG divides sizes and addresses (in bytes) of what is read along widths and heights; ACROSS, along ranks."""
+
+
+def tables(
+    pointers: Sequence[Sequence[int]],
+    numbers: Sequence[Sequence[int]],
+    scalings: Sequence[float],
+    device: torch.device,
+) -> Tables:
+    rank = block_of(max(row[4] for row in numbers))
+    tile = max(16, _WRITE_VALUES // rank)
+    counts = torch.tensor([ceil_div(width, tile) + ceil_div(height, tile) for width, height, *_ in numbers])
+    adapter = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(adapter)) - (counts.cumsum(0) - counts)[adapter]
+    addresses, extents = torch.tensor(pointers), torch.tensor(numbers)
+    along = gcd(16, *addresses[:, :5].flatten().tolist(), *extents[:, :4].flatten().tolist())
+    across = gcd(16, *addresses[:, 5:7].flatten().tolist(), *extents[:, 4:].flatten().tolist())
+    return Tables(
+        addresses.to(device),
+        extents.to(device, torch.int32),
+        torch.tensor(scalings, dtype=torch.float32).to(device),
+        torch.stack([adapter, within], dim=1).to(device, torch.int32),
+        {"RANK": rank, "TILE": tile, "ALONG": along, "ACROSS": across},
+    )
+
+
+def write(given: Tables, parameter: torch.dtype, element: torch.dtype) -> None:
+    pointers, numbers, scalings, work, shape = given
+    grid, quantised = (work.shape[0],), element == torch.float8_e4m3fn
+    bits = torch.zeros(pointers.shape[0], 2, shape["RANK"], dtype=torch.int32, device=pointers.device)
+    arguments = pointers, numbers, scalings, work, bits
+    constants = {"PARAMETER": _ELEMENTS[parameter], **shape}
     if quantised:
-        launch(_largest, (count, tiles), pointers, numbers, scalings, bits, **kinds, **shape)
-    kinds["ELEMENT"] = _ELEMENTS[element]
-    launch(_write, (count, tiles), pointers, numbers, scalings, bits, **kinds, **shape, QUANTISED=quantised)
+        launch(_largest, grid, *arguments, **constants, num_warps=_WRITE_WARPS)
+    constants |= {"ELEMENT": _ELEMENTS[element], "QUANTISED": quantised}
+    launch(_write, grid, *arguments, **constants, num_warps=_WRITE_WARPS)
 
 
 def _at_once(most: int, rank: int) -> int:
-    """Rows or columns, where each has so many ranks."""
+    """Rows, where each has so many ranks."""
     return max(16, min(most, _TILE // block_of(rank)))
-
-
-def tiles(width: int, height: int, rank: int) -> int:
-    """Programs that `write` needs for one adapter, where the largest rank is `rank`."""
-    return ceil_div(width, _at_once(_DOWN_TILE, rank)) + ceil_div(height, _at_once(_UP_TILE, rank))
 
 
 def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:

@@ -180,7 +180,7 @@ class ProjectionGroup:
 
     def adapters(self) -> list[Adapter]:
         """Every adapter as it is now, and where it belongs."""
-        found = []
+        found, turned = [], self._storage.turned_down
         self._parameters = []
         for m, name in zip(self.members, self.names, strict=True):
             if name is None:
@@ -193,6 +193,7 @@ class ProjectionGroup:
                 factor_up=self._up[: m.rank, rows],
                 unit_down=self._unit_down[columns],
                 unit_up=self._unit_up[columns],
+                turned_down=None if turned is None else turned[:, columns],
             )
             down, up, scaling = m.layer.lora_A[name].weight, m.layer.lora_B[name].weight, float(m.layer.scaling[name])
             found.append(Adapter(down, up, scaling, places))

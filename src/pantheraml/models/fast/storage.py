@@ -44,6 +44,11 @@ class Storage(Protocol):
     down: Tensor
     """[ranks, width]: where every adapter's A is written."""
 
+    @property
+    def turned_down(self) -> Tensor | None:
+        """[width, ranks]: where A is written as well, transposed; None: nowhere."""
+        ...
+
     def forward_matrix(self) -> Tensor:
         """[height, width + room]: weights and B."""
         ...
@@ -63,6 +68,7 @@ class KeptMatrix:
         self._height, self._width = height, width
         self.up = self._matrix[:height, width : width + ranks]
         self.down = self._matrix[height : height + ranks, :width]
+        self.turned_down = None
         self.scales = _take(bases, self._matrix[:height, :width])
 
     def forward_matrix(self) -> Tensor:
@@ -75,7 +81,7 @@ class KeptMatrix:
 
 class KeptTwice:
     """E4m3 weights, which become views of one matrix; the matrix of the way back is kept as well, so that no pass has
-    to transpose more of it than A. Nothing but memory changes: its bytes are those that `KeptMatrix` makes anew.
+    to transpose it. Nothing but memory changes: its bytes are those that `KeptMatrix` makes anew.
     Whoever writes to a weight through `.data`, which raises no version, has to call `turn_weights`."""
 
     def __init__(self, bases: Sequence[Any], extent: Extent) -> None:
@@ -86,7 +92,7 @@ class KeptTwice:
         self._height, self._width = height, width
         self.up = self.first[:, width : width + ranks]
         self.down = _zeros_like(bases[0], ranks, width)
-        self._turned_down = self.second[:, height : height + ranks]
+        self.turned_down = self.second[:, height : height + ranks]
         self.scales = _take(bases, self.first[:, :width])
         self.turn_weights()
 
@@ -98,7 +104,6 @@ class KeptTwice:
         return self.first
 
     def backward_matrix(self) -> Tensor:
-        self._turned_down.copy_(self.down.T)
         return self.second
 
 
@@ -153,6 +158,7 @@ class RebuiltMatrix:
             self.scales.copy_(shared)
         self.up = torch.zeros(extent.height, extent.ranks, dtype=E4M3, device=device)
         self.down = torch.zeros(extent.ranks, extent.width, dtype=E4M3, device=device)
+        self.turned_down = None
 
     def forward_matrix(self) -> Tensor:
         height, width, *_ = self._extent
