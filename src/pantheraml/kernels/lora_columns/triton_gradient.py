@@ -235,13 +235,14 @@ class _Plan(NamedTuple):
         )  # fmt: skip
 
 
-def _plan(side: Side) -> _Plan:
+def _plan(side: Side, programs: int = _PROGRAMS) -> _Plan:
+    """`programs`: about as many as there may be."""
     rows, padded = side.payload.shape[0], at_least_16(side.rank)
     # fewer columns where the sums would not fit into the registers
     widest = BLOCK if side.payload.dtype == torch.float8_e4m3fn else _WIDTH
     columns = max(32, min(widest, _SUMS // padded))
     pieces = BLOCK // columns
-    splits = max(1, min(_SPLITS, _PROGRAMS // max(1, side.blocks.shape[0] * pieces), rows // 256))
+    splits = max(1, min(_SPLITS, programs // max(1, side.blocks.shape[0] * pieces), rows // 256))
     share = ceil_div(ceil_div(rows, splits), _STEP) * _STEP
     parts = torch.empty(splits, padded, side.out.shape[1], dtype=torch.float32, device=side.out.device)
     return _Plan(side, parts, columns, pieces, share)
@@ -273,9 +274,18 @@ def _part(side: Side, start: int) -> Side:
     return side._replace(blocks=table, rank=min(_RANKS, max(1, side.rank - start)), out=side.out[start:])
 
 
+def _plans(first: Side, second: Side) -> list[_Plan]:
+    """The second side's programs find room beside the first's where that has so many ranks that no more than two fit on
+    a processor (q, k and v of an 8B model, 8,192 rows on an H200: 48 instead of 53 us)."""
+    one = _plan(first)
+    crowded = one.parts.shape[1] > 32
+    rest = _PROGRAMS - one.all_pieces * one.parts.shape[0]
+    return [one, _plan(second, max(_PROGRAMS // 2, rest) if crowded else _PROGRAMS)]
+
+
 def _gradients(first: Side, second: Side) -> None:
     # those that take longest begin first (gate and up of an 8B model, 8,192 rows on an H200: 87 instead of 102 us)
-    a, b = plans = sorted((_plan(first), _plan(second)), key=lambda plan: plan.work, reverse=True)
+    a, b = plans = sorted(_plans(first, second), key=lambda plan: plan.work, reverse=True)
     programs = [plan.all_pieces * plan.parts.shape[0] for plan in plans]
     (scaled, rank, width, pieces), (scaled_2, rank_2, width_2, pieces_2) = (p.share_constants() for p in plans)
     launch(
