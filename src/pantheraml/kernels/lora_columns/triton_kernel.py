@@ -1,14 +1,13 @@
 """Small, memory-bound kernels: every one reads its wide operand once. One launch serves all layers that share it.
 
 Where a kernel looks up where to begin and end, it is told that these are multiples of 16 (as they are: see `DIVISOR` in
-op.py). Without that every byte is loaded by itself, and the kernel takes twice as long. Writing adapters is told what
-all addresses and extents of its table are multiples of: parameters may lie anywhere, and ranks may be odd.
+op.py). Without that every byte is loaded by itself, and the kernel takes twice as long. Not so where adapters are
+written: told the same, Triton 3.6 stores other values than it computed (B transposed, on an H200).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,7 @@ from pantheraml.kernels.triton_support import INTERPRETED, LARGEST, block_of, ce
 
 _LIFT = tl.constexpr(reference.LIFT)
 _WRITE_VALUES, _WRITE_WARPS = 8192, 4
-"""Of A or B for a program that writes them. With a rank of 16 all loads and stores are of 16 bytes, also those by which
-the threads exchange what is written transposed; with twice the warps the latter are of one or two."""
+"""Of A or B for a program that writes them."""
 _TILE = 16384
 """Values of a tile at most: more do not fit into the registers."""
 _PROJECT_BYTES, _PROJECT_RANKS, _PROJECT_STAGES = 256, 128, 5
@@ -31,41 +29,33 @@ _PLACE_ROWS, _PLACE_CHUNK = 32, 512
 
 
 @triton.jit
-def _pointer(entry, KIND: tl.constexpr, STEP: tl.constexpr):
-    # The hint is the pointer's: the cast would drop that of the number.
-    return tl.multiple_of(tl.load(entry).to(tl.pointer_type(KIND)), STEP)
+def _pointer(entry, KIND: tl.constexpr):
+    return tl.load(entry).to(tl.pointer_type(KIND))
 
 
 @triton.jit
-def _number(entry, STEP: tl.constexpr):
-    return tl.multiple_of(tl.load(entry), STEP)
-
-
-@triton.jit
-def _load_down(pointers, j, k, rank, width, PARAMETER: tl.constexpr, ALONG: tl.constexpr):
+def _load_down(pointers, j, k, rank, width, PARAMETER: tl.constexpr):
     live = (j[:, None] < rank) & (k[None, :] < width)
-    down = _pointer(pointers, PARAMETER, ALONG)
+    down = _pointer(pointers, PARAMETER)
     return tl.load(down + j[:, None] * width + k[None, :], mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_up(
-    pointers, n, j, rank, height, scaling, PARAMETER: tl.constexpr, ALONG: tl.constexpr, QUANTISED: tl.constexpr
-):
+def _load_up(pointers, n, j, rank, height, scaling, PARAMETER: tl.constexpr, QUANTISED: tl.constexpr):
     """In units of the scales, if there are any."""
     live = (n[:, None] < height) & (j[None, :] < rank)
-    up = _pointer(pointers + 1, PARAMETER, ALONG)
+    up = _pointer(pointers + 1, PARAMETER)
     values = tl.load(up + n[:, None] * rank + j[None, :], mask=live, other=0.0).to(tl.float32)
     if not QUANTISED:
         return values * scaling
-    scales = _pointer(pointers + 2, tl.float32, ALONG)
+    scales = _pointer(pointers + 2, tl.float32)
     return values * (scaling / tl.load(scales + n, mask=n < height, other=1.0))[:, None]
 
 
 @triton.jit
 def _largest(
     pointers, numbers, scalings, work, bits,
-    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
+    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude of each row of A and each column of scaled B, as the bits of non-negative floats,
     of which NaN's are the largest."""
@@ -73,17 +63,17 @@ def _largest(
     adapter, tile = tl.load(work), tl.load(work + 1)
     pointers += adapter * 9
     numbers += adapter * 7
-    width, height, rank = _number(numbers, ALONG), _number(numbers + 1, ALONG), _number(numbers + 4, ACROSS)
+    width, height, rank = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 4)
     bits += adapter * 2 * RANK
     j = tl.arange(0, RANK)
     down_tiles = tl.cdiv(width, TILE)
     if tile < down_tiles:
         k = tile * TILE + tl.arange(0, TILE)
-        found = tl.abs(_load_down(pointers, j, k, rank, width, PARAMETER, ALONG)).to(tl.int32, bitcast=True)
+        found = tl.abs(_load_down(pointers, j, k, rank, width, PARAMETER)).to(tl.int32, bitcast=True)
         tl.atomic_max(bits + RANK + j, tl.max(found, 1), mask=j < rank, sem="relaxed")
     else:
         n = (tile - down_tiles) * TILE + tl.arange(0, TILE)
-        found_up = tl.abs(_load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, ALONG, True))
+        found_up = tl.abs(_load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, True))
         tl.atomic_max(bits + j, tl.max(found_up.to(tl.int32, bitcast=True), 0), mask=j < rank, sem="relaxed")
 
 
@@ -97,46 +87,45 @@ def _unit(bits, j, rank):
 @triton.jit
 def _write(
     pointers, numbers, scalings, work, bits,
-    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
-    ELEMENT: tl.constexpr, QUANTISED: tl.constexpr,
+    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, ELEMENT: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """From the end of the work: what `_largest` read last may still be in the cache."""
     work += (tl.num_programs(0) - 1 - tl.program_id(0)) * 2
     adapter, tile = tl.load(work), tl.load(work + 1)
     pointers += adapter * 9
     numbers += adapter * 7
-    width, height, rank = _number(numbers, ALONG), _number(numbers + 1, ALONG), _number(numbers + 4, ACROSS)
+    width, height, rank = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 4)
     bits += adapter * 2 * RANK
     j = tl.arange(0, RANK)
     down_tiles = tl.cdiv(width, TILE)
     if tile < down_tiles:
         k = tile * TILE + tl.arange(0, TILE)
-        a = _load_down(pointers, j, k, rank, width, PARAMETER, ALONG)
+        a = _load_down(pointers, j, k, rank, width, PARAMETER)
         a_live = (j[:, None] < rank) & (k[None, :] < width)
         if QUANTISED:
             a_unit = _unit(bits + RANK, j, rank)
-            tl.store(_pointer(pointers + 7, tl.float32, 4) + j, a_unit, mask=(j < rank) & (tile == 0))
+            tl.store(_pointer(pointers + 7, tl.float32) + j, a_unit, mask=(j < rank) & (tile == 0))
             a_out = to_e4m3(a * (1.0 / a_unit)[:, None])
         else:
             a_out = a.to(ELEMENT)
-        matrix_down = _pointer(pointers + 3, ELEMENT, ALONG)
-        tl.store(matrix_down + j[:, None].to(tl.int64) * _number(numbers + 2, ALONG) + k[None, :], a_out, mask=a_live)
+        matrix_down = _pointer(pointers + 3, ELEMENT)
+        tl.store(matrix_down + j[:, None].to(tl.int64) * tl.load(numbers + 2) + k[None, :], a_out, mask=a_live)
         if tl.load(pointers + 6) != 0:
-            turned = _pointer(pointers + 6, ELEMENT, ACROSS) + k[None, :].to(tl.int64) * _number(numbers + 6, ACROSS)
+            turned = _pointer(pointers + 6, ELEMENT) + k[None, :].to(tl.int64) * tl.load(numbers + 6)
             tl.store(turned + j[:, None], a_out, mask=a_live)
     else:
         n = (tile - down_tiles) * TILE + tl.arange(0, TILE)
-        b = _load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, ALONG, QUANTISED)
+        b = _load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, QUANTISED)
         b_live = (n[:, None] < height) & (j[None, :] < rank)
         if QUANTISED:
             b_unit = _unit(bits, j, rank)
-            tl.store(_pointer(pointers + 8, tl.float32, 4) + j, b_unit, mask=(j < rank) & (tile == down_tiles))
+            tl.store(_pointer(pointers + 8, tl.float32) + j, b_unit, mask=(j < rank) & (tile == down_tiles))
             b_out = to_e4m3(b * (1.0 / b_unit)[None, :])
         else:
             b_out = b.to(ELEMENT)
-        matrix_up = _pointer(pointers + 5, ELEMENT, ACROSS) + n[:, None].to(tl.int64) * _number(numbers + 5, ACROSS)
+        matrix_up = _pointer(pointers + 5, ELEMENT) + n[:, None].to(tl.int64) * tl.load(numbers + 5)
         tl.store(matrix_up + j[None, :], b_out, mask=b_live)
-        factor_up = _pointer(pointers + 4, ELEMENT, ALONG) + j[None, :].to(tl.int64) * _number(numbers + 3, ALONG)
+        factor_up = _pointer(pointers + 4, ELEMENT) + j[None, :].to(tl.int64) * tl.load(numbers + 3)
         tl.store(factor_up + n[:, None], b_out, mask=b_live)
 
 
@@ -304,7 +293,6 @@ class Tables(NamedTuple):
     work: Tensor
     """[programs, 2]: an adapter, and which of its tiles; those of A come first."""
     constants: dict[str, int]
-    """ALONG divides sizes and addresses (in bytes) of what is read along widths and heights; ACROSS, along ranks."""
 
 
 def tables(
@@ -319,14 +307,12 @@ def tables(
     adapter = torch.arange(len(counts)).repeat_interleave(counts)
     within = torch.arange(len(adapter)) - (counts.cumsum(0) - counts)[adapter]
     addresses, extents = torch.tensor(pointers), torch.tensor(numbers)
-    along = gcd(16, *addresses[:, :5].flatten().tolist(), *extents[:, :4].flatten().tolist())
-    across = gcd(16, *addresses[:, 5:7].flatten().tolist(), *extents[:, 4:].flatten().tolist())
     return Tables(
         addresses.to(device),
         extents.to(device, torch.int32),
         torch.tensor(scalings, dtype=torch.float32).to(device),
         torch.stack([adapter, within], dim=1).to(device, torch.int32),
-        {"RANK": rank, "TILE": tile, "ALONG": along, "ACROSS": across},
+        {"RANK": rank, "TILE": tile},
     )
 
 
