@@ -26,7 +26,7 @@ def test_any_number_of_rows(rows: int) -> None:
 def test_nothing_is_set_to_nought_before_a_product() -> None:
     given = operands(2048, 1024)
     fp8_product(*given, torch.bfloat16)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         fp8_product(*given, torch.bfloat16)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]

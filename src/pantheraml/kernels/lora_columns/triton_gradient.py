@@ -276,11 +276,13 @@ def _part(side: Side, start: int) -> Side:
 
 def _plans(first: Side, second: Side) -> list[_Plan]:
     """The second side's programs find room beside the first's where that has so many ranks that no more than two fit on
-    a processor (q, k and v of an 8B model, 8,192 rows on an H200: 48 instead of 53 us)."""
-    one = _plan(first)
-    crowded = one.parts.shape[1] > 32
-    rest = _PROGRAMS - one.all_pieces * one.parts.shape[0]
-    return [one, _plan(second, max(_PROGRAMS // 2, rest) if crowded else _PROGRAMS)]
+    a processor (q, k and v of an 8B model, 8,192 rows on an H200: 48 instead of 53 us). But not in fewer than four
+    splits: the longer a sum on the tensor cores, the less exact."""
+    one, two = _plan(first), _plan(second)
+    if one.parts.shape[1] <= 32:
+        return [one, two]
+    beside = _plan(second, _PROGRAMS - one.all_pieces * one.parts.shape[0])
+    return [one, beside if beside.parts.shape[0] >= 4 else two]
 
 
 def _gradients(first: Side, second: Side) -> None:
