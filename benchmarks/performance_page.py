@@ -73,10 +73,11 @@ TRICKS = (
         "One copy of each weight, or two",
         "The tensor cores read a weight along its inputs on the way forward and along its outputs on the way back."
         " Where memory is short, only the first layout is kept, and the backward pass transposes the bytes just before"
-        " the product. Else MLPs, which have most of the weights, keep both, for one more byte each. The numbers are"
-        " the same bit for bit. Scales that differ from row to row lie along the inner dimension on the way back, so"
-        " they go into the gradient before it is quantised. One scale for all spares the kernels that, and is"
-        " preferred. (`train.fp8_layouts`)",
+        " the product. Else MLPs, which have most of the weights, keep both, for one more byte each, up to about three"
+        " quarters of what all weights take: then those of the last layers keep one. The numbers are the same bit for"
+        " bit. Scales"
+        " that differ from row to row lie along the inner dimension on the way back, so they go into the gradient"
+        " before it is quantised. One scale for all spares the kernels that, and is preferred. (`train.fp8_layouts`)",
         ops=("fp8_transposition",),
     ),
     Trick(

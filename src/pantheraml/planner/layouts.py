@@ -1,8 +1,9 @@
 """In how many layouts frozen fp8 weights are kept: one, which backward passes transpose, or one for each direction.
 
-The second is kept for MLPs alone, which have most of the weights, and costs a byte for each. So it is for runs that are
-not short of memory. Whether activations are recomputed tells that before anything is loaded; how large the weights are
-shows only when they are there.
+The second is kept for MLPs alone, which have most of the weights, and costs a byte for each, up to about three quarters
+of what all weights take: then the MLPs of the last layers have none. So it is for runs that are not short of memory.
+Whether activations are recomputed tells that before anything is loaded; how large the weights are shows only when they
+are there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from pantheraml.specs.train import Checkpointing, TrainConfig
 
 SHARE = 0.25
 """Of a device's memory, that weights in two layouts may take unless two are asked for."""
+
+
+MORE = 0.75
+"""Of what the weights take in one layout: about what second ones may add."""
 
 
 def choose_layouts(config: TrainConfig, frozen: str | None, fused: bool, choices: Choices) -> Layouts:
@@ -43,7 +48,12 @@ def layouts_for(checkpointing: Checkpointing) -> tuple[Layouts, str]:
             1,
             f"activation checkpointing is {checkpointing}: memory is short, and a second takes a byte a weight",
         )
-    return 2, "backward passes need not transpose the MLPs' weights, for one more byte each"
+    return 2, "backward passes need not transpose most of the MLPs' weights, for one more byte each"
+
+
+def layers_with_two(layers: int, weight_bytes: int, mlp_bytes: int) -> int:
+    """How many of a model's layers keep their MLP in two, where MLPs have `mlp_bytes` of the `weight_bytes`."""
+    return layers if not mlp_bytes else min(layers, round(layers * MORE * weight_bytes / mlp_bytes))
 
 
 def too_large_for_two(weight_bytes: int, device_bytes: int | None) -> str | None:

@@ -174,8 +174,8 @@ class TrainSettings(Section):
     fine-tunes with weights in bf16 and products in fp8."""
     fp8_layouts: Literal["auto", 1, 2] = "auto"
     """How often fused layers keep the frozen fp8 weights of MLPs: once, transposing them in every backward pass; or for
-    each direction, one more byte each. auto = 2 without activation checkpointing, if all weights twice would take at
-    most a quarter of the GPU's memory."""
+    each direction, one more byte each, in as many layers as adds about three quarters to all. auto = 2 without
+    activation checkpointing, if all weights twice would take at most a quarter of the GPU's memory."""
     cuda_graph: Switch = "auto"
     """Replay a step's kernels as a recorded whole; auto = for packed data and fused layers on a single GPU."""
     compile: Switch = "auto"

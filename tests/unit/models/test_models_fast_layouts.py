@@ -86,20 +86,6 @@ def test_numbers_are_those_of_one_layout_while_adapters_change(family: str) -> N
     assert in_step(models[0])
 
 
-def test_the_way_forward_writes_adapters_in_both_layouts() -> None:
-    """The way back finds them there, and writes nothing."""
-    model, _ = both(rank_pattern={"up_proj": 7})
-    for seed in range(2):
-        randomise(model, seed=seed)
-        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-        assert in_step(model)
-    kept = [twice for group in groups(model) if (twice := group.kept_twice()) is not None]
-    assert all(k.turned_down.float().abs().amax(dim=0).min() > 0 for k in kept)
-    versions = [k.second._version for k in kept]
-    assert all(k.backward_matrix() is k.second for k in kept)
-    assert [k.second._version for k in kept] == versions
-
-
 @pytest.mark.parametrize(
     "lora",
     [
@@ -214,6 +200,20 @@ def test_the_second_layout_is_no_part_of_the_modules() -> None:
     assert sum(second.numel() for second in second_layouts(twice)) == sizes
     assert second_layouts(once) == []
     assert why_one_layout(twice) is None, "how much memory there is for it is not known on a CPU"
+
+
+def test_the_last_layers_keep_one_where_second_layouts_would_add_more_than_three_quarters() -> None:
+    plain = adapted(packed(base_model("llama", vocab_size=320, num_hidden_layers=12, intermediate_size=512)))
+    first = sum(layer.qweight.numel() for layer in weights(plain.get_base_model().model.layers))
+    twice, once = copy.deepcopy(plain), copy.deepcopy(plain)
+    assert fuse(twice, layouts=2).fused == fuse(once, layouts=1).fused == 12
+    kept = [group.kept_twice() is not None for group in groups(twice)]
+    of_layers = [sum(kept[start : start + 4]) for start in range(0, len(kept), 4)]
+    number = of_layers.index(0)
+    assert of_layers == [2] * number + [0] * (12 - number)
+    mlp = sum(layer.qweight.numel() for layer in weights(plain.get_base_model().model.layers[0].mlp))
+    assert abs(number * mlp / first - 0.75) <= mlp / first / 2
+    assert_equal((twice, once))
 
 
 def test_layers_that_are_not_fused_take_no_share_of_second_layouts() -> None:

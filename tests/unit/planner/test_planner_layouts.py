@@ -6,7 +6,7 @@ import pytest
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.planner.choose import choose
-from pantheraml.planner.layouts import layouts_for, too_large_for_two
+from pantheraml.planner.layouts import layers_with_two, layouts_for, too_large_for_two
 from pantheraml.specs.plan import GPU, DeviceSpec
 from pantheraml.specs.train import TrainConfig
 
@@ -63,3 +63,10 @@ def test_weights_that_twice_take_more_than_a_quarter_stay_in_one() -> None:
 
 def test_the_rule_is_the_same_outside_of_plans() -> None:
     assert [layouts_for(mode)[0] for mode in ("none", "selective", "full", "offload")] == [2, 1, 1, 1]
+
+
+def test_second_layouts_take_about_three_quarters_of_the_first() -> None:
+    assert layers_with_two(32, 6979, 5637) == 30, "Llama-3.1-8B, in millions of weights"
+    assert layers_with_two(2, 100, 80) == 2
+    assert layers_with_two(40, 100, 60) == 40
+    assert layers_with_two(40, 100, 0) == 40

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -39,7 +39,9 @@ from pantheraml.models.fast.operand import Group
 from pantheraml.models.fast.recorded import LayerGraphs
 from pantheraml.models.fast.together import Body, LayersTogether
 from pantheraml.models.fast.trained import TrainedGroup, is_trained, weight_of, why_not_trained
+from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.planner.layouts import layers_with_two
 from pantheraml.specs.plan import Layouts
 
 logger = log.get(__name__)
@@ -87,8 +89,9 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
             fused.append(layer)
         else:
             report.reasons[reason] += 1
-    for layer in fused:
-        _fuse_layer(layer, layouts)
+    twice = _layers_with_two(fused, layers) if layouts == 2 else 0
+    for number, layer in enumerate(fused):
+        _fuse_layer(layer, 2 if number < twice else 1)
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
     turns = _Turns()
@@ -100,6 +103,16 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     for reason, count in report.reasons.items():
         logger.info("%d decoder layers are not fused: %s", count, reason)
     return report
+
+
+def _layers_with_two(fused: Sequence[Any], layers: Sequence[Any]) -> int:
+    """How many of those that are fused, from the first, keep their MLP's weights in two layouts."""
+
+    def size(modules: Iterable[Any]) -> int:
+        packed = (m for module in modules for m in module.modules() if isinstance(m, FP8Linear))
+        return sum(layer.qweight.numel() for layer in packed)
+
+    return layers_with_two(len(fused), size(layers), size(layer.mlp for layer in fused))
 
 
 def _family(layer: Any) -> Family | None:
