@@ -226,7 +226,7 @@ def _speed_up(fast: FastCausalLM, whole: nn.Module, checkpointing: Checkpointing
             )
     elif fused:
         _fuse(fast, whole, checkpointing)
-        record_passes(whole)
+        fast.early = record_passes(whole)
     if checkpointing is False:
         return
     if checkpointing not in _CHECKPOINTING:

@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from pantheraml import FastLanguageModel
 from pantheraml.kernels.linear_cross_entropy import head
 from pantheraml.kernels.token_scores import Later
+from pantheraml.models.fast.recorded import LayerGraphs
 from pantheraml.models.quantise.fp8 import FP8Linear
 
 STEPS = 12
@@ -151,6 +152,37 @@ def test_the_host_begins_the_next_step_without_waiting_for_the_last(folder: Path
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert begun.count(2) == STEPS - 3
+
+
+def test_passes_begin_before_the_model_is_called(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one, when its batch is taken; the losses are those of passes that begin when the model is called."""
+    rows = torch.randint(2, 200, (8 * STEPS, 256), generator=torch.Generator().manual_seed(0)).tolist()
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows, "attention_mask": [[1] * 256 for _ in rows]})
+    begun, start_early = [], LayerGraphs.start_early
+
+    def noted(graphs: Any, hidden: torch.Tensor, turns: Any) -> bool:
+        begun.append(start_early(graphs, hidden, turns))
+        return begun[-1]
+
+    monkeypatch.setattr(LayerGraphs, "start_early", noted)
+    found = []
+    for early in (True, False):
+        model, _ = FastLanguageModel.from_pretrained(str(folder), dtype=torch.bfloat16)
+        model = FastLanguageModel.get_peft_model(model, r=16, random_state=0, use_gradient_checkpointing=False)
+        if not early:
+            model.get_base_model().early = None
+        arguments = SFTConfig(
+            output_dir=str(tmp_path / str(early)), max_steps=STEPS, per_device_train_batch_size=8, learning_rate=1e-3,
+            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=True, max_length=256,
+            gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False,
+        )  # fmt: skip
+        run = SFTTrainer(
+            model=model, args=arguments, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(folder)
+        )
+        run.train()
+        found.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert begun.count(True) == len(begun) >= STEPS - 5
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

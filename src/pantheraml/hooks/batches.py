@@ -9,7 +9,7 @@ then nothing changes.
 
 Between two steps a batch would be sent only after the optimizer's step, which the host would wait for; and a model that
 asks which tokens are padding would wait once more. So batches are sent when they are read, and the host remembers what
-it sent.
+it sent. And when the trainer takes a batch for its next step, the model is told, which may then begin with it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from pantheraml.hooks.replacement import Replacement
 from pantheraml.models.causal_lm import FastCausalLM, fast_model
@@ -35,9 +36,16 @@ _ASKED_BY_THE_HOST = ("labels", "shift_labels", "attention_mask", "position_ids"
 class Ahead:
     """An iterator over batches, of which `read` fetches some before they are asked for."""
 
-    def __init__(self, batches: Iterator[Any], device: torch.device | None = None) -> None:
-        """`device`: where the trainer will send them; None: it will not."""
-        self._batches, self._device = batches, device
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        device: torch.device | None = None,
+        expect: Callable[[Any], None] | None = None,
+    ) -> None:
+        """`device`: where the trainer will send them; None: it will not. `expect` is told which batch is next, when the
+        one after it is asked for: accelerate keeps one back."""
+        self._batches, self._device, self._expect = batches, device, expect
+        self._kept_back: Any = None
         self._ready: deque[Any] = deque()
         self._failure: Exception | None = None
         self._taken = 0
@@ -50,6 +58,13 @@ class Ahead:
     def __next__(self) -> Any:
         self._taken = 1 if self._in_between else self._taken + 1
         self._in_between = False
+        if self._taken == 1 and self._kept_back is not None and self._expect is not None:
+            self._expect(self._kept_back)
+        self._kept_back = None
+        self._kept_back = self._next()
+        return self._kept_back
+
+    def _next(self) -> Any:
         if self._ready:
             return self._ready.popleft()
         if self._failure is not None:
@@ -88,14 +103,26 @@ def _while_it_computes(get_train_dataloader: Callable[[Any], Any]) -> Callable[[
         if model is not None and base is not None and alone:
             # only from memory of the loader's own: who else's may be written to before it is sent
             device = loader.device if base.pin_memory else None
-            base._get_iterator = functools.partial(_read_ahead, base._get_iterator, model, device)
+            expect = None if _may_change_weights(self) else model.expect
+            base._get_iterator = functools.partial(_read_ahead, base._get_iterator, model, device, expect)
         return loader
 
     return get
 
 
-def _read_ahead(get_iterator: Callable[[], Iterator[Any]], model: FastCausalLM, device: torch.device | None) -> Ahead:
-    ahead = Ahead(get_iterator(), device)
+def _may_change_weights(trainer: Any) -> bool:
+    """Whether a callback is called after a batch was taken, and before the model is called with it."""
+    usual = TrainerCallback.on_step_begin
+    return any(type(callback).on_step_begin is not usual for callback in trainer.callback_handler.callbacks)
+
+
+def _read_ahead(
+    get_iterator: Callable[[], Iterator[Any]],
+    model: FastCausalLM,
+    device: torch.device | None,
+    expect: Callable[[Any], None] | None,
+) -> Ahead:
+    ahead = Ahead(get_iterator(), device, expect)
     model.meanwhile = _Reading(ahead)
     return ahead
 

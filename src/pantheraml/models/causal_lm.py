@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -54,13 +54,28 @@ class TokenScoreOutput(ModelOutput):
     label_mask: Tensor | None = None
 
 
+class EarlyStart(Protocol):
+    """Of a pass, before the model is called: see `fast.early`."""
+
+    def begin(self, ids: Tensor) -> None: ...
+
+
 class FastCausalLM(Derived, AskedEachStep):
     """What the subclasses have in common; `_fast_class` adds `forward`."""
 
     meanwhile: Callable[[], None] | None = None
     """What the host is to do once a training pass is queued on the GPU, before anybody waits for it."""
+    early: EarlyStart | None = None
     _altered_logits: str | None = None
     _checkpointing: str | None = None
+
+    def expect(self, batch: Any) -> None:
+        """A trainer is about to call the model with `batch`: what can be begun of that is."""
+        if self.early is None or not isinstance(batch, Mapping) or batch.get("position_ids") is not None:
+            return
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if isinstance(ids, Tensor) and ids.ndim == 2 and (mask is None or _hides_nothing(mask)):
+            self.early.begin(ids)
 
     def why_full_logits(self) -> str | None:
         """Why the loss needs full logits now, or None if it does not."""
@@ -107,6 +122,12 @@ class FastCausalLM(Derived, AskedEachStep):
             if parameter is not None and (parameter.requires_grad or not only_trainable)
         }
         return sum(count for key, count in counted.items() if key not in excluded)
+
+
+def _hides_nothing(mask: Any) -> bool:
+    """As far as the host knows."""
+    known = mask if mask.device.type == "cpu" else remembered(mask)
+    return known is not None and bool(known.all())
 
 
 def make_fast(model: PreTrainedModel) -> FastCausalLM:

@@ -73,6 +73,21 @@ def test_batches_are_sent_when_they_are_read_and_remembered(kind: type[Any]) -> 
     assert type(batch["input_ids"]) is Tensor
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_model_is_told_which_batch_its_next_step_begins_with(accumulation: int) -> None:
+    """As accelerate takes them, which keeps one back."""
+    told: list[int] = []
+    ahead = Ahead(iter(range(1, 9)), expect=told.append)
+    kept_back, used = next(ahead), []
+    for _ in range(3):
+        for _ in range(accumulation):
+            following = next(ahead)
+            used.append(kept_back)
+            kept_back = following
+        ahead.read()
+    assert told == used[accumulation::accumulation]
+
+
 def test_batches_of_another_make_are_sent_too() -> None:
     ahead = Ahead(iter([(torch.ones(1), "a"), (torch.ones(2), "b")]), torch.device("meta"))
     next(ahead)
@@ -89,7 +104,8 @@ def test_only_the_loaders_own_memory_is_sent_from(pinned: bool, tmp_path: Path) 
     batches = [{"labels": torch.tensor([n])} for n in range(3)]
     loader = SimpleNamespace(base_dataloader=DataLoader(batches, batch_size=None, pin_memory=pinned))  # type: ignore[arg-type]
     loader.device = torch.device("meta")
-    trainer = SimpleNamespace(model=model, args=SimpleNamespace(n_gpu=1))
+    handler = SimpleNamespace(callbacks=[])
+    trainer = SimpleNamespace(model=model, args=SimpleNamespace(n_gpu=1), callback_handler=handler)
     TRAIN_BATCHES.make(lambda _: loader)(trainer)
     ahead = iter(loader.base_dataloader)
     next(ahead)

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pantheraml.base import log
 from pantheraml.models.derived import Derived
+from pantheraml.models.fast.early import EarlyStart
 from pantheraml.models.fast.functions import (
     Carried,
     Heads,
@@ -420,14 +421,17 @@ def run_together(model: nn.Module) -> None:
             layer.fused_parts.together = together
 
 
-def record_passes(model: nn.Module) -> None:
-    """From now on passes through the model's fused layers are recorded as CUDA graphs where possible (`recorded`)."""
+def record_passes(model: nn.Module) -> EarlyStart | None:
+    """From now on passes through the model's fused layers are recorded as CUDA graphs where possible (`recorded`). How
+    to begin one before the model is called, if that can be."""
     found = _all_fused(model)
-    if found is not None:
-        layers, body = found
-        graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
-        for layer in layers:
-            layer.fused_parts.graphs = graphs
+    if found is None:
+        return None
+    layers, body = found
+    graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
+    for layer in layers:
+        layer.fused_parts.graphs = graphs
+    return EarlyStart.of(body.module(), graphs)
 
 
 def _all_fused(model: nn.Module) -> tuple[list[Any], Body] | None:

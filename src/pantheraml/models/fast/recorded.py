@@ -30,6 +30,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -74,11 +75,38 @@ class LayerGraphs:
         """In the last pass."""
         self._ahead: Recording | None = None
         """What was replayed for this pass before it was looked at."""
+        self._early: tuple[tuple[Tensor, ...], list[int]] | None = None
+        """What the last one is being replayed with before the model is called, and the versions of that and of the
+        adapters then."""
+
+    def may_start_early(self) -> bool:
+        """Whether the last pass was replayed, and could be again."""
+        return self._replayed is not None and self._off is None and not self._handed_on.left
+
+    def start_early(self, hidden: Tensor, turns: Turns) -> bool:
+        """As `begin_ahead`, for what the first layer will be given when the model is called. Whether it was replayed;
+        then `begin_ahead` has to be given these very tensors."""
+        last, given = self._replayed, (hidden, *turns)
+        if last is None or not self._could_record(hidden) or not last.fits(given):
+            return False
+        self._start(last, given)
+        self._early = given, self._versions(given)
+        return True
+
+    def _start(self, recording: Recording, given: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            self._shared.write()
+            recording.start(given)
+
+    def _versions(self, given: Sequence[Tensor]) -> list[int]:
+        parameters = (parameter for group in self._shared.groups for parameter in group.parameters())
+        return [tensor._version for tensor in (*given, *parameters)]
 
     def begin_ahead(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
         """The first layer is called: if all seems to be as in the last pass, the adapters are written and that is
         replayed again. Whether it was; `begin` finds out whether that was right."""
         last, self._replayed, self._ahead = self._replayed, None, None
+        early, self._early = self._early, None
         turns = arguments.get("position_embeddings")
         if last is not None and hidden.device != last.inputs[0].device:
             self.release()  # the model moved, and a recording keeps the weights where they were
@@ -86,11 +114,12 @@ class LayerGraphs:
         if last is None or turns is None or not seems_usual:
             return False
         given = (hidden, *turns)
+        if early is not None and all(map(is_, given, early[0])) and self._versions(given) == early[1]:
+            self._ahead = last
+            return True
         if not last.fits(given):
             return False
-        with torch.no_grad():
-            self._shared.write()
-            last.start(given)
+        self._start(last, given)
         self._ahead = last
         return True
 
@@ -132,7 +161,7 @@ class LayerGraphs:
         """Give the memory of all recordings back; passes are recorded anew when they come."""
         if not any(kept.is_in_use() for kept in self._recorded.values()):
             self._recorded.clear()
-            self._replayed = self._ahead = None
+            self._replayed = self._ahead = self._early = None
 
     def ran(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
         """A layer ran by itself."""

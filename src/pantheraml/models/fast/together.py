@@ -40,6 +40,9 @@ class Body:
         body: Any = next(m for m in model.modules() if any(child is layers[0] for child in getattr(m, "layers", ())))
         return cls(body, layers) if type(body).__module__.startswith("transformers.models.") else None
 
+    def module(self) -> Any:
+        return self._body()
+
     def calls_all(self) -> bool:
         """The first layer is called: whether that is the beginning of a pass through all of them."""
         begun, self.has_begun = self.has_begun, False

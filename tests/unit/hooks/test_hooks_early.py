@@ -1,0 +1,127 @@
+"""Passes that begin when TRL takes a batch: the losses are the same, and each pass runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+from pantheraml import FastLanguageModel
+from pantheraml.hooks import trl
+from pantheraml.models.causal_lm import fast_model
+from pantheraml.models.fast.recorded import LayerGraphs
+from tests.toy import write_llama
+from tests.unit.models.test_models_fast_recorded import OnCPU, _on_a_cpu
+
+__all__ = ["_on_a_cpu"]
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    trl.revert()
+
+
+class Counts:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replays, self.early = 0, 0
+        start, start_early = OnCPU.start, LayerGraphs.start_early
+
+        def counted(recording: Any, given: Any) -> None:
+            self.replays += 1
+            start(recording, given)
+
+        def counted_early(graphs: Any, hidden: Any, turns: Any) -> bool:
+            started = start_early(graphs, hidden, turns)
+            self.early += started
+            return started
+
+        monkeypatch.setattr(OnCPU, "start", counted)
+        monkeypatch.setattr(LayerGraphs, "start_early", counted_early)
+
+
+def halves(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(0.5)
+
+
+def callback(event: str, act: Callable[[Any], None]) -> TrainerCallback:
+    def method(_self: Any, *_: Any, model: Any, **__: Any) -> None:
+        act(model)
+
+    kind: Any = type("Changes", (TrainerCallback,), {event: method})
+    return kind()  # type: ignore[no-any-return]
+
+
+def losses(place: Path, *callbacks: TrainerCallback, early: bool = True, **changes: Any) -> list[float]:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(write_llama(place / "model")), max_seq_length=16)
+    model = FastLanguageModel.get_peft_model(model, r=4, random_state=0, use_gradient_checkpointing=False)
+    fast: Any = fast_model(model)
+    assert fast.early is not None
+    if not early:
+        fast.early = None
+    rows = [[n, n + 1, n + 2, n + 3] for n in range(3, 43)]
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows, "attention_mask": [[1] * 4 for _ in rows]})
+    arguments = SFTConfig(
+        output_dir=str(place / "out"), per_device_train_batch_size=2, max_steps=STEPS, report_to="none", seed=3,
+        save_strategy="no", use_cpu=True, bf16=False, logging_steps=1, learning_rate=1e-2, gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, **changes,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=list(callbacks)
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_losses_are_the_same_and_no_pass_runs_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
+) -> None:
+    counts = Counts(monkeypatch)
+    found = losses(tmp_path / "early", gradient_accumulation_steps=accumulation)
+    replays, begun = counts.replays, counts.early
+    assert begun >= STEPS - 4
+    assert losses(tmp_path / "late", early=False, gradient_accumulation_steps=accumulation) == found
+    assert (counts.replays, counts.early) == (2 * replays, begun)
+
+
+def test_what_is_changed_at_the_end_of_a_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch)
+    found = losses(tmp_path / "early", callback("on_step_end", halves))
+    assert counts.early
+    assert losses(tmp_path / "late", callback("on_step_end", halves), early=False) == found
+    assert found != losses(tmp_path / "other")
+
+
+def test_what_may_be_changed_in_between_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch)
+    found = losses(tmp_path / "early", callback("on_step_begin", halves))
+    assert not counts.early
+    assert losses(tmp_path / "late", callback("on_step_begin", halves), early=False) == found
+
+
+def test_evaluation_in_between_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch)
+
+    steps = iter(range(STEPS))
+
+    def evaluate(model: Any) -> None:
+        if next(steps) != 5:
+            return
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[3, 4, 5, 6]] * 2))
+
+    found = losses(tmp_path / "early", callback("on_step_end", evaluate))
+    assert counts.early
+    assert losses(tmp_path / "late", early=False) == found
