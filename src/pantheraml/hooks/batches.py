@@ -60,7 +60,7 @@ class Ahead:
         self._in_between = False
         if self._taken == 1 and self._kept_back is not None and self._expect is not None:
             self._expect(self._kept_back)
-        self._kept_back = None
+        self._kept_back = None  # should that have been the last
         self._kept_back = self._next()
         return self._kept_back
 
@@ -69,7 +69,7 @@ class Ahead:
             return self._ready.popleft()
         if self._failure is not None:
             raise self._failure
-        return next(self._batches)
+        return _sent(next(self._batches), self._device)
 
     def read(self) -> None:
         """One more batch, if fewer are ready than were asked for at once. What goes wrong is told to who asks."""
@@ -101,26 +101,35 @@ def _while_it_computes(get_train_dataloader: Callable[[Any], Any]) -> Callable[[
         model, base = fast_model(self.model), _in_this_process(loader)
         alone = self.args.n_gpu <= 1  # else torch's DataParallel calls copies of the model from several threads
         if model is not None and base is not None and alone:
-            # only from memory of the loader's own: who else's may be written to before it is sent
-            device = loader.device if base.pin_memory else None
-            expect = None if _may_change_weights(self) else model.expect
+            # only from memory of the loader's own (or what a collator has pinned itself, and may not use again): who
+            # else's may be written to before it is sent
+            device = getattr(loader, "device", None) if base.pin_memory else None
+            expect = _Expecting(self, model)
             base._get_iterator = functools.partial(_read_ahead, base._get_iterator, model, device, expect)
         return loader
 
     return get
 
 
-def _may_change_weights(trainer: Any) -> bool:
-    """Whether a callback is called after a batch was taken, and before the model is called with it."""
-    usual = TrainerCallback.on_step_begin
-    return any(type(callback).on_step_begin is not usual for callback in trainer.callback_handler.callbacks)
+class _Expecting:
+    """Tells a trainer's model which batch is next, unless a callback is called before the model is called with it, and
+    may change weights unseen."""
+
+    def __init__(self, trainer: Any, model: FastCausalLM) -> None:
+        self._trainer, self._model = weakref.ref(trainer), model
+
+    def __call__(self, batch: Any) -> None:
+        trainer, usual = self._trainer(), TrainerCallback.on_step_begin
+        called = () if trainer is None else (each.on_step_begin for each in trainer.callback_handler.callbacks)
+        if all(getattr(method, "__func__", None) is usual for method in called):
+            self._model.expect(batch)
 
 
 def _read_ahead(
     get_iterator: Callable[[], Iterator[Any]],
     model: FastCausalLM,
     device: torch.device | None,
-    expect: Callable[[Any], None] | None,
+    expect: Callable[[Any], None],
 ) -> Ahead:
     ahead = Ahead(get_iterator(), device, expect)
     model.meanwhile = _Reading(ahead)

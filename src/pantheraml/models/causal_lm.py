@@ -54,8 +54,8 @@ class TokenScoreOutput(ModelOutput):
     label_mask: Tensor | None = None
 
 
-class EarlyStart(Protocol):
-    """Of a pass, before the model is called: see `fast.early`."""
+class Starts(Protocol):
+    """A pass, before the model is called: see `fast.early`."""
 
     def begin(self, ids: Tensor) -> None: ...
 
@@ -65,7 +65,7 @@ class FastCausalLM(Derived, AskedEachStep):
 
     meanwhile: Callable[[], None] | None = None
     """What the host is to do once a training pass is queued on the GPU, before anybody waits for it."""
-    early: EarlyStart | None = None
+    early: Starts | None = None
     _altered_logits: str | None = None
     _checkpointing: str | None = None
 
@@ -126,6 +126,8 @@ class FastCausalLM(Derived, AskedEachStep):
 
 def _hides_nothing(mask: Any) -> bool:
     """As far as the host knows."""
+    if not isinstance(mask, Tensor):
+        return False
     known = mask if mask.device.type == "cpu" else remembered(mask)
     return known is not None and bool(known.all())
 
@@ -259,7 +261,7 @@ def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     # What TRL reads before it begins on the backward pass; from there on the GPU has the rest of this one to do.
     metrics_ahead(*metrics)
     mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.is_cuda and mask.shape == labels.shape:
+    if isinstance(mask, Tensor) and mask.is_cuda and mask.shape == labels.shape and remembered(mask) is None:
         metrics_ahead(mask)
     later.rows()
     return TokenScoreOutput(loss, log_probs, *metrics)

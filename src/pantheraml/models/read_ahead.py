@@ -59,6 +59,8 @@ class ReadAhead(Tensor):
                 result = func(*args, **named)
                 return result if _is_older(result, func, args, named) else _sent_ahead(result)
             first, others = args[0], args[1:]
+            if func == _DATA and remembered(first) is not None:
+                first._sent = None  # what is done to that raises no version
             read = _reader(first)
             if func in _READINGS:
                 return func(read() if read is not None else _plain(first), *others, **named)
@@ -79,6 +81,7 @@ class ReadAhead(Tensor):
 _READINGS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.item, Tensor.tolist}
 _KEEPINGS = {Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__}
 """Where the value is written down or copied, nobody needs to know that it had been sent ahead."""
+_DATA = cast(Any, Tensor.data).__get__
 _SAME_VALUE = {Tensor.detach, torch.detach}
 _SCALINGS = {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.mul, Tensor.div, torch.mul, torch.div}
 _OF_METRICS = _SCALINGS | {Tensor.sum, torch.sum, Tensor.mean, torch.mean, Tensor.__gt__, Tensor.gt, torch.gt}

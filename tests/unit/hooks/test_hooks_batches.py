@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import BatchEncoding
+from transformers import BatchEncoding, Trainer, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
 from pantheraml import FastLanguageModel
@@ -62,7 +62,7 @@ def test_what_goes_wrong_is_told_to_who_asks() -> None:
 def test_batches_are_sent_when_they_are_read_and_remembered(kind: type[Any]) -> None:
     here = {name: torch.tensor([[1, 2], [3, n]]) for n, name in enumerate(("input_ids", "labels", "attention_mask"))}
     ahead = Ahead(iter([kind(here), kind(here)]), torch.device("meta"))
-    assert next(ahead)["labels"].device.type == "cpu"  # nobody had time to send it
+    assert next(ahead)["labels"].is_meta
     ahead.read()
     batch = next(ahead)
     sent_again = send_to_device(batch, torch.device("meta"))  # as accelerate does it
@@ -104,13 +104,33 @@ def test_only_the_loaders_own_memory_is_sent_from(pinned: bool, tmp_path: Path) 
     batches = [{"labels": torch.tensor([n])} for n in range(3)]
     loader = SimpleNamespace(base_dataloader=DataLoader(batches, batch_size=None, pin_memory=pinned))  # type: ignore[arg-type]
     loader.device = torch.device("meta")
-    handler = SimpleNamespace(callbacks=[])
-    trainer = SimpleNamespace(model=model, args=SimpleNamespace(n_gpu=1), callback_handler=handler)
+    trainer = type("Trainer", (), {})()
+    trainer.model, trainer.args, trainer.callback_handler = (
+        model,
+        SimpleNamespace(n_gpu=1),
+        SimpleNamespace(callbacks=[]),
+    )
     TRAIN_BATCHES.make(lambda _: loader)(trainer)
     ahead = iter(loader.base_dataloader)
     next(ahead)
     model.meanwhile()
     assert next(ahead)["labels"].is_meta == pinned
+
+
+@pytest.mark.filterwarnings("ignore:.pin_memory:UserWarning")
+def test_streams_that_accelerate_hands_out_are_read_as_ever(tmp_path: Path) -> None:
+    """Its loader for them has no device."""
+    model, _ = FastLanguageModel.from_pretrained(str(write_llama(tmp_path / "model")), max_seq_length=16)
+    model = FastLanguageModel.get_peft_model(model, r=4, random_state=0)
+    rows = [[n, n + 1, n + 2, n + 3] for n in range(3, 19)]
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows}).to_iterable_dataset()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, max_steps=3, report_to="none", use_cpu=True,
+        save_strategy="no",
+    )  # fmt: skip
+    arguments.dataloader_pin_memory = True  # as it is where there is a GPU
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=default_data_collator)
+    assert trainer.train().global_step == 3
 
 
 def train(place: Path, order: list[Any], **changes: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
 from pantheraml import FastLanguageModel
@@ -108,6 +109,33 @@ def test_what_may_be_changed_in_between_is_waited_for(tmp_path: Path, monkeypatc
     found = losses(tmp_path / "early", callback("on_step_begin", halves))
     assert not counts.early
     assert losses(tmp_path / "late", callback("on_step_begin", halves), early=False) == found
+
+
+@pytest.mark.parametrize("when", ["of an instance", "added later"])
+def test_callbacks_that_nobody_knew_of_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    counts = Counts(monkeypatch)
+
+    def make() -> TrainerCallback:
+        made = TrainerCallback()
+        if when == "of an instance":
+            made.on_step_begin = lambda *_, model, **__: halves(model)  # type: ignore[method-assign]
+        else:
+            made.on_train_begin = lambda *_, **__: handlers[-1].add_callback(callback("on_step_begin", halves))  # type: ignore[method-assign]
+        return made
+
+    handlers: list[Any] = []
+    init = CallbackHandler.__init__
+
+    def noted(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        handlers.append(self)
+
+    monkeypatch.setattr(CallbackHandler, "__init__", noted)
+    found = losses(tmp_path / "early", make())
+    assert not counts.early
+    assert losses(tmp_path / "late", make(), early=False) == found
 
 
 def test_evaluation_in_between_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

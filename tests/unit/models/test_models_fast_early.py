@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM
@@ -107,7 +110,13 @@ def test_other_documents_are_what_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     "batch",
-    [[IDS], {"labels": IDS}, {"input_ids": IDS, "position_ids": IDS}, {"input_ids": IDS, "attention_mask": IDS * 0}],
+    [
+        [IDS],
+        {"labels": IDS},
+        {"input_ids": IDS, "position_ids": IDS},
+        {"input_ids": IDS, "attention_mask": IDS * 0},
+        {"input_ids": IDS, "attention_mask": [[1, 1]]},
+    ],
 )
 def test_nothing_is_begun_where_more_must_be_known(replays: list[int], batch: Any) -> None:
     ours, _ = both()
@@ -164,6 +173,120 @@ def test_what_is_never_used_is_not_begun_for_ever(replays: list[int]) -> None:
     for _ in range(5):
         expect(ours, input_ids=IDS)
     assert len(replays) == before + subject.MOST_MISSES
+
+
+def body(model: Any) -> Any:
+    return model.get_base_model().model
+
+
+@pytest.mark.parametrize("which", ["embed_tokens", "norm"])
+def test_other_weights_that_changed_since_count(which: str) -> None:
+    ours, theirs = both()
+    expect(ours, input_ids=IDS)
+    with torch.no_grad():
+        for model in (ours, theirs):
+            part = body(model).layers[0].input_layernorm if which == "norm" else body(model).embed_tokens
+            part.weight.mul_(1.5)
+    check(ours, theirs, IDS)
+
+
+def test_an_embedding_that_is_trained_since_gets_its_gradient() -> None:
+    ours, theirs = both()
+    expect(ours, input_ids=IDS)
+    for model in (ours, theirs):
+        body(model).embed_tokens.weight.requires_grad_(True)
+        model.zero_grad()
+    check(ours, theirs, IDS)
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.weight = inner, inner.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        return 2 * self.inner(ids)
+
+
+def wrap(model: Any) -> None:
+    body(model).embed_tokens = Twice(body(model).embed_tokens)
+
+
+def replace(model: Any) -> None:
+    embedding = body(model).embed_tokens
+    forward = embedding.forward
+    embedding.forward = lambda ids: forward(ids) + 1
+
+
+def give_positions(model: Any) -> None:
+    def hook(_body: Any, args: Any, named: dict[str, Any]) -> Any:
+        return args, {**named, "position_ids": torch.arange(IDS.shape[1])[None] + 5}
+
+    body(model).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@pytest.mark.parametrize("change", [wrap, replace, give_positions])
+@pytest.mark.parametrize("since", [False, True])
+def test_what_others_make_of_a_model_counts(change: Callable[[Any], None], since: bool) -> None:
+    ours, theirs = both()
+    if since:
+        expect(ours, input_ids=IDS)
+    for model in (ours, theirs):
+        change(model)
+    for model in () if since else (ours, theirs):
+        results(model)
+        model.zero_grad()
+    if not since:
+        expect(ours, input_ids=IDS)
+    check(ours, theirs, IDS)
+
+
+def test_tokens_on_another_device_are_left_alone(replays: list[int]) -> None:
+    ours, _ = both()
+    before = len(replays)
+    expect(ours, input_ids=IDS.to("meta"))
+    assert len(replays) == before
+
+
+def test_a_pass_that_is_taken_for_another_is_not_begun_for_ever(replays: list[int]) -> None:
+    """Over the same tokens, but without adapters: as trainers do that compare with the model as it was."""
+    ours, theirs = both()
+    before = len(replays)
+    for _ in range(5):
+        expect(ours, input_ids=IDS)
+        theirs.zero_grad()
+        with torch.no_grad(), ours.disable_adapter():
+            ours(input_ids=IDS)
+        check(ours, theirs, IDS)
+    assert len(replays) <= before + 5 + subject.MOST_MISSES
+
+
+def test_what_goes_wrong_is_said_and_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = both()
+    tried = []
+
+    def fails(*_: Any) -> None:
+        tried.append(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OnCPU, "start", fails)
+        for _ in range(3):
+            expect(ours, input_ids=IDS)
+    assert len(tried) == 1
+    assert "no memory" in caplog.text
+    check(ours, theirs, IDS)
+
+
+def test_recordings_are_given_up_with_the_layers() -> None:
+    ours, _ = both()
+    expect(ours, input_ids=IDS)
+    graphs = weakref.ref(body(ours).layers[0].fused_parts.graphs)
+    ours.early = record_passes(ours)
+    gc.collect()
+    assert graphs() is None
 
 
 def test_copies_begin_nothing(replays: list[int]) -> None:

@@ -320,6 +320,14 @@ def test_what_was_changed_since_is_not_remembered() -> None:
     assert on_host(there).tolist() == [-100, 2]
 
 
+def test_what_may_be_changed_unseen_is_not_remembered() -> None:
+    labels = torch.tensor([1, 2])
+    there = labels.clone()
+    came_from(labels, there)
+    there.data.copy_(torch.tensor([3, 4]))
+    assert on_host(there).tolist() == [3, 4]
+
+
 def test_metrics_are_not_taken_for_memories() -> None:
     """A mask that is filled again may look as it did when it was sent."""
     mask = torch.ones(3)

@@ -69,8 +69,8 @@ def transposed(source: Tensor) -> Tensor:
 def _do_without_workspace() -> None:
     """Have cuBLASLt divide a product among the processors beforehand. With a workspace it keeps a counter there, which
     it sets to nought before each product, and for some 4 us the GPU does nothing else (H200; there are 271 products in
-    a step of an 8B model). It also takes no memory then. Torch asks for the size at every product through cuBLASLt, and
-    would be at a loss if there were a workspace again after there was none: so it must stay as it is from now on."""
+    a step of an 8B model). It holds for all products through cuBLASLt in this process (linear layers with a bias are
+    such), and must stay: torch asks for the size each time, and would be at a loss if there were a workspace again."""
     suggest_to_native_code("CUBLASLT_WORKSPACE_SIZE", "0")
 
 

@@ -76,8 +76,10 @@ class LayerGraphs:
         self._ahead: Recording | None = None
         """What was replayed for this pass before it was looked at."""
         self._early: tuple[tuple[Tensor, ...], list[int]] | None = None
-        """What the last one is being replayed with before the model is called, and the versions of that and of the
-        adapters then."""
+        """What the last one is being replayed with before the model is called, and the versions of that and of all
+        weights then."""
+        self.early_was_used = False
+        """Whether the last pass that was started early was the one that came."""
 
     def may_start_early(self) -> bool:
         """Whether the last pass was replayed, and could be again."""
@@ -90,8 +92,15 @@ class LayerGraphs:
         if last is None or not self._could_record(hidden) or not last.fits(given):
             return False
         self._start(last, given)
-        self._early = given, self._versions(given)
+        self._early, self.early_was_used = (given, self._versions(given)), False
         return True
+
+    def early_given(self) -> tuple[Tensor, Turns] | None:
+        """What was started early with, and has not been asked for yet."""
+        if self._early is None:
+            return None
+        hidden, cos, sin = self._early[0]
+        return hidden, (cos, sin)
 
     def _start(self, recording: Recording, given: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
@@ -100,7 +109,7 @@ class LayerGraphs:
 
     def _versions(self, given: Sequence[Tensor]) -> list[int]:
         parameters = (parameter for group in self._shared.groups for parameter in group.parameters())
-        return [tensor._version for tensor in (*given, *parameters)]
+        return [tensor._version for tensor in (*given, *parameters, *map(weight_of, self._norms()))]
 
     def begin_ahead(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
         """The first layer is called: if all seems to be as in the last pass, the adapters are written and that is
@@ -115,7 +124,7 @@ class LayerGraphs:
             return False
         given = (hidden, *turns)
         if early is not None and all(map(is_, given, early[0])) and self._versions(given) == early[1]:
-            self._ahead = last
+            self._ahead, self.early_was_used = last, True
             return True
         if not last.fits(given):
             return False
