@@ -201,8 +201,8 @@ TRICKS = (
         " [benchmarks.md](benchmarks.md) shows the difference between its runs of `9b4965eff` and `fdbe8ad`. And the"
         " next batch is read once the forward pass is queued, not when the GPU has nothing else to do. Losses and"
         " metrics that such a trainer reads are sent to the host before all that it need not wait for, so that it"
-        " queues the next work while the GPU has some left; and the next pass begins when its batch is taken, before"
-        " the model is called with it.",
+        " queues the next work while the GPU has some left; and the next pass begins as soon as the optimizer's step"
+        " is queued, before that is logged and the model is called.",
     ),
     Trick(
         "compile",

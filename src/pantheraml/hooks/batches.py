@@ -9,7 +9,9 @@ then nothing changes.
 
 Between two steps a batch would be sent only after the optimizer's step, which the host would wait for; and a model that
 asks which tokens are padding would wait once more. So batches are sent when they are read, and the host remembers what
-it sent. And when the trainer takes a batch for its next step, the model is told, which may then begin with it.
+it sent. And as soon as the optimizer's step is queued, before the host waits for what is logged of it, the model is
+told which batch is next, and may begin with it: the GPU need not wait for the host at all. Where the trainer is to
+evaluate or to save in between, the model is told when the batch is taken.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ class Ahead:
         device: torch.device | None = None,
         expect: Callable[[Any], None] | None = None,
     ) -> None:
-        """`device`: where the trainer will send them; None: it will not. `expect` is told which batch is next, when the
-        one after it is asked for: accelerate keeps one back."""
+        """`device`: where the trainer will send them; None: it will not. `expect` is told which batch is next: by
+        `announce`, else when the one after it is asked for, because accelerate keeps one back."""
         self._batches, self._device, self._expect = batches, device, expect
         self._kept_back: Any = None
+        self._is_announced = False
         self._ready: deque[Any] = deque()
         self._failure: Exception | None = None
         self._taken = 0
@@ -58,11 +61,17 @@ class Ahead:
     def __next__(self) -> Any:
         self._taken = 1 if self._in_between else self._taken + 1
         self._in_between = False
-        if self._taken == 1 and self._kept_back is not None and self._expect is not None:
-            self._expect(self._kept_back)
-        self._kept_back = None  # should that have been the last
+        if self._taken == 1:
+            self.announce()
+        self._kept_back, self._is_announced = None, False  # should that have been the last
         self._kept_back = self._next()
         return self._kept_back
+
+    def announce(self) -> None:
+        """The batch that was kept back is the next to be used."""
+        if self._expect is not None and self._kept_back is not None and not self._is_announced:
+            self._is_announced = True
+            self._expect(self._kept_back)
 
     def _next(self) -> Any:
         if self._ready:
@@ -111,6 +120,20 @@ def _while_it_computes(get_train_dataloader: Callable[[Any], Any]) -> Callable[[
     return get
 
 
+def _before_it_is_logged(maybe_log_save_evaluate: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(maybe_log_save_evaluate)
+    def maybe(self: Any, *args: Any, **kwargs: Any) -> None:
+        model, control = fast_model(self.model), self.control
+        reading = None if model is None else model.meanwhile
+        ends = control.should_epoch_stop or control.should_training_stop
+        only_logs = not (ends or control.should_evaluate or control.should_save)
+        if isinstance(reading, _Reading) and only_logs and _are_known(self, "on_log", ("transformers", "trl")):
+            reading.announce()
+        maybe_log_save_evaluate(self, *args, **kwargs)
+
+    return maybe
+
+
 class _Expecting:
     """Tells a trainer's model which batch is next, unless a callback is called before the model is called with it, and
     may change weights unseen."""
@@ -119,10 +142,19 @@ class _Expecting:
         self._trainer, self._model = weakref.ref(trainer), model
 
     def __call__(self, batch: Any) -> None:
-        trainer, usual = self._trainer(), TrainerCallback.on_step_begin
-        called = () if trainer is None else (each.on_step_begin for each in trainer.callback_handler.callbacks)
-        if all(getattr(method, "__func__", None) is usual for method in called):
+        trainer = self._trainer()
+        if trainer is None or _are_known(trainer, "on_step_begin"):
             self._model.expect(batch)
+
+
+def _are_known(trainer: Any, event: str, libraries: tuple[str, ...] = ()) -> bool:
+    """Whether no callback does anything at `event`, but for those of `libraries`, which change no weights there."""
+    methods = (getattr(each, event) for each in trainer.callback_handler.callbacks)
+    return all(
+        getattr(method, "__func__", None) is getattr(TrainerCallback, event)
+        or str(getattr(method, "__module__", None)).partition(".")[0] in libraries
+        for method in methods
+    )
 
 
 def _read_ahead(
@@ -147,6 +179,11 @@ class _Reading:
         if ahead is not None:
             ahead.read()
 
+    def announce(self) -> None:
+        ahead = self._ahead()
+        if ahead is not None:
+            ahead.announce()
+
     def __deepcopy__(self, _memo: object) -> None:
         return None
 
@@ -168,5 +205,15 @@ TRAIN_BATCHES = Replacement(
     name="get_train_dataloader",
     make=_while_it_computes,
     otherwise="batches are read between steps",
+    needed=False,
+)
+STEP_IS_QUEUED = Replacement(
+    library="transformers",
+    versions=">=5.17,<5.23",
+    module="transformers.trainer",
+    of_class="Trainer",
+    name="_maybe_log_save_evaluate",
+    make=_before_it_is_logged,
+    otherwise="the next pass begins after a step was logged",
     needed=False,
 )

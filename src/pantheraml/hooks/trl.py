@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pantheraml.base import log
-from pantheraml.hooks.batches import TRAIN_BATCHES
+from pantheraml.hooks.batches import STEP_IS_QUEUED, TRAIN_BATCHES
 from pantheraml.hooks.logged import GRADIENT_NORM
 from pantheraml.hooks.replacement import Replacement
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
@@ -105,7 +105,7 @@ PACKING_ATTENTION = Replacement(
 )
 
 
-_ALL = (SFT_HEAD, COLLATOR, PACKING_ATTENTION, TRAIN_BATCHES, GRADIENT_NORM)
+_ALL = (SFT_HEAD, COLLATOR, PACKING_ATTENTION, TRAIN_BATCHES, GRADIENT_NORM, STEP_IS_QUEUED)
 
 
 def apply() -> None:

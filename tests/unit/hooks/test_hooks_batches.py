@@ -88,6 +88,25 @@ def test_the_model_is_told_which_batch_its_next_step_begins_with(accumulation: i
     assert told == used[accumulation::accumulation]
 
 
+def test_what_was_announced_is_not_told_again() -> None:
+    told: list[int] = []
+    ahead = Ahead(iter(range(1, 5)), expect=told.append)
+    ahead.announce()
+    assert not told, "accelerate has taken none yet"
+    for _ in range(3):
+        next(ahead)
+        ahead.read()
+        ahead.announce()
+    assert told == [1, 2, 3]
+    next(ahead)
+    ahead.read()
+    assert told == [1, 2, 3]
+    with pytest.raises(StopIteration):
+        next(ahead)
+    ahead.announce()
+    assert told == [1, 2, 3, 4]
+
+
 def test_batches_of_another_make_are_sent_too() -> None:
     ahead = Ahead(iter([(torch.ones(1), "a"), (torch.ones(2), "b")]), torch.device("meta"))
     next(ahead)

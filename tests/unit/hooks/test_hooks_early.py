@@ -1,4 +1,4 @@
-"""Passes that begin when TRL takes a batch: the losses are the same, and each pass runs once."""
+"""Passes that begin before TRL logs, or when it takes a batch: the losses are the same, and each pass runs once."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def _as_it_was() -> Iterator[None]:
 class Counts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.replays, self.early = 0, 0
+        self.order: list[str] = []
         start, start_early = OnCPU.start, LayerGraphs.start_early
 
         def counted(recording: Any, given: Any) -> None:
@@ -43,10 +44,17 @@ class Counts:
         def counted_early(graphs: Any, hidden: Any, turns: Any) -> bool:
             started = start_early(graphs, hidden, turns)
             self.early += started
+            self.order.append("begun")
             return started
+
+        def log(trainer: Any, *arguments: Any, **named: Any) -> None:
+            self.order.append("logged")
+            logs(trainer, *arguments, **named)
 
         monkeypatch.setattr(OnCPU, "start", counted)
         monkeypatch.setattr(LayerGraphs, "start_early", counted_early)
+        logs = SFTTrainer.log
+        monkeypatch.setattr(SFTTrainer, "log", log)
 
 
 def halves(model: Any) -> None:
@@ -74,12 +82,14 @@ def losses(place: Path, *callbacks: TrainerCallback, early: bool = True, **chang
     data = Dataset.from_dict({"input_ids": rows, "labels": rows, "attention_mask": [[1] * 4 for _ in rows]})
     arguments = SFTConfig(
         output_dir=str(place / "out"), per_device_train_batch_size=2, max_steps=STEPS, report_to="none", seed=3,
-        save_strategy="no", use_cpu=True, bf16=False, logging_steps=1, learning_rate=1e-2, gradient_checkpointing=False,
-        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, **changes,
+        use_cpu=True, bf16=False, logging_steps=1, learning_rate=1e-2, gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False,
+        **{"save_strategy": "no", **changes},
     )  # fmt: skip
     trainer = SFTTrainer(
-        model=model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=list(callbacks)
-    )
+        model=model, args=arguments, train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer,
+        callbacks=list(callbacks),
+    )  # fmt: skip
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -153,3 +163,31 @@ def test_evaluation_in_between_changes_nothing(tmp_path: Path, monkeypatch: pyte
     found = losses(tmp_path / "early", callback("on_step_end", evaluate))
     assert counts.early
     assert losses(tmp_path / "late", early=False) == found
+
+
+def test_a_pass_begins_before_the_step_before_it_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch)
+    losses(tmp_path)
+    assert counts.order[-6:] == ["begun", "logged", "begun", "logged", "logged", "logged"], "the last two: the end"
+
+
+def test_what_logging_may_change_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch)
+    found = losses(tmp_path / "early", callback("on_log", halves))
+    assert counts.order[-6:] == ["logged", "begun", "logged", "begun", "logged", "logged"]
+    assert losses(tmp_path / "late", callback("on_log", halves), early=False) == found
+    assert found != losses(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"eval_strategy": "steps", "eval_steps": 1}, {"save_strategy": "steps", "save_steps": 1}]
+)
+def test_a_pass_begins_after_evaluation_and_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    counts = Counts(monkeypatch)
+    found = losses(tmp_path / "early", **changes)
+    replays, begun = counts.replays, counts.early
+    assert losses(tmp_path / "late", early=False, **changes) == found
+    assert counts.replays == 2 * replays
+    assert begun == (0 if "eval_steps" in changes else STEPS - 3)

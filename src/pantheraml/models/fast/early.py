@@ -4,12 +4,12 @@ Between two steps a trainer reads the loss and the norm of the gradients, logs t
 model's mode, and only then calls the model; and before its first layer is called there is more to do, while the GPU has
 little more than the optimizer's step (8B LoRA on an H200: steps under TRL took 2 to 3 ms longer than our own loop's).
 But what the layers will be given is known as soon as the next batch is: it depends on nothing that is trained. So the
-pass before is replayed with that at once. When the model is called with the same tokens, the embedding and the
-positions are found to be known, and if all weights are what they were, the pass is under way already; else it begins
-anew.
+pass before is replayed with that at once, if need be while the optimizer's step is still to come on the GPU. When the
+model is called with the same tokens, the embedding and the positions are found to be known, and if all weights are what
+they were, the pass is under way already; else it begins anew.
 
-Whoever changes weights through `.data` between taking a batch and calling the model is not noticed. Optimizers, and
-callbacks at the end of a step, do so before; where callbacks are called in between, no pass begins early.
+Whoever changes weights through `.data` between then and the call of the model is not noticed. Optimizers, and callbacks
+at the end of a step, do so before; where callbacks are called in between, no pass begins early.
 """
 
 from __future__ import annotations
