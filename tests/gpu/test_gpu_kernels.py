@@ -185,9 +185,10 @@ def test_rotation_there_and_back(heads: tuple[int, int, int], size: int, strided
     cos, sin = turns(tokens, size)
     merged = normal(tokens, columns)
     q, k, v = merged.unflatten(1, (-1, size)).split(heads, dim=1)
-    found = rotate(merged, cos, sin, heads=heads)
-    for ours, theirs in zip(found, (reference_rotate(q, cos, sin), reference_rotate(k, cos, sin), v), strict=True):
-        assert torch.equal(ours, theirs)
+    wanted = reference_rotate(q, cos, sin), reference_rotate(k, cos, sin), v
+    for in_place in BOTH:
+        found = rotate(merged.clone(), cos, sin, heads=heads, in_place=in_place)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
     if strided:
         q, k, v = (part.transpose(0, 1).contiguous().transpose(0, 1) for part in (q, k, v))
     back = reference_rotate(q, cos, -sin), reference_rotate(k, cos, -sin), v

@@ -31,18 +31,24 @@ def turned_back(parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor) 
     return torch.cat([part.flatten(1) for part in (*turned, parts[2])], 1)
 
 
-def check_rotate(heads: tuple[int, int, int], size: int, cos: Tensor, sin: Tensor, error: float = 0.0) -> None:
+def check_rotate(
+    heads: tuple[int, int, int], size: int, cos: Tensor, sin: Tensor, error: float = 0.0, *, in_place: bool = False
+) -> None:
     merged = torch.randn(TOKENS, sum(heads) * size)
-    found = rotate(merged, cos, sin + error, heads=heads)
+    given = merged.clone()
+    found = rotate(given, cos, sin + error, heads=heads, in_place=in_place)
     wanted = merged.unflatten(1, (-1, size)).split(heads, dim=1)
     for ours, theirs, turned in zip(found, wanted, (True, True, False), strict=True):
-        assert ours.is_contiguous()
+        assert ours.is_contiguous() != in_place
+        assert (ours.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()) == in_place
         assert_close(ours, reference_rotate(theirs, cos, sin) if turned else theirs)
+    assert in_place or torch.equal(given, merged)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("heads", "size"), SHAPES)
-def test_rotate(heads: tuple[int, int, int], size: int) -> None:
-    check_rotate(heads, size, *angles(size))
+def test_rotate(heads: tuple[int, int, int], size: int, in_place: bool) -> None:
+    check_rotate(heads, size, *angles(size), in_place=in_place)
 
 
 def check_unrotate(

@@ -106,6 +106,12 @@ def fits(dtype: torch.dtype, shape: Sequence[int], value_dim: int, *, documents:
     )
 
 
+def is_likely(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether calls with such heads go to these kernels, as far as can be told without one."""
+    known = device.type == "cuda" and dtype in _DTYPES and head_dim in HEAD_DIMS
+    return known and _installed() and _has_capability(device)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -239,6 +245,10 @@ def _installed() -> bool:
     return version == RELEASE
 
 
+def _has_capability(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == CAPABILITY
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _works(
     device: torch.device, dtype: torch.dtype, head_dim: int, groups: int, packed: bool, windowed: bool, many: bool
@@ -249,7 +259,7 @@ def _works(
 
 @functools.cache
 def _checked(device: torch.device, kind: Kind) -> bool:
-    if not _installed() or torch.cuda.get_device_capability(device)[0] != CAPABILITY:
+    if not _installed() or not _has_capability(device):
         return False
     # In a thread of its own, where nothing of the step that asks is in force: autocast, checkpointing, its stream.
     with ThreadPoolExecutor(1) as elsewhere:

@@ -444,3 +444,16 @@ def test_importing_pantheraml_does_not_import_the_package() -> None:
         "assert 'flash_attn.cute' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_it_is_likely_where_it_is_installed_and_fits(hopper: dict[str, Any]) -> None:
+    def likely(kind: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> bool:
+        return flash.is_likely(torch.device(kind), dtype, head_dim)
+
+    assert likely()
+    assert not any([likely("cpu"), likely(dtype=torch.float32), likely(head_dim=256)])
+    hopper["capability"] = (8, 0)
+    assert not likely()
+    hopper["capability"], hopper["version"] = (9, 0), None
+    forget()
+    assert not likely()

@@ -1,8 +1,8 @@
 """Rotary position embedding on the merged output of the query, key and value products.
 
-Queries, keys and values leave as tensors of their own: attention's backward pass is a tenth slower on views of the
-merged matrix (cuDNN on an H200). The backward pass gathers the three gradients into one matrix: the input of the
-product that takes them on.
+Queries, keys and values leave as tensors of their own, or as views of the merged matrix, in which they are turned in
+their place. cuDNN's backward pass is a tenth slower on views (H200); FlashAttention 4 is not, and values need not be
+copied. The backward pass gathers the three gradients into one matrix: the input of the product that takes them on.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from pantheraml.kernels.quantise_rows.reference import reference_quantise_rows
 from pantheraml.kernels.rotary.reference import reference_rotate
 
 
-def rotate(merged: Tensor, cos: Tensor, sin: Tensor, *, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """`merged` [tokens, all heads * size] as query, key and value [tokens, heads, size], the first two turned.
+def rotate(
+    merged: Tensor, cos: Tensor, sin: Tensor, *, heads: tuple[int, int, int], in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`merged` [tokens, all heads * size] as query, key and value [tokens, heads, size], the first two turned; with
+    `in_place` they are views of it.
 
     cos and sin are [tokens, size], their two halves alike.
     """
     tokens, size = cos.shape
     q, k, v = merged.unflatten(1, (-1, size)).split(heads, dim=1)
     if not runs_triton(merged):
-        return reference_rotate(q, cos, sin), reference_rotate(k, cos, sin), v.contiguous()
+        turned = reference_rotate(q, cos, sin), reference_rotate(k, cos, sin)
+        return (q.copy_(turned[0]), k.copy_(turned[1]), v) if in_place else (*turned, v.contiguous())
     from pantheraml.kernels.rotary import triton_kernel
 
-    outs = [torch.empty(tokens, count, size, dtype=merged.dtype, device=merged.device) for count in heads]
+    outs = [q, k, v]
+    if not in_place:
+        outs = [torch.empty(tokens, count, size, dtype=merged.dtype, device=merged.device) for count in heads]
     triton_kernel.turn((q, k, v), outs, cos, sin, back=False)
     return outs[0], outs[1], outs[2]
 

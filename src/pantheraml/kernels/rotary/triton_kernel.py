@@ -45,11 +45,11 @@ def _turn_heads(
 def _turn(
     q, q_token, q_head, k, k_token, k_head, v, v_token, v_head,
     q_out, q_stride, k_out, k_stride, v_out, v_stride, queries, keys, cos, sin,
-    BACK: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr,
+    BACK: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr, VALUE_BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of one token a block of query heads or of key heads, turned, or one of value heads, as it is."""
-    blocks: tl.constexpr = QUERY_BLOCKS + 2 * KEY_BLOCKS
+    blocks: tl.constexpr = QUERY_BLOCKS + KEY_BLOCKS + VALUE_BLOCKS
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     if block < QUERY_BLOCKS:
@@ -71,16 +71,18 @@ def _turn(
 
 def turn(sources: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor, sin: Tensor, *, back: bool) -> None:
     """Query, key and value of `sources` to those of `outs`, each [tokens, heads, size]. A source may have any strides
-    but the last, an out any but the last two."""
+    but the last, an out any but the last two. Where an out is its source, nothing is done to the value, and the others
+    turn in their place."""
     tokens, queries, size = sources[0].shape
     keys = sources[1].shape[1]
     heads = min(_HEADS, block_of(queries))
-    blocks = ceil_div(queries, heads), ceil_div(keys, heads)
+    in_place = outs[2] is sources[2]
+    blocks = ceil_div(queries, heads), ceil_div(keys, heads), 0 if in_place else ceil_div(keys, heads)
     launch(
-        _turn, (tokens * (blocks[0] + 2 * blocks[1]),),
+        _turn, (tokens * sum(blocks),),
         *[argument for source in sources for argument in (source, source.stride(0), source.stride(1))],
         *[argument for out in outs for argument in (out, out.stride(0))], queries, keys, cos, sin,
-        BACK=back, QUERY_BLOCKS=blocks[0], KEY_BLOCKS=blocks[1], HEADS=heads, HALF=size // 2,
+        BACK=back, QUERY_BLOCKS=blocks[0], KEY_BLOCKS=blocks[1], VALUE_BLOCKS=blocks[2], HEADS=heads, HALF=size // 2,
         BLOCK=block_of(size // 2), num_warps=2,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
@@ -28,6 +29,7 @@ from pantheraml.kernels.rms_norm import (
     rms_norm_weight_gradient,
 )
 from pantheraml.kernels.rotary import rotate, unrotate, unrotate_quantised
+from pantheraml.models import flash
 from pantheraml.models.fast.operand import Group, Operand
 
 
@@ -208,7 +210,7 @@ class _AttentionInput(torch.autograd.Function):
         ctx.group, ctx.norm, ctx.link, ctx.unchanged = group, norm, link, _Unchanged([group])
         counts = (heads.queries, heads.keys, heads.keys)
         if cos is not None and sin is not None:
-            return *rotate(merged, cos, sin, heads=counts), normed.total
+            return *rotate(merged, cos, sin, heads=counts, in_place=_may_change(merged, heads)), normed.total
         q, k, v = merged.unflatten(1, (-1, heads.size)).split(counts, dim=1)
         return q, k, v, normed.total
 
@@ -238,6 +240,13 @@ class _AttentionInput(torch.autograd.Function):
                 dx, rows = _gradient_and_rows(d_normed, x, norm, inverse, grads[3], link.group)
                 link.give(dx, rows)
         return dx, d_weight, None if link is None else dx, None, None, None, None, None, None, *gradients
+
+
+def _may_change(merged: Tensor, heads: Heads) -> bool:
+    """Whether attention takes views of a product's output, and nobody else sees that: selective checkpointing keeps it,
+    for instance, and would have it turned twice."""
+    watched = _get_current_dispatch_mode() is not None
+    return not watched and flash.is_likely(merged.device, merged.dtype, heads.size)
 
 
 def _gradient_and_rows(
