@@ -15,7 +15,6 @@ at the end of a step, do so before; where callbacks are called in between, no pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from pantheraml.base import log
 from pantheraml.models.fast.recorded import LayerGraphs
-from pantheraml.models.fast.together import Turns
+from pantheraml.models.fast.together import Hook, Turns
 
 logger = log.get(__name__)
 
@@ -48,10 +47,10 @@ class EarlyStart:
         self._expected = False
         """Whether the pass that the body is called for is the one that was begun."""
         self._misses = 0
-        self._hook = _Hook(self._body_is_called)
+        self._hook = Hook(self._body_is_called)
         body.register_forward_pre_hook(self._hook, with_kwargs=True)
-        body.embed_tokens.register_forward_hook(_Hook(self._embedded))
-        body.rotary_emb.register_forward_hook(_Hook(self._turned), with_kwargs=True)
+        body.embed_tokens.register_forward_hook(Hook(self._embedded))
+        body.rotary_emb.register_forward_hook(Hook(self._turned), with_kwargs=True)
 
     @classmethod
     def of(cls, body: Any, graphs: LayerGraphs) -> EarlyStart | None:
@@ -136,21 +135,5 @@ class EarlyStart:
 
 def _is_changed_by_others(module: nn.Module) -> bool:
     """Whether what it gives is trained, or somebody else makes something else of it: noise, say."""
-    hooked = bool(module._forward_pre_hooks) or any(type(hook) is not _Hook for hook in module._forward_hooks.values())
+    hooked = bool(module._forward_pre_hooks) or any(type(hook) is not Hook for hook in module._forward_hooks.values())
     return hooked or "forward" in vars(module) or any(parameter.requires_grad for parameter in module.parameters())
-
-
-class _Hook:
-    """What a module calls. That of a copy does nothing."""
-
-    def __init__(self, method: Callable[..., Any] | None) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any) -> Any:
-        return None if self._method is None else self._method(*args)
-
-    def __deepcopy__(self, _memo: object) -> _Hook:
-        return _Hook(None)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[None]]:
-        return _Hook, (None,)

@@ -32,7 +32,7 @@ class Body:
         self._body, self._layers = weakref.ref(body), layers
         self.has_begun = False
         """Its forward pass, and no layer was called since."""
-        body.register_forward_pre_hook(_Begins(self))
+        body.register_forward_pre_hook(Hook(self._begins))
 
     @classmethod
     def of(cls, model: nn.Module, layers: Sequence[Any]) -> Body | None:
@@ -42,6 +42,9 @@ class Body:
 
     def module(self) -> Any:
         return self._body()
+
+    def _begins(self, *_: object) -> None:
+        self.has_begun = True
 
     def calls_all(self) -> bool:
         """The first layer is called: whether that is the beginning of a pass through all of them."""
@@ -56,21 +59,20 @@ class Body:
         )
 
 
-class _Begins:
-    """A hook of a body. That of a copy does nothing."""
+class Hook:
+    """What a module calls. That of a copy does nothing."""
 
-    def __init__(self, body: Body | None) -> None:
-        self._body = body
+    def __init__(self, method: Callable[..., Any] | None) -> None:
+        self._method = method
 
-    def __call__(self, *_: object) -> None:
-        if self._body is not None:
-            self._body.has_begun = True
+    def __call__(self, *args: Any) -> Any:
+        return None if self._method is None else self._method(*args)
 
-    def __deepcopy__(self, _memo: object) -> _Begins:
-        return _Begins(None)
+    def __deepcopy__(self, _memo: object) -> Hook:
+        return Hook(None)
 
-    def __reduce__(self) -> tuple[type[_Begins], tuple[None]]:
-        return _Begins, (None,)
+    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
+        return Hook, (None,)
 
 
 class WatchedPass:
