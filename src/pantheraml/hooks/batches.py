@@ -127,11 +127,19 @@ def _before_it_is_logged(maybe_log_save_evaluate: Callable[..., None]) -> Callab
         reading = None if model is None else model.meanwhile
         ends = control.should_epoch_stop or control.should_training_stop
         only_logs = not (ends or control.should_evaluate or control.should_save)
-        if isinstance(reading, _Reading) and only_logs and _are_known(self, "on_log", ("transformers", "trl")):
+        if isinstance(reading, _Reading) and only_logs and _logs_alone(self):
             reading.announce()
         maybe_log_save_evaluate(self, *args, **kwargs)
 
     return maybe
+
+
+def _logs_alone(trainer: Any) -> bool:
+    """Whether whatever runs while a step is logged is known, and changes no weights."""
+    theirs, kind = ("transformers", "trl"), type(trainer)
+    if not _is_of(kind._maybe_log_save_evaluate, theirs):
+        return False
+    return not trainer.control.should_log or (_is_of(kind.log, theirs) and _are_known(trainer, "on_log", theirs))
 
 
 class _Expecting:
@@ -150,11 +158,12 @@ class _Expecting:
 def _are_known(trainer: Any, event: str, libraries: tuple[str, ...] = ()) -> bool:
     """Whether no callback does anything at `event`, but for those of `libraries`, which change no weights there."""
     methods = (getattr(each, event) for each in trainer.callback_handler.callbacks)
-    return all(
-        getattr(method, "__func__", None) is getattr(TrainerCallback, event)
-        or str(getattr(method, "__module__", None)).partition(".")[0] in libraries
-        for method in methods
-    )
+    usual = getattr(TrainerCallback, event)
+    return all(getattr(method, "__func__", None) is usual or _is_of(method, libraries) for method in methods)
+
+
+def _is_of(method: Any, libraries: tuple[str, ...]) -> bool:
+    return str(getattr(method, "__module__", None)).partition(".")[0] in libraries
 
 
 def _read_ahead(

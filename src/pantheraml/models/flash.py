@@ -49,6 +49,8 @@ MANY = 256
 """With more documents the release searches them in another way: kernels of their own."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_failed: set[tuple[torch.device, torch.dtype, int]] = set()
+"""Devices, with the dtypes and sizes of heads that kernels did not work for."""
 _TOLERANCE = 2e-2
 """Of a norm: bf16 leaves 0.3 %, while a token too many or too few moves it by more."""
 
@@ -106,10 +108,18 @@ def fits(dtype: torch.dtype, shape: Sequence[int], value_dim: int, *, documents:
     )
 
 
-def is_likely(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether calls with such heads go to these kernels, as far as can be told without one."""
-    known = device.type == "cuda" and dtype in _DTYPES and head_dim in HEAD_DIMS
-    return known and _installed() and _has_capability(device)
+def is_likely(device: torch.device, dtype: torch.dtype, head_dim: int, width: int) -> bool:
+    """Whether calls with such heads and rows go to these kernels, as far as can be told without one."""
+    return (
+        device.type == "cuda"
+        and dtype in _DTYPES
+        and head_dim in HEAD_DIMS
+        and width >= SHORTEST
+        and (device, dtype, head_dim) not in _failed
+        and not torch.are_deterministic_algorithms_enabled()
+        and _installed()
+        and _has_capability(device)
+    )
 
 
 def attend(
@@ -267,6 +277,7 @@ def _checked(device: torch.device, kind: Kind) -> bool:
     if fault is None:
         logger.info("attention (%s) is computed by %s %s", kind, PACKAGE, RELEASE)
     else:
+        _failed.add((device, kind.dtype, kind.head_dim))
         logger.warning("attention (%s) stays with torch's kernels: %s %s fails: %s", kind, PACKAGE, RELEASE, fault)
     return fault is None
 
@@ -287,11 +298,13 @@ def _difference(device: torch.device, kind: Kind) -> str | None:
     draw = torch.Generator(device).manual_seed(0)
 
     def random(heads: int) -> Tensor:
-        drawn = torch.randn(rows, heads, width, kind.head_dim, generator=draw, device=device)
-        return drawn.to(kind.dtype).requires_grad_()
+        drawn = torch.randn(rows, width, heads, kind.head_dim, generator=draw, device=device)
+        return drawn.to(kind.dtype)
 
-    inputs = query, key, value = random(2 * kind.groups), random(2), random(2)
-    direction = random(2 * kind.groups).detach().transpose(1, 2)
+    # views of one matrix, as fused layers hand them over
+    parts = random(2 * kind.groups + 4).split((2 * kind.groups, 2, 2), dim=2)
+    inputs = query, key, value = [part.transpose(1, 2).requires_grad_() for part in parts]
+    direction = random(2 * kind.groups)
     boundaries = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
     if kind.packed:
         ends = [0, width // 3, width, width] + [rows * width] * (MANY if kind.many else 2)  # the last are empty

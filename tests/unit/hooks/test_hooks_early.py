@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Counts:
             self.order.append("begun")
             return started
 
+        @functools.wraps(SFTTrainer.log)
         def log(trainer: Any, *arguments: Any, **named: Any) -> None:
             self.order.append("logged")
             logs(trainer, *arguments, **named)
@@ -71,7 +73,9 @@ def callback(event: str, act: Callable[[Any], None]) -> TrainerCallback:
     return kind()  # type: ignore[no-any-return]
 
 
-def losses(place: Path, *callbacks: TrainerCallback, early: bool = True, **changes: Any) -> list[float]:
+def losses(
+    place: Path, *callbacks: TrainerCallback, early: bool = True, kind: Any = SFTTrainer, **changes: Any
+) -> list[float]:
     model, tokenizer = FastLanguageModel.from_pretrained(str(write_llama(place / "model")), max_seq_length=16)
     model = FastLanguageModel.get_peft_model(model, r=4, random_state=0, use_gradient_checkpointing=False)
     fast: Any = fast_model(model)
@@ -82,11 +86,11 @@ def losses(place: Path, *callbacks: TrainerCallback, early: bool = True, **chang
     data = Dataset.from_dict({"input_ids": rows, "labels": rows, "attention_mask": [[1] * 4 for _ in rows]})
     arguments = SFTConfig(
         output_dir=str(place / "out"), per_device_train_batch_size=2, max_steps=STEPS, report_to="none", seed=3,
-        use_cpu=True, bf16=False, logging_steps=1, learning_rate=1e-2, gradient_checkpointing=False,
+        use_cpu=True, bf16=False, learning_rate=1e-2, gradient_checkpointing=False,
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False,
-        **{"save_strategy": "no", **changes},
+        **{"save_strategy": "no", "logging_steps": 1, **changes},
     )  # fmt: skip
-    trainer = SFTTrainer(
+    trainer = kind(
         model=model, args=arguments, train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer,
         callbacks=list(callbacks),
     )  # fmt: skip
@@ -191,3 +195,43 @@ def test_a_pass_begins_after_evaluation_and_checkpoint(
     assert losses(tmp_path / "late", early=False, **changes) == found
     assert counts.replays == 2 * replays
     assert begun == (0 if "eval_steps" in changes else STEPS - 3)
+
+
+def trainer_that_acts(method: str, act: Callable[[Any], None]) -> Any:
+    """After what the trainer itself does in `method`."""
+
+    def acts(self: Any, *arguments: Any, **named: Any) -> Any:
+        done = getattr(super(kind, self), method)(*arguments, **named)
+        act(self.model)
+        return done
+
+    kind: Any = type("Own", (SFTTrainer,), {method: acts})
+    return kind
+
+
+def grow(model: Any) -> None:
+    with torch.no_grad():
+        model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.mul_(1.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "act"),
+    [("log", halves), ("log", grow), ("_maybe_log_save_evaluate", halves), ("get_batch_samples", grow)],
+)
+def test_what_a_trainer_of_somebody_elses_changes_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, act: Callable[[Any], None]
+) -> None:
+    """Frozen weights too, unless through `.data` after a batch was taken."""
+    counts = Counts(monkeypatch)
+    kind = trainer_that_acts(method, act)
+    found = losses(tmp_path / "early", kind=kind)
+    assert counts.early
+    assert losses(tmp_path / "late", kind=kind, early=False) == found
+    assert found != losses(tmp_path / "other")
+
+
+def test_steps_that_are_not_logged_wait_for_no_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch)
+    losses(tmp_path, callback("on_log", lambda _: None), logging_steps=STEPS)
+    assert counts.early
+    assert counts.order[: counts.early] == ["begun"] * counts.early

@@ -503,6 +503,7 @@ def test_query_and_key_may_turn_in_their_place(mode: Checkpointing, monkeypatch:
     """But not in what selective checkpointing keeps."""
     monkeypatch.setattr(checkpointing, "SMALLEST_INNER", 1)
     model, _ = pair()
+    use_document_attention(model)
     apply_checkpointing(model, mode)
     expected = results(model)
     turned: list[bool] = []

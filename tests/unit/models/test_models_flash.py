@@ -319,6 +319,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def forget() -> None:
     flash._installed.cache_clear()
     flash._checked.cache_clear()
+    flash._failed.clear()
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
@@ -447,11 +448,23 @@ def test_importing_pantheraml_does_not_import_the_package() -> None:
 
 
 def test_it_is_likely_where_it_is_installed_and_fits(hopper: dict[str, Any]) -> None:
-    def likely(kind: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> bool:
-        return flash.is_likely(torch.device(kind), dtype, head_dim)
+    def likely(
+        kind: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, width: int = flash.SHORTEST
+    ) -> bool:
+        return flash.is_likely(torch.device(kind), dtype, head_dim, width)
 
     assert likely()
-    assert not any([likely("cpu"), likely(dtype=torch.float32), likely(head_dim=256)])
+    assert not any([likely("cpu"), likely(dtype=torch.float32), likely(head_dim=256), likely(width=flash.SHORTEST - 1)])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not likely()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    hopper["fault"] = "it differs"
+    flash._checked(torch.device("cuda"), flash.Kind(torch.bfloat16, 128, 4, False, False, False))
+    assert not likely()
+    assert likely(head_dim=64)
+    forget()
     hopper["capability"] = (8, 0)
     assert not likely()
     hopper["capability"], hopper["version"] = (9, 0), None

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pantheraml.kernels.e4m3 import E4M3
 from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
@@ -29,7 +28,6 @@ from pantheraml.kernels.rms_norm import (
     rms_norm_weight_gradient,
 )
 from pantheraml.kernels.rotary import rotate, unrotate, unrotate_quantised
-from pantheraml.models import flash
 from pantheraml.models.fast.operand import Group, Operand
 
 
@@ -84,13 +82,16 @@ def attention_input(
     turns: tuple[Tensor, Tensor] | None,
     heads: Heads,
     carried: Carried | None = None,
+    *,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised x (+ what is carried) through the merged product: query and key (turned by `turns`, cos and sin, if
-    given) and value, each [rows, heads, size], and x itself for the residual sum."""
+    given; with `in_place` in the product's output) and value, each [rows, heads, size], and x itself for the residual
+    sum."""
     cos, sin = (None, None) if turns is None else turns
     delta, link = (None, None) if carried is None else carried
     out: tuple[Tensor, Tensor, Tensor, Tensor] = _AttentionInput.apply(
-        x, norm.weight, delta, norm, group, cos, sin, heads, link, *group.parameters()
+        x, norm.weight, delta, norm, group, cos, sin, heads, link, in_place, *group.parameters()
     )
     return out
 
@@ -198,6 +199,7 @@ class _AttentionInput(torch.autograd.Function):
         sin: Tensor | None,
         heads: Heads,
         link: Link | None,
+        in_place: bool,
         *_parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         normed = rms_norm(
@@ -210,7 +212,7 @@ class _AttentionInput(torch.autograd.Function):
         ctx.group, ctx.norm, ctx.link, ctx.unchanged = group, norm, link, _Unchanged([group])
         counts = (heads.queries, heads.keys, heads.keys)
         if cos is not None and sin is not None:
-            return *rotate(merged, cos, sin, heads=counts, in_place=_may_change(merged, heads)), normed.total
+            return *rotate(merged, cos, sin, heads=counts, in_place=in_place), normed.total
         q, k, v = merged.unflatten(1, (-1, heads.size)).split(counts, dim=1)
         return q, k, v, normed.total
 
@@ -239,14 +241,7 @@ class _AttentionInput(torch.autograd.Function):
             else:
                 dx, rows = _gradient_and_rows(d_normed, x, norm, inverse, grads[3], link.group)
                 link.give(dx, rows)
-        return dx, d_weight, None if link is None else dx, None, None, None, None, None, None, *gradients
-
-
-def _may_change(merged: Tensor, heads: Heads) -> bool:
-    """Whether attention takes views of a product's output, and nobody else sees that: selective checkpointing keeps it,
-    for instance, and would have it turned twice."""
-    watched = _get_current_dispatch_mode() is not None
-    return not watched and flash.is_likely(merged.device, merged.dtype, heads.size)
+        return dx, d_weight, None if link is None else dx, None, None, None, None, None, None, None, *gradients
 
 
 def _gradient_and_rows(

@@ -18,12 +18,15 @@ from typing import Any, cast
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pantheraml.base import log
+from pantheraml.models import flash
+from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
 from pantheraml.models.derived import Derived
 from pantheraml.models.fast.early import EarlyStart
 from pantheraml.models.fast.functions import (
@@ -353,6 +356,18 @@ def _run_layers(
     return x.view(shape)
 
 
+def _turn_in_place(attention: Any, group: Group, device: torch.device, width: int) -> bool:
+    """Whether query and key may turn in the output of their product: FlashAttention 4 takes views of it, and nobody
+    else sees it. Selective checkpointing keeps it, for instance, and would have it turned twice."""
+    return (
+        attention.config._attn_implementation == DOCUMENT_ATTENTION
+        and not attention.attention_dropout
+        and flash.is_likely(device, group.dtype, attention.head_dim, width)
+        and not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+    )
+
+
 def _attention(
     layer: Any,
     x: Tensor,
@@ -365,8 +380,10 @@ def _attention(
     parts: _Parts = layer.fused_parts
     attention = layer.self_attn
     cos, sin = parts.turns.rows(embeddings, shape, anew=parts.leads)
-    turns = None if parts.has_head_norms else (cos, sin)
-    q, k, v, x = attention_input(x, parts.norm(layer, _NORMS[0]), parts.groups[0], turns, parts.heads, carried)
+    turns, group = None if parts.has_head_norms else (cos, sin), parts.groups[0]
+    in_place = _turn_in_place(attention, group, x.device, shape[1])
+    norm = parts.norm(layer, _NORMS[0])
+    q, k, v, x = attention_input(x, norm, group, turns, parts.heads, carried, in_place=in_place)
     if parts.has_head_norms:
         q, k = _turned(attention.q_norm(q), cos, sin), _turned(attention.k_norm(k), cos, sin)
     q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))

@@ -92,7 +92,7 @@ class LayerGraphs:
         if last is None or not self._could_record(hidden) or not last.fits(given):
             return False
         self._start(last, given)
-        self._early, self.early_was_used = (given, self._versions(given)), False
+        self._early, self.early_was_used = (given, self._versions(last, given)), False
         return True
 
     def early_given(self) -> tuple[Tensor, Turns] | None:
@@ -107,9 +107,11 @@ class LayerGraphs:
             self._shared.write()
             recording.start(given)
 
-    def _versions(self, given: Sequence[Tensor]) -> list[int]:
+    def _versions(self, recording: Recording, given: Sequence[Tensor]) -> list[int]:
+        """Of all that a replay with `given` depends on, and of what the layers have by now in the place of that."""
         parameters = (parameter for group in self._shared.groups for parameter in group.parameters())
-        return [tensor._version for tensor in (*given, *parameters, *map(weight_of, self._norms()))]
+        now = (*parameters, *map(weight_of, self._norms()))
+        return [tensor._version for tensor in (*given, *recording.reads, *now)]
 
     def begin_ahead(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
         """The first layer is called: if all seems to be as in the last pass, the adapters are written and that is
@@ -123,7 +125,7 @@ class LayerGraphs:
         if last is None or turns is None or not seems_usual:
             return False
         given = (hidden, *turns)
-        if early is not None and all(map(is_, given, early[0])) and self._versions(given) == early[1]:
+        if early is not None and all(map(is_, given, early[0])) and self._versions(last, given) == early[1]:
             self._ahead, self.early_was_used = last, True
             return True
         if not last.fits(given):
@@ -336,7 +338,7 @@ class Recording:
         reads: Sequence[Tensor],
     ) -> None:
         """`reads`: memory that `run` reads and nobody else may keep."""
-        self.inputs, self._reads = inputs, reads
+        self.inputs, self.reads = inputs, reads
         self._kinds = list(map(_kind, inputs))
         self._last: weakref.ref[_Token] | None = None
         self._capture(run, parameters)
