@@ -422,8 +422,8 @@ def _parts(record: Mapping[str, Any]) -> list[str]:
     weights, products = (min(row[name] for row in own) for name in ("cosine_of_weights", "cosine_of_products"))
     return [
         "",
-        f"Rounding the weights to nf4 alone, with products as bf16 has them, gives a cosine of {weights:.4f} at least:"
-        f" that is the format's. Our products over the same weights have {products:.4f} with those.",
+        "Rounding each weight to the nearest value that nf4 has, with products as bf16 has them, gives a cosine of"
+        f" {weights:.4f} at least. Our products over the same weights have {products:.4f} with those.",
     ]
 
 
