@@ -19,14 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pantheraml.data.batch import collate
 from pantheraml.data.documents import TokenSequence, as_ints
-from pantheraml.engine import checkpointing
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.loss import LossModel
-from pantheraml.kernels.rotary import rotate
-from pantheraml.models import flash
 from pantheraml.models.adapters import target_layers, trainable_parameters
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.fast import functions, fuse, is_fused
+from pantheraml.models.fast import fuse, is_fused
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.packed import LORA_LAYERS, pack_linears
 from pantheraml.specs.train import Checkpointing
@@ -496,24 +493,3 @@ def test_layers_are_fused_one_by_one() -> None:
 def test_an_adapter_with_a_bias_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted(base_model("qwen2"), targets=["q_proj"], lora_bias=True)
     assert_left_alone(model, "adapter has a bias", caplog)
-
-
-@pytest.mark.parametrize("mode", ["none", "selective", "full", "offload"])
-def test_query_and_key_may_turn_in_their_place(mode: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not in what selective checkpointing keeps."""
-    monkeypatch.setattr(checkpointing, "SMALLEST_INNER", 1)
-    model, _ = pair()
-    use_document_attention(model)
-    apply_checkpointing(model, mode)
-    expected = results(model)
-    turned: list[bool] = []
-
-    def noted(*args: Any, in_place: bool, **named: Any) -> Any:
-        turned.append(in_place)
-        return rotate(*args, in_place=in_place, **named)
-
-    monkeypatch.setattr(functions, "rotate", noted)
-    monkeypatch.setattr(flash, "is_likely", lambda *_: True)
-    found = results(model)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    assert set(turned) == {mode != "selective"}
