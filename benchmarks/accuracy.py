@@ -5,8 +5,9 @@ with the frozen weights in bf16 and in each quantised form, three seeds each, by
 runs. Reported are the evaluation loss against bf16's with the same seed, and the cosine between the gradients of all
 adapter weights at the first step: as it is (where the gradient of A is zero, since B is), and with a random B. For nf4,
 whose products are in fp8, also both of its parts: what rounding the weights alone changes, with products as bf16 has
-them, and what is ours, the products, over the same weights. Or, with `method=full`, all weights are trained, by
-products in bf16 and in fp8.
+them, and what is ours, the products, over the same weights. `nf4-quantised` is nf4 over what `pantheraml quantise`
+makes of the base with the text of the fine-tune. Or, with `method=full`, all weights are trained, by products in bf16
+and in fp8.
 
     python benchmarks/run.py accuracy                     a GPU: some minutes
     python benchmarks/run.py accuracy --set method=full --set precisions=bf16,fp8
@@ -38,8 +39,10 @@ NEEDS_GPU = True
 LARGEST_DIFFERENCE = 0.005
 SMALLEST_COSINE = 0.99
 
-PRECISIONS = ("bf16", "fp8", "nf4", "int8")
-"""What frozen weights can be kept in, as `model.precision` names it."""
+QUANTISED = "-quantised"
+PRECISIONS = ("bf16", "fp8", "nf4", f"nf4{QUANTISED}", "int8")
+"""What frozen weights can be kept in, as `model.precision` names it; rounded by `pantheraml quantise` or as they are
+loaded."""
 
 REFERENCE = "bf16"
 
@@ -97,7 +100,7 @@ def run(
     *,
     size: str = "small",
     seeds: int = 3,
-    precisions: str = "bf16,fp8,nf4,int8",
+    precisions: str = "bf16,fp8,nf4,nf4-quantised,int8",
     workers: int = 1,
     method: str = "lora",
 ) -> dict[str, Any]:
@@ -110,6 +113,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), SIZES[size], method)
         facts = bench.train_base()
+        if any(name.endswith(QUANTISED) for name in names):
+            facts |= bench.quantise_base()
         if workers == 1:
             results = [row for seed in range(seeds) for row in bench.fine_tunes(names, seed)]
         else:
@@ -190,6 +195,31 @@ class Bench:
             "base_seconds": time.perf_counter() - begin,
         }
 
+    def quantise_base(self) -> dict[str, Any]:
+        """As `pantheraml quantise` does with the text of the fine-tune; what there is to know about it."""
+        from pantheraml.cli.quantise import TOKENS
+        from pantheraml.devices.probe import probe
+        from pantheraml.parallel.process_group import open_world
+        from pantheraml.planner.choose import choose
+        from pantheraml.specs.tasks import QuantiseRequest
+        from pantheraml.worker.quantise import quantise
+
+        model = {"path": str(self.folder / "base" / "model")}
+        train = {"global_batch_size": self.size.batch}
+        config = self._config(self.code, {"model": model, "method": {}, "train": train})
+        run = written_run(self.folder / "quantise", config)
+        run.write_config(config)
+        run.write_plan(plan := choose(config, probe()))
+        request = QuantiseRequest(run_dir=run.path, output=self._quantised, tokens=TOKENS)
+        with open_world(plan, timeout_seconds=60) as world:
+            done = quantise(run, request, world, _silent)
+        _free()
+        return {"quantise_tokens": done.tokens, "quantise_seconds": done.seconds}
+
+    @property
+    def _quantised(self) -> Path:
+        return self.folder / "quantised"
+
     def fine_tunes(self, precisions: Sequence[str], seed: int) -> list[dict[str, Any]]:
         """One in each of `precisions`, compared with the first."""
         reference: dict[str, Any] | None = None
@@ -208,12 +238,14 @@ class Bench:
 
         lora = {"rank": self.size.rank, "alpha": 2 * self.size.rank} if self.method == "lora" else {}
         on_gpu = torch.cuda.is_available()
+        packing = precision.removesuffix(QUANTISED)
+        base = self.folder / "base" / "model" if packing == precision else self._quantised
         # Fused layers train weights in bf16 there, so the reference does, too.
         weights = {"weights": "bf16", "optimizer": "adamw_bf16"} if self.method == "full" and on_gpu else {}
         config = self._config(
             self.code,
             {
-                "model": {"path": str(self.folder / "base" / "model"), "precision": precision},
+                "model": {"path": str(base), "precision": packing},
                 "method": {"kind": self.method, **lora},
                 "train": {
                     "max_steps": self.size.steps,
@@ -229,7 +261,7 @@ class Bench:
         )
         gradients = first_gradients(config, None), first_gradients(config, 0.02)
         unfused = None
-        if precision == "nf4":  # which then multiplies as bf16 does, over the same weights
+        if packing == "nf4":  # which then multiplies as bf16 does, over the same weights
             plain = config.train.model_copy(update={"fused": "off"})
             unfused = first_gradients(config.model_copy(update={"train": plain}), None)
         begin = time.perf_counter()
@@ -302,24 +334,31 @@ def _silent(kind: str, /, **fields: Any) -> None:
 def train(folder: Path, config: Any) -> list[dict[str, Any]]:
     """What `pantheraml train` does, in this process: the events of the run."""
     from pantheraml.base.events import EventWriter, read_events
-    from pantheraml.data.prepare import prepare
     from pantheraml.devices.probe import probe
     from pantheraml.engine.guard.signals import StopFlag
-    from pantheraml.models.loader import load_tokenizer
     from pantheraml.parallel.process_group import open_world
     from pantheraml.planner.choose import choose
-    from pantheraml.specs.run_dir import RunDir
     from pantheraml.worker.train import train_rank
 
-    run_dir, plan = RunDir(folder), choose(config, probe())
-    run_dir.mark()
-    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=_silent)
-    places = {"train": str(prepared.train), "eval": str(prepared.eval), "format": prepared.format}
-    run_dir.data_file.write_text(json.dumps(places))
+    run_dir, plan = written_run(folder, config), choose(config, probe())
     with open_world(plan, timeout_seconds=60) as world, EventWriter(folder) as emit:
         train_rank(run_dir, config, plan, world, emit, StopFlag(run_dir.stop_file))
     _free()
     return read_events(folder)
+
+
+def written_run(folder: Path, config: Any) -> Any:
+    """A run folder with the data of `config`, as the `prepare` task leaves it."""
+    from pantheraml.data.prepare import prepare
+    from pantheraml.models.loader import load_tokenizer
+    from pantheraml.specs.run_dir import RunDir
+
+    run = RunDir(folder)
+    run.mark()
+    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=_silent)
+    places = {"train": str(prepared.train), "eval": str(prepared.eval), "format": prepared.format}
+    run.data_file.write_text(json.dumps(places))
+    return run
 
 
 def first_gradients(config: Any, random_up: float | None) -> dict[str, Any]:
@@ -415,16 +454,24 @@ def _summary(method: str, record: Mapping[str, Any]) -> str:
     return "\n".join([about, "", *markdown_table([*heads, bounds], rows), *_parts(record)])
 
 
+ROUNDING = {
+    "nf4": "Rounding each weight to the nearest value that nf4 has",
+    f"nf4{QUANTISED}": "Rounding by the text of the fine-tune (`pantheraml quantise`)",
+}
+
+
 def _parts(record: Mapping[str, Any]) -> list[str]:
-    own = [row for row in record["results"] if "cosine_of_weights" in row]
-    if not own:
-        return []
-    weights, products = (min(row[name] for row in own) for name in ("cosine_of_weights", "cosine_of_products"))
-    return [
-        "",
-        "Rounding each weight to the nearest value that nf4 has, with products as bf16 has them, gives a cosine of"
-        f" {weights:.4f} at least. Our products over the same weights have {products:.4f} with those.",
-    ]
+    lines = []
+    for precision, rounding in ROUNDING.items():
+        own = [row for row in record["results"] if row["precision"] == precision and "cosine_of_weights" in row]
+        if own:
+            weights, products = (min(row[name] for row in own) for name in ("cosine_of_weights", "cosine_of_products"))
+            lines += [
+                "",
+                f"{rounding}, with products as bf16 has them, gives a cosine of {weights:.4f} at least. Our products"
+                f" over the same weights have {products:.4f} with those.",
+            ]
+    return lines
 
 
 TABLE = Table(

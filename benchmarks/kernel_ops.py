@@ -236,6 +236,31 @@ def nf4_fill(layer: Layer, *, transposed: bool) -> Op:
     )
 
 
+def nf4_descent(layer: Layer) -> Op:
+    """As many tiles of gate or up as move at the same time."""
+    import torch
+
+    from pantheraml.kernels.nf4 import levels_on
+    from pantheraml.kernels.nf4_descent import TILE, as_multiplied, reference_descend
+    from pantheraml.kernels.nf4_descent import descend as ours
+
+    count = layer.width // TILE
+    inputs, gradients = (layer.normal(count, 4 * TILE, TILE).float() / 16 for _ in range(2))
+    inputs, gradients = inputs.mT @ inputs, gradients.mT @ gradients
+    codes = layer.normal(count, TILE, TILE).mul(3).add(8).clamp(0, 15).byte()
+    scales = 1 + layer.normal(count, TILE, TILE).float().abs()
+    levels = levels_on(codes.device)
+    change = as_multiplied(levels[codes.int()] * scales) - layer.normal(count, TILE, TILE).float()
+    names = ("codes", "slope", "scales", "curvature", "inputs", "gradients")
+    parts = (codes, change @ inputs + gradients @ change, scales, torch.full_like(scales, 2.0), inputs, gradients)
+    return Op(
+        inputs=dict(zip(names, parts, strict=True)),
+        ours=lambda t: ours(*t.values()),
+        reference=lambda t: reference_descend(*t.values()),
+        read=lambda moved: (as_multiplied(levels[moved.int()] * scales),),
+    )
+
+
 def _turns(layer: Layer) -> Inputs:
     import torch
 
@@ -416,5 +441,6 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "gated_activation_backward": gated_activation_backward,
     "nf4_fill": lambda layer: nf4_fill(layer, transposed=False),
     "nf4_fill, transposed": lambda layer: nf4_fill(layer, transposed=True),
+    "nf4_descent": nf4_descent,
     **kernel_ops_trained.OPS,
 }

@@ -69,6 +69,7 @@ KINDS: Mapping[str, frozenset[str]] = {
     "aggregation.left_out": frozenset({"step", "ranks"}),
     "generate.progress": frozenset({"done", "total"}),
     "verify.progress": frozenset({"done", "total", "mode"}),
+    "quantise.progress": frozenset({"stage", "done", "total"}),
     "generate.done": frozenset({"prompts", "tokens", "seconds"}),
     "notice": frozenset({"message"}),
     "warning": frozenset({"message"}),

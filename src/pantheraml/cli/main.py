@@ -23,12 +23,25 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from pantheraml.cli import bench, demo, export, generate, gpus, plan, replay, resume, schema, train, verify
+    from pantheraml.cli import (
+        bench,
+        demo,
+        export,
+        generate,
+        gpus,
+        plan,
+        quantise,
+        replay,
+        resume,
+        schema,
+        train,
+        verify,
+    )
 
     parser = _Parser(prog="pantheraml", description="Fine-tune language models on one, several or many GPUs.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    for module in (demo, train, resume, plan, verify, replay, generate, export, gpus, schema, bench):
+    for module in (demo, train, resume, plan, verify, replay, generate, export, quantise, gpus, schema, bench):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")

@@ -57,13 +57,18 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """What `train` and `plan` share: everything that makes a TrainConfig."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; flags below override it")
-    parser.add_argument("--model", metavar="DIR", help="model folder or hub name (model.path)")
-    parser.add_argument("--data", metavar="FILE", help="training data (data.path)")
+    add_inputs(parser)
     parser.add_argument("--eval-data", metavar="FILE", help="evaluation data (data.eval_path)")
     parser.add_argument("--method", choices=["lora", "dora", "qlora", "full"], help="what to train (method.kind)")
     parser.add_argument("--nproc", metavar="auto|N", help="number of processes (parallel.world_size)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to train (device)")
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """A model, text, and where to compute."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; flags below override it")
+    parser.add_argument("--model", metavar="DIR", help="model folder or hub name (model.path)")
+    parser.add_argument("--data", metavar="FILE", help="training data (data.path)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to compute (device)")
     parser.add_argument(
         "--on-bad-row", choices=["stop", "skip"], help="what to do with unusable rows (data.on_bad_row)"
     )
@@ -85,14 +90,13 @@ def add_allow_change(parser: argparse.ArgumentParser) -> None:
 def config_from(arguments: argparse.Namespace) -> TrainConfig:
     from pantheraml.specs.config_file import load_config
 
-    overrides: dict[Key, Any] = {
-        key: getattr(arguments, flag) for flag, key in FLAGS.items() if getattr(arguments, flag) is not None
-    }
+    given = vars(arguments)
+    overrides: dict[Key, Any] = {key: given[flag] for flag, key in FLAGS.items() if given.get(flag) is not None}
     overrides |= _common_overrides(arguments)
     if arguments.config is None and not {("model", "path"), ("data", "path")} <= overrides.keys():
         raise ConfigError(
-            "Nothing to train: give a config file, or --model and --data.",
-            todo="For example: pantheraml train --model DIR --data FILE --output runs/first",
+            f"Nothing to {arguments.command}: give a config file, or --model and --data.",
+            todo=f"For example: pantheraml {arguments.command} --model DIR --data FILE --output DIR",
         )
     return load_config(Path(arguments.config) if arguments.config else None, overrides)
 
@@ -109,7 +113,7 @@ def _common_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
     from pantheraml.specs.config_file import parse_overrides
 
     overrides: dict[Key, Any] = {}
-    if arguments.nproc is not None and not _one_of_several_machines(arguments):
+    if vars(arguments).get("nproc") is not None and not _one_of_several_machines(arguments):
         overrides["parallel", "world_size"] = _processes(arguments.nproc)
     return overrides | parse_overrides(arguments.set)
 

@@ -44,7 +44,8 @@ def levels_on(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _midpoints(device: torch.device) -> Tensor:
+def midpoints_on(device: torch.device) -> Tensor:
+    """Where one level's neighbourhood ends and the next one's begins; not to be written to."""
     levels = nf4_levels()
     return ((levels[1:] + levels[:-1]) / 2).to(device)
 
@@ -73,7 +74,7 @@ class BlockScales(NamedTuple):
         if self.step is None or self.low is None:
             return self.code
         codes = self.code.float() if self.table is None else self.table[self.code.int()]
-        return (_blocks(codes, SCALE_BLOCK) * self.step[:, None] + self.low[:, None]).flatten()[: self.code.numel()]
+        return (blocks_of(codes, SCALE_BLOCK) * self.step[:, None] + self.low[:, None]).flatten()[: self.code.numel()]
 
 
 class NF4Weight(NamedTuple):
@@ -97,6 +98,20 @@ class NF4Weight(NamedTuple):
             scales[first:][: magnitudes.numel()] = magnitudes
         return cls(payload, _pack_scales(scales), weight.shape)
 
+    @classmethod
+    def of_codes(cls, codes: Tensor, scales: BlockScales) -> NF4Weight:
+        """Of the levels with these numbers, uint8 of the weight's shape."""
+        return cls(_pairs(blocks_of(codes.flatten(), BLOCK)), scales, codes.shape)
+
+    def codes(self) -> Tensor:
+        """Numbers of levels, uint8, of the weight's shape."""
+        both = torch.stack([self.payload >> 4, self.payload & 15], dim=1)
+        return both.flatten()[: self.shape.numel()].view(self.shape)
+
+    def magnitudes(self) -> Tensor:
+        """Of the block that each value is in, `shape`."""
+        return self.scales.values().repeat_interleave(BLOCK)[: self.shape.numel()].view(self.shape)
+
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         size = self.shape.numel()
         scales = self.scales.values()
@@ -104,7 +119,7 @@ class NF4Weight(NamedTuple):
         for start in range(0, size, PIECE):
             piece = dense[start : start + PIECE]
             codes = self.payload[start // 2 : (start + piece.numel() + 1) // 2].int()
-            values = _blocks(F.embedding(codes, _byte_to_pair(codes.device)).flatten(), BLOCK)
+            values = blocks_of(F.embedding(codes, _byte_to_pair(codes.device)).flatten(), BLOCK)
             values.mul_(scales[start // BLOCK :][: values.shape[0], None])
             piece.copy_(values.flatten()[: piece.numel()])
         return dense.view(self.shape)
@@ -112,12 +127,33 @@ class NF4Weight(NamedTuple):
 
 def _pack_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     """A run of values -> bytes of two codes, and the largest magnitude of each block."""
-    blocks = _blocks(flat.float(), BLOCK)
+    blocks = blocks_of(flat.float(), BLOCK)
     scales = blocks.abs().amax(dim=1)
+    return _pairs(nearest_codes(blocks, scales)), scales
+
+
+def nearest_codes(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Numbers of the levels nearest to blocks [blocks, 64] of these magnitudes, uint8."""
     safe = torch.where(scales > 0, scales, torch.ones_like(scales))
-    codes = torch.bucketize(blocks / safe[:, None], _midpoints(flat.device), out_int32=True).to(torch.uint8)
+    return torch.bucketize(blocks / safe[:, None], midpoints_on(blocks.device), out_int32=True).to(torch.uint8)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Two codes a byte."""
     first, second = codes.flatten().view(-1, 2).unbind(dim=1)
-    return (first << 4) | second, scales
+    return (first << 4) | second
+
+
+def storable_scales(magnitudes: Tensor) -> BlockScales:
+    """Magnitudes of blocks in the form that bitsandbytes stores: 8-bit codes, of which a table makes numbers from -1 to
+    1, times the largest deviation of each 256 blocks, and one mean for all."""
+    mean = magnitudes.mean()
+    blocks = blocks_of(magnitudes - mean, SCALE_BLOCK)
+    largest = blocks.abs().amax(dim=1)
+    safe = torch.where(largest > 0, largest, torch.ones_like(largest))
+    codes = ((blocks / safe[:, None] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    table = torch.linspace(-1, 1, 256, device=magnitudes.device)
+    return BlockScales(codes.flatten()[: magnitudes.numel()].clone(), table, largest, mean.expand_as(largest).clone())
 
 
 def _pack_scales(scales: Tensor) -> BlockScales:
@@ -133,5 +169,6 @@ def _pack_scales(scales: Tensor) -> BlockScales:
     return BlockScales(codes.flatten()[: scales.numel()].clone(), step=step, low=low)
 
 
-def _blocks(flat: Tensor, size: int) -> Tensor:
+def blocks_of(flat: Tensor, size: int) -> Tensor:
+    """[blocks, size], the last one filled up with zeros."""
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)

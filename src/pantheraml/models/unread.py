@@ -102,15 +102,14 @@ def _read(unread: dict[int, tuple[nn.Module, _Unread]]) -> None:
 @contextlib.contextmanager
 def read_in_turn(root: nn.Module) -> Iterator[None]:
     """Inside, decoder layers whose weights are unread have them while they compute, and are unread again afterwards."""
-    kept: dict[nn.Module, list[_StandIn]] = {}
+    kept: dict[nn.Module, contextlib.ExitStack] = {}
 
     def read(layer: nn.Module, _args: Any) -> None:
-        kept[layer] = [_StandIn.of(module) for module in layer.modules() if UNREAD in vars(module)]
-        read_weights(layer)
+        kept[layer] = contextlib.ExitStack()
+        kept[layer].enter_context(read_for_now(layer))
 
     def forget(layer: nn.Module, _args: Any, _output: Any) -> None:
-        for stand_in in kept.pop(layer, []):
-            stand_in.put_back()
+        kept.pop(layer, contextlib.ExitStack()).close()
 
     layers = [module for module in root.modules() if isinstance(module, GradientCheckpointingLayer)]
     handles = [layer.register_forward_pre_hook(read) for layer in layers]
@@ -120,6 +119,18 @@ def read_in_turn(root: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def read_for_now(root: nn.Module) -> Iterator[None]:
+    """Inside, `root` and all below it have their weights; those that were unread are so again afterwards."""
+    stand_ins = [_StandIn.of(module) for module in root.modules() if UNREAD in vars(module)]
+    try:
+        read_weights(root)
+        yield
+    finally:
+        for stand_in in stand_ins:
+            stand_in.put_back()
 
 
 @dataclass(frozen=True)

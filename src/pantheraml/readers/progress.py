@@ -90,6 +90,7 @@ class ProgressBar:
             "generate.progress": self._generate_progress,
             "generate.done": self._generate_done,
             "verify.progress": self._verify_progress,
+            "quantise.progress": self._quantise_progress,
             "aggregation.left_out": self._left_out,
             "verdict": self._verdict,
             "incident": self._incident,
@@ -222,6 +223,12 @@ class ProgressBar:
     def _generate_done(self, event: Event) -> None:
         self._stages.pop("generate", None)
         self._done(f"generated {figures.count(event['tokens'])} tokens in {figures.duration(event['seconds'])}")
+
+    def _quantise_progress(self, event: Event) -> None:
+        unit = "batches" if event["stage"] == "reading text" else "layers"
+        self._update(
+            event["stage"], event, Stage(event["stage"], unit, moment(event), total=event["total"]), done=event["done"]
+        )
 
     def _verdict(self, event: Event) -> None:
         self._display.line(f"step {event['step']}: {event['action']} ({event['cause']})", "yellow")

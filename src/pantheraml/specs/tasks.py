@@ -120,3 +120,25 @@ class ExportRequest(Request):
 
     output: Path
     precision: Precision
+
+
+class QuantiseRequest(Request):
+    """A model's weights in nf4, rounded by what the first text of a run's data makes of its layers; what was done goes
+    to `quantised.json`."""
+
+    output: Path
+    tokens: int
+    """Of the text, or as many as there are."""
+
+
+class Quantised(BaseModel):
+    """What `quantise` did."""
+
+    output: Path
+    layers: int
+    """Linear layers whose weights were rounded."""
+    tokens: int
+    """That they were rounded by."""
+    bytes: int
+    """Of all weights in the folder."""
+    seconds: float

@@ -21,7 +21,7 @@ from pantheraml.worker.process import run_reporting
 
 Task = Callable[[Path, EventWriter], None]
 
-TASKS = ("prepare", "train", "start", "generate", "export", "verify", "replay")
+TASKS = ("prepare", "train", "start", "generate", "export", "quantise", "verify", "replay")
 TRAINING = ("train", "start")
 
 

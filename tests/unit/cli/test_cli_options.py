@@ -11,7 +11,8 @@ import pytest
 from pantheraml.cli.main import build_parser, main
 
 COMMON = ["--debug", "--help"]
-CONFIG = ["--data", "--device", "--eval-data", "--method", "--model", "--nproc", "--on-bad-row", "--set", "config"]
+INPUTS = ["--data", "--device", "--model", "--on-bad-row", "--set", "config"]
+CONFIG = [*INPUTS, "--eval-data", "--method", "--nproc"]
 OPTIONS = {
     "demo": ["--output"],
     "train": [
@@ -41,6 +42,7 @@ OPTIONS = {
         "run_dir",
     ],
     "export": ["--json", "--merge", "--output", "--precision", "run_dir"],
+    "quantise": [*INPUTS, "--json", "--output", "--tokens"],
     "gpus": ["--json"],
     "schema": [],
     "bench": [
@@ -76,6 +78,7 @@ def test_the_commands_are_these() -> None:
         "replay",
         "generate",
         "export",
+        "quantise",
         "gpus",
         "schema",
         "bench",

@@ -90,6 +90,31 @@ def read_stored(
             return _read_fp8(parts, shape, stored.block, where)
 
 
+def nf4_parts(weight: NF4Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `read_stored` reads the weight from, by the names of the tensors within their layer; its magnitudes are
+    those of `storable_scales`. `dtype`: what the weight was, and becomes for others who read it."""
+    code, table, step, low = weight.scales
+    if table is None or step is None or low is None:
+        raise ValueError("the weight's magnitudes are in another form")
+    state = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(weight.shape),
+        "nested_blocksize": SCALE_BLOCK,
+        "nested_dtype": "float32",
+        "nested_offset": float(low[0]),
+    }
+    return {
+        "weight": weight.payload[: -(-weight.shape.numel() // 2)].view(-1, 1),
+        "weight.absmax": code,
+        "weight.quant_map": nf4_levels(),
+        "weight.nested_absmax": step,
+        "weight.nested_quant_map": table,
+        _NF4_STATE: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
 def _read_nf4(parts: Mapping[str, Tensor], shape: torch.Size, where: str) -> NF4Weight:
     absmax, levels = _part(parts, "weight.absmax", where), _part(parts, "weight.quant_map", where)
     try:
