@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
-from torch import Tensor
 
-from pantheraml.kernels.nf4 import levels_on
-from pantheraml.kernels.nf4_descent import TILE, as_multiplied, descend, reference_descend, triton_kernel
-
-
-class Tiles(NamedTuple):
-    codes: Tensor
-    slope: Tensor
-    scales: Tensor
-    curvature: Tensor
-    inputs: Tensor
-    gradients: Tensor
-
-
-def tiles(count: int = 2) -> Tiles:
-    """Weights that were rounded at random, some of them in blocks of nought, and moments far from diagonal."""
-    torch.manual_seed(count)
-    codes = torch.randint(0, 16, (count, TILE, TILE), dtype=torch.uint8)
-    scales = (0.5 + torch.rand(count, TILE, 1)).expand(-1, -1, TILE).clone()
-    scales[0, 3] = 0
-    moments = []
-    for _ in range(2):
-        rows = torch.randn(count, 3 * TILE, TILE) @ (torch.eye(TILE) + 0.1 * torch.randn(TILE, TILE))
-        moments.append(rows.mT @ rows / (3 * TILE))
-    inputs, gradients = moments
-    change = as_multiplied(levels_on(codes.device)[codes.int()] * scales) - torch.randn(count, TILE, TILE) / 2
-    curvature = inputs.diagonal(dim1=1, dim2=2)[:, None, :] + gradients.diagonal(dim1=1, dim2=2)[:, :, None]
-    return Tiles(codes, change @ inputs + gradients @ change, scales, curvature, inputs, gradients)
-
-
-def differing(one: Tensor, other: Tensor) -> float:
-    return float((one != other).float().mean())
+from pantheraml.kernels.nf4_descent import descend, reference_descend, triton_kernel
+from tests.nf4_tiles import differing, tiles
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -70,9 +38,3 @@ def test_both_moments_count(part: str) -> None:
     given = tiles()
     less = given._replace(**{part: 0.8 * getattr(given, part)})
     assert differing(descend(*less), reference_descend(*given)) > 0.005
-
-
-def test_tiles_of_another_size_are_refused() -> None:
-    given = tiles()
-    with pytest.raises(ValueError, match="as many of each"):
-        descend(given.codes, *(part[:1] for part in given[1:]))

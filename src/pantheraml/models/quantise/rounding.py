@@ -68,48 +68,61 @@ def _per_mean(moments: Tensor) -> Tensor:
 
 
 class _Descent:
-    """A weight as tiles. It is filled up with blocks of nought to whole ones, and those never move."""
+    """A weight as tiles. It is filled up with blocks of nought to whole ones, and those never move.
+
+    A weight that is wider than it is high is turned over, and its moments change places. So in each turn every column
+    of tiles moves one, in rows that follow each other, and most of what the slopes need is read where it lies.
+    """
 
     def __init__(self, weight: Tensor, start: NF4Weight, inputs: Tensor, gradients: Tensor) -> None:
         self._shape = weight.shape
-        self._target, self._scales = _padded(weight.float()), _padded(start.magnitudes())
-        self._codes = _padded(start.codes())
-        self._inputs, self._gradients = (_padded(moments, diagonal=1.0) for moments in (inputs, gradients))
+        self._is_turned = weight.shape[0] < weight.shape[1]
+        if self._is_turned:
+            inputs, gradients = gradients, inputs
+        self._target, self._scales, self._codes = map(self._own, (weight.float(), start.magnitudes(), start.codes()))
         self._rows, self._columns = (size // TILE for size in self._target.shape)
+        self._inputs, self._gradients = (_padded(moments, diagonal=1.0) for moments in (inputs, gradients))
+        self._input_tiles = _diagonal_tiles(self._inputs)
+        # rows of tiles, and the first ones again: as many as move in a turn then always follow each other
+        again = torch.arange(self._rows + self._columns, device=weight.device) % self._rows
+        self._gradient_rows = self._gradients.view(self._rows, TILE, -1)[again]
+        self._gradient_tiles = _diagonal_tiles(self._gradients)[again]
         self._levels = levels_on(weight.device)
 
+    def _own(self, part: Tensor) -> Tensor:
+        return _padded(part.T if self._is_turned else part)
+
     def codes(self) -> Tensor:
+        codes = self._codes.T if self._is_turned else self._codes
         rows, columns = self._shape
-        return self._codes[:rows, :columns].contiguous()
+        return codes[:rows, :columns].contiguous()
 
     def sweep(self) -> bool:
         """Every weight once; whether any moved."""
         change = self._values(self._codes, self._scales) - self._target
         slope = change @ self._inputs + self._gradients @ change
         moved = torch.zeros((), dtype=torch.bool, device=slope.device)
-        turns = max(self._rows, self._columns)
-        every_row = torch.arange(self._rows, device=slope.device)
-        for turn in range(turns):
-            columns = (every_row + turn) % turns
-            moved |= self._move(slope, every_row[columns < self._columns], columns[columns < self._columns])
+        for first in range(self._rows):
+            moved |= self._move(slope, first)
         return bool(moved)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
         return as_multiplied(self._levels[codes.int()] * scales)
 
-    def _move(self, slope: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """The weights of tiles of which no two share a row or a column; `slope` is kept what it stands for."""
+    def _move(self, slope: Tensor, first: int) -> Tensor:
+        """The weights of one tile of each column, from the `first` row of tiles on; whether any moved. `slope` is kept
+        what it stands for."""
+        columns = torch.arange(self._columns, device=slope.device)
+        rows = (columns + first) % self._rows
+        here = slice(first, first + self._columns)
+        inputs, gradients = self._input_tiles, self._gradient_tiles[here]
+        curvature = inputs.diagonal(dim1=1, dim2=2)[:, None, :] + gradients.diagonal(dim1=1, dim2=2)[:, :, None]
         old, scales = _tiles(self._codes)[rows, columns], _tiles(self._scales)[rows, columns]
-        inputs, gradients = self._inputs.view(self._columns, TILE, -1), self._gradients.view(self._rows, TILE, -1)
-        own_inputs, own_gradients = _tiles(self._inputs)[columns, columns], _tiles(self._gradients)[rows, rows]
-        curvature = own_inputs.diagonal(dim1=1, dim2=2)[:, None, :] + own_gradients.diagonal(dim1=1, dim2=2)[:, :, None]
-        new = descend(old, _tiles(slope)[rows, columns], scales, curvature, own_inputs, own_gradients)
+        new = descend(old, _tiles(slope)[rows, columns], scales, curvature, inputs, gradients)
         _tiles(self._codes)[rows, columns] = new
         change = self._values(new, scales) - self._values(old, scales)
-        along = slope.view(self._rows, TILE, -1)
-        along[rows] += change @ inputs[columns]
-        across = slope.view(-1, self._columns, TILE)
-        across[:, columns] += (gradients[rows].mT @ change).transpose(0, 1)
+        slope.view(self._rows, TILE, -1).index_add_(0, rows, change @ self._inputs.view(self._columns, TILE, -1))
+        slope.view(-1, self._columns, TILE).transpose(0, 1).baddbmm_(self._gradient_rows[here].mT, change)
         return change.any()
 
 
@@ -125,3 +138,8 @@ def _tiles(matrix: Tensor) -> Tensor:
     """A view [rows of tiles, columns of tiles, TILE, TILE]."""
     rows, columns = matrix.shape
     return matrix.view(rows // TILE, TILE, columns // TILE, TILE).transpose(1, 2)
+
+
+def _diagonal_tiles(matrix: Tensor) -> Tensor:
+    every = torch.arange(len(matrix) // TILE, device=matrix.device)
+    return _tiles(matrix)[every, every]

@@ -1,0 +1,126 @@
+"""The quantise task: a folder in bitsandbytes' format that loads, keeps what it was rounded for, and trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pantheraml.base.errors import ConfigError, RunDirectoryError, UnsupportedModelError
+from pantheraml.models.loader import load_model
+from pantheraml.models.quantise.nf4 import NF4Linear
+from pantheraml.parallel.process_group import open_world
+from pantheraml.specs.tasks import Quantised, QuantiseRequest
+from pantheraml.specs.train import ModelConfig, TrainConfig
+from pantheraml.worker.quantise import quantise
+from tests import toy
+from tests.harness import make_plan, make_run, silent, train_here, values
+from tests.unit.models.conftest import TinyModel, tiny_model  # noqa: F401
+
+CPU = torch.device("cpu")
+LINEARS = 14
+"""Of two layers of a Llama."""
+
+
+def config_of(folder: Path, model: Path, **method: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"path": str(folder / "data.jsonl"), "seq_len": 64, "cache_dir": str(folder / "cache")},
+            "method": method,
+            "train": {"global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2},
+        }
+    )
+
+
+def quantised(folder: Path, model: Path, output: Path, tokens: int = 512) -> Quantised:
+    config = config_of(folder, model)
+    run = make_run(folder / f"run-{output.name}", config, make_plan(config))
+    with open_world(run.plan(), timeout_seconds=60) as world:
+        return quantise(run, QuantiseRequest(run_dir=run.path, output=output, tokens=tokens), world, silent)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("quantise")
+    toy.write_llama(place / "model", hidden_size=64, intermediate_size=128, attention_bias=True)
+    toy.write_llama(place / "tied", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    toy.write_jsonl(place / "data.jsonl", toy.arithmetic(120))
+    for name in ("model", "tied"):
+        done = quantised(place, place / name, place / f"{name}-nf4")
+        assert done.layers == LINEARS
+        assert done.bytes == sum(tensor.nbytes for tensor in tensors(place / f"{name}-nf4").values())
+        assert 256 < done.tokens <= 512
+    return place
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def load(folder: Path, quantise: Any = None) -> Any:
+    return load_model(ModelConfig(path=str(folder)), dtype=torch.float32, device=CPU, quantise=quantise)
+
+
+@pytest.mark.parametrize("name", ["model", "tied"])
+def test_the_folder_is_whole(folder: Path, name: str) -> None:
+    place, plain = folder / f"{name}-nf4", load(folder / name)
+    model = load(place)
+    assert sum(isinstance(layer, NF4Linear) for layer in model.modules()) == LINEARS
+    assert type(model.lm_head) is torch.nn.Linear
+    kept = {name: p for name, p in plain.named_parameters() if "proj.weight" not in name}
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert all(torch.equal(found[name], p) for name, p in kept.items())
+    assert ("lm_head.weight" in tensors(place)) == (name == "model")
+    config = json.loads((place / "config.json").read_text())
+    assert config["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+    assert config["quantization_config"]["llm_int8_skip_modules"] == ["lm_head"]
+    assert config["use_cache"] is True
+    assert {"tokenizer.json", "generation_config.json"} <= {file.name for file in place.iterdir()}
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(place).keys()
+
+
+def test_logits_on_such_text_change_less_than_by_the_nearest_values(folder: Path) -> None:
+    ids = torch.tensor(load_ids(folder))
+    with torch.no_grad():
+        expected, ours, nearest = (
+            load(*each)(ids).logits
+            for each in ((folder / "model",), (folder / "model-nf4",), (folder / "model", "nf4"))
+        )
+    assert float((ours - expected).norm()) < 0.75 * float((nearest - expected).norm())
+
+
+def load_ids(folder: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    text = "".join(row["prompt"] + row["completion"] for row in toy.arithmetic(40, seed=9))
+    return [tokenizer(text)["input_ids"][:200]]
+
+
+def test_it_trains(folder: Path) -> None:
+    config = config_of(folder, folder / "model-nf4", kind="qlora", rank=4)
+    losses = values(train_here(make_run(folder / "trained", config, make_plan(config))), "train.step", "loss")
+    assert losses[-1] < losses[0]
+
+
+def test_as_much_text_as_there_is(folder: Path, tmp_path: Path) -> None:
+    done = quantised(folder, folder / "model", tmp_path / "all", tokens=10**6)
+    assert 512 < done.tokens < 10_000
+
+
+def test_what_cannot_be_quantised_is_refused(folder: Path, tmp_path: Path, tiny_model: TinyModel) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match="nf4 already"):
+        quantised(folder, folder / "model-nf4", tmp_path / "again")
+    with pytest.raises(UnsupportedModelError, match="Conv1D"):
+        quantised(folder, tiny_model("gpt2"), tmp_path / "gpt2")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="not an empty folder"):
+        quantised(folder, folder / "model", tmp_path / "full")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
