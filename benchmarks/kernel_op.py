@@ -30,6 +30,8 @@ class Op:
     exact: Implementation | None = None
     read: Callable[[Any], tuple[Any, ...]] = as_it_is
     others: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
+    not_compiled: str | None = None
+    """Why the reference is not compiled for comparison."""
 
 
 class Layer:

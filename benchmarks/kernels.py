@@ -51,6 +51,9 @@ def measure_op(name: str, op: Op, repeats: int) -> list[dict[str, Any]]:
     if torch.cuda.is_available():
         makers["torch, compiled"] = lambda: torch.compile(op.reference)
     rows = []
+    if torch.cuda.is_available() and op.not_compiled is not None:
+        del makers["torch, compiled"]
+        rows.append({"op": name, "implementation": "torch, compiled", "reason": op.not_compiled})
     for implementation, make in {**makers, **op.others}.items():
         row: dict[str, Any] = {"op": name, "implementation": implementation, "shapes": shapes(op.inputs)}
         try:
