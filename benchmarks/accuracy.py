@@ -447,7 +447,8 @@ def _summary(method: str, record: Mapping[str, Any]) -> str:
     facts = record["parameters"]
     what = "LoRA" if method == "lora" else "Full fine-tune"
     about = (
-        f"{what}, newest run of size {facts['size']}: base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings"
+        f"{what}, newest run of size {facts['size']}{_shape(facts)}:"
+        f" base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings"
         f" to an evaluation loss of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of"
         f" Python source for {facts['steps']} steps, {facts['seeds']} seeds."
     )
@@ -458,6 +459,10 @@ ROUNDING = {
     "nf4": "Rounding each weight to the nearest value that nf4 has",
     f"nf4{QUANTISED}": "Rounding by the text of the fine-tune (`pantheraml quantise`)",
 }
+
+
+def _shape(facts: Mapping[str, Any]) -> str:
+    return f" ({facts['layers']} layers of {facts['hidden']})" if "layers" in facts else ""
 
 
 def _parts(record: Mapping[str, Any]) -> list[str]:

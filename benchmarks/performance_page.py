@@ -89,6 +89,17 @@ TRICKS = (
         ops=("nf4_fill", "nf4_fill, transposed"),
     ),
     Trick(
+        "quantise",
+        "4-bit weights rounded by text",
+        "Rounding every weight to the nearest value of nf4 changes weights least, but training sees products."
+        " `pantheraml quantise` rounds by the text at hand: each weight takes the value that changes the layer's"
+        " outputs and the gradients of its inputs least, while the others take up what it leaves (coordinate descent;"
+        " a diagonal of a tile at a time, whose weights do not enter each other's choice). Decoder layers are on the"
+        " GPU one at a time. Training then runs as over any other nf4 weights; [benchmarks.md](benchmarks.md) has what"
+        " becomes of gradients and losses under *Accuracy of quantised weights and products*.",
+        ops=("nf4_descent",),
+    ),
+    Trick(
         "lora_in_product",
         "The adapter inside the same product",
         "`y = x W' + s (x A') B'` is one product of `[x | x A']` with `[W | s B]`, and its way back one of"

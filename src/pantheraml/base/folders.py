@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from pantheraml.base.errors import StorageError
+from pantheraml.base.errors import RunDirectoryError, StorageError
 
 PARTIAL = ".partial-"
 
@@ -41,6 +41,12 @@ def committed_folder(final: Path, *, make_parents: bool = True) -> Iterator[Path
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def require_empty(output: Path) -> None:
+    """A folder that people name for a model must not hold anything of theirs."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RunDirectoryError(f"{output} is not an empty folder.", todo="Choose another --output.")
 
 
 def scratch_folder(final: Path) -> Path:

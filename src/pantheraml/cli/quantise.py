@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +36,26 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.base.folders import require_empty
     from pantheraml.cli.train import config_from
     from pantheraml.readers import figures
 
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens {arguments.tokens} is no text.", todo=f"Leave it out for {TOKENS:,}.")
+    require_empty(Path(arguments.output))
     done = _quantise(_settings(config_from(arguments)), arguments)
     if arguments.json:
         print(done.model_dump_json(indent=1))
         return 0
     print(
-        f"Wrote {done.output}: {done.layers} linear layers in nf4, rounded by {done.tokens:,} tokens,"
-        f" {figures.size(done.bytes)} in {figures.duration(done.seconds)}."
+        f"Wrote {arguments.output}: {done.layers} linear layers in nf4, {figures.size(done.bytes)} in all, after"
+        f" {figures.duration(done.seconds)}."
     )
+    if done.left is not None:
+        print(
+            f"On {done.tokens:,} tokens of the text, their products change by {done.left:.0%} (in squares) of what"
+            " rounding to the nearest values would change."
+        )
     print(f"Train it:  pantheraml train --method qlora --model {arguments.output} --data {arguments.data or 'FILE'}")
     return 0
 
@@ -91,7 +99,7 @@ def _quantise(config: TrainConfig, arguments: argparse.Namespace) -> Quantised:
             "quantise",
             request,
             plan=plan,
-            screen=screen,
+            screen=replace(screen, title=""),
             answer=lambda answers: Quantised.model_validate_json((answers / "quantised.json").read_text()),
         )
     return done

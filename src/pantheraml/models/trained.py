@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pantheraml.base.errors import ModelError, RunDirectoryError
-from pantheraml.base.folders import committed_folder
+from pantheraml.base.errors import ModelError
+from pantheraml.base.folders import committed_folder, require_empty
 from pantheraml.models.adapters import ADAPTER, quantisation, save_full_model
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.quantise.packed import LORA_LAYERS, unpack_linears
@@ -57,8 +57,7 @@ def export_merged(
     output: Path,
 ) -> None:
     """Writes a plain Hugging Face folder, weights and tokenizer, that needs neither PEFT nor this package."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunDirectoryError(f"{output} is not an empty folder.", todo="Choose another --output.")
+    require_empty(output)
     tokenizer = load_tokenizer(_as_plain(model_config, trained_dir))
     if method.kind == "full":
         model = cast(PreTrainedModel, load_trained(model_config, method, trained_dir, dtype=dtype, device=device))

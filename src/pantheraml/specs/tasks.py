@@ -139,6 +139,9 @@ class Quantised(BaseModel):
     """Linear layers whose weights were rounded."""
     tokens: int
     """That they were rounded by."""
+    left: float | None
+    """Of what rounding to the nearest values would change of products on this text, squared; the mean over layers.
+    None: that would change nothing."""
     bytes: int
     """Of all weights in the folder."""
     seconds: float

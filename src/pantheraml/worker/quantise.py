@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -11,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pantheraml.base.errors import ConfigError, RunDirectoryError, UnsupportedModelError
+from pantheraml.base.errors import ConfigError, UnsupportedModelError
 from pantheraml.base.events import Emit, EventWriter
-from pantheraml.base.folders import committed_folder, write_text
+from pantheraml.base.folders import committed_folder, require_empty, write_text
 from pantheraml.data.batch import Batch
 from pantheraml.data.order import step_samples
 from pantheraml.engine.calibrate import Visit, decoder_layers, visits
 from pantheraml.engine.feed import read_batch
+from pantheraml.kernels.nf4 import NF4Weight
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantise.folder import PackedFolder, packed_config
 from pantheraml.models.quantise.packed import packable_layers
-from pantheraml.models.quantise.rounding import round_nf4
+from pantheraml.models.quantise.rounding import products_changed, round_nf4
 from pantheraml.models.quantise.stored import nf4_parts, stored_format
 from pantheraml.models.unread import read_in_turn
 from pantheraml.parallel.process_group import World, open_world
@@ -46,8 +48,7 @@ def quantise(run: RunDir, request: QuantiseRequest, world: World, emit: Emit) ->
     """Writes `request.output`, whole or not at all."""
     begin = time.perf_counter()
     config, output = run.config().model, request.output
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunDirectoryError(f"{output} is not an empty folder.", todo="Choose another --output.")
+    require_empty(output)
     source = read_config(config)
     if (stored := stored_format(source)) is not None:
         raise ConfigError(
@@ -61,8 +62,9 @@ def quantise(run: RunDir, request: QuantiseRequest, world: World, emit: Emit) ->
     linears, text, dtype = _linears(model), _text(run, model, request.tokens, world), _kept_dtype(source, computed)
     with committed_folder(output) as folder:
         packed = PackedFolder(folder, parts=len(decoder_layers(model)) + 1)
+        left: list[float] = []
         for visit in visits(model, text, linears, partial(_tell, emit)):
-            packed.add(_rounded(visit, dtype))
+            packed.add(_rounded(visit, dtype, left))
         packed.add(_beside(model, dtype))
         plain = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in linears]
         size = packed.finish(packed_config(source, dtype, plain))
@@ -72,6 +74,7 @@ def quantise(run: RunDir, request: QuantiseRequest, world: World, emit: Emit) ->
         output=output,
         layers=len(linears),
         tokens=sum(batch.tokens for batch in text),
+        left=statistics.mean(left) if left else None,
         bytes=size,
         seconds=time.perf_counter() - begin,
     )
@@ -102,16 +105,24 @@ def _linears(model: Any) -> list[str]:
             todo="Train with method.kind=qlora as it is: its weights are then rounded to the nearest value.",
         )
     inside = tuple(f"{name}." for name, _ in decoder_layers(model))
-    return [name for name in packable if name.startswith(inside)]
+    found = [name for name in packable if name.startswith(inside)]
+    if not found:
+        raise UnsupportedModelError(f"The decoder layers of {type(model).__name__} have no linear layers to round.")
+    return found
 
 
-def _rounded(visit: Visit, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A decoder layer's tensors, by their names in the model."""
+def _rounded(visit: Visit, dtype: torch.dtype, left: list[float]) -> dict[str, Tensor]:
+    """A decoder layer's tensors, by their names in the model. What is left of the change is added to `left`."""
     own = {f"{visit.name}.{name}": tensor for name, tensor in visit.layer.state_dict().items()}
     weights = {name: own.pop(f"{name}.weight") for name in visit.moments}
     tensors = _cast(own, dtype)
     for name, moments in visit.moments.items():
-        packed = round_nf4(weights.pop(name), moments.inputs, moments.gradients)
+        weight, both = weights.pop(name), (moments.inputs, moments.gradients)
+        packed = round_nf4(weight, *both)
+        ours, nearest = (
+            products_changed(each.dequantise(torch.float32), weight, *both) for each in (packed, NF4Weight.pack(weight))
+        )
+        left += [ours / nearest] if nearest > 0 else []
         tensors |= {f"{name}.{part}": tensor for part, tensor in nf4_parts(packed, dtype).items()}
     return tensors
 

@@ -44,6 +44,13 @@ def round_nf4(weight: Tensor, inputs: Tensor, gradients: Tensor, *, sweeps: int 
     return NF4Weight.of_codes(descent.codes(), scales)
 
 
+def products_changed(values: Tensor, weight: Tensor, inputs: Tensor, gradients: Tensor) -> float:
+    """The sum that rounding makes small, for `values` in the place of the weight."""
+    change = values.float() - weight.float()
+    forth, back = change @ _per_mean(inputs), _per_mean(gradients) @ change
+    return float(((forth + back) * change).sum())
+
+
 def _magnitudes(blocks: Tensor) -> Tensor:
     """Of each block the one that changes it least: a little less than its largest value, as a rule, which is then cut
     for the good of all others."""

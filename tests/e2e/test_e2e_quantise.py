@@ -1,0 +1,45 @@
+"""`pantheraml quantise` as people run it. That what it writes can be trained docs/quickstart.md shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Playground
+
+
+def test_it_says_what_it_did(playground: Playground, tmp_path: Path) -> None:
+    inputs = ["--model", playground.model, "--data", playground.data, "--device", "cpu", "--set", "data.seq_len=64"]
+    ended = playground("quantise", *inputs, "--tokens", "600", "--output", str(tmp_path / "nf4"), "--json")
+    assert ended.code == 0, ended
+    done = json.loads(ended.out)
+    assert done["output"] == str(tmp_path / "nf4")
+    assert done["layers"] == 14
+    assert 500 < done["tokens"] <= 640
+    assert 0.1 < done["left"] < 0.8
+    assert (tmp_path / "nf4" / "model.safetensors.index.json").is_file()
+    again = playground("quantise", *inputs, "--output", str(tmp_path / "nf4"))
+    assert again.code == 9
+    assert "not an empty folder" in again.err
+    assert "train data" not in again.err, "before anything is prepared"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "model"], "Nothing to quantise: give a config file, or --model and --data."),
+        (["--model", "model", "--data", "data.jsonl", "--tokens", "0"], "--tokens 0 is no text."),
+        (
+            ["--model", "model", "--data", "d", "--set", "model.init=random", "--set", "method.kind=full"],
+            "model.init=random has no weights to round.",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(playground: Playground, options: list[str], said: str) -> None:
+    ended = playground("quantise", *options, "--output", "nowhere")
+    assert ended.code == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+    assert not (playground.root / "nowhere").exists()
