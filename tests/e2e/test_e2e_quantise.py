@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Playground
+from tests.e2e.conftest import Playground, result_of, wait_until
 
 
 def test_it_says_what_it_did(playground: Playground, tmp_path: Path) -> None:
@@ -24,6 +25,17 @@ def test_it_says_what_it_did(playground: Playground, tmp_path: Path) -> None:
     assert again.code == 9
     assert "not an empty folder" in again.err
     assert "train data" not in again.err, "before anything is prepared"
+
+
+def test_it_leaves_nothing_when_it_is_stopped(playground: Playground, tmp_path: Path) -> None:
+    inputs = ["--model", playground.model, "--data", playground.data, "--device", "cpu", "--set", "data.seq_len=64"]
+    running = playground.start("quantise", *inputs, "--output", str(tmp_path / "nf4"))
+    wait_until(lambda: list(tmp_path.iterdir()), pause=0.002)  # it has begun to write
+    running.send_signal(signal.SIGINT)
+    ended = result_of(running)
+    assert ended.code == 130, ended
+    assert "Stopped on request" in ended.err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

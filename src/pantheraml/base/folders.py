@@ -49,6 +49,16 @@ def require_empty(output: Path) -> None:
         raise RunDirectoryError(f"{output} is not an empty folder.", todo="Choose another --output.")
 
 
+@contextmanager
+def no_scratch_left(final: Path) -> Iterator[None]:
+    """If the block fails, what another process has begun to write for `final`, and could not remove, is removed."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(scratch_folder(final), ignore_errors=True)
+        raise
+
+
 def scratch_folder(final: Path) -> Path:
     """Where `committed_folder` has others write, who know the final place alone."""
     return final.with_name(PARTIAL + final.name)

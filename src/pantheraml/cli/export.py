@@ -27,6 +27,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.base.folders import no_scratch_left
     from pantheraml.cli.execute import Screen, run_request
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import ExportRequest
@@ -42,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     precision = arguments.precision or run.plan().precision
     request = ExportRequest(run_dir=run_dir.absolute(), output=output.absolute(), precision=precision)
-    run_request("export", request, screen=Screen(title=f"export {run_dir}", quiet=True), answer=lambda folder: None)
+    with no_scratch_left(request.output):
+        run_request("export", request, screen=Screen(title=f"export {run_dir}", quiet=True), answer=lambda folder: None)
     if arguments.json:
         print(json.dumps({"output": str(output.absolute()), "precision": precision}))
     else:

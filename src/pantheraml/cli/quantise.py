@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -48,15 +49,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(done.model_dump_json(indent=1))
         return 0
     print(
-        f"Wrote {arguments.output}: {done.layers} linear layers in nf4, {figures.size(done.bytes)} in all, after"
-        f" {figures.duration(done.seconds)}."
+        f"Wrote {arguments.output} after {figures.duration(done.seconds)}: {done.layers} linear layers in nf4, with"
+        f" {done.share:.0%} of the weights; {figures.size(done.bytes)} in all."
     )
     if done.left is not None:
         print(
             f"On {done.tokens:,} tokens of the text, their products change by {done.left:.0%} (in squares) of what"
             " rounding to the nearest values would change."
         )
-    print(f"Train it:  pantheraml train --method qlora --model {arguments.output} --data {arguments.data or 'FILE'}")
+    inputs = [arguments.config] if arguments.config else ["--data", arguments.data]
+    print(
+        "Train it:  " + shlex.join(["pantheraml", "train", *inputs, "--model", arguments.output, "--method", "qlora"])
+    )
     return 0
 
 
@@ -80,6 +84,7 @@ def _settings(config: TrainConfig) -> TrainConfig:
 
 
 def _quantise(config: TrainConfig, arguments: argparse.Namespace) -> Quantised:
+    from pantheraml.base.folders import no_scratch_left
     from pantheraml.cli.execute import Screen, run_prepare, run_request
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
@@ -95,11 +100,12 @@ def _quantise(config: TrainConfig, arguments: argparse.Namespace) -> Quantised:
         run.write_plan(plan)
         run_prepare(run, config, screen)
         request = QuantiseRequest(run_dir=run.path, output=Path(arguments.output).absolute(), tokens=arguments.tokens)
-        done: Quantised = run_request(
-            "quantise",
-            request,
-            plan=plan,
-            screen=replace(screen, title=""),
-            answer=lambda answers: Quantised.model_validate_json((answers / "quantised.json").read_text()),
-        )
+        with no_scratch_left(request.output):
+            done: Quantised = run_request(
+                "quantise",
+                request,
+                plan=plan,
+                screen=replace(screen, title=""),
+                answer=lambda answers: Quantised.model_validate_json((answers / "quantised.json").read_text()),
+            )
     return done

@@ -2,8 +2,8 @@
 
 By these moments weights are rounded (`models.quantise.rounding`). The text goes through the whole model once, and its
 gradient comes back one decoder layer at a time: a layer computes again what it had computed, from inputs that were kept
-in host memory, and hands the gradient of its input on. So no more than one layer's weights and moments are ever on the
-device, whatever the size of the model.
+in host memory (of every layer, two bytes a value in bf16), and hands the gradient of its input on. So where weights can
+be read layer by layer, those of one layer and its moments are on the device at a time, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from pantheraml.models.unread import read_for_now, read_in_turn
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Within which a layer comes to the same outputs when it computes again."""
+
+SCALE = {torch.float16: 256.0}
+"""Of the loss, for gradients that would be too small for their dtype."""
 
 Told = Callable[[str, int, int], None]
 """Is told what is being done, how often that was done, and how often it will be."""
@@ -108,7 +111,8 @@ def _go_forward(model: Any, layers: Sequence[nn.Module], batches: Sequence[Batch
                 raise UnsupportedModelError(f"{type(model).__name__} does not call each of its layers once.")
             if not bool(loss.isfinite()):
                 raise ModelError("The model's loss on the text is not finite.", todo="Check its weights.")
-            loss.backward()
+            # moments are looked at by their own mean, so a factor changes nothing but what fp16 can hold
+            (loss * SCALE.get(last.output.dtype, 1.0)).backward()
             passage.gradient = last.output.grad.cpu()
             passages.append(passage)
     return passages
@@ -138,17 +142,20 @@ def _hidden(output: Any) -> Tensor:
 def _go_back(passage: _Passage, layer: nn.Module, number: int, name: str) -> None:
     """The gradient of the layer's input, in the place of that of its output."""
     before, rest, kwargs = passage.calls[number]
+    following = passage.calls.pop()[0] if number + 1 < len(passage.calls) else None
     device = next(layer.parameters()).device
     hidden = before.to(device).requires_grad_()
     output = _hidden(layer(hidden, *rest, **kwargs))
-    if number + 1 < len(passage.calls):
-        expected = passage.calls[number + 1][0].to(device)
+    if following is not None:
+        expected = following.to(device)
         difference = (output.detach() - expected).float().norm()
         if not bool(difference <= TOLERANCE[output.dtype] * expected.float().norm()):
             raise UnsupportedModelError(f"The layer after {name} does not begin with what that one ends with.")
     assert passage.gradient is not None
     output.backward(passage.gradient.to(device))
     assert hidden.grad is not None
+    if not bool(hidden.grad.isfinite().all()):
+        raise ModelError(f"The gradient of {name} on the text is not finite.", todo="Check the model's weights.")
     passage.gradient = hidden.grad.cpu()
 
 
@@ -163,7 +170,8 @@ def _observing(linears: dict[str, Any]) -> Iterator[dict[str, Moments]]:
 
     def observe(own: Moments, _layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         add(own.inputs, args[0])
-        output.register_hook(partial(add, own.gradients))
+        if output.requires_grad:
+            output.register_hook(partial(add, own.gradients))
 
     with ExitStack() as hooks:
         for name, layer in linears.items():

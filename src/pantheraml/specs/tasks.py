@@ -137,6 +137,8 @@ class Quantised(BaseModel):
     output: Path
     layers: int
     """Linear layers whose weights were rounded."""
+    share: float
+    """Of all weights, that are in them."""
     tokens: int
     """That they were rounded by."""
     left: float | None

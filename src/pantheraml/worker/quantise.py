@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pantheraml.base.errors import ConfigError, UnsupportedModelError
+from pantheraml.base.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
 from pantheraml.base.events import Emit, EventWriter
 from pantheraml.base.folders import committed_folder, require_empty, write_text
 from pantheraml.data.batch import Batch
@@ -20,8 +21,9 @@ from pantheraml.data.order import step_samples
 from pantheraml.engine.calibrate import Visit, decoder_layers, visits
 from pantheraml.engine.feed import read_batch
 from pantheraml.kernels.nf4 import NF4Weight
+from pantheraml.models.adapters import parameter_count
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.loader import load_model, load_tokenizer, read_config
+from pantheraml.models.loader import load_model, load_tokenizer, model_folder, read_config
 from pantheraml.models.quantise.folder import PackedFolder, packed_config
 from pantheraml.models.quantise.packed import packable_layers
 from pantheraml.models.quantise.rounding import products_changed, round_nf4
@@ -30,6 +32,7 @@ from pantheraml.models.unread import read_in_turn
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import Quantised, QuantiseRequest
+from pantheraml.specs.train import ModelConfig
 from pantheraml.worker.train import DTYPES, check_fits, open_data
 
 TOKENS_AT_ONCE = 16_384
@@ -40,7 +43,13 @@ def quantise_task(folder: Path, emit: EventWriter) -> None:
     request = QuantiseRequest.read(folder)
     run = RunDir(request.run_dir)
     with open_world(run.plan(), timeout_seconds=60) as world:
-        done = quantise(run, request, world, emit)
+        try:
+            done = quantise(run, request, world, emit)
+        except torch.OutOfMemoryError as err:
+            raise OutOfMemoryError(
+                f"A decoder layer and what {TOKENS_AT_ONCE:,} tokens need in it do not fit on {world.device}.",
+                todo=f"Use --tokens {TOKENS_AT_ONCE // 4}, or --device cpu.",
+            ) from err
     write_text(folder / "quantised.json", done.model_dump_json(indent=1))
 
 
@@ -49,6 +58,11 @@ def quantise(run: RunDir, request: QuantiseRequest, world: World, emit: Emit) ->
     begin = time.perf_counter()
     config, output = run.config().model, request.output
     require_empty(output)
+    if config.trust_remote_code:
+        raise ConfigError(
+            "A model that brings code of its own cannot be read packed, which is how it would be written.",
+            todo="Leave model.trust_remote_code out if transformers knows the model; if not, use method.kind=qlora.",
+        )
     source = read_config(config)
     if (stored := stored_format(source)) is not None:
         raise ConfigError(
@@ -61,23 +75,33 @@ def quantise(run: RunDir, request: QuantiseRequest, world: World, emit: Emit) ->
         use_document_attention(model)
     linears, text, dtype = _linears(model), _text(run, model, request.tokens, world), _kept_dtype(source, computed)
     with committed_folder(output) as folder:
+        _write_beside_weights(folder, config, model)
         packed = PackedFolder(folder, parts=len(decoder_layers(model)) + 1)
         left: list[float] = []
         for visit in visits(model, text, linears, partial(_tell, emit)):
             packed.add(_rounded(visit, dtype, left))
         packed.add(_beside(model, dtype))
-        plain = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in linears]
+        plain = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name not in linears]
         size = packed.finish(packed_config(source, dtype, plain))
-        model.generation_config.save_pretrained(folder)
-        load_tokenizer(config).save_pretrained(folder)
     return Quantised(
         output=output,
         layers=len(linears),
+        share=sum(model.get_submodule(name).weight.numel() for name in linears) / parameter_count(model),
         tokens=sum(batch.tokens for batch in text),
         left=statistics.mean(left) if left else None,
         bytes=size,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _write_beside_weights(folder: Path, config: ModelConfig, model: Any) -> None:
+    """Tokenizer and generation settings, these as they are: some that are published transformers would not write."""
+    load_tokenizer(config).save_pretrained(folder)
+    settings = model_folder(config) / "generation_config.json"
+    if settings.is_file():
+        shutil.copyfile(settings, folder / settings.name)
+    else:
+        model.generation_config.save_pretrained(folder)
 
 
 def _text(run: RunDir, model: Any, tokens: int, world: World) -> list[Batch]:
@@ -116,7 +140,8 @@ def _rounded(visit: Visit, dtype: torch.dtype, left: list[float]) -> dict[str, T
     own = {f"{visit.name}.{name}": tensor for name, tensor in visit.layer.state_dict().items()}
     weights = {name: own.pop(f"{name}.weight") for name in visit.moments}
     tensors = _cast(own, dtype)
-    for name, moments in visit.moments.items():
+    for name in list(visit.moments):
+        moments = visit.moments.pop(name)  # the largest tensors there are
         weight, both = weights.pop(name), (moments.inputs, moments.gradients)
         packed = round_nf4(weight, *both)
         ours, nearest = (
@@ -140,6 +165,8 @@ def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def _kept_dtype(source: Any, computed: torch.dtype) -> torch.dtype:
-    """Of what is not rounded: the checkpoint's, unless that is wider than what was computed in."""
+    """Of what is not rounded: the checkpoint's, if that holds all that is left of the numbers; else what was computed
+    in."""
     stored = source.dtype
-    return stored if isinstance(stored, torch.dtype) and stored.itemsize <= computed.itemsize else computed
+    exact = isinstance(stored, torch.dtype) and stored.itemsize < computed.itemsize
+    return stored if exact else computed

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.parallel.process_group import open_world
 from pantheraml.specs.tasks import Quantised, QuantiseRequest
 from pantheraml.specs.train import ModelConfig, TrainConfig
-from pantheraml.worker.quantise import quantise
+from pantheraml.worker.quantise import _kept_dtype, quantise
 from tests import toy
 from tests.harness import make_plan, make_run, silent, train_here, values
 from tests.unit.models.conftest import TinyModel, tiny_model  # noqa: F401
@@ -26,10 +28,10 @@ LINEARS = 14
 """Of two layers of a Llama."""
 
 
-def config_of(folder: Path, model: Path, **method: Any) -> TrainConfig:
+def config_of(folder: Path, model: Path, *, remote_code: bool = False, **method: Any) -> TrainConfig:
     return TrainConfig.model_validate(
         {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "trust_remote_code": remote_code},
             "data": {"path": str(folder / "data.jsonl"), "seq_len": 64, "cache_dir": str(folder / "cache")},
             "method": method,
             "train": {"global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2},
@@ -37,8 +39,8 @@ def config_of(folder: Path, model: Path, **method: Any) -> TrainConfig:
     )
 
 
-def quantised(folder: Path, model: Path, output: Path, tokens: int = 512) -> Quantised:
-    config = config_of(folder, model)
+def quantised(folder: Path, model: Path, output: Path, tokens: int = 512, *, remote_code: bool = False) -> Quantised:
+    config = config_of(folder, model, remote_code=remote_code)
     run = make_run(folder / f"run-{output.name}", config, make_plan(config))
     with open_world(run.plan(), timeout_seconds=60) as world:
         return quantise(run, QuantiseRequest(run_dir=run.path, output=output, tokens=tokens), world, silent)
@@ -55,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.layers == LINEARS
         assert done.bytes == sum(tensor.nbytes for tensor in tensors(place / f"{name}-nf4").values())
         assert 256 < done.tokens <= 512
+        assert 0.5 < done.share < 0.9
     return place
 
 
@@ -117,6 +120,8 @@ def test_as_much_text_as_there_is(folder: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_quantised_is_refused(folder: Path, tmp_path: Path, tiny_model: TinyModel) -> None:  # noqa: F811
     with pytest.raises(ConfigError, match="nf4 already"):
         quantised(folder, folder / "model-nf4", tmp_path / "again")
+    with pytest.raises(ConfigError, match="code of its own"):
+        quantised(folder, folder / "model", tmp_path / "code", remote_code=True)
     with pytest.raises(UnsupportedModelError, match="Conv1D"):
         quantised(folder, tiny_model("gpt2"), tmp_path / "gpt2")
     (tmp_path / "full").mkdir()
@@ -124,3 +129,25 @@ def test_what_cannot_be_quantised_is_refused(folder: Path, tmp_path: Path, tiny_
     with pytest.raises(RunDirectoryError, match="not an empty folder"):
         quantised(folder, folder / "model", tmp_path / "full")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_generation_settings_are_kept_as_they_are(folder: Path, tmp_path: Path) -> None:
+    """Also those that transformers reads, but would not write."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    odd = '{"temperature": 0.6, "do_sample": false}'
+    (tmp_path / "model" / "generation_config.json").write_text(odd)
+    quantised(folder, tmp_path / "model", tmp_path / "nf4")
+    assert (tmp_path / "nf4" / "generation_config.json").read_text() == odd
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed", "kept"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (None, torch.float32, torch.float32),
+    ],
+)
+def test_what_is_not_rounded_is_kept_in_what_holds_it(stored: Any, computed: torch.dtype, kept: torch.dtype) -> None:
+    assert _kept_dtype(SimpleNamespace(dtype=stored), computed) is kept
