@@ -8,7 +8,7 @@ two, each by its own mean, is made small: weights that matter little take up wha
 
 This is coordinate descent (`kernels.nf4_descent`): one weight after the other takes the value that makes the sum least
 while all others stay. On a small Llama (`benchmarks/accuracy.py`, size cpu) that reduces what rounding changes of the
-adapters' gradients to less than a third; following the inputs alone, as GPTQ does (arXiv 2210.17323), to a half.
+adapters' gradients to about a third; following the inputs alone, as GPTQ does (arXiv 2210.17323), to about a half.
 """
 
 from __future__ import annotations
