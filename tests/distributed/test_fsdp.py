@@ -15,6 +15,10 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-3}
 """Adapters over bf16 are float32. On some CPUs how a bf16 product is rounded depends on its number of rows, and after a
 few steps losses and norms are up to 6e-4 apart (AMD EPYC with avx512_bf16); the first gradients agree anyhow."""
 FIRST_GRADIENTS = 1e-5
+FP8_LATER = {"loss": 1e-3, "grad_norm": 2e-2, "weights": 2e-2, "moments": 5e-2, "evaluation": 5e-3}
+"""fp8 rounds activations: where the last bit of a sum depends on its number of rows, one may move by a whole e4m3 step,
+and after a few steps an AMD EPYC had losses 4e-5 apart, norms 4e-3, weights 2e-3, moments 8e-3 and evaluations 1.3e-3;
+the first gradients agree to 3e-7."""
 
 
 def launch(folder: Path, world: int) -> dict[str, Any]:
@@ -35,14 +39,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_ranks_train_as_one_process_does(results: dict[str, Any], name: str) -> None:
     case, found = CASES[name], results[name]
     tolerance = TOLERANCE[case.dtype]
-    for what in ("loss", "grad_norm"):
-        assert found[what] <= tolerance, what
     assert found["gradients"] <= min(tolerance, FIRST_GRADIENTS)
     # Adam divides by the gradient's own size, which lifts the last bits of values near zero
-    for what in ("weights", "moments"):
-        assert found[what] <= 10 * tolerance, what
-    # fp8 rounds activations: the last bit of an adapter can move one by a whole e4m3 step
-    assert found["evaluation"] <= (1e-3 if case.packing == "fp8" else tolerance)
+    later = dict.fromkeys(("loss", "grad_norm", "evaluation"), tolerance) | {
+        "weights": 10 * tolerance,
+        "moments": 10 * tolerance,
+    }
+    for what, limit in (FP8_LATER if case.packing == "fp8" else later).items():
+        assert found[what] <= limit, what
     assert found["moved"] > 0.1, "the case is meant to change its weights"
 
 
