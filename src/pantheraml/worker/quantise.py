@@ -36,7 +36,7 @@ from pantheraml.specs.train import ModelConfig
 from pantheraml.worker.train import DTYPES, check_fits, open_data
 
 TOKENS_AT_ONCE = 16_384
-"""In one pass; what a layer of an 8B model keeps for its way back is some 3 GB then."""
+"""In one pass; what a layer of an 8B model keeps for its way back is some 3 GB then, by count."""
 
 
 def quantise_task(folder: Path, emit: EventWriter) -> None:
