@@ -18,6 +18,9 @@ PACKAGES: dict[tuple[str, str], tuple[str, ...]] = {
     ("hf", "trl"): ("trl", "datasets"),
 }
 
+QUANTISED = "-quantised"
+"""At the end of a model's name: the model of that shape, written anew by `pantheraml quantise`."""
+
 FIELDS = (
     "case",
     "status",
@@ -54,6 +57,7 @@ class Case:
     system: System
     path: Literal["cli", "trl"]
     model: str
+    """A shape of `inputs.py`, or one with QUANTISED behind it."""
     method: Literal["lora", "qlora", "full"]
     precision: Literal["bf16", "fp8", "nf4", "fp32"]
     """Of the weights that are not trained; of all weights in a full fine-tune."""
@@ -72,6 +76,10 @@ class Case:
     """Nothing is started beside it: how long its start takes is a target of its own."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Command line only: further `--set`."""
+
+    @property
+    def shape(self) -> str:
+        return self.model.removesuffix(QUANTISED)
 
     @property
     def packages(self) -> tuple[str, ...]:

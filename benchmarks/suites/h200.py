@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from table import Table
 
-from suites.case import Case
+from suites.case import QUANTISED, Case
 from suites.comparison import COLUMNS, Comparison, StartLimit, Targets
 
 LEAN = "offload"
@@ -40,6 +40,14 @@ CASES = (
     replace(UNSLOTH, name="unsloth-8b-lora-lean", checkpointing="unsloth"),
     replace(OURS, name="ours-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
     replace(UNSLOTH, name="unsloth-8b-qlora-lean", method="qlora", precision="nf4", checkpointing="unsloth"),
+    replace(
+        OURS,
+        name="ours-8b-qlora-lean-quantised",
+        model="8b" + QUANTISED,
+        method="qlora",
+        precision="nf4",
+        checkpointing=LEAN,
+    ),
     # uneven documents, packed
     replace(OURS, name="ours-8b-lora-uneven", data="uneven"),
     replace(UNSLOTH, name="unsloth-8b-lora-uneven", data="uneven"),
@@ -79,6 +87,14 @@ CASES = (
     replace(OURS_TRL, name="ours-trl-8b-lora-uneven", data="uneven"),
     replace(OURS_TRL, name="ours-trl-8b-lora-lean", checkpointing="full"),
     replace(OURS_TRL, name="ours-trl-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
+    replace(
+        OURS_TRL,
+        name="ours-trl-8b-qlora-lean-quantised",
+        model="8b" + QUANTISED,
+        method="qlora",
+        precision="nf4",
+        checkpointing=LEAN,
+    ),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-fp8"),
     replace(OURS_TRL_1B, name="ours-trl-1b-full", method="full", precision="bf16"),
     replace(OURS_TRL_1B, name="ours-trl-1b-full-fp8", method="full"),
@@ -90,6 +106,8 @@ CASES = (
     replace(HF_1B, name="hf-1b-lora"),
     replace(HF_1B, name="hf-1b-full", method="full"),
 )
+
+QLORA_QUANTISED = "8B QLoRA 4x2048, lean, over what `pantheraml quantise` wrote"
 
 TARGETS = Targets(
     comparisons=(
@@ -115,6 +133,8 @@ TARGETS = Targets(
         Comparison("8B LoRA 4x2048, lean", "ours-trl-8b-lora-lean", ("unsloth-8b-lora-lean",), 1.8, 0.8),
         Comparison("8B QLoRA 4x2048, lean", "ours-8b-qlora-lean", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
         Comparison("8B QLoRA 4x2048, lean", "ours-trl-8b-qlora-lean", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
+        Comparison(QLORA_QUANTISED, "ours-8b-qlora-lean-quantised", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
+        Comparison(QLORA_QUANTISED, "ours-trl-8b-qlora-lean-quantised", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
         Comparison("1B LoRA 4x2048", "ours-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
         Comparison("1B LoRA 4x2048", "ours-trl-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
         Comparison("1B LoRA 4x2048, both bf16", "ours-1b-lora-bf16", ("unsloth-1b-lora",), 1.15, None),

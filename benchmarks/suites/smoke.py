@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from table import Table
 
-from suites.case import Case
+from suites.case import QUANTISED, Case
 from suites.comparison import COLUMNS, Comparison, StartLimit, Targets
 
 OURS = Case(
@@ -26,6 +26,7 @@ HF = replace(OURS, name="hf-tiny-lora", system="hf", path="trl")
 CASES = (
     OURS,
     replace(OURS, name="ours-tiny-uneven", method="full", precision="fp32", data="uneven", seq=512, steps=4),
+    replace(OURS, name="ours-tiny-quantised", model="tiny" + QUANTISED, method="qlora", precision="nf4"),
     HF,
     replace(HF, name="ours-trl-tiny-lora", system="pantheraml"),
     replace(HF, name="unsloth-tiny-lora", system="unsloth"),

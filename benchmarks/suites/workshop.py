@@ -13,10 +13,13 @@ from pathlib import Path
 from inputs import write_full_sequences, write_uneven_documents
 
 from pantheraml.base import env
-from suites.case import Case
+from suites.case import QUANTISED, Case
 from suites.process import Process, last_line
 
 MODEL_SECONDS = 300
+QUANTISE_SECONDS = 1200
+TEXT = {"sequences": 32, "seq_len": 2048}
+"""What models are quantised by: as many tokens as `pantheraml quantise` takes if nobody says otherwise."""
 
 
 class ModelNotMade(RuntimeError):
@@ -36,33 +39,49 @@ class Workshop:
     extras: Path | None = None
     """A folder of packages that our cases find and others do not: those of our optional extras."""
 
-    def model(self, shape: str) -> Path:
+    def model(self, name: str) -> Path:
         """Where it is, or will be."""
-        return self.folder / "models" / shape
+        return self.folder / "models" / name
 
-    def make_model(self, shape: str) -> None:
+    def make_model(self, name: str) -> None:
         """If it is not there; on the GPU. A folder under its final name is whole."""
-        place = self.model(shape)
+        place = self.model(name)
         if place.exists():
             return
         aside = place.with_suffix(".unfinished")
         shutil.rmtree(aside, ignore_errors=True)
-        command = [sys.executable, str(Path(__file__).parents[1] / "inputs.py"), shape, str(aside)]
-        log = self.log(f"model-{shape}")
-        if Process(command, log, self._environment("models", [])).run(MODEL_SECONDS) != 0:
-            raise ModelNotMade(f"the {shape} model could not be made: {last_line(log)}")
+        shape = name.removesuffix(QUANTISED)
+        if shape == name:
+            command, seconds = (
+                [sys.executable, str(Path(__file__).parents[1] / "inputs.py"), shape, str(aside)],
+                MODEL_SECONDS,
+            )
+        else:
+            self.make_model(shape)
+            command, seconds = self._quantise_command(shape, aside), QUANTISE_SECONDS
+        log = self.log(f"model-{name}")
+        if Process(command, log, self._environment("models", [])).run(seconds) != 0:
+            raise ModelNotMade(f"the {name} model could not be made: {last_line(log)}")
         aside.rename(place)
 
+    def _quantise_command(self, shape: str, output: Path) -> list[str]:
+        text = self.folder / "data" / f"{shape}-text.jsonl"
+        text.parent.mkdir(parents=True, exist_ok=True)
+        write_full_sequences(text, shape=shape, **TEXT)
+        places = ["--model", str(self.model(shape)), "--data", str(text), "--output", str(output)]
+        where = [] if self.device is None else ["--device", self.device]
+        return [sys.executable, "-m", "pantheraml.cli.main", "quantise", "--json", *places, *where]
+
     def data(self, case: Case) -> Path:
-        place = self.folder / "data" / f"{case.model}-{case.data}-{case.batch}x{case.seq}x{case.steps}.jsonl"
+        place = self.folder / "data" / f"{case.shape}-{case.data}-{case.batch}x{case.seq}x{case.steps}.jsonl"
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             aside = place.with_suffix(".unfinished")
             sequences = case.batch * (case.steps + 1)
             if case.data == "full":
-                write_full_sequences(aside, shape=case.model, sequences=sequences, seq_len=case.seq)
+                write_full_sequences(aside, shape=case.shape, sequences=sequences, seq_len=case.seq)
             else:
-                write_uneven_documents(aside, shape=case.model, tokens=sequences * case.seq, seq_len=case.seq)
+                write_uneven_documents(aside, shape=case.shape, tokens=sequences * case.seq, seq_len=case.seq)
             aside.rename(place)
         return place
 

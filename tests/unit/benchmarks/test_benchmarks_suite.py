@@ -78,6 +78,7 @@ def test_what_is_not_installed_is_skipped_and_what_was_not_asked_for_is_not_run(
     assert statuses(record) == {
         "ours-tiny-lora": "not run",
         "ours-tiny-uneven": "not run",
+        "ours-tiny-quantised": "not run",
         "hf-tiny-lora": "not run",
         "ours-trl-tiny-lora": "not run",
         "unsloth-tiny-lora": "skipped",
@@ -107,6 +108,20 @@ def test_a_measured_case_is_kept_when_the_suite_goes_on(tmp_path: Path) -> None:
     again = bench(tmp_path / "results", "--resume", "--only", "ours-tiny-lora", "--only", "unsloth-*", status=1)
     assert again["results"][0] == row
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_case_may_train_what_our_own_command_quantised(tmp_path: Path) -> None:
+    record = bench(tmp_path / "results", "--only", "ours-tiny-quantised")
+    (row,) = [row for row in record["results"] if row["status"] == "measured"]
+    assert row["model"] == "tiny-quantised"
+    assert row["loss_first"] == pytest.approx(6.24, abs=0.1)
+    work = tmp_path / "work" / "smoke"
+    written = json.loads((work / "models" / "tiny-quantised" / "config.json").read_text(encoding="utf-8"))
+    assert written["quantization_config"]["quant_method"] == "bitsandbytes"
+    config = (work / "runs" / "ours-tiny-quantised" / "run" / "config.yaml").read_text(encoding="utf-8")
+    assert str(work / "models" / "tiny-quantised") in config, "it trained that one"
 
 
 @pytest.mark.slow
@@ -169,7 +184,7 @@ from pathlib import Path
 from suites.run_case import Starts
 from suites.smoke import CASES
 from suites.workshop import Workshop
-cli, uneven, hf, ours, unsloth = CASES
+cli, _, _, hf, ours, unsloth = CASES
 fresh = dataclasses.replace(hf, name="fresh", cache="fresh")
 shop = Workshop(Path(sys.argv[1]), "cpu", Path(sys.argv[2]), Path(sys.argv[1]) / "extras")
 def there():
