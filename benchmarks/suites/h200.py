@@ -95,9 +95,12 @@ CASES = (
         precision="nf4",
         checkpointing=LEAN,
     ),
+    replace(OURS_TRL, name="ours-trl-8b-lora-bf16", precision="bf16"),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-fp8"),
+    replace(OURS_TRL_1B, name="ours-trl-1b-lora-bf16", precision="bf16"),
     replace(OURS_TRL_1B, name="ours-trl-1b-full", method="full", precision="bf16"),
     replace(OURS_TRL_1B, name="ours-trl-1b-full-fp8", method="full"),
+    replace(OURS_TRL_1B, name="ours-trl-1b-full-lean", method="full", precision="bf16", checkpointing=LEAN),
     replace(LIGER, name="liger-8b-lora"),
     replace(HF, name="hf-8b-lora"),
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-uneven-fp8", data="uneven"),
@@ -114,7 +117,9 @@ TARGETS = Targets(
         Comparison("8B LoRA 4x2048", "ours-8b-lora-fp8", ("unsloth-8b-lora", "unsloth-8b-lora-fp8"), 1.6, 0.95),
         Comparison("8B LoRA 4x2048", "ours-trl-8b-lora-fp8", ("unsloth-8b-lora", "unsloth-8b-lora-fp8"), 1.6, 0.95),
         Comparison("8B LoRA 4x2048, Unsloth's default", "ours-8b-lora-fp8", ("unsloth-8b-lora",), 1.8, None),
+        Comparison("8B LoRA 4x2048, Unsloth's default", "ours-trl-8b-lora-fp8", ("unsloth-8b-lora",), 1.8, None),
         Comparison("8B LoRA 4x2048, both bf16", "ours-8b-lora-bf16", ("unsloth-8b-lora",), 1.1, None),
+        Comparison("8B LoRA 4x2048, both bf16", "ours-trl-8b-lora-bf16", ("unsloth-8b-lora",), 1.1, None),
         Comparison(
             "8B LoRA 2x4096",
             "ours-8b-lora-fp8-4096",
@@ -138,6 +143,7 @@ TARGETS = Targets(
         Comparison("1B LoRA 4x2048", "ours-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
         Comparison("1B LoRA 4x2048", "ours-trl-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
         Comparison("1B LoRA 4x2048, both bf16", "ours-1b-lora-bf16", ("unsloth-1b-lora",), 1.15, None),
+        Comparison("1B LoRA 4x2048, both bf16", "ours-trl-1b-lora-bf16", ("unsloth-1b-lora",), 1.15, None),
         Comparison("1B full 4x2048", "ours-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
         Comparison(
             "1B full 4x2048, products in fp8", "ours-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
@@ -147,6 +153,7 @@ TARGETS = Targets(
             "1B full 4x2048, products in fp8", "ours-trl-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
         ),
         Comparison("1B full 4x2048, lean", "ours-1b-full-lean", ("liger-1b-full", "unsloth-1b-full"), None, 1.0),
+        Comparison("1B full 4x2048, lean", "ours-trl-1b-full-lean", ("liger-1b-full", "unsloth-1b-full"), None, 1.0),
         Comparison(
             "8B LoRA, uneven documents, packed",
             "ours-8b-lora-uneven",
