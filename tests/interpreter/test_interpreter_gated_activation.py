@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,21 @@ def check_backward(*, gelu: bool, quantise: bool, scaled: bool = False, shift: f
 @pytest.mark.parametrize(("quantise", "scaled"), [(True, True), (True, False), (False, False)])
 def test_backward(gelu: bool, quantise: bool, scaled: bool) -> None:
     check_backward(gelu=gelu, quantise=quantise, scaled=scaled)
+
+
+@pytest.mark.parametrize("gelu", BOTH)
+def test_backward_over_its_own_inputs(gelu: bool) -> None:
+    values, g = pair(), torch.randn(ROWS, COLUMNS)
+    wanted = gated_activation_backward(g, values, gelu=gelu, quantise=False)
+    found = gated_activation_backward(g, values, gelu=gelu, quantise=False, in_place=True)
+    assert [each.payload.data_ptr() for each in found] == [g.data_ptr(), values.data_ptr()]
+    assert all(torch.equal(ours.payload, theirs.payload) for ours, theirs in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"quantise": True}, {"rooms": (0, 64)}, {"rooms": (32, 0)}])
+def test_what_does_not_fit_is_not_written_over(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="without rooms"):
+        gated_activation_backward(torch.randn(ROWS, COLUMNS), pair(), **{"quantise": False} | options, in_place=True)
 
 
 def test_scales_begin_where_a_product_can_read_them() -> None:

@@ -13,7 +13,6 @@ alone: without gradients, or in eval mode, a layer runs as ever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.engine.host_memory import HostStore
-from pantheraml.models.fast import recomputing
+from pantheraml.models.fast import recomputing, to_be_recomputed
 from pantheraml.specs.train import Checkpointing
 
 Run = Callable[..., Any]
@@ -88,7 +87,7 @@ def _full(run: Run, *args: Any) -> Any:
 
 def _whole_contexts() -> tuple[Any, Any]:
     """Of the first run and of the second."""
-    return nullcontext(), recomputing()
+    return to_be_recomputed(), recomputing()
 
 
 def _selective(run: Run, *args: Any) -> Any:

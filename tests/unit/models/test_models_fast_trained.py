@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pantheraml.engine.checkpointing import apply_checkpointing
-from pantheraml.models.fast import fuse, second_layouts
+from pantheraml.kernels.gated_activation import gated_activation_backward
+from pantheraml.models.fast import functions, fuse, second_layouts
 from pantheraml.models.fast.trained import TrainedGroup
 from pantheraml.models.quantise.trained_fp8 import TrainedFP8Linear, use_fp8_products
 from pantheraml.specs.train import Checkpointing, TrainConfig
@@ -171,6 +172,33 @@ def test_checkpointing_changes_no_number(mode: Checkpointing, fp8: bool) -> None
     wanted = results(ours)
     assert apply_checkpointing(ours, mode) == LAYERS
     assert_same(results(ours), wanted, tolerance=0)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "offload"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_gradients_are_written_over_what_was_computed_for_them_alone(
+    mode: Checkpointing, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And over nothing that a second way back would read."""
+    ours, _ = pair(fp8=fp8)
+    wanted = results(ours)
+    apply_checkpointing(ours, mode)
+    places = []
+
+    def spied(g: Tensor, both: Tensor, **options: Any) -> Any:
+        hidden, gradient = gated_activation_backward(g, both, **options)
+        places.append((hidden.payload is g, gradient.payload is both))
+        return hidden, gradient
+
+    monkeypatch.setattr(functions, "gated_activation_backward", spied)
+    ours.zero_grad()
+    loss = ours(input_ids=IDS, labels=IDS, use_cache=False).loss
+    for passes in (1, 2):
+        loss.backward(retain_graph=passes == 1)
+        gradients = {name: parameter.grad / passes for name, parameter in ours.named_parameters()}
+        assert_same(gradients, {name: wanted[name] for name in gradients})
+    here = mode in ("full", "offload") and not fp8
+    assert places == [(here, here)] * 2 * LAYERS
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "offload"])

@@ -47,18 +47,25 @@ def gated_activation_backward(
     rooms: tuple[int, int] = (0, 0),
     gelu: bool = False,
     quantise: bool = True,
+    in_place: bool = False,
 ) -> tuple[Rows, Rows]:
     """The hidden rows (with `rooms[0]`), and the gradient of `pair` times `multiplier`, if given (with `rooms[1]`).
 
-    Both as e4m3, or in pair's dtype; then there is no multiplier.
+    Both as e4m3, or in pair's dtype; then there is no multiplier, and `in_place`, without rooms, the hidden rows are
+    written over g and the gradient over pair.
     """
     rows, columns = g.shape
-    hidden = _empty(rows, columns + rooms[0], pair, quantise)
-    out = _empty(rows, 2 * columns + rooms[1], pair, quantise)
+    if in_place:
+        if quantise or any(rooms) or not (g.is_contiguous() and g.dtype == pair.dtype):
+            raise ValueError("only rows of one dtype, without rooms, can be written over what they are made of")
+        hidden, out = g, pair
+    else:
+        hidden = _empty(rows, columns + rooms[0], pair, quantise)
+        out = _empty(rows, 2 * columns + rooms[1], pair, quantise)
     if not runs_triton(pair):
-        gradient = reference_gated_backward(g, pair, gelu=gelu)
+        again, gradient = reference_gated(pair, gelu=gelu), reference_gated_backward(g, pair, gelu=gelu)
         return (
-            _fill(hidden, columns, reference_gated(pair, gelu=gelu), None, quantise),
+            _fill(hidden, columns, again, None, quantise),
             _fill(out, 2 * columns, gradient, multiplier, quantise),
         )
     from pantheraml.kernels.gated_activation import triton_kernel

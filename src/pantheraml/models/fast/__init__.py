@@ -1,6 +1,6 @@
 """Decoder layers with LoRA adapters, or trained as a whole, fused: few passes over memory, few things kept."""
 
-from pantheraml.models.fast.functions import recomputing
+from pantheraml.models.fast.functions import recomputing, to_be_recomputed
 from pantheraml.models.fast.head import quantise_head_like_layers
 from pantheraml.models.fast.layers import FusionReport, fuse, is_fused, record_passes, release_recordings, run_together
 from pantheraml.models.fast.layouts import second_layouts, why_one_layout
@@ -15,5 +15,6 @@ __all__ = [
     "release_recordings",
     "run_together",
     "second_layouts",
+    "to_be_recomputed",
     "why_one_layout",
 ]

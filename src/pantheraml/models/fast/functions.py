@@ -3,15 +3,16 @@
 Each is one autograd function over a stretch of the layer, so that what is kept for the backward pass is chosen by hand:
 inputs of products stay in fp8, as the products saw them, and where those are normalised rows, the norm's gradient is
 formed from them too; the hidden rows of the MLP are computed again from gate and up; residual sums and their gradients
-ride along with the normalisation, and where layers follow each other, so do those between them. For a norm that is
-trained the plain rows are kept as well: where its weight is nought, fp8 rows do not tell what would have changed it.
+ride along with the normalisation, and where layers follow each other, so do those between them. Where gate and up
+were computed for this backward pass alone, their gradients are written over them, if they are of one dtype: that is the
+most that a layer with activation checkpointing ever holds. For a norm that is trained the plain rows are kept as well:
+where its weight is nought, fp8 rows do not tell what would have changed it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 import torch
@@ -116,17 +117,33 @@ def _parameters(groups: Sequence[Group]) -> list[Any]:
     return [parameter for group in groups for parameter in group.parameters()]
 
 
+_WILL_BE_AGAIN: ContextVar[bool] = ContextVar("will_be_recomputed", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
+class _While:
+    """A flag is set; one that can be entered again, as layers are once for every backward pass."""
+
+    def __init__(self, flag: ContextVar[bool]) -> None:
+        self._flag = flag
+        self._tokens: list[Token[bool]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(self._flag.set(True))
+
+    def __exit__(self, *error: object) -> None:
+        self._flag.reset(self._tokens.pop())
+
+
+def to_be_recomputed() -> _While:
+    """While layers are run that will be run again for their activations: every backward pass has its own, and may
+    write over them."""
+    return _While(_WILL_BE_AGAIN)
+
+
+def recomputing() -> _While:
     """While layers are run a second time for their activations: the MLP's last product is left out."""
-    token = _RECOMPUTING.set(True)
-    try:
-        yield
-    finally:
-        _RECOMPUTING.reset(token)
+    return _While(_RECOMPUTING)
 
 
 def _keep(ctx: Any, *tensors: Tensor | None) -> None:
@@ -290,6 +307,7 @@ class _AfterAttention(torch.autograd.Function):
             normed.payload, normed.scales, first_middle, pair, second_middle,
         )  # fmt: skip
         ctx.norm, ctx.groups, ctx.gelu, ctx.link, ctx.unchanged = norm, groups, gelu, link, _Unchanged(groups)
+        ctx.pair_is_own = _WILL_BE_AGAIN.get()
         return out if link is None else (normed.total, out)
 
     @staticmethod
@@ -307,6 +325,7 @@ class _AfterAttention(torch.autograd.Function):
         hidden, d_pair = gated_activation_backward(
             d_hidden, pair,
             multiplier=first.multiplier, rooms=(0, first.room), gelu=ctx.gelu, quantise=first.quantised,
+            in_place=ctx.pair_is_own and not first.quantised and first.room == 0,
         )  # fmt: skip
         second_gradients = second.parameter_gradients(g_second, Operand(*hidden), sides)
         del d_hidden, hidden, g_second
