@@ -58,13 +58,14 @@ class Workshop:
             )
         else:
             self.make_model(shape)
-            command, seconds = self._quantise_command(shape, aside), QUANTISE_SECONDS
+            command, seconds = self.quantise_command(shape, aside), QUANTISE_SECONDS
         log = self.log(f"model-{name}")
         if Process(command, log, self._environment("models", [])).run(seconds) != 0:
             raise ModelNotMade(f"the {name} model could not be made: {last_line(log)}")
         aside.rename(place)
 
-    def _quantise_command(self, shape: str, output: Path) -> list[str]:
+    def quantise_command(self, shape: str, output: Path) -> list[str]:
+        """By random text, which is written first: what a model was quantised by changes neither speed nor memory."""
         text = self.folder / "data" / f"{shape}-text.jsonl"
         text.parent.mkdir(parents=True, exist_ok=True)
         write_full_sequences(text, shape=shape, **TEXT)

@@ -268,6 +268,7 @@ class _Work(NamedTuple):
 
 def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work, choices: Choices) -> bool:
     asked, full = config.train.fused, config.method.kind == "full"
+    again = config.train.activation_checkpointing == "offload"
     lacking = _why_not_fused(config, gpus, work) if device == "cuda" else None
     if work.dims.world_size > work.dims.replicate:
         lacking = f"fused layers hold their weights whole, and the model is divided ({work.dims})"
@@ -285,7 +286,7 @@ def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work,
         reason = "the fused layers do not have dropout on the adapter"
     elif config.method.kind == "dora":
         reason = "the fused layers do not have method.kind=dora"
-    elif full and reason is None and not work.fp8_products:
+    elif full and reason is None and not work.fp8_products and not again:
         reason = "with products in bf16 compiled layers were faster"
     if reason is not None:
         choices.automatic("train.fused", False, reason)
@@ -293,6 +294,7 @@ def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work,
     what = "weights are frozen: base and adapter are one product, few passes over memory"
     if full:
         what = "layers with one input are one product, and norms and activations write its rows as it reads them"
+        what += "; computed again, gradients take the place of activations" if again and not work.fp8_products else ""
     nf4 = ", in fp8 straight from nf4" if work.frozen == "nf4" else ""
     choices.automatic("train.fused", True, f"{what}{nf4}")
     return True

@@ -110,18 +110,27 @@ def test_a_measured_case_is_kept_when_the_suite_goes_on(tmp_path: Path) -> None:
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_case_may_train_what_our_own_command_quantised(tmp_path: Path) -> None:
-    record = bench(tmp_path / "results", "--only", "ours-tiny-quantised")
-    (row,) = [row for row in record["results"] if row["status"] == "measured"]
-    assert row["model"] == "tiny-quantised"
-    assert row["loss_first"] == pytest.approx(6.24, abs=0.1)
-    work = tmp_path / "work" / "smoke"
-    written = json.loads((work / "models" / "tiny-quantised" / "config.json").read_text(encoding="utf-8"))
-    assert written["quantization_config"]["quant_method"] == "bitsandbytes"
-    config = (work / "runs" / "ours-tiny-quantised" / "run" / "config.yaml").read_text(encoding="utf-8")
-    assert str(work / "models" / "tiny-quantised") in config, "it trained that one"
+QUANTISE = """
+import json
+from pathlib import Path
+from suites.smoke import CASES
+from suites.workshop import Workshop
+shop = Workshop(Path(sys.argv[1]), "cpu")
+(case,) = [case for case in CASES if case.model != case.shape]
+words = shop.quantise_command(case.shape, shop.model(case.model))
+print(json.dumps([words[3:], str(shop.model(case.shape)), str(shop.model(case.model)), str(shop.data(case))]))
+"""
+
+
+def test_models_are_quantised_by_a_command_that_there_is(python: Python, tmp_path: Path) -> None:
+    """What it does is tested end to end elsewhere, and takes a minute."""
+    words, plain, quantised, data = json.loads(python(QUANTISE, str(tmp_path)))
+    given = build_parser().parse_args(words)
+    assert (given.command, given.model, given.output, given.device) == ("quantise", plain, quantised, "cpu")
+    assert config_from(given).data.path == given.data
+    rows = [json.loads(line)["text"].split() for line in Path(given.data).read_text(encoding="utf-8").splitlines()]
+    assert sum(len(row) + 1 for row in rows) == given.tokens, "an end token is added to each"
+    assert Path(data).name.startswith("tiny-full"), "trained on what others of that shape are trained on"
 
 
 @pytest.mark.slow

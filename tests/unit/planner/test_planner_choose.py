@@ -220,6 +220,10 @@ def test_full_fine_tunes_are_fused_where_that_is_faster() -> None:
     assert (plain.fused, plain.compile) == (False, True)
     assert "compiled layers were faster" in plain.reason("train.fused")
     assert choose(full("bf16", fused="on"), machine(gpus=1, capability=(8, 0))).fused
+    lean = choose(full("bf16", activation_checkpointing="offload"), machine(gpus=1))
+    assert (lean.fused, lean.compile, lean.cuda_graph) == (True, False, False), "layers computed again do not compile"
+    assert "gradients take the place of activations" in lean.reason("train.fused")
+    assert not choose(full("bf16", activation_checkpointing="offload", weights="fp32"), machine(gpus=1)).fused
     wide = choose(full(weights="fp32"), machine(gpus=1))
     assert not wide.fused
     assert "train.weights is fp32" in wide.reason("train.fused")
