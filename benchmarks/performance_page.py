@@ -233,8 +233,8 @@ TRICKS = (
         "Layer inputs in host memory",
         "`train.activation_checkpointing=offload`, the memory-lean mode, is `full` with the layers' inputs in"
         " page-locked host memory. They are copied out beside the computation, and back one layer ahead of their use."
-        " Fused layers leave out the MLP's last product when they are computed again, and in bf16, where all of their"
-        " weights are trained, write the gradients of gate and up over gate and up.",
+        " Fused layers leave out the MLP's last product when they are computed again, and in bf16, where gate and up"
+        " have no adapters, write the gradients of these over them.",
     ),
     Trick(
         "stochastic_rounding",

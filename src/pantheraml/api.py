@@ -241,8 +241,9 @@ def _speed_up_full(
 ) -> None:
     if in_fp8:
         use_fp8_products(model)
-    # With products in bf16 compiled layers are faster; those that are computed again are not compiled.
-    again = checkpointing not in (False, "selective") and model.device.type == "cuda"
+    # With products in bf16 compiled layers are faster; those that are computed again are not compiled. Of several
+    # processes each may be given a part of the weights by its trainer, which fused layers hold whole.
+    again = checkpointing not in (False, "selective") and model.device.type == "cuda" and launched_rank() is None
     _speed_up(fast, model, checkpointing, fused=in_fp8 or again)
     if checkpointing is False and model.device.type == "cuda" and not is_split(model):
         compile_steady_shapes(model)

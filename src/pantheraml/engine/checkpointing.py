@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.engine.host_memory import HostStore
-from pantheraml.models.fast import recomputing, to_be_recomputed
+from pantheraml.models.fast import Recomputing, ToBeRecomputed
 from pantheraml.specs.train import Checkpointing
 
 Run = Callable[..., Any]
@@ -87,7 +87,7 @@ def _full(run: Run, *args: Any) -> Any:
 
 def _whole_contexts() -> tuple[Any, Any]:
     """Of the first run and of the second."""
-    return to_be_recomputed(), recomputing()
+    return ToBeRecomputed(), Recomputing()
 
 
 def _selective(run: Run, *args: Any) -> Any:

@@ -19,7 +19,7 @@ from pantheraml.planner.one_process import (
 from pantheraml.planner.processes import Room, choose_mode, choose_world_size
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
-from pantheraml.specs.train import TrainConfig
+from pantheraml.specs.train import TrainConfig, TrainSettings
 
 # Tokens per forward pass that keep a device busy without filling its memory with activations; beyond this, throughput
 # on small and mid-sized models no longer rises while memory does.
@@ -268,7 +268,7 @@ class _Work(NamedTuple):
 
 def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work, choices: Choices) -> bool:
     asked, full = config.train.fused, config.method.kind == "full"
-    again = config.train.activation_checkpointing == "offload"
+    again = config.train.activation_checkpointing == "offload" and config.train.compile != "on"
     lacking = _why_not_fused(config, gpus, work) if device == "cuda" else None
     if work.dims.world_size > work.dims.replicate:
         lacking = f"fused layers hold their weights whole, and the model is divided ({work.dims})"
@@ -287,7 +287,7 @@ def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work,
     elif config.method.kind == "dora":
         reason = "the fused layers do not have method.kind=dora"
     elif full and reason is None and not work.fp8_products and not again:
-        reason = "with products in bf16 compiled layers were faster"
+        reason = _why_plain(config.train)
     if reason is not None:
         choices.automatic("train.fused", False, reason)
         return False
@@ -298,6 +298,13 @@ def _fused(config: TrainConfig, device: str, gpus: tuple[GPU, ...], work: _Work,
     nf4 = ", in fp8 straight from nf4" if work.frozen == "nf4" else ""
     choices.automatic("train.fused", True, f"{what}{nf4}")
     return True
+
+
+def _why_plain(train: TrainSettings) -> str:
+    """Of a full fine-tune with products in bf16."""
+    if train.activation_checkpointing == "none" or train.compile == "on":
+        return "with products in bf16 compiled layers were faster"
+    return f"with products in bf16 not measured with activation_checkpointing={train.activation_checkpointing}"
 
 
 def _why_not_fused(config: TrainConfig, gpus: tuple[GPU, ...], work: _Work) -> str | None:

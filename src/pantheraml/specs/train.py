@@ -171,7 +171,7 @@ class TrainSettings(Section):
     """Recompute in backward. selective: cheap ops; full: whole layers; offload: full, inputs wait in host memory."""
     fused: Switch = "auto"
     """Run decoder layers of known families as fused kernels; auto = on GPUs, for LoRA without dropout, and for full
-    fine-tunes with weights in bf16 and products in fp8."""
+    fine-tunes with weights in bf16 whose products are in fp8, or whose layers are computed again by way of offload."""
     fp8_layouts: Literal["auto", 1, 2] = "auto"
     """How often fused layers keep the frozen fp8 weights of MLPs: once, transposing them in every backward pass; or for
     each direction, one more byte each, in as many layers as adds about three quarters to all. auto = 2 without

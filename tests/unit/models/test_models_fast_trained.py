@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.kernels.gated_activation import gated_activation_backward
@@ -199,6 +201,50 @@ def test_gradients_are_written_over_what_was_computed_for_them_alone(
         assert_same(gradients, {name: wanted[name] for name in gradients})
     here = mode in ("full", "offload") and not fp8
     assert places == [(here, here)] * 2 * LAYERS
+
+
+class KeptByOthers:
+    """Layers whose saved tensors go to hooks of somebody else, from before their forward to after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.register_forward_pre_hook(self._begin)
+                module.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._hooks.append(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        self._hooks[-1].__enter__()
+
+    def _end(self, *_: Any) -> None:
+        self._hooks.pop().__exit__()
+
+
+def test_nothing_is_written_over_that_somebody_else_keeps() -> None:
+    """Hooks inside a layer take what checkpointing would have computed again."""
+    ours, _ = pair()
+    wanted = results(ours)
+    apply_checkpointing(ours, "full")
+    KeptByOthers(ours)
+    ours.zero_grad()
+    loss = ours(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    gradients = {name: parameter.grad / 2 for name, parameter in ours.named_parameters()}
+    assert_same(gradients, {name: wanted[name] for name in gradients})
+
+
+def test_threads_may_go_back_through_the_same_layers() -> None:
+    ours, _ = pair()
+    wanted = results(ours)
+    apply_checkpointing(ours, "full")
+    loss = ours(input_ids=IDS, labels=IDS, use_cache=False).loss
+    names, weights = zip(*ours.named_parameters(), strict=True)
+    with ThreadPoolExecutor(4) as pool:
+        ways = [pool.submit(torch.autograd.grad, loss, weights, retain_graph=True) for _ in range(4)]
+        for way in ways:
+            assert_same(dict(zip(names, way.result(), strict=True)), {name: wanted[name] for name in names})
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "offload"])

@@ -224,6 +224,11 @@ def test_full_fine_tunes_are_fused_where_that_is_faster() -> None:
     assert (lean.fused, lean.compile, lean.cuda_graph) == (True, False, False), "layers computed again do not compile"
     assert "gradients take the place of activations" in lean.reason("train.fused")
     assert not choose(full("bf16", activation_checkpointing="offload", weights="fp32"), machine(gpus=1)).fused
+    compiled = choose(full("bf16", activation_checkpointing="offload", compile="on"), machine(gpus=1))
+    assert (compiled.fused, compiled.compile) == (False, True)
+    again = choose(full("bf16", activation_checkpointing="full"), machine(gpus=1))
+    assert (again.fused, again.compile) == (False, False)
+    assert "not measured with activation_checkpointing=full" in again.reason("train.fused")
     wide = choose(full(weights="fp32"), machine(gpus=1))
     assert not wide.fused
     assert "train.weights is fp32" in wide.reason("train.fused")

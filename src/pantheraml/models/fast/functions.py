@@ -12,7 +12,7 @@ where its weight is nought, fp8 rows do not tell what would have changed it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -117,33 +117,40 @@ def _parameters(groups: Sequence[Group]) -> list[Any]:
     return [parameter for group in groups for parameter in group.parameters()]
 
 
-_WILL_BE_AGAIN: ContextVar[bool] = ContextVar("will_be_recomputed", default=False)
-_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
+_RECOMPUTED_BY: ContextVar[Any] = ContextVar("recomputed_by", default=None)
+_RECOMPUTING: ContextVar[int] = ContextVar("recomputing", default=0)
 
 
-class _While:
-    """A flag is set; one that can be entered again, as layers are once for every backward pass."""
-
-    def __init__(self, flag: ContextVar[bool]) -> None:
-        self._flag = flag
-        self._tokens: list[Token[bool]] = []
+class ToBeRecomputed:
+    """While layers are run whose activations will be computed again by those who packed them: every backward pass then
+    has its own, and may write over them. Not if somebody else keeps them in between, by saved tensors' hooks."""
 
     def __enter__(self) -> None:
-        self._tokens.append(self._flag.set(True))
+        _RECOMPUTED_BY.set(_packer())
 
     def __exit__(self, *error: object) -> None:
-        self._flag.reset(self._tokens.pop())
+        _RECOMPUTED_BY.set(None)
 
 
-def to_be_recomputed() -> _While:
-    """While layers are run that will be run again for their activations: every backward pass has its own, and may
-    write over them."""
-    return _While(_WILL_BE_AGAIN)
+class Recomputing:
+    """While layers are run a second time for their activations: the MLP's last product is left out. It can be entered
+    again, as it is once for every backward pass, and by several threads."""
+
+    def __enter__(self) -> None:
+        _RECOMPUTING.set(_RECOMPUTING.get() + 1)
+
+    def __exit__(self, *error: object) -> None:
+        _RECOMPUTING.set(_RECOMPUTING.get() - 1)
 
 
-def recomputing() -> _While:
-    """While layers are run a second time for their activations: the MLP's last product is left out."""
-    return _While(_RECOMPUTING)
+def _packer() -> Any:
+    """The hooks that saved tensors go to now; None: they are kept as they are."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _will_be_recomputed() -> bool:
+    by = _RECOMPUTED_BY.get()
+    return by is not None and by == _packer()
 
 
 def _keep(ctx: Any, *tensors: Tensor | None) -> None:
@@ -307,7 +314,7 @@ class _AfterAttention(torch.autograd.Function):
             normed.payload, normed.scales, first_middle, pair, second_middle,
         )  # fmt: skip
         ctx.norm, ctx.groups, ctx.gelu, ctx.link, ctx.unchanged = norm, groups, gelu, link, _Unchanged(groups)
-        ctx.pair_is_own = _WILL_BE_AGAIN.get()
+        ctx.pair_is_own = _will_be_recomputed()
         return out if link is None else (normed.total, out)
 
     @staticmethod
@@ -325,7 +332,7 @@ class _AfterAttention(torch.autograd.Function):
         hidden, d_pair = gated_activation_backward(
             d_hidden, pair,
             multiplier=first.multiplier, rooms=(0, first.room), gelu=ctx.gelu, quantise=first.quantised,
-            in_place=ctx.pair_is_own and not first.quantised and first.room == 0,
+            in_place=ctx.pair_is_own and not first.quantised and first.room == 0 and d_hidden.dtype == pair.dtype,
         )  # fmt: skip
         second_gradients = second.parameter_gradients(g_second, Operand(*hidden), sides)
         del d_hidden, hidden, g_second
