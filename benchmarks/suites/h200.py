@@ -23,6 +23,9 @@ UNSLOTH = replace(OURS_TRL, system="unsloth", precision="bf16", minutes=1.2)
 UNSLOTH_FP8 = replace(UNSLOTH, precision="fp8", minutes=4)
 LIGER = replace(UNSLOTH, system="liger", minutes=1.2)
 HF = replace(UNSLOTH, system="hf", minutes=1.2)
+OURS_NF4, OURS_TRL_NF4 = (
+    replace(case, method="qlora", precision="nf4", checkpointing=LEAN) for case in (OURS, OURS_TRL)
+)
 OURS_1B, OURS_TRL_1B, UNSLOTH_1B, LIGER_1B, HF_1B = (
     replace(case, model="1b", minutes=0.7) for case in (OURS, OURS_TRL, UNSLOTH, LIGER, HF)
 )
@@ -38,16 +41,9 @@ CASES = (
     # memory-lean
     replace(OURS, name="ours-8b-lora-lean", checkpointing="full"),
     replace(UNSLOTH, name="unsloth-8b-lora-lean", checkpointing="unsloth"),
-    replace(OURS, name="ours-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
+    replace(OURS_NF4, name="ours-8b-qlora-lean"),
     replace(UNSLOTH, name="unsloth-8b-qlora-lean", method="qlora", precision="nf4", checkpointing="unsloth"),
-    replace(
-        OURS,
-        name="ours-8b-qlora-lean-quantised",
-        model="8b" + QUANTISED,
-        method="qlora",
-        precision="nf4",
-        checkpointing=LEAN,
-    ),
+    replace(OURS_NF4, name="ours-8b-qlora-lean-quantised", model="8b" + QUANTISED),
     # uneven documents, packed
     replace(OURS, name="ours-8b-lora-uneven", data="uneven"),
     replace(UNSLOTH, name="unsloth-8b-lora-uneven", data="uneven"),
@@ -86,15 +82,8 @@ CASES = (
     # our second path, and the other peers
     replace(OURS_TRL, name="ours-trl-8b-lora-uneven", data="uneven"),
     replace(OURS_TRL, name="ours-trl-8b-lora-lean", checkpointing="full"),
-    replace(OURS_TRL, name="ours-trl-8b-qlora-lean", method="qlora", precision="nf4", checkpointing=LEAN),
-    replace(
-        OURS_TRL,
-        name="ours-trl-8b-qlora-lean-quantised",
-        model="8b" + QUANTISED,
-        method="qlora",
-        precision="nf4",
-        checkpointing=LEAN,
-    ),
+    replace(OURS_TRL_NF4, name="ours-trl-8b-qlora-lean"),
+    replace(OURS_TRL_NF4, name="ours-trl-8b-qlora-lean-quantised", model="8b" + QUANTISED),
     replace(OURS_TRL, name="ours-trl-8b-lora-bf16", precision="bf16"),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-fp8"),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-bf16", precision="bf16"),
