@@ -31,6 +31,7 @@ RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 STABILITY = HERE.parent / "docs" / "stability.md"
+HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
     *(
         "corpus",
@@ -53,7 +54,7 @@ sys.path.insert(0, str(HERE))  # benchmarks are scripts beside this one, not a p
 
 import performance_page  # noqa: E402
 import stability_page  # noqa: E402
-from table import Table, plain_table, render  # noqa: E402
+from table import Table, history, plain_table, render  # noqa: E402
 
 
 def names() -> list[str]:
@@ -107,7 +108,9 @@ def versions(*further: str) -> dict[str, str | None]:
 def commit() -> dict[str, Any]:
     """The commit, and whether the tree differed from it. Result files do not count: measuring writes them."""
     head = _git("rev-parse", "HEAD")
-    changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs/benchmarks.md")
+    changes = _git(
+        "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/history", ":!docs/benchmarks.md"
+    )
     return {"commit": head, "dirty": None if changes is None else bool(changes)}
 
 
@@ -147,14 +150,28 @@ def records() -> list[dict[str, Any]]:
 
 def page() -> str:
     """What docs/benchmarks.md should hold, from all result files."""
-    found = [record for record in records() if record["benchmark"] != performance_page.ABLATION]
-    return render({name: table_of(name, found) for name in sorted({record["benchmark"] for record in found})}, found)
+    return render(_tables(), _published())
+
+
+def histories() -> dict[Path, str]:
+    """What the CSV files should hold, one for each benchmark."""
+    return {HISTORY / f"{name}.csv": history(name, table, _published()) for name, table in _tables().items()}
+
+
+def _published() -> list[dict[str, Any]]:
+    return [record for record in records() if record["benchmark"] != performance_page.ABLATION]
+
+
+def _tables() -> dict[str, Table]:
+    found = _published()
+    return {name: table_of(name, found) for name in sorted({record["benchmark"] for record in found})}
 
 
 def write_pages() -> list[Path]:
-    """docs/benchmarks.md, docs/performance.md, and docs/stability.md with its pictures."""
+    """docs/benchmarks.md, the CSV files, docs/performance.md, and docs/stability.md with its pictures."""
     found = records()
     texts = {PAGE: page(), PERFORMANCE: performance_page.page(found), STABILITY: stability_page.page(found)}
+    texts |= histories()
     texts |= {STABILITY.parent / "images" / name: svg for name, svg in stability_page.pictures(found).items()}
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)

@@ -1,16 +1,18 @@
-"""How results become docs/benchmarks.md: each benchmark describes its columns, this writes them as Markdown."""
+"""How results become docs/benchmarks.md and CSV files: each benchmark describes its columns, this writes them."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 INTRODUCTION = """# Benchmarks
 
-Made by `python benchmarks/run.py --table` from the files in `benchmarks/results/`; do not edit. Each row is one result
-with the commit that it was measured on (`+` = with uncommitted changes) and the machine's load average just before.
-Compare rows of one run on one machine. Cases of a suite whose turn did not come are in the files only.
+Made by `python benchmarks/run.py --table` from the files in `benchmarks/results/`; do not edit. All results, with
+hardware, load, versions and commit (`+` = with uncommitted changes), are in `benchmarks/history/`, one CSV file a
+benchmark. Compare rows of one run on one machine.
 """
 
 NOT_RUN = "not run"
@@ -66,27 +68,46 @@ def _results(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def render(tables: Mapping[str, Table], records: Sequence[Mapping[str, Any]]) -> str:
-    """The whole page; newest results come first."""
-    parts = [INTRODUCTION]
-    for name, table in sorted(tables.items()):
-        own = sorted((r for r in records if r["benchmark"] == name), key=lambda record: record["date"], reverse=True)
-        parts.append(_table(name, table, own))
-    return "\n".join(parts)
+    """The whole page: what benchmarks with a summary come to, and a list of the others."""
+    known = {name: _newest_first(name, records) for name in tables}
+    sections = [_section(name, table, known[name]) for name, table in tables.items() if table.summary is not None]
+    rows = [_row(name, table, known[name][0]) for name, table in sorted(tables.items()) if table.summary is None]
+    listed = [*markdown_table(["benchmark", "measured on", "newest", "all results"], rows), ""] if rows else []
+    return "\n".join([INTRODUCTION, *sections, "## Others", "", *listed])
 
 
-def _table(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str:
-    titles = [*(column.title for column in table.columns), "hardware", "load", "versions", "commit", "date"]
-    script = records[0].get("script", f"benchmarks/{name}.py")
-    lines = [f"## {table.title}", "", f"{table.how} (`{script}`)", ""]
-    if table.summary is not None:
-        lines += [table.summary(records), ""]
-    rows = [
-        [*_cells(table, record, result), *_origin(record, result)]
-        for record in records
-        for result in _results(record)
-        if result.get("status") != NOT_RUN
-    ]
-    return "\n".join([*lines, *markdown_table(titles, rows)]) + "\n"
+def history(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str:
+    """All results of one benchmark as CSV, newest first."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*(column.title for column in table.columns), *ORIGIN])
+    for record in _newest_first(name, records):
+        writer.writerows([*_cells(table, record, result), *_origin(record, result)] for result in _measured(record))
+    return out.getvalue()
+
+
+ORIGIN = ("hardware", "load", "versions", "commit", "date")
+
+
+def _newest_first(name: str, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    own = (record for record in records if record["benchmark"] == name)
+    return sorted(own, key=lambda record: str(record["date"]), reverse=True)
+
+
+def _measured(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [result for result in _results(record) if result.get("status") != NOT_RUN]
+
+
+def _section(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str:
+    assert table.summary is not None
+    script, csv_file = records[0].get("script", f"benchmarks/{name}.py"), f"benchmarks/history/{name}.csv"
+    lines = [f"## {table.title}", "", f"{table.how} (`{script}`; all results: `{csv_file}`)", ""]
+    return "\n".join([*lines, table.summary(records)]) + "\n"
+
+
+def _row(name: str, table: Table, newest: Mapping[str, Any]) -> list[str]:
+    machine, _, _, commit, date = _origin(newest, _measured(newest)[0])
+    return [table.title, machine, f"{date}, {commit}", f"`benchmarks/history/{name}.csv`"]
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -169,12 +169,9 @@ TABLE = Table(
     how=(
         "Random weights in Llama-3.1-8B's and Llama-3.2-1B's shapes, random tokens, LoRA of rank 16 on all linear"
         " layers, fused AdamW; every case in a process of its own, peers through TRL's SFTTrainer; ours with the extra"
-        " `flash` from commit `fdbe8ad` on, but for `05ea92db5` and `a7a1573ae`, which had none. Tokens that are not"
-        " padding per second: median of the steps after the third. Up to commit"
-        " `3fa1d81` the clock of TRL's runs, theirs and ours, waited for the GPU at the end of each"
-        " step; since then it takes events on the GPU. Peak: the most that torch had allocated while training"
-        " (ours: since the start of the process). First step: from the start of the process to the end of the first"
-        " optimizer step, less what a process that was started ahead of its turn waited for that."
+        " `flash` from commit `fdbe8ad` on, but for `05ea92db5` and `a7a1573ae`. Tokens that are not padding per"
+        " second: median of the steps after the third (TRL's clock waited for the GPU up to commit `3fa1d81`). Peak:"
+        " the most that torch had allocated while training. First step: from the start of the process."
     ),
     columns=COLUMNS,
     summary=TARGETS.markdown,

@@ -18,6 +18,14 @@ def test_the_page_is_what_the_result_files_generate(python: Python) -> None:
     generated = python("import run; sys.stdout.write(run.page())")
     written = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert written == generated, "run `python benchmarks/run.py --table`"
+    assert len(written.encode()) <= 10 << 10
+
+
+def test_the_csv_files_are_what_the_result_files_generate(python: Python) -> None:
+    code = "import json, run; print(json.dumps({path.name: text for path, text in run.histories().items()}))"
+    generated = json.loads(python(code))
+    written = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks/history").glob("*.csv")}
+    assert written == generated, "run `python benchmarks/run.py --table`"
 
 
 def test_a_result_file_says_where_and_with_what(python: Python, tmp_path: Path) -> None:
@@ -75,26 +83,21 @@ import json
 import table
 record = json.loads(sys.argv[1])
 plain = table.plain_table("How fast it is.\\n\\nMore.", [record])
-own = table.Table("Fast", "How.", (table.Column("time", "seconds", table.milliseconds),))
+columns = (table.Column("time", "seconds", table.milliseconds),)
+own = table.Table("Fast", "How.", columns, lambda found: f"{len(found)}.")
 newer = {**record, "date": "2031-01-01T00:00:00+00:00", "results": {"seconds": 1.0}}
 print(table.render({"made_up": plain}, [record]))
 print(table.render({"made_up": own}, [record, newer]))
+print(table.history("made_up", own, [record, newer]))
 """
 
 
 def test_tables(python: Python) -> None:
-    rows = [line for line in python(TABLES, json.dumps(RECORD)).splitlines() if line.startswith(("|", "##"))]
-    origin = "2 x A GPU | 0.2 | Python 3.12.1 | `012345678`+ |"
-    assert rows == [
-        "## How fast it is",
-        "| rows | seconds | note | hardware | load | versions | commit | date |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| 10 | 0.1235 | – | {origin} 2030-01-02 |",
-        f"| 10 | 2 | a\\|b | {origin} 2030-01-02 |",
-        "## Fast",
-        "| time | hardware | load | versions | commit | date |",
-        "|---|---|---|---|---|---|",
-        f"| 1000 ms | {origin} 2031-01-01 |",
-        f"| 123 ms | {origin} 2030-01-02 |",
-        f"| 2000 ms | {origin} 2030-01-02 |",
-    ]
+    said = python(TABLES, json.dumps(RECORD)).partition("# Benchmarks")[2]
+    assert "| How fast it is | 2 x A GPU | 2030-01-02, `012345678`+ | `benchmarks/history/made_up.csv` |" in said
+    assert "## Fast\n\nHow. (`benchmarks/made_up.py`; all results: `benchmarks/history/made_up.csv`)\n\n2.\n" in said
+    origin = "2 x A GPU,0.2,Python 3.12.1,`012345678`+"
+    assert said.endswith(
+        "time,hardware,load,versions,commit,date\n"
+        f"1000 ms,{origin},2031-01-01\n123 ms,{origin},2030-01-02\n2000 ms,{origin},2030-01-02\n\n"
+    )
