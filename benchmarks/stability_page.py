@@ -33,6 +33,15 @@ All settings are in the section `stability` of the [configuration](configuration
 | `left_out` | with `parallel.leave_out_nonfinite`, ranks whose gradient is not finite do not enter | step |
 | `overflow` | under fp16 a gradient is not finite | run again with a smaller loss scale; at 1: `on_nonfinite` |
 
+The first `spike_warmup_steps` have no moving mean yet. There a spike is a loss 1.5 times above all losses so far and
+above that of a uniform guess, ln V.
+
+A run whose loss ends at ln V, or above where it began, says so in its last lines, in `run.json` (`concern`) and in the
+report. It ends with exit code 0 all the same: what is to be done about the loss is not the trainer's to decide. The
+final loss is the median of the last ten steps (of a short run, of its last quarter); it is at ln V within 3 %, after a
+divergence or in a run of 20 steps or more that has not improved; and above the beginning from 1.25 times the largest of
+the first five losses, and 0.1 more.
+
 ## A bad step is run once more
 
 From the same weights, samples and random numbers. If it is in order then, the fault was **transient** (a bit that
@@ -63,7 +72,11 @@ that are not finite are never saved, and a run that has such never ends with exi
 ## Incidents
 
 A persistent NaN is looked for: the passes are run with every module watched, and the first tensor that is not finite is
-named, with its module, rank and samples. Of a persistent spike or jump the largest gradient is named, whichever rank
+named, with its module, rank and samples, and of each sample the file, line (or row) and first 60 characters of its
+documents, so that the text can be looked up; of a pack the document in which it begins comes first. The message shows
+three documents, the incident eight of each of eight samples, and both the number of the others.
+
+Of a persistent spike or jump the largest gradient is named, whichever rank
 holds it, and of a spike the rank with the largest loss. `incidents/step-N.json` holds that, every rank's samples and
 loss, the numbers of both passes and what it takes to run the step again; `step-N.safetensors` beside it the adapter and
 the random numbers that the step began with (not of a spike that is only detected: there may be many).

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pantheraml.base.events import EventWriter, read_events
+from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.order import step_samples
 from pantheraml.data.prepare import prepare
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.models.loader import load_tokenizer
@@ -62,7 +65,8 @@ def make_run(path: Path, config: TrainConfig, plan: Plan) -> RunDir:
     run.mark()
     prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent)
     eval_place = None if prepared.eval is None else str(prepared.eval)
-    places = {"train": str(prepared.train), "eval": eval_place, "format": prepared.format}
+    places: dict[str, Any] = {"train": str(prepared.train), "eval": eval_place, "format": prepared.format}
+    places["sources"] = [list(source) for source in prepared.sources]
     run.data_file.write_text(json.dumps(places))
     run.write_config(config)
     run.write_plan(plan)
@@ -82,3 +86,14 @@ def silent(kind: str, /, **fields: Any) -> None:
 
 def values(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
     return [event[field] for event in events if event["kind"] == kind]
+
+
+def seed_with(config: TrainConfig, sample: int, *, step: int) -> int:
+    """The first seed that puts `sample` into `step` (from 0): the order goes by how data is prepared, too."""
+    data = TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
+    batch = config.train.global_batch_size
+    return next(
+        seed
+        for seed in itertools.count()
+        if sample in step_samples(data.fingerprint, seed, len(data), batch, step).tolist()
+    )

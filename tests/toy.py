@@ -108,6 +108,39 @@ def write_gpt2(folder: Path, *, seed: int = 0) -> Path:
     return _write(folder, config, seed)
 
 
+EXPERT_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+
+
+def write_mixtral(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A Mixtral of 2 layers and 4 experts that asks for its auxiliary loss."""
+    from transformers import MixtralConfig
+
+    return _write(folder, MixtralConfig(**{**EXPERT_SIZES, "num_local_experts": 4, **changes}), seed)
+
+
+def write_qwen3_moe(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A Qwen3-MoE of 2 layers and 6 experts that asks for its auxiliary loss."""
+    from transformers import Qwen3MoeConfig
+
+    own = {"num_experts": 6, "moe_intermediate_size": 16, "head_dim": 8}
+    return _write(folder, Qwen3MoeConfig(**{**EXPERT_SIZES, **own, **changes}), seed)
+
+
 def _write(folder: Path, config: Any, seed: int) -> Path:
     import torch
     from transformers import AutoModelForCausalLM

@@ -25,7 +25,6 @@ from pantheraml.engine.compile import compile_steady_shapes
 from pantheraml.hooks import trl
 from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.asked_each_step import answer_sooner
-from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
 from pantheraml.models.fast import (
     fuse,
@@ -36,6 +35,7 @@ from pantheraml.models.fast import (
     why_one_layout,
 )
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
+from pantheraml.models.packing import keep_documents_apart
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.packed import Packing, constant_buffers, packed_in
@@ -138,10 +138,9 @@ class FastLanguageModel:
         )
         _as_its_folder_says(model, config)
         model.requires_grad_(full_finetuning)
-        reason = use_document_attention(model)
-        if reason is not None:
-            logger.info("attention in packed batches needs a mask: %s", reason)
+        why_not_packed = _prepare_for_packed_rows(model)
         fast = make_fast(model)
+        fast.why_not_packed = why_not_packed
         if room is not None:
             assert device_map is not None
             split(model, place(model, device_map, room, max_memory))
@@ -197,6 +196,18 @@ class FastLanguageModel:
         """Dropout off, and full logits in every forward."""
         release_recordings(model)
         return model.eval()
+
+
+def _prepare_for_packed_rows(model: PreTrainedModel) -> str | None:
+    """Why several documents in a row would be wrong; None: they are kept apart from now on."""
+    apart = keep_documents_apart(model)  # for rows of any length: the trainer makes them
+    if apart.masked is not None:
+        logger.info("attention in packed batches needs a mask: %s", apart.masked)
+    if apart.refused is not None:
+        raise UnsupportedModelError(f"The model cannot be trained on text: {apart.refused}.", todo="Use a decoder.")
+    if not apart.ways:
+        logger.warning("rows of several documents are refused (packing, padding_free): %s", apart.reason)
+    return apart.reason
 
 
 def _check_base(model: nn.Module, *, use_dora: bool) -> None:

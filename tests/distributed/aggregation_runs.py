@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,9 +35,10 @@ from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model, open_data, train_rank
 from tests import toy
-from tests.harness import make_plan, make_run, merged, silent
+from tests.harness import make_plan, make_run, merged, seed_with, silent
 
 RANKS, BATCH, BAD_RANK = 3, 9, 1
+BAD_ROW = 7
 WEIGHTS = [3.0, 1.0, 0.5]
 LEAVE_OUT = {"leave_out_nonfinite": True}
 
@@ -59,7 +61,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 def write_inputs(root: Path) -> None:
     """Models and data, and a folder for every run."""
     rows = toy.arithmetic(40)
-    rows[7]["prompt"] += toy.RARE
+    rows[BAD_ROW]["prompt"] += toy.RARE
     toy.write_jsonl(root / "data.jsonl", rows)
     toy.write_llama(root / "model")
     toy.write_poisoned_llama(root / "poisoned")
@@ -70,13 +72,24 @@ def write_inputs(root: Path) -> None:
 
 def config_of(root: Path, *, model: str = "model", faults: Sequence[str] = (), **changes: Any) -> TrainConfig:
     """The bad sample is in the first step."""
-    base = {
+    fixed = _fixed(root, model)
+    made = TrainConfig.model_validate({**merged(fixed, changes), "faults": list(faults)})
+    train = made.train.model_copy(update={"seed": _seed(root)})
+    return made.model_copy(update={"train": train})
+
+
+def _fixed(root: Path, model: str) -> dict[str, Any]:
+    return {
         "model": {"path": str(root / model)},
         "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
         "method": {"kind": "lora", "rank": 4},
-        "train": {"global_batch_size": BATCH, "max_steps": 2, "learning_rate": 1e-2, "seed": 17},
+        "train": {"global_batch_size": BATCH, "max_steps": 2, "learning_rate": 1e-2},
     }
-    return TrainConfig.model_validate({**merged(base, changes), "faults": list(faults)})
+
+
+@functools.cache
+def _seed(root: Path) -> int:
+    return seed_with(TrainConfig.model_validate(_fixed(root, "model")), BAD_ROW, step=0)
 
 
 # In every rank --------------------------------------------------------------------------------------------------------

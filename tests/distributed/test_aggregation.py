@@ -212,7 +212,8 @@ def test_a_spike_is_told_of_the_rank_with_the_largest_loss(root: Path) -> None:
     assert written["rank_losses"] == pytest.approx([share.loss for share in expected], rel=TOLERANCE)
     worst = max(range(WORLD), key=lambda rank: expected[rank].loss)
     assert (incident["rank"], incident["samples"]) == (worst, expected[worst].samples)
-    assert incident["finding"].endswith(f"; the loss is {expected[worst].loss:.4g} on rank {worst}")
+    assert f"; the loss is {expected[worst].loss:.4g} on rank {worst}: data.jsonl line " in incident["finding"]
+    assert [origin["sample"] for origin in written["origins"]] == expected[worst].samples
 
 
 def test_a_run_whose_ranks_drift_apart_stops_and_names_the_rank(root: Path, ranks: list[dict[str, Any]]) -> None:

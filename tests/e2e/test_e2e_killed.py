@@ -16,6 +16,7 @@ from pantheraml.specs.faults import fail_at
 from tests.e2e.conftest import Playground, result_of, wait_until, workers_of
 from tests.harness import values
 
+AGENT = "pantheraml.worker.agent"
 SETTINGS = [
     *("--set", "train.max_steps=40"),
     *("--set", "checkpoint.every_steps=5"),
@@ -88,6 +89,23 @@ def test_the_result_is_that_of_an_undisturbed_run(playground: Playground) -> Non
     assert values(events, "train.started", "first_step")[1] > 1
     assert json.loads((playground.root / killed / "run.json").read_text())["status"] == "succeeded"
     assert adapter_hash(playground, killed) == adapter_hash(playground, calm)
+
+
+def test_an_agent_that_is_killed_is_no_request_to_stop(playground: Playground) -> None:
+    """The kernel tells its ranks by SIGTERM that it is gone, and they save; the run goes on from there."""
+    run = "runs/killed-agent"
+    process = playground.start_training(run, "--set", "train.max_steps=100000", "--nproc", "2")
+    playground.wait_for_steps(run)
+    (agent,) = [child for child in psutil.Process(process.pid).children() if AGENT in child.cmdline()]
+    agent.kill()
+    playground.wait_for_event(run, "train.started", 2)
+    (restart,) = [event for event in read_events(playground.root / run) if event["kind"] == "run.restarted"]
+    assert "was killed by SIGKILL" in restart["message"]
+    assert restart["step"] > 0, "what the ranks have saved is not lost"
+    process.terminate()
+    done = result_of(process)
+    assert done.code == 143, done
+    assert "Stopped by SIGTERM" in done.err
 
 
 def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,35 +12,16 @@ import pytest
 
 from pantheraml.base.events import Event, read_events
 from tests.e2e.conftest import Ended, Playground, result_of
+from tests.e2e.namespaces import ADDRESSES, two_hosts, within
 
-ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = "29511"
 """Of the first machine, whose ports are its own."""
 
 
-def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[str]]:
-    """The names of two namespaces. Neither reaches the other by anything but these addresses, and other tests that run
-    on this computer have machines of their own."""
-    names = [f"pantheraml-{os.getpid()}-{number}" for number in (0, 1)]
-    if shutil.which("ip") is None or ip("netns", "add", names[0]).returncode:
-        pytest.skip("network namespaces need root and iproute2")
-    try:
-        assert ip("netns", "add", names[1]).returncode == 0
-        cable = ("link", "add", "eth9", "netns", names[0], "type", "veth", "peer", "name", "eth9", "netns", names[1])
-        assert ip(*cable).returncode == 0
-        for name, address in zip(names, ADDRESSES, strict=True):
-            for words in (("addr", "add", f"{address}/24", "dev", "eth9"), ("link", "set", "eth9", "up"),
-                          ("link", "set", "lo", "up")):  # fmt: skip
-                assert ip("-n", name, *words).returncode == 0
+    with two_hosts("machines") as names:
         yield names
-    finally:
-        for name in names:
-            ip("netns", "del", name)
 
 
 def training(playground: Playground, output: str, *further: str) -> list[str]:
@@ -69,7 +49,7 @@ def on_both(playground: Playground, machines: list[str], *arguments: str) -> tup
     started = [
         start(
             playground,
-            ["ip", "netns", "exec", name],
+            within(name),
             *(*arguments, "--nproc", "1", "--nnodes", "2", "--node-rank", str(number)),
             *("--rdzv", f"{ADDRESSES[0]}:{PORT}"),
         )

@@ -171,6 +171,22 @@ def test_full_fine_tuning(folder: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "by TRL's default"])
+def test_experts_auxiliary_loss(tmp_path: Path, asked: bool) -> None:
+    """SFTTrainer adds it to its loss for every mixture of experts that has a coefficient for it."""
+    place = toy.write_mixtral(tmp_path / "model", output_router_logits=asked)
+    runs = []
+    for name in ("fast", "plain"):
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        if name == "fast":
+            model, _ = FastLanguageModel.from_pretrained(str(place), full_finetuning=True, device_map="cpu")
+        runs.append(trainer(model, place, tmp_path / name, learning_rate=1e-3))
+    assert_same_run(*runs, rel=1e-3)
+    logged = [[entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry] for run in runs]
+    assert len(logged[0]) == STEPS
+    assert logged[0] == pytest.approx(logged[1], rel=1e-3)
+
+
 def test_the_output_layer_is_never_run(folder: Path, tmp_path: Path) -> None:
     """Neither for training nor for evaluation: it would give full logits."""
     fast = fast_model(folder)

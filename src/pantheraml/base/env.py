@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pantheraml.base.errors import LaunchError
+from pantheraml.base.worker_variables import is_for_workers
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class StoreAddress:
     """torchrun's agent hosts the store; otherwise rank 0 does."""
     attempt: int
     """How often the agent has started the ranks again."""
+    file: Path | None = None
+    """The store is this file, which all ranks of one node share, and host and port mean nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.file is None else str(self.file)
 
 
 def launched_rank() -> ProcessRank | None:
@@ -79,7 +86,14 @@ def started_by_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+STORE_FILE = "PANTHERAML_STORE_FILE"
+"""Set by the agent of one node for its ranks."""
+
+
 def store_address() -> StoreAddress:
+    attempt = _number("TORCHELASTIC_RESTART_COUNT", default=0)
+    if os.environ.get(STORE_FILE):
+        return StoreAddress("", 0, hosted_by_agent=True, attempt=attempt, file=Path(os.environ[STORE_FILE]))
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         raise LaunchError(
@@ -90,7 +104,7 @@ def store_address() -> StoreAddress:
         host=host,
         port=_number("MASTER_PORT"),
         hosted_by_agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number("TORCHELASTIC_RESTART_COUNT", default=0),
+        attempt=attempt,
     )
 
 
@@ -151,6 +165,11 @@ def restarted_because() -> str | None:
     return os.environ.get("PANTHERAML_RESTARTED")
 
 
+def run_token() -> str | None:
+    """`PANTHERAML_RUN_TOKEN`: the secret that the nodes of a run share, by which they know each other."""
+    return os.environ.get("PANTHERAML_RUN_TOKEN") or None
+
+
 def cache_root() -> Path:
     """Where tokenised data and compiled kernels are kept between runs (`PANTHERAML_CACHE`, else the XDG cache)."""
     own = os.environ.get("PANTHERAML_CACHE")
@@ -164,14 +183,30 @@ def debug_requested() -> bool:
     return os.environ.get("PANTHERAML_DEBUG", "") not in ("", "0")
 
 
+NO_FOREIGN_CODE = "PANTHERAML_NO_FOREIGN_CODE"
+
+
+def foreign_code_refused() -> bool:
+    """`PANTHERAML_NO_FOREIGN_CODE=1`: no code that comes with a model and no pickled weights, whatever anybody asks."""
+    return os.environ.get(NO_FOREIGN_CODE, "") not in ("", "0")
+
+
+ALLOWED_ROOTS = "PANTHERAML_ALLOWED_ROOTS"
+
+
+def allowed_roots() -> list[Path]:
+    """`PANTHERAML_ALLOWED_ROOTS=/data:/models`: the folders that paths of a run must be in; none: anywhere."""
+    return [Path(part) for part in os.environ.get(ALLOWED_ROOTS, "").split(os.pathsep) if part]
+
+
 def faults_allowed() -> bool:
     """`PANTHERAML_FAULTS=1`: this is a test, and a configuration may ask for failures (`faults`)."""
     return os.environ.get("PANTHERAML_FAULTS", "") not in ("", "0")
 
 
-def gloo_interface() -> str | None:
-    """The network interface that gloo is told to use; None: it chooses."""
-    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+def is_set(name: str) -> bool:
+    """Whether the user, or whoever started this process, has said something there."""
+    return bool(os.environ.get(name))
 
 
 def visible_cuda_devices() -> str | None:
@@ -187,6 +222,27 @@ def child_environment(**changes: str | None) -> dict[str, str]:
         else:
             env[name] = value
     return env
+
+
+def worker_environment(**changes: str | None) -> dict[str, str]:
+    """What a worker of ours gets to see of this process's environment (`worker_variables`), with `changes` applied
+    (None removes a name). `PANTHERAML_PASS_ENV` lists further names, separated by commas."""
+    passed = [name.strip() for name in os.environ.get("PANTHERAML_PASS_ENV", "").split(",")]
+    whole = child_environment(**changes)
+    env = {name: value for name, value in whole.items() if name in changes or is_for_workers(name, passed)}
+    if "PYTHONPATH" in env:  # an empty entry is the current folder
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, env["PYTHONPATH"].split(os.pathsep)))
+    return env | {"PYTHONSAFEPATH": "1"}  # for what the worker starts in turn
+
+
+def kernel_cache() -> dict[str, str]:
+    """Where torch keeps compiled kernels, unless the user has said so: by itself below /tmp, in a folder whose name
+    anybody can foresee and make first."""
+    said = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    # In a process that has imported torch, torch may have said it.
+    if said and not said.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache_root() / "inductor")}
 
 
 def set_for_this_process(name: str, value: str) -> None:
@@ -207,14 +263,15 @@ def suggest_to_native_code(name: str, value: str) -> None:
 
 
 @contextlib.contextmanager
-def changed(name: str, value: str) -> Iterator[None]:
+def changed(values: Mapping[str, str]) -> Iterator[None]:
     """`set_for_this_process` for the length of a `with` block, also for the processes started in it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

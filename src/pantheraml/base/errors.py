@@ -33,6 +33,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pantheraml.base.text import printable
+
 
 class PantheraError(Exception):
     """What happened (`what`), where (`where`), and what to do next (`todo`)."""
@@ -46,12 +48,13 @@ class PantheraError(Exception):
         self.todo = todo
 
     def __str__(self) -> str:
+        """For people: what a data file or a model put into it does not reach their terminal as a command."""
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
         if self.todo:
             lines.append(f"  to do: {self.todo}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 class ConfigError(PantheraError):

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from pantheraml.base.errors import PantheraError, StorageError
+from pantheraml.base.private import lock, open_private
 
 SCHEMA_VERSION = 1
 FILE_NAME = "events.jsonl"
@@ -94,7 +95,7 @@ class EventWriter:
         self._rank = rank
         self._path = run_dir / FILE_NAME
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as err:
             raise StorageError(f"{FILE_NAME} cannot be opened: {err.strerror}.", where=str(self._path)) from err
 
@@ -105,7 +106,7 @@ class EventWriter:
         line = {"v": SCHEMA_VERSION, **times, "rank": self._rank, "kind": kind, **fields}
         data = json.dumps(_finite(line), separators=(",", ":"), default=str).encode() + b"\n"
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            lock(self._fd, self._path)
             self._append(data)
         except OSError as err:
             raise StorageError(

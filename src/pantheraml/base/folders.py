@@ -1,13 +1,16 @@
 """Writing a folder or a file so that it is either whole or not there.
 
 A folder is written beside its place, flushed to disk and renamed. A crash or a full disk leaves at most a `.partial-*`
-folder, which the next save of the same name removes; what stood there before stays whole.
+folder, which the next save of the same name removes; what stood there before stays whole. Nobody can know the name of
+what is written aside, and so put a link there.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,25 +19,30 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from pantheraml.base.errors import RunDirectoryError, StorageError
+from pantheraml.base.private import FILE, FOLDER
+from pantheraml.base.roots import require_allowed
 
 PARTIAL = ".partial-"
 
 
 @contextmanager
-def committed_folder(final: Path, *, make_parents: bool = True) -> Iterator[Path]:
+def committed_folder(final: Path, *, make_parents: bool = True, private: bool = False) -> Iterator[Path]:
     """A scratch folder to write into; if the block ends without error, it takes the place of `final`.
 
-    Without `make_parents` the folder around it is made, but none above that: where one is gone, it fails.
+    Without `make_parents` the folder around it is made, but none above that: where one is gone, it fails. A `private`
+    folder is for this user alone; otherwise it is for whom the umask says.
     """
-    scratch = scratch_folder(final)
+    scratch = _scratch(final)
     try:
         with storage_errors(final):
             final.parent.mkdir(parents=make_parents, exist_ok=True)
             _recover(final)
-            if scratch.exists():
-                shutil.rmtree(scratch)  # if it cannot be removed, why not is what people should be told
-            scratch.mkdir()
+            for leftover in _leftovers(final):
+                shutil.rmtree(leftover)  # if it cannot be removed, why not is what people should be told
+            scratch.mkdir(FOLDER if private else 0o777)
             yield scratch
+            if not private:
+                _open_as_umask_says(scratch)
             for path in [*scratch.rglob("*"), scratch]:
                 sync(path)
             _replace(scratch, final)
@@ -43,8 +51,18 @@ def committed_folder(final: Path, *, make_parents: bool = True) -> Iterator[Path
         raise
 
 
+def _open_as_umask_says(folder: Path) -> None:
+    """safetensors writes files that nobody else can read, whatever the umask."""
+    umask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            os.chmod(path, 0o666 & ~umask)
+
+
 def require_empty(output: Path) -> None:
     """A folder that people name for a model must not hold anything of theirs."""
+    require_allowed(output, key="--output")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RunDirectoryError(f"{output} is not an empty folder.", todo="Choose another --output.")
 
@@ -55,13 +73,20 @@ def no_scratch_left(final: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        shutil.rmtree(scratch_folder(final), ignore_errors=True)
+        for leftover in _leftovers(final):
+            shutil.rmtree(leftover, ignore_errors=True)
         raise
 
 
-def scratch_folder(final: Path) -> Path:
-    """Where `committed_folder` has others write, who know the final place alone."""
-    return final.with_name(PARTIAL + final.name)
+def _scratch(final: Path) -> Path:
+    return final.with_name(f"{PARTIAL}{final.name}.{secrets.token_hex(8)}")
+
+
+def _leftovers(final: Path) -> list[Path]:
+    """What earlier writers of `final`, of this user, have left."""
+    name = re.compile(re.escape(PARTIAL + final.name) + r"(\.[0-9a-f]{16})?")
+    found = final.parent.glob(f"{PARTIAL}*") if final.parent.is_dir() else iter(())
+    return [path for path in found if name.fullmatch(path.name) and path.lstat().st_uid == os.geteuid()]
 
 
 @contextmanager
@@ -78,11 +103,14 @@ def storage_errors(final: Path) -> Iterator[None]:
 
 
 def write_text(final: Path, text: str) -> None:
-    """Replace a file's content in one move."""
-    scratch = final.with_name(PARTIAL + final.name)
+    """Replace a file's content in one move. The file is for this user alone."""
+    scratch = _scratch(final)
     try:
-        scratch.write_text(text, encoding="utf-8")
-        sync(scratch)
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
         os.replace(scratch, final)
     except OSError as err:
         scratch.unlink(missing_ok=True)

@@ -39,7 +39,7 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
     for number, (name, (size, expected)) in enumerate(listed.items()):
         path = folder / name
         try:
-            if not path.is_file():
+            if path.is_symlink() or not path.is_file():
                 raise _damaged(folder, f"{name} is missing")
             if path.stat().st_size != size:
                 raise _damaged(folder, f"{name} has {path.stat().st_size} bytes, not {size}")
@@ -56,7 +56,11 @@ def _listed(folder: Path) -> dict[str, tuple[int, str]]:
     try:
         if manifest["version"] != VERSION:
             raise _damaged(folder, f"{MANIFEST} has version {manifest['version']!r}, not {VERSION}")
-        return {name: (known["bytes"], known["blake2b"]) for name, known in manifest["files"].items()}
+        files = {name: (known["bytes"], known["blake2b"]) for name, known in manifest["files"].items()}
+        # as an odd name, or as `..`, it would be a file of somebody else that is read
+        if any(Path(name).name != name for name in files):
+            raise _damaged(folder, f"{MANIFEST} names files that are not its own")
+        return files
     except (KeyError, TypeError, AttributeError) as err:
         raise _damaged(folder, f"{MANIFEST} does not list the files") from err
 
@@ -64,7 +68,7 @@ def _listed(folder: Path) -> dict[str, tuple[int, str]]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise _damaged(path.parent, f"{path.name} cannot be read ({err})") from err
     return found
 

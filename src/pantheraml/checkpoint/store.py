@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import StorageError
-from pantheraml.base.folders import PARTIAL, committed_folder, scratch_folder, storage_errors, sync
+from pantheraml.base.folders import PARTIAL, committed_folder, storage_errors, sync
 from pantheraml.checkpoint.manifest import facts, read_json, verify, write_manifest
 from pantheraml.checkpoint.parts import Groups, SavedTensors, write_parts
 from pantheraml.checkpoint.peers import ALONE, Peers
@@ -55,7 +55,8 @@ class CheckpointStore:
     def save(self, step: int, groups: Groups, state: Mapping[str, Any], *, peers: Peers = ALONE) -> Path:
         """Written by all `peers` together, each with its own tensors; `state` is the first one's."""
         final = self.path(step)
-        scratch = scratch_folder(final)
+        # a run folder that somebody moved away is not made anew (see `CheckpointWriter`)
+        begin = committed_folder(final, make_parents=False, private=True)
 
         def write_own() -> dict[str, Any]:
             with storage_errors(final):
@@ -71,9 +72,9 @@ class CheckpointStore:
             stack.close()
 
         with ExitStack() as stack:
-            # a run folder that somebody moved away is not made anew (see `CheckpointWriter`)
-            begin = committed_folder(final, make_parents=False)
-            peers.all_do(lambda: stack.enter_context(begin) if peers.is_main else None)
+            # only the first rank knows what it called the folder
+            begun = peers.all_do(lambda: str(stack.enter_context(begin)) if peers.is_main else "")
+            scratch = Path(begun[0])
             found = peers.all_do(write_own)
             everything = {name: known for files in found for name, known in files.items()}
             peers.all_do(lambda: commit(everything) if peers.is_main else None)

@@ -29,8 +29,10 @@ from pantheraml.base.errors import (
     WorkerKilledError,
     error_classes,
 )
-from pantheraml.base.events import Event, EventWriter, emit_error
+from pantheraml.base.events import Event, EventWriter, emit_error, read_events
 from pantheraml.base.folders import write_text
+from pantheraml.base.private import private_files
+from pantheraml.base.text import printable
 from pantheraml.cli.restarts import Restarts
 from pantheraml.devices.probe import probe
 from pantheraml.launch import local, ranks
@@ -74,19 +76,23 @@ def run_training(
         ranks.become_worker(output, config, plan, place)
     run = RunDir(output)
     _refuse_inputs_inside(run, config, overwrite=overwrite)
-    with run.claim(resume=resume, overwrite=overwrite) as replacement:
+    with run.claim(resume=resume, overwrite=overwrite) as replacement, private_files():
         insisted = check_resumable(run.config(), config) if resume and run.holds_work() else []
         before = {file: file.read_text() for file in (run.config_file, run.plan_file) if resume and file.is_file()}
         run.write_config(config)
         run.write_plan(plan)
-        readers = screen.readers()
-        readers += [open_sink(name, run_dir=output, project=config.report.project) for name in config.report.sinks]
+        sinks = [open_sink(name, run_dir=output, project=config.report.project) for name in config.report.sinks]
+        readers = [*screen.readers(), *sinks]
         with EventWriter(output) as emit, local.StopRequests().installed() as stops:
             leg = _Leg(Follower(output, readers, from_end=True))
             emit("run.started", command=shlex.join(sys.argv), pantheraml=__version__, output=str(output))
             if (because := env.restarted_because()) is not None:
                 emit("run.restarted", message=because, step=run.last_checkpoint(), world_size=plan.world_size)
             emit("plan.made", plan=plan.model_dump(mode="json"))
+            for message in plan.warnings:
+                emit("warning", message=message)
+            for notice in (notice for sink in sinks for notice in sink.notices):
+                emit("notice", message=notice)
             for change in insisted:
                 emit("warning", message=f"the run goes on although {change}, as --allow-change says")
             with _written_down(run, config, emit, leg), _put_back_unless_trained(before, leg):
@@ -213,6 +219,11 @@ def run_request(
         result = answer(folder)
     shutil.rmtree(folder)
     return result
+
+
+def told(folder: Path) -> list[str]:
+    """What a task has said to people, for commands that draw no progress."""
+    return [event["message"] for event in read_events(folder) if event["kind"] in ("notice", "warning")]
 
 
 def _train(
@@ -349,6 +360,8 @@ def _supervise(
             where=str(run.path),
             todo="Bring it back (was a disk unmounted, or the folder moved?) and resume, or start the run again.",
         )
+    if local.was_struck_down(status) and not stops.count:
+        leg.forget_stop()  # nobody asked: the kernel sends SIGTERM to ranks whose agent is gone, and they save
     # whoever asked: the workers may have heard of it, or the agent between, and not this process
     if (stops.count or leg.stopped_by == "request") and status and not leg.foreseen:
         raise _stopped(run, leg, stops)
@@ -382,6 +395,10 @@ class _Leg:
                 self.signal = self.signal or event["signal"]
             elif event["kind"] == "train.finished":
                 self.stopped_by = event["stopped_by"]
+
+    def forget_stop(self) -> None:
+        """The workers stopped, but not because somebody wanted them to."""
+        self.stopped_by = self.signal = None
 
     def forgive(self) -> None:
         """What went wrong so far does not decide about the end any more."""
@@ -437,5 +454,5 @@ def _rebuild(event: Event) -> PantheraError:
     kind = error_classes().get(event["error"], WorkerError)
     err = kind(event["what"], where=event["where"], todo=event["todo"])
     if event.get("traceback"):
-        err.add_note(event["traceback"])
+        err.add_note(printable(event["traceback"]))
     return err

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import ConfigError
+from pantheraml.base.text import printable
+from pantheraml.cli.consent import add_consent, consent_from
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -23,30 +25,49 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights (default: the run's)"
     )
+    parser.add_argument(
+        "--base",
+        choices=["trained", "plain"],
+        default="trained",
+        help="what QLoRA's adapter is merged into: the 4-bit weights that it was trained over (default), or plain ones",
+    )
+    add_consent(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pantheraml.base.folders import no_scratch_left
-    from pantheraml.cli.execute import Screen, run_request
+    from pantheraml.base.folders import no_scratch_left, require_empty
+    from pantheraml.cli.execute import Screen, run_request, told
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import ExportRequest
 
     run_dir, output = Path(arguments.run_dir), Path(arguments.output)
     run = RunDir(run_dir)
-    run.require()
+    consent = consent_from(arguments)
+    config = run.received_config(consent)
     adapter = run.trained()
+    require_empty(output)
     if not arguments.merge and adapter.name == "adapter":
         raise ConfigError(
             "Export without --merge would only copy the adapter.",
             todo=f"Add --merge for a plain model; the adapter itself, in PEFT's format, is {adapter}.",
         )
+    if arguments.base == "plain" and config.method.kind == "full":
+        raise ConfigError("--base plain is for adapters, and this run trained every weight.", todo="Leave it out.")
     precision = arguments.precision or run.plan().precision
-    request = ExportRequest(run_dir=run_dir.absolute(), output=output.absolute(), precision=precision)
+    request = ExportRequest(
+        run_dir=run_dir.absolute(),
+        consent=consent,
+        output=output.absolute(),
+        precision=precision,
+        base=arguments.base,
+    )
     with no_scratch_left(request.output):
-        run_request("export", request, screen=Screen(title=f"export {run_dir}", quiet=True), answer=lambda folder: None)
+        notices = run_request("export", request, screen=Screen(title=f"export {run_dir}", quiet=True), answer=told)
     if arguments.json:
-        print(json.dumps({"output": str(output.absolute()), "precision": precision}))
-    else:
-        print(f"Exported to {output} ({precision}).")
+        print(json.dumps({"output": str(output.absolute()), "precision": precision, "notices": notices}))
+        return 0
+    for notice in notices:
+        print(printable(f"{notice[0].upper()}{notice[1:]}."))
+    print(f"Exported to {output} ({precision}).")
     return 0

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.errors import ConfigError, DataError
+from pantheraml.base.text import printable
+from pantheraml.cli.consent import add_consent, consent_from
 
 if TYPE_CHECKING:
     from pantheraml.cli.execute import Screen
+    from pantheraml.specs.consent import Consent
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -27,6 +30,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run")
     parser.add_argument("--base", action="store_true", help="use the model as it was before training")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line: prompt, completion")
+    add_consent(parser)
     return parser
 
 
@@ -48,14 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         seed=arguments.seed,
+        consent=consent_from(arguments),
     )
+    # A model may say what a terminal would obey; in a file or a pipe its words stay as they are.
+    seen = sys.stdout.isatty()
     for prompt, answer in zip(prompts, answers, strict=True):
         if arguments.json:
-            print(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False))
-        elif len(prompts) > 1:
-            print(f"{prompt}{answer}")
+            print(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=seen))
         else:
-            print(answer)
+            text = f"{prompt}{answer}" if len(prompts) > 1 else answer
+            print(printable(text) if seen else text)
     return 0
 
 
@@ -78,17 +84,20 @@ def complete(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
+    consent: Consent | None = None,
 ) -> list[str]:
-    """Completions of `prompts` by the model of a run, made in a worker process."""
-    from pantheraml.cli.execute import run_request
+    """Completions of `prompts` by the model of a run, made in a worker process. `consent` None: to nothing."""
+    from pantheraml.cli.execute import run_request, told
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
+    from pantheraml.specs.consent import Consent
     from pantheraml.specs.multi_gpu import MultiGPUConfig
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import GenerateRequest
 
     run = RunDir(run_dir)
-    config = run.config()
+    consent = consent or Consent()
+    config = run.received_config(consent)
     if weights == "trained":
         run.trained()
     # Where and in which precision to run is the planner's choice, as for training, but always one process.
@@ -100,6 +109,7 @@ def complete(
     request = GenerateRequest.model_validate(
         {
             "run_dir": run_dir.absolute(),
+            "consent": consent,
             "prompts": prompts,
             "weights": weights,
             "device": plan.device,
@@ -112,6 +122,9 @@ def complete(
     )
 
     def read_answers(folder: Path) -> list[str]:
+        if screen.quiet:
+            for notice in told(folder):
+                print(printable(notice), file=sys.stderr)
         lines = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["completion"] for line in lines]
 

@@ -7,12 +7,14 @@ needs. Nothing heavy is imported before a command is known, so `--help` answers 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, PantheraError, WorkerError
+from pantheraml.base.text import printable
 
 
 class _Parser(argparse.ArgumentParser):
@@ -20,6 +22,34 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message[0].upper()}{message[1:]}.", todo=f"See `{self.prog} --help`.")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; an unknown flag is told with the one, or the key of the configuration, that it may stand for."""
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = f"pantheraml {arguments.command}" if arguments.command else "pantheraml"
+        raise ConfigError(
+            f"Unrecognized arguments: {' '.join(unknown)}.",
+            todo=f"{_meant(parser, arguments.command, unknown[0])}See `{command} --help`.",
+        )
+    return arguments
+
+
+def _meant(parser: argparse.ArgumentParser, command: str | None, unknown: str) -> str:
+    from pantheraml.specs.config_file import nearest_key
+
+    name = unknown.partition("=")[0]
+    if not name.startswith("--"):
+        return ""
+    chosen = [action.choices[command] for action in parser._actions if isinstance(action.choices, dict) and command]
+    flags = [flag for each in (parser, *chosen) for action in each._actions for flag in action.option_strings]
+    if close := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
+        return f"Did you mean {close[0]}? "
+    key = nearest_key((name[2:].replace("-", "_"),))
+    takes_keys = "--set" in flags and key is not None and "." in key
+    return f"Keys without a flag are set with --set {key}=VALUE. " if takes_keys else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     debug = env.debug_requested()
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = parse(argv)
         if arguments.version:
             from pantheraml import __version__
 
@@ -80,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as err:
         if debug:
             raise
-        print(f"WorkerError: An unforeseen error: {type(err).__name__}: {err}", file=sys.stderr)
+        print(printable(f"WorkerError: An unforeseen error: {type(err).__name__}: {err}"), file=sys.stderr)
         print("  to do: Run it again with --debug, and report what it prints.", file=sys.stderr)
         return WorkerError.exit_code
 

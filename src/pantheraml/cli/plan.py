@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from pantheraml.base.text import printable
+
 
 def add(commands: Any) -> argparse.ArgumentParser:
     from pantheraml.cli.train import add_config_options
@@ -19,15 +21,20 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.cli.inputs import check_inputs
     from pantheraml.cli.train import config_from
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
 
-    plan = choose(config_from(arguments), probe())
+    config = config_from(arguments)
+    check_inputs(config)
+    plan = choose(config, probe())
     if arguments.json:
         print(json.dumps(plan.model_dump(mode="json"), indent=1))
         return 0
     width = max(len(choice.name) for choice in plan.choices)
     for choice in plan.choices:
-        print(f"{choice.name:{width}}  {choice.value!s:12}  {choice.reason}")
+        print(printable(f"{choice.name:{width}}  {choice.value!s:12}  {choice.reason}"))
+    for message in plan.warnings:
+        print(printable(f"Warning: {message}."))
     return 0

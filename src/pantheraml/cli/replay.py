@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pantheraml.base.text import printable
+from pantheraml.cli.consent import add_consent, consent_from
+
 if TYPE_CHECKING:
+    from pantheraml.specs.consent import Consent
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import ReplayResult
 
@@ -23,19 +27,20 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--device", choices=["auto", "cpu", "cuda"], help="where to run it (default: where the run was)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_consent(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     from pantheraml.base.errors import TrainingError
 
-    result = replay(Path(arguments.incident), arguments.device, quiet=arguments.json)
+    result = replay(Path(arguments.incident), arguments.device, consent_from(arguments), quiet=arguments.json)
     if arguments.json:
         print(result.model_dump_json(indent=1))
     else:
-        print(f"step {result.step}: {result.cause}")
-        print(f"recorded: {result.recorded}")
-        print(f"replayed: {result.found} (loss {result.loss}, with {result.weights})")
+        print(printable(f"step {result.step}: {result.cause}"))
+        print(printable(f"recorded: {result.recorded}"))
+        print(printable(f"replayed: {result.found} (loss {result.loss}, with {result.weights})"))
     if not result.same:
         raise TrainingError(
             "The replay did not find what was recorded.",
@@ -46,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def replay(incident: Path, device: str | None, *, quiet: bool) -> ReplayResult:
+def replay(incident: Path, device: str | None, consent: Consent, *, quiet: bool) -> ReplayResult:
     from pantheraml.base.errors import RunDirectoryError
     from pantheraml.cli.execute import Screen, run_request
     from pantheraml.specs.run_dir import RunDir
@@ -58,8 +63,8 @@ def replay(incident: Path, device: str | None, *, quiet: bool) -> ReplayResult:
             f"{incident} is not an incident of a run.",
             todo="Give a file that a run has written to its folder: RUN_DIR/incidents/step-N.json.",
         )
-    plan = _plan(run, device)
-    request = ReplayRequest(run_dir=run.path, incident=incident.absolute(), plan=plan)
+    plan = _plan(run, device, consent)
+    request = ReplayRequest(run_dir=run.path, consent=consent, incident=incident.absolute(), plan=plan)
     result: ReplayResult = run_request(
         "replay",
         request,
@@ -70,13 +75,13 @@ def replay(incident: Path, device: str | None, *, quiet: bool) -> ReplayResult:
     return result
 
 
-def _plan(run: RunDir, device: str | None) -> Any:
+def _plan(run: RunDir, device: str | None, consent: Consent) -> Any:
     """As the run's, for one process whose modules can be watched."""
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
     from pantheraml.specs.multi_gpu import MultiGPUConfig
 
-    config, was = run.config(), run.plan()
+    config, was = run.received_config(consent), run.plan()
     here = device or was.device
     one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if here != "cpu" else None)
     watched = config.train.model_copy(update={"cuda_graph": "off", "compile": "off"})

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from pantheraml.cli.consent import add_consent, consent_from
 from pantheraml.cli.train import add_allow_change, add_machines, resume_overrides, show_result, start_this_machine
 
 
@@ -21,6 +22,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     add_allow_change(parser)
     add_machines(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    add_consent(parser)
     return parser
 
 
@@ -31,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     output = Path(arguments.run_dir)
     run = RunDir(output)
-    run.require()
+    run.received_config(consent_from(arguments))
     config = load_config(run.config_file, resume_overrides(arguments))
     start_this_machine(arguments, config, output)
     screen = Screen(title=f"resume {output}", quiet=arguments.json)

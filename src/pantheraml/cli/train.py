@@ -89,6 +89,7 @@ def add_allow_change(parser: argparse.ArgumentParser) -> None:
 
 def config_from(arguments: argparse.Namespace) -> TrainConfig:
     from pantheraml.specs.config_file import load_config
+    from pantheraml.specs.consent import check_config_file
 
     given = vars(arguments)
     overrides: dict[Key, Any] = {key: given[flag] for flag, key in FLAGS.items() if given.get(flag) is not None}
@@ -98,14 +99,18 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
             f"Nothing to {arguments.command}: give a config file, or --model and --data.",
             todo=f"For example: pantheraml {arguments.command} --model DIR --data FILE --output DIR",
         )
-    return load_config(Path(arguments.config) if arguments.config else None, overrides)
+    path = Path(arguments.config) if arguments.config else None
+    config = load_config(path, overrides)
+    if path is not None:
+        check_config_file(path, config.model, overrides)
+    return config
 
 
 def resume_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
     """What `resume` lays over the configuration of the run; leave to change something holds for one start."""
     overrides: dict[Key, Any] = {("checkpoint", "allow_change"): arguments.allow_change}
-    if _one_of_several_machines(arguments):
-        overrides["parallel", "world_size"] = None  # as many as the machines start
+    if _one_of_several_machines(arguments) or env.launched_rank() is not None:
+        overrides["parallel", "world_size"] = None  # as many as are started now, by the machines or another launcher
     return overrides | _common_overrides(arguments)
 
 
@@ -146,7 +151,9 @@ def _processes(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--nproc takes auto or a number from 1, not {text!r}.")
+        raise ConfigError(
+            f"--nproc takes auto or a number from 1, not {text!r}.", todo="For example: --nproc 2, or --nproc auto."
+        )
     return int(text)
 
 

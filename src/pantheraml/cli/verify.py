@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pantheraml.base.text import printable
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.tasks import ModeVerdict, Verdicts
 from pantheraml.specs.train import TrainConfig
@@ -57,13 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
     from pantheraml.specs.config_file import Key, load_config
+    from pantheraml.specs.consent import check_config_file
 
     if arguments.config is None:
         return _built_in(folder, arguments.device)
     overrides: dict[Key, Any] = {}
     if arguments.device is not None:
         overrides["device",] = arguments.device
-    return load_config(Path(arguments.config), overrides)
+    config = load_config(Path(arguments.config), overrides)
+    check_config_file(Path(arguments.config), config.model, overrides)
+    return config
 
 
 def _built_in(folder: Path, device: str | None) -> TrainConfig:
@@ -174,13 +178,14 @@ def _modes(arguments: argparse.Namespace, count: int) -> Any:
 def show(verdicts: Verdicts) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in ("mode", "divides", "loss", "gradient", f"weights after {verdicts.steps} steps", "time", ""):
         table.add_column(name, justify="left" if name in ("mode", "divides", "") else "right")
     for verdict in verdicts.modes:
-        table.add_row(*_cells(verdict, verdicts))
+        table.add_row(*(Text(printable(cell)) for cell in _cells(verdict, verdicts)))
     console.print("Relative differences to one process on the same global batches:")
     console.print(table)
     console.print(
@@ -188,7 +193,7 @@ def show(verdicts: Verdicts) -> None:
         f" ({verdicts.tolerance_reason}). Time: of a step, against one process."
     )
     for note in verdicts.notes:
-        console.print(f"Note: {note}.")
+        console.print(Text(printable(f"Note: {note}.")))
 
 
 def _cells(verdict: ModeVerdict, verdicts: Verdicts) -> list[str]:

@@ -35,6 +35,13 @@ class Batch:
     """Tokens that are not padding."""
     target_count: int
     """Targets that are not NO_LOSS."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each row that are not padding; empty: not known."""
+
+    def mask(self) -> torch.Tensor:
+        """[B, S] on the host: 1.0 where a token is not padding."""
+        width = self.input_ids.shape[1]
+        return (torch.arange(width) < torch.tensor(self.lengths).unsqueeze(1)).float()
 
     def to(self, device: torch.device) -> Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -45,7 +52,13 @@ class Batch:
 
     def without_targets(self) -> Batch:
         """The same shapes, but nothing to learn: for a rank that has no samples and must keep its peers company."""
-        return replace(self, targets=torch.full_like(self.targets, NO_LOSS), tokens=0, target_count=0)
+        return replace(
+            self,
+            targets=torch.full_like(self.targets, NO_LOSS),
+            tokens=0,
+            target_count=0,
+            lengths=(0,) * len(self.lengths),
+        )
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         return replace(
@@ -88,6 +101,7 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | Non
         max_length=int(every.max()),
         tokens=sum(len(sequence.input_ids) for sequence in sequences),
         target_count=int((targets != NO_LOSS).sum()),
+        lengths=tuple(len(sequence.input_ids) for sequence in sequences),
     )
 
 

@@ -6,7 +6,7 @@ Both sides of a split are written in one pass and take their place in the cache 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,7 @@ class _Counts:
     rows: dict[Side, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
     truncated: dict[Side, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
     barren: dict[Side, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
+    empty: dict[Side, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
     bad: int = 0
     shown: list[BadRow] = field(default_factory=list)
 
@@ -36,6 +37,7 @@ class _Counts:
             self.rows[side] += part.rows
             self.truncated[side] += part.truncated_rows
             self.barren[side] += part.barren_rows
+            self.empty[side] += part.empty_rows
         self.bad += len(result.bad_rows)
         self.shown.extend(result.bad_rows[: _SHOWN_BAD_ROWS - len(self.shown)])
 
@@ -47,19 +49,25 @@ class Build:
     recipe: Recipe
     packing: bool
     pad_id: int
+    tokenizer: str
+    """Its class, for errors."""
     on_bad_row: Literal["stop", "skip"]
     targets: Mapping[Side, Path]
     """The folder that each side is written to; its name is the fingerprint."""
     emit: Emit
+    files: Sequence[str] = ()
+    """The sources, in their order."""
 
     def run(self, results: Iterable[ChunkResult]) -> None:
         """Write every side; all of them take their place together, after the last row was checked."""
-        counts = _Counts()
+        counts, numbers = _Counts(), {file: number for number, file in enumerate(self.files)}
         with contextlib.ExitStack() as stack:
             writers = {
                 side: stack.enter_context(
                     DatasetWriter(
-                        stack.enter_context(committed_folder(folder)), seq_len=self.recipe.seq_len, packed=self.packing
+                        stack.enter_context(committed_folder(folder, private=True)),
+                        seq_len=self.recipe.seq_len,
+                        packed=self.packing,
                     )
                 )
                 for side, folder in self.targets.items()
@@ -68,7 +76,7 @@ class Build:
                 self._stop_where_asked(result)
                 counts.add(result)
                 for side, writer in writers.items():
-                    writer.add(result.sides[side].documents)
+                    writer.add(result.sides[side].documents, numbers.get(result.file, 0))
             for side, writer in writers.items():
                 self._refuse_nothing(side, counts)
                 writer.finish(self._meta(side, counts))
@@ -87,6 +95,13 @@ class Build:
     def _refuse_nothing(self, side: Side, counts: _Counts) -> None:
         if counts.rows[side] > counts.barren[side]:
             return
+        if counts.empty[side] and counts.empty[side] == counts.barren[side]:
+            raise DataError(
+                f"None of the {counts.empty[side]} {side} rows gives a single token to learn from: the tokenizer that "
+                f"was loaded, a {self.tokenizer}, makes nothing of what is to be learnt.",
+                todo="Check that model.tokenizer (or the model's folder) holds the tokenizer of this model, with its "
+                "tokenizer.json, and that its chat template writes what the assistant says.",
+            )
         if counts.barren[side]:
             raise DataError(
                 f"None of the {counts.barren[side]} {side} rows has anything to learn from within data.seq_len="
@@ -125,7 +140,13 @@ class Build:
         if counts.bad:
             examples = "; ".join(f"{bad.where()}: {bad.problem}" for bad in counts.shown)
             self.emit("warning", message=f"{counts.bad} rows cannot be used and are skipped, such as: {examples}")
-        barren = sum(counts.barren.values())
+        empty = sum(counts.empty.values())
+        if empty:
+            self.emit(
+                "warning",
+                message=f"{empty} rows are left out: the tokenizer, a {self.tokenizer}, gives no token to learn from",
+            )
+        barren = sum(counts.barren.values()) - empty
         if barren:
             self.emit(
                 "warning",

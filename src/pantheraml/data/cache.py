@@ -15,6 +15,7 @@ from pathlib import Path
 from pantheraml.base import env
 from pantheraml.base.errors import StorageError
 from pantheraml.base.events import Emit
+from pantheraml.base.private import open_private, private_folder
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -25,8 +26,9 @@ def cache_folder(cache_dir: str | None) -> Path:
 def locked(folder: Path, fingerprint: str, emit: Emit) -> Iterator[None]:
     """Hold the right to write the data of `fingerprint`."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / f"{fingerprint}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        # a folder that people named may hold other things, and is for whom they let in; what is made in it is not
+        private_folder(folder, tighten=folder == cache_folder(None))
+        lock = open_private(folder / f"{fingerprint}.lock", os.O_RDWR | os.O_CREAT)
     except OSError as err:
         raise StorageError(
             f"The folder for prepared data cannot be written: {err.strerror}.",

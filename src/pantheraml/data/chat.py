@@ -8,106 +8,113 @@ the model on the user's words without anybody noticing.
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import numpy as np
 
-from pantheraml.base.errors import ModelError
 from pantheraml.data.documents import Ints, as_ints, runs_from_mask
+from pantheraml.data.render import Renderer, Span
 from pantheraml.data.rows import Row, RowError
+from pantheraml.data.toolcalls import called, fitted
 
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-Span = tuple[int, int]
+_SHARED = 16  # characters that two renderings of a turn must share to be compared further
 
 
-def chat_template(tokenizer: Any) -> str:
-    """The template that conversations are written with; ModelError where there is none."""
-    try:
-        template: str = tokenizer.get_chat_template()
-    except ValueError as err:  # none at all, or several and none of them the default
-        raise ModelError(
-            "The data holds messages, but the tokenizer has no chat template to write them with.",
-            todo="Name a tokenizer that has one with model.tokenizer (such as the model's chat version's), add "
-            "a chat_template.jinja to its folder, or use prompt and completion columns.",
-        ) from err
-    return template
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as text, and where the assistant's part stands in it."""
+
+    text: str
+    spans: list[Span]
+    marked: bool = False
+    """Whether the template itself says so."""
 
 
 class ChatEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._marked = bool(_GENERATION_MARK.search(chat_template(tokenizer)))
+        self._renderer = Renderer(tokenizer)
 
     def encode(self, rows: list[Row]) -> list[tuple[Ints, Ints] | RowError]:
-        encoded: list[tuple[Ints, Ints] | RowError] = []
-        for row in rows:
-            try:
-                encoded.append(self._marked_turns(row) if self._marked else self._found_turns(row))
-            except RowError as err:
-                encoded.append(err)
-        return encoded
+        # all are rendered before any is tokenized: the tokenizer ends the process where memory is bounded
+        with self._renderer.bounded():
+            rendered = [self._rendered(row) for row in rows]
+        return [each if isinstance(each, RowError) else self._document(each) for each in rendered]
 
     def prompt(self, messages: list[Row]) -> list[int]:
         """Tokens of a conversation, up to where the assistant's answer begins."""
-        text = self._rendered(messages, add_generation_prompt=True)
+        with self._renderer.bounded():
+            text = self._renderer.text(messages, None, add_generation_prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _rendered(self, messages: list[Row], *, add_generation_prompt: bool = False) -> str:
-        text: str = self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        return text
-
-    def _apply(self, messages: list[Row], **options: Any) -> Any:
+    def _rendered(self, row: Row) -> _Rendered | RowError:
+        tools: list[Row] | None = row.get("tools")
         try:
-            return self._tokenizer.apply_chat_template(messages, **options)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as err:  # what expressions in it can raise
-            raise RowError(f"expected a conversation that the chat template accepts: {err}", "messages") from err
+            messages = fitted(row["messages"], lambda messages: self._renderer.text(messages, tools))
+            if self._renderer.marks_turns(tools):
+                return _Rendered(*self._renderer.marked(messages, tools), marked=True)
+            return self._found_turns(messages, tools)
+        except RowError as err:
+            return err
 
-    def _marked_turns(self, row: Row) -> tuple[Ints, Ints]:
-        encoded = self._apply(row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return _document(encoded["input_ids"], encoded["assistant_masks"])
-
-    def _found_turns(self, row: Row) -> tuple[Ints, Ints]:
-        messages: list[Row] = row["messages"]
-        text = self._rendered(messages)
+    def _found_turns(self, messages: list[Row], tools: list[Row] | None) -> _Rendered:
+        text = self._renderer.text(messages, tools)
         spans = [
-            self._turn(messages, index, text)
+            self._turn(messages, tools, index, text)
             for index, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
-        encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        mask = np.zeros(len(encoded["input_ids"]), dtype=np.int8)
-        for span in spans:
-            mask[_tokens_within(encoded, span)] = 1
-        return _document(encoded["input_ids"], mask)
+        return _Rendered(text, spans)
 
-    def _turn(self, messages: list[Row], index: int, text: str) -> Span:
+    def _turn(self, messages: list[Row], tools: list[Row] | None, index: int, text: str) -> Span:
         """Where the assistant's turn `index` begins and ends in the rendered conversation."""
         if index == 0:
             raise RowError("expected a message before the assistant's first one, found none", "messages")
-        before = self._rendered(messages[:index], add_generation_prompt=True)
+        before = self._renderer.text(messages[:index], tools, add_generation_prompt=True)
         if text.startswith(before):
-            until = text if index == len(messages) - 1 else self._rendered(messages[: index + 1])
+            last = index == len(messages) - 1
+            until = text if last else self._renderer.text(messages[: index + 1], tools)
             if text.startswith(until) and until.startswith(before):
                 return len(before), len(until)
-            # Some templates (Qwen3's) write the last turn differently from earlier ones, with an empty block of
-            # thoughts before it; then the turn is what was said, followed by what follows it when it is the last.
-            said = messages[index]["content"].strip()
-            _, found, closing = until.rpartition(said)
-            if said and found and text.startswith(said + closing, len(before)):
-                return len(before), len(before) + len(said) + len(closing)
+            length = _length_of_turn(messages[index], until.removeprefix(before), text, len(before))
+            if length:
+                return len(before), len(before) + length
         raise RowError(
             "expected a turn that can be told from the rest; the chat template writes it differently with and without "
             "what comes before or after it, and has no {% generation %} mark for what the assistant wrote",
             f"messages[{index}]",
         )
 
+    def _document(self, rendered: _Rendered) -> tuple[Ints, Ints]:
+        encoded = self._tokenizer(rendered.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        mask = np.zeros(len(encoded["input_ids"]), dtype=np.int8)
+        for span in rendered.spans:
+            mask[_tokens_within(encoded, span, astride=rendered.marked)] = 1
+        mask[:1] = 0  # nothing precedes the first token to predict it from
+        return as_ints(encoded["input_ids"]), runs_from_mask(mask)
 
-def _tokens_within(encoded: Any, span: Span) -> slice:
-    """The tokens that start inside a span of characters; one that reaches over from before it is left out."""
+
+def _length_of_turn(message: Row, alone: str, text: str, start: int) -> int:
+    """Characters of a turn that stands at `start` of `text`, found by how it is written where it is the last; else 0.
+
+    Some templates (Qwen3's) write the last turn differently from earlier ones, with an empty block of thoughts before
+    it. Then the turn is what was said or called, followed by what follows it when it is the last.
+    """
+    said = (message["content"] or "").strip()
+    _, found, closing = alone.rpartition(said) if said else ("", "", "")
+    if found and text.startswith(said + closing, start):
+        return len(said) + len(closing)
+    if message.get("tool_calls"):
+        at = alone.find(text[start : start + _SHARED])
+        if at >= 0 and text.startswith(alone[at:], start) and all(name in alone[at:] for name in called([message])):
+            return len(alone) - at
+    return 0
+
+
+def _tokens_within(encoded: Any, span: Span, *, astride: bool) -> slice:
+    """The tokens inside a span of characters; one that reaches over from before it counts where `astride`."""
 
     def first_in(characters: range) -> int | None:
         # some characters, such as stripped white space, belong to no token
@@ -116,12 +123,6 @@ def _tokens_within(encoded: Any, span: Span) -> slice:
     first, last = first_in(range(span[0], span[1])), first_in(range(span[1] - 1, span[0] - 1, -1))
     if first is None or last is None:
         return slice(0)
-    if encoded.token_to_chars(first).start < span[0]:
+    if not astride and encoded.token_to_chars(first).start < span[0]:
         first += 1
     return slice(first, last + 1)
-
-
-def _document(ids: list[int], mask: Any) -> tuple[Ints, Ints]:
-    bears_loss = np.array(mask, dtype=np.int8)
-    bears_loss[:1] = 0  # nothing precedes the first token to predict it from
-    return as_ints(ids), runs_from_mask(bears_loss)

@@ -1,8 +1,8 @@
 """Reading source files in chunks, so that memory does not grow with their size.
 
-Lines and Arrow batches are cut here and parsed by whoever handles the chunk, usually another process. JSON arrays and
-CSV have to be parsed to find where a row ends, so their chunks carry parsed rows. Where a file is cut depends on its
-content alone, never on the number of processes.
+Lines are cut here and parsed by whoever handles the chunk, usually another process. JSON arrays and CSV have to be
+parsed to find where a row ends, so their chunks carry parsed rows. Where a file is cut depends on its content alone,
+never on the number of processes.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import codecs
 import contextlib
 import csv
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet
+from typing import BinaryIO
 
 from pantheraml.base.errors import DataError
-from pantheraml.data.rows import Row, RowError, Unit, kind_of, shown
+from pantheraml.data.bounds import LONG_ROW, NESTING, ROW_BYTES, row_too_long, too_deep
+from pantheraml.data.rows import Row, RowError, Unit, kind_of, names, shown
 
 _CHUNK_BYTES = 1 << 20
-_ARROW_ROWS = 512
 _BLANK = " \t\r\n"
+_DELIMITERS = (",", ";", "\t", "|")
 _LONGEST_LITERAL = 16  # "-Infinity" or an escaped surrogate pair; errors further from the window's edge are real
 
 
@@ -78,21 +75,7 @@ class RowChunk:
         yield from self.numbered
 
 
-@dataclass(frozen=True)
-class ArrowChunk:
-    """A batch of a Parquet or Arrow file, as an Arrow stream: a slice that is pickled would bring its whole batch."""
-
-    file: str
-    size: int
-    data: bytes
-    first_row: int
-    unit: Unit = "row"
-
-    def rows(self) -> Iterator[tuple[int, Row | RowError]]:
-        yield from enumerate(pa.ipc.open_stream(self.data).read_all().to_pylist(), start=self.first_row)
-
-
-def read_lines(path: Path, *, plain: bool) -> Iterator[LineChunk]:
+def read_lines(path: Path, *, plain: bool) -> Iterator[LineChunk | RowChunk]:
     """Chunks of about a mebibyte that end at line ends."""
     offset, line = 0, 1
     with open(path, "rb") as file:
@@ -102,25 +85,47 @@ def read_lines(path: Path, *, plain: bool) -> Iterator[LineChunk]:
         offset += len(start) - len(rest)
         while block := file.read(_CHUNK_BYTES):
             data = rest + block
-            if not data.endswith(b"\n"):
-                data += file.readline()
-            yield LineChunk(str(path), data[:-1] if data.endswith(b"\n") else data, offset, line, plain)
-            offset += len(data)
-            line += data.count(b"\n")
             rest = b""
+            if not data.endswith(b"\n"):
+                data += file.readline(ROW_BYTES)
+            whole = data if data.endswith(b"\n") or not file.peek(1) else data[: data.rfind(b"\n") + 1]
+            if whole:
+                yield LineChunk(str(path), whole.removesuffix(b"\n"), offset, line, plain)
+                offset += len(whole)
+                line += whole.count(b"\n")
+            if len(whole) < len(data):
+                size = len(data) - len(whole) + _skip_line(file)
+                yield RowChunk(str(path), size, [(line, RowError(f"expected a shorter row: it is {LONG_ROW}"))])
+                offset += size
+                line += 1
         if rest:
             yield LineChunk(str(path), rest, offset, line, plain)
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Leave out what is left of a line; its length."""
+    skipped = 0
+    while part := file.readline(_CHUNK_BYTES):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
 
 
 def read_json(path: Path) -> Iterator[LineChunk | RowChunk]:
     """A `.json` file: one array of objects, or (as many tools write) JSON Lines under that name."""
     with open(path, "rb") as file:
-        start = file.read(4096)
-    refuse_utf16(path, start)
-    if start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        refuse_utf16(path, file.read(4))
+    if starts_array(path):
         yield from _read_array(path)
     else:
         yield from read_lines(path, plain=False)
+
+
+def starts_array(path: Path) -> bool:
+    """Whether a file holds a JSON array rather than JSON Lines."""
+    with open(path, "rb") as file:
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_array(path: Path) -> Iterator[RowChunk]:
@@ -132,7 +137,7 @@ def _read_array(path: Path) -> Iterator[RowChunk]:
     while not text.at("]"):
         line = text.line
         value = text.element()
-        numbered.append((line, value if isinstance(value, dict) else _not_an_object(value)))
+        numbered.append((line, _as_row(value)))
         if not text.at("]"):
             text.skip(",")
         if text.consumed - start >= _CHUNK_BYTES:
@@ -180,7 +185,9 @@ class _SlidingText:
                 if self._may_be_cut(err) and self._more():
                     continue
                 raise self._error(f"not JSON: {err.msg}") from err
-            except (ValueError, RecursionError) as err:
+            except RecursionError as err:
+                raise self._error(f"an element has more than {NESTING} levels of lists and objects") from err
+            except ValueError as err:  # such as a number of thousands of digits
                 raise self._error(f"an element cannot be read: {err}") from err
             if end == len(self._text) and self._more():
                 continue  # a number at the window's edge may go on
@@ -204,10 +211,16 @@ class _SlidingText:
         self._at = to
 
     def _more(self) -> bool:
-        block = next(self._blocks, "")
-        self._text = self._text[self._at :] + block
+        """Read on: at least a block, and as much again as is waiting, so that a long element is not tried too often."""
+        waiting = len(self._text) - self._at
+        if waiting > ROW_BYTES:
+            raise row_too_long(f"{self._path}, line {self.line}")
+        blocks = [block] if (block := next(self._blocks, "")) else []
+        while blocks and sum(map(len, blocks)) < waiting and (block := next(self._blocks, "")):
+            blocks.append(block)
+        self._text = self._text[self._at :] + "".join(blocks)
         self._at = 0
-        return bool(block)
+        return bool(blocks)
 
     def _error(self, problem: str) -> DataError:
         return DataError(
@@ -237,17 +250,30 @@ def _decoded_blocks(path: Path) -> Iterator[str]:
             line += text.count("\n")
 
 
+def csv_delimiter(path: Path) -> str:
+    """What divides the fields: the mark that makes most of the header, and a comma where none does."""
+    with open(path, "rb") as file:
+        header = file.readline(_CHUNK_BYTES).decode("utf-8-sig", errors="replace")
+    try:
+        found = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in _DELIMITERS}
+    except csv.Error:  # a field that is longer than any name
+        return ","
+    return max(_DELIMITERS, key=found.__getitem__)  # the first of equals
+
+
 def read_csv(path: Path) -> Iterator[RowChunk]:
-    """Comma-separated values with a header line; quoted fields may hold line ends."""
+    """Comma-separated values with a header line; quoted fields may hold line ends. For other marks see above."""
     numbered: list[tuple[int, Row | RowError]] = []
     with open(path, "rb") as file, _long_csv_fields():
         refuse_utf16(path, file.read(4))
         file.seek(0)
-        reader = csv.reader(_decoded_lines(path, file), strict=True)
+        lines = _CsvLines(path, file)
         try:
+            reader = csv.reader(lines, strict=True, delimiter=csv_delimiter(path))
             header = next(reader, [])
             start, line = file.tell(), reader.line_num
             for values in reader:
+                lines.row_bytes = 0
                 if values:
                     numbered.append((line + 1, _csv_row(header, values)))
                 line = reader.line_num
@@ -257,7 +283,7 @@ def read_csv(path: Path) -> Iterator[RowChunk]:
         except csv.Error as err:
             raise DataError(
                 f"The file is not valid CSV: {err}.",
-                where=f"{path}, line {reader.line_num}",
+                where=f"{path}, line {lines.number}",
                 todo="Quote fields that hold commas, quotes or line ends, and double the quotes inside them.",
             ) from err
         yield RowChunk(str(path), file.tell() - start, numbered)
@@ -265,79 +291,62 @@ def read_csv(path: Path) -> Iterator[RowChunk]:
 
 def _csv_row(header: list[str], values: list[str]) -> Row | RowError:
     if len(values) != len(header):
-        return RowError(f"expected {len(header)} fields ({', '.join(header)}), found {len(values)}")
+        return RowError(f"expected {len(header)} fields ({names(header)}), found {len(values)}")
     return dict(zip(header, values, strict=True))
 
 
-def _decoded_lines(path: Path, file: Iterable[bytes]) -> Iterator[str]:
-    offset = 0
-    for number, line in enumerate(file, start=1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as err:
-            raise _encoding_error(path, number, _not_utf8(err, offset)) from err
-        offset += len(line)
+class _CsvLines:
+    """Decoded lines of a CSV file, and how long the present row is: an open quote makes one row of many lines."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._file = file
+        self._offset = 0
+        self.number = 0
+        self.row_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._file.readline(ROW_BYTES + 1):
+            self.number += 1
+            self.row_bytes += len(line)
+            if self.row_bytes > ROW_BYTES:
+                raise row_too_long(f"{self._path}, line {self.number}")
+            try:
+                yield line.decode("utf-8-sig" if self.number == 1 else "utf-8")
+            except UnicodeDecodeError as err:
+                raise _encoding_error(self._path, self.number, _not_utf8(err, self._offset)) from err
+            self._offset += len(line)
 
 
 @contextlib.contextmanager
 def _long_csv_fields() -> Iterator[None]:
     """The csv module refuses fields above 128 KiB unless told otherwise, and can only be told for the whole process."""
-    before = csv.field_size_limit(sys.maxsize)
+    before = csv.field_size_limit(ROW_BYTES)
     try:
         yield
     finally:
         csv.field_size_limit(before)
 
 
-def read_parquet(path: Path) -> Iterator[ArrowChunk]:
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False)
-            yield from _arrow_chunks(path, batches, rows=file.metadata.num_rows)
-    except pa.ArrowException as err:
-        raise _unreadable(path, "Parquet", err) from err
-
-
-def read_arrow(path: Path) -> Iterator[ArrowChunk]:
-    """An Arrow stream, as `datasets` saves it."""
-    try:
-        with pa.memory_map(str(path)) as file:
-            rows = sum(batch.num_rows for batch in pa.ipc.open_stream(file))
-            file.seek(0)
-            yield from _arrow_chunks(path, pa.ipc.open_stream(file), rows)
-    except pa.ArrowException as err:
-        raise _unreadable(path, "Arrow", err) from err
-
-
-def _arrow_chunks(path: Path, batches: Iterable[Any], rows: int) -> Iterator[ArrowChunk]:
-    bytes_per_row = path.stat().st_size / max(1, rows)
-    first = 1
-    for batch in batches:
-        for start in range(0, batch.num_rows, _ARROW_ROWS):
-            part = batch.slice(start, _ARROW_ROWS)
-            yield ArrowChunk(str(path), round(part.num_rows * bytes_per_row), _streamed(part), first)
-            first += part.num_rows
-
-
-def _streamed(batch: Any) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
-
-
 def _parsed_line(line: str) -> Row | RowError:
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError) as err:
+    except RecursionError:
+        return _too_deep()
+    except ValueError as err:
         reason = err.msg if isinstance(err, json.JSONDecodeError) else str(err)
         return RowError(f"expected a JSON object, found {shown(line)} (not JSON: {reason})")
-    return value if isinstance(value, dict) else _not_an_object(value)
+    return _as_row(value)
 
 
-def _not_an_object(value: object) -> RowError:
-    return RowError(f"expected a JSON object, found {kind_of(value)}")
+def _as_row(value: object) -> Row | RowError:
+    if too_deep(value):
+        return _too_deep()
+    return value if isinstance(value, dict) else RowError(f"expected a JSON object, found {kind_of(value)}")
+
+
+def _too_deep() -> RowError:
+    return RowError(f"expected at most {NESTING} levels of lists and objects, found more")
 
 
 def _not_utf8(err: UnicodeDecodeError, offset: int) -> str:
@@ -357,7 +366,3 @@ def refuse_utf16(path: Path, start: bytes) -> None:
             where=f"{path}, line 1",
             todo="Save the file as UTF-8 text.",
         )
-
-
-def _unreadable(path: Path, kind: str, err: Exception) -> DataError:
-    return DataError(f"The file cannot be read as {kind}: {err}.", where=str(path), todo="Write the file again.")

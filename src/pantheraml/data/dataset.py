@@ -28,6 +28,8 @@ class TokenDataset:
         self.largest_token = meta.largest_token
         self.longest_document = meta.longest_document
         self._columns = [table.column(name) for name in ("tokens", "document_lengths", "loss_runs")]
+        places = ("document_files", "document_rows")
+        self._places = [table.column(name) for name in places if name in table.column_names]
         self._lengths: Ints = index_column(table, "length")
         self._target_tokens: Ints = index_column(table, "target_tokens")
 
@@ -46,6 +48,10 @@ class TokenDataset:
     def target_tokens(self, ids: Ids) -> Ints:
         """Loss-bearing tokens of each sequence, from the index."""
         return self._target_tokens[ids]
+
+    def document_places(self, index: int) -> list[tuple[int, int]]:
+        """Of each document of a sequence: the number of its source file, and the row there; empty: not known."""
+        return list(zip(*(numbers(column[index].values).tolist() for column in self._places), strict=True))
 
     def sequence(self, index: int) -> TokenSequence:
         tokens, document_lengths, runs = (numbers(column[index].values) for column in self._columns)

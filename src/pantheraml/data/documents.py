@@ -33,14 +33,23 @@ class Documents:
 
     tokens: list[Ints] = field(default_factory=list)
     loss_runs: list[Ints] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """The line or row of the source file that each one is."""
+    files: list[int] = field(default_factory=list)
+    """The number of that file among the sources."""
 
-    def add(self, tokens: Ints, loss_runs: Ints) -> None:
+    def add(self, tokens: Ints, loss_runs: Ints, row: int) -> None:
         self.tokens.append(tokens)
         self.loss_runs.append(loss_runs)
+        self.rows.append(row)
+        self.files.append(0)
 
-    def extend(self, other: Documents) -> None:
+    def extend(self, other: Documents, file: int) -> None:
+        """By documents of one file."""
         self.tokens.extend(other.tokens)
         self.loss_runs.extend(other.loss_runs)
+        self.rows.extend(other.rows)
+        self.files.extend([file] * len(other))
 
     def __len__(self) -> int:
         return len(self.tokens)

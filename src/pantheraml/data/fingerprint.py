@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import Any
 
-from pantheraml.data.chat import chat_template
+from pantheraml.data.render import chat_template
 from pantheraml.data.store import LAYOUT_VERSION
 
 
@@ -20,8 +20,10 @@ def tokenizer_digest(tokenizer: Any, *, with_template: bool) -> str:
     text: str = tokenizer.backend_tokenizer.to_str()
     content = text[text.index('"added_tokens"') :]
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
-    template = chat_template(tokenizer) if with_template else None
-    return _digest(content, special, template)
+    splits = bool(getattr(tokenizer, "split_special_tokens", False))  # kept beside tokenizer.json, not in it
+    # with tools, a tokenizer of several templates takes another one
+    templates = [chat_template(tokenizer), tokenizer.get_chat_template(tools=[])] if with_template else None
+    return _digest(content, special, splits, templates)
 
 
 def data_fingerprint(content: str, tokenizer: str, **settings: Any) -> str:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -37,20 +38,55 @@ def ordered_map(function: Callable[[_Item], _Result], items: Iterable[_Item], wo
         yield from map(function, items)
         return
     # one thread per child: there are as many children as cores, and Rust's thread pool does not survive a fork
-    with env.changed("TOKENIZERS_PARALLELISM", "false"), _workers(function, workers) as connections:
+    with env.changed({"TOKENIZERS_PARALLELISM": "false"}), _workers(function, workers) as started:
         sent = 0
         for item in items:
-            connection = connections[sent % workers]
-            finished = [_received(connection)] if sent >= workers else []
-            _send(connection, item)  # before yielding, so that the child works while the caller does
+            worker = started[sent % workers]
+            finished = [worker.received()] if sent >= workers else []
+            worker.send(item)  # before yielding, so that the child works while the caller does
             sent += 1
             yield from finished
         for index in range(max(0, sent - workers), sent):
-            yield _received(connections[index % workers])
+            yield started[index % workers].received()
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A child, as the parent sees it."""
+
+    connection: Connection[Any, Any]
+    process: BaseProcess
+
+    def send(self, item: Any) -> None:
+        with self._death_reported():
+            self.connection.send(item)
+
+    def received(self) -> Any:
+        with self._death_reported():
+            result, err = self.connection.recv()
+        if err is not None:
+            raise err
+        return result
+
+    @contextlib.contextmanager
+    def _death_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError) as err:
+            self.process.join(1)
+            if self.process.exitcode == -signal.SIGXCPU:
+                raise WorkerError(
+                    "A process that tokenises the data was ended: it was stuck, most likely in the chat template.",
+                    todo="Correct the template, or name another tokenizer with model.tokenizer.",
+                ) from err
+            raise WorkerError(
+                "A process that tokenises the data died, most likely because memory ran out.",
+                todo="Set data.workers to a smaller number.",
+            ) from err
 
 
 @contextlib.contextmanager
-def _workers(function: Callable[[Any], Any], count: int) -> Iterator[list[Connection[Any, Any]]]:
+def _workers(function: Callable[[Any], Any], count: int) -> Iterator[list[_Worker]]:
     context = multiprocessing.get_context("fork")
     connections: list[Connection[Any, Any]] = []
     processes: list[BaseProcess] = []
@@ -61,7 +97,7 @@ def _workers(function: Callable[[Any], Any], count: int) -> Iterator[list[Connec
             processes.append(context.Process(target=_serve, args=(function, theirs, list(connections)), daemon=True))
             processes[-1].start()
             theirs.close()
-        yield connections
+        yield [_Worker(*pair) for pair in zip(connections, processes, strict=True)]
     finally:
         for connection in connections:
             connection.close()
@@ -86,27 +122,3 @@ def _serve(
                 connection.send((function(item), None))
             except Exception as err:  # noqa: BLE001 - raised again in the parent
                 connection.send((None, err))
-
-
-def _send(connection: Connection[Any, Any], item: Any) -> None:
-    with _deaths_reported():
-        connection.send(item)
-
-
-def _received(connection: Connection[Any, Any]) -> Any:
-    with _deaths_reported():
-        result, err = connection.recv()
-    if err is not None:
-        raise err
-    return result
-
-
-@contextlib.contextmanager
-def _deaths_reported() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, ConnectionError) as err:
-        raise WorkerError(
-            "A process that tokenises the data died, most likely because memory ran out.",
-            todo="Set data.workers to a smaller number.",
-        ) from err

@@ -8,29 +8,27 @@ checked.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pantheraml.base.errors import DataError
 from pantheraml.base.events import Emit
-from pantheraml.data import formats
-from pantheraml.data.build import Build, bad_row_error, no_rows_error
+from pantheraml.data.build import Build
 from pantheraml.data.cache import cache_folder, locked
 from pantheraml.data.fingerprint import data_fingerprint, tokenizer_digest
+from pantheraml.data.origin import Source
 from pantheraml.data.pool import available_workers, ordered_map
 from pantheraml.data.progress import Progress
-from pantheraml.data.rows import BadRow, Chunk, RowError
+from pantheraml.data.rows import Chunk
 from pantheraml.data.sources import SourceFile, content_digest, find_files
-from pantheraml.data.store import is_whole, read_meta
+from pantheraml.data.store import is_as_written, is_whole, read_meta
+from pantheraml.data.survey import Survey
 from pantheraml.data.tokenise import ChunkResult, Recipe, Side, Tokeniser
 from pantheraml.specs.train import DataConfig
 
 _BYTES_PER_WORKER = 2 << 20  # with less than this for each, starting processes costs more than they save
-_ROWS_FOR_DETECTION = 100
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,8 @@ class PreparedData:
     train: Path
     eval: Path | None
     format: str
+    sources: tuple[Source, ...] = field(default=(), compare=False)
+    """What the training data was read from, in the order in which its documents count them."""
 
 
 def prepare(config: DataConfig, *, tokenizer: Any, emit: Emit) -> PreparedData:
@@ -50,7 +50,7 @@ def prepare(config: DataConfig, *, tokenizer: Any, emit: Emit) -> PreparedData:
     folders = train.run()
     if config.eval_path is not None:
         folders |= _Preparation(config, Path(config.eval_path), "eval", tokenizer, emit).run()
-    return PreparedData(folders["train"], folders.get("eval"), train.format)
+    return PreparedData(folders["train"], folders.get("eval"), train.format, train.sources())
 
 
 class _Preparation:
@@ -64,7 +64,11 @@ class _Preparation:
         self._emit = emit
         self._files = find_files(path, emit)
         self._bytes = sum(file.size for file in self._files)
-        self.format = config.format if config.format != "auto" else self._detect_format()
+        self._survey = Survey(_chunks_of(self._files), path, side, emit)
+        self.format = config.format if config.format != "auto" else self._survey.format()
+
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(Source(str(file.path), file.unit) for file in self._files)
 
     def run(self) -> dict[Side, Path]:
         started = time.monotonic()
@@ -76,18 +80,21 @@ class _Preparation:
             side=self._side,
         )
         tokeniser = Tokeniser(recipe, self._tokenizer)  # also refuses a tokenizer that cannot do what the format needs
+        self._survey.tell(self.format, self._tokenizer)
         folder = cache_folder(self._config.cache_dir)
         targets = {side: folder / name for side, name in self._fingerprints(recipe).items()}
         with locked(folder, targets[self._side].name, self._emit):
-            cached = all(is_whole(target) for target in targets.values())
+            cached = all(self._is_intact(target) for target in targets.values())
             if not cached:
                 build = Build(
                     recipe=recipe,
                     packing=self._config.packing,
                     pad_id=pad_id(self._tokenizer),
+                    tokenizer=type(self._tokenizer).__name__,
                     on_bad_row=self._config.on_bad_row,
                     targets=targets,
                     emit=self._emit,
+                    files=[str(file.path) for file in self._files],
                 )
                 with contextlib.closing(self._results(tokeniser)) as results:  # an error ends the processes at once
                     build.run(results)
@@ -95,30 +102,17 @@ class _Preparation:
             self._announce(side, target, cached=cached, seconds=time.monotonic() - started)
         return targets
 
-    def _detect_format(self) -> str:
-        rows = ((chunk, number, row) for chunk in _chunks_of(self._files) for number, row in chunk.rows())
-        columns: dict[str, None] = {}
-        first_bad: BadRow | None = None
-        for chunk, number, row in itertools.islice(rows, _ROWS_FOR_DETECTION):
-            if isinstance(row, RowError):
-                first_bad = first_bad or BadRow(chunk.file, chunk.unit, number, row.field, row.problem)
-                continue
-            columns |= dict.fromkeys(map(str, row))
-            found = formats.detect(row)
-            if found is not None:
-                used = " + ".join(f"`{name}`" for name in formats.COLUMNS[found])
-                self._emit("notice", message=f"{self._side} data: format `{found}`, detected from the columns {used}")
-                return found
-        if columns:
-            raise DataError(
-                f"The data has no usable columns. Found: {', '.join(f'`{name}`' for name in columns)}. "
-                f"Accepted: {formats.ACCEPTED}.",
-                where=str(self._path),
-                todo="Rename the columns.",
+    def _is_intact(self, target: Path) -> bool:
+        """Whether the cache holds this data, as it was written. All ranks train on it, so it is hashed once, here."""
+        if not is_whole(target):
+            return False
+        same, meta = is_as_written(target), read_meta(target)
+        if not same and meta is not None and meta.checksum:
+            self._emit(
+                "warning",
+                message=f"the cached {self._side} data is not what was written ({target}): it is prepared again",
             )
-        if first_bad is not None:
-            raise bad_row_error([first_bad], can_skip=False)
-        raise no_rows_error()
+        return same
 
     def _fingerprints(self, recipe: Recipe) -> dict[Side, str]:
         progress = Progress(self._emit, split=self._side, stage="hash", total=self._bytes)
@@ -146,10 +140,13 @@ class _Preparation:
         workers = max(1, min(asked, self._bytes // _BYTES_PER_WORKER))
         progress = Progress(self._emit, split=self._side, stage="tokenise", total=self._bytes)
         with contextlib.closing(ordered_map(tokeniser, _chunks_of(self._files), workers)) as results:
+            columns: dict[str, None] = {}
             for result in results:
                 progress.advance(result.size)
+                columns |= result.columns
                 yield result
         progress.finish()
+        self._survey.tell_unread(self.format, columns)
 
     def _announce(self, side: Side, target: Path, *, cached: bool, seconds: float) -> None:
         meta = read_meta(target)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -10,6 +11,7 @@ Row = dict[str, Any]
 Unit = Literal["line", "row"]
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_NAMES = 12
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,20 @@ def shown(value: object) -> str:
     return text
 
 
+def brief(text: str, characters: int = 200) -> str:
+    """Words of a file or a template on one short line, as a terminal can show them."""
+    start = text[:characters] + ("..." if len(text) > characters else "")
+    return "".join(mark if mark.isprintable() else ascii(mark)[1:-1] for mark in start)
+
+
+def names(columns: Iterable[object], quote: str = "") -> str:
+    """Names that the data gives, shortened to what an error or a notice can hold."""
+    first = [
+        f"{quote}{brief(str(name), _SHOWN_CHARACTERS)}{quote}" for name in itertools.islice(columns, _SHOWN_NAMES + 1)
+    ]
+    return ", ".join(first[:_SHOWN_NAMES] + ["..."] * (len(first) > _SHOWN_NAMES))
+
+
 def kind_of(value: object) -> str:
     """What a value is, in the words of JSON."""
     if value is None:
@@ -78,3 +94,16 @@ def kind_of(value: object) -> str:
     if isinstance(value, dict):
         return f"the object {shown(value)}"
     return f"{type(value).__name__} {shown(value)}"
+
+
+def refuse_surrogates(value: str, name: str) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as err:
+        code = ord(value[err.start])
+        raise RowError(f"expected Unicode text, found half a surrogate pair (\\u{code:04x})", name) from err
+
+
+def filled_columns(row: Row) -> Iterator[str]:
+    """Columns of a row that hold something."""
+    return (str(name) for name, value in row.items() if value is not None and value != "" and value != [])

@@ -1,13 +1,15 @@
 """The tokenised data on disk: a folder with `data.arrow` (one row per sequence) and `meta.json`.
 
-Rows hold the tokens, the length of each document, and which tokens bear loss; two narrow columns, length and
-target_tokens, serve as an index that is read without touching the tokens. A folder is written aside, `meta.json` last,
-and renamed into place, so under its final name it is whole unless the disk damaged it, which `is_whole` notices.
+Rows hold the tokens, the length of each document and where it came from, and which tokens bear loss; two narrow
+columns, length and target_tokens, serve as an index that is read without touching the tokens. A folder is written
+aside, `meta.json` last, and renamed into place, so under its final name it is whole unless the disk damaged it, which
+`is_whole` notices.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -20,16 +22,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pantheraml.base.errors import DataError
 from pantheraml.data.documents import Documents, Ints, joined_runs
 from pantheraml.data.packing import best_fit_decreasing, window_tokens
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Raised whenever the same source would give other files: layout, templates, chunking, packing."""
 
 DATA_FILE = "data.arrow"
 META_FILE = "meta.json"
 
 _INTS = pa.list_(pa.int32())
+_MOST = np.iinfo(np.int32).max
+"""Rows of a file beyond that many are told as this one."""
 _SCHEMA = pa.schema(
     [
         ("tokens", _INTS),
@@ -37,6 +42,8 @@ _SCHEMA = pa.schema(
         ("loss_runs", _INTS),
         ("length", pa.int32()),
         ("target_tokens", pa.int32()),
+        ("document_files", _INTS),
+        ("document_rows", _INTS),
     ]
 )
 
@@ -59,6 +66,8 @@ class DatasetMeta:
     largest_token: int = 0
     longest_document: int = 0
     """In tokens; 0 in data that an earlier version prepared."""
+    checksum: str = ""
+    """blake2b of the data file; empty in data that an earlier version prepared."""
     layout: int = LAYOUT_VERSION
 
     def efficiency(self) -> float:
@@ -94,6 +103,26 @@ def is_whole(folder: Path) -> bool:
     return table.num_rows == meta.sequences and sums == [meta.tokens, meta.target_tokens]
 
 
+def is_as_written(folder: Path) -> bool:
+    """Whether a folder that is whole holds what was written under its name, to the last bit. Reads all of it."""
+    meta = read_meta(folder)
+    return meta is not None and meta.fingerprint == folder.name and meta.checksum == _checksum(folder)
+
+
+def validate(folder: Path) -> None:
+    """DataError unless the data can be read without harm: Arrow trusts lengths and offsets that a stranger may have
+    written. For data that this user has not prepared."""
+    try:
+        open_table(folder).validate(full=True)
+    except (OSError, pa.ArrowException) as err:
+        raise DataError("The prepared data is missing or damaged.", where=str(folder)) from err
+
+
+def _checksum(folder: Path) -> str:
+    with open(folder / DATA_FILE, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
 def index_column(table: Any, name: str) -> Ints:
     """One of the narrow columns, whole."""
     return numbers(table.column(name).combine_chunks())
@@ -125,8 +154,9 @@ class DatasetWriter:
         self.largest_token = 0
         self.longest_document = 0
 
-    def add(self, documents: Documents) -> None:
-        self._window.extend(documents)
+    def add(self, documents: Documents, file: int = 0) -> None:
+        """`file`: the number of the source that they are from."""
+        self._window.extend(documents, file)
         self._window_tokens += int(documents.lengths().sum(dtype=np.int64))
         if self._window_tokens >= window_tokens(self._seq_len):
             self._flush()
@@ -143,6 +173,7 @@ class DatasetWriter:
             sequences=self.sequences,
             largest_token=self.largest_token,
             longest_document=self.longest_document,
+            checksum=_checksum(self._folder),
         )
         (self._folder / META_FILE).write_text(json.dumps(dataclasses.asdict(meta), indent=1), encoding="utf-8")
 
@@ -184,6 +215,8 @@ def _record_batch(documents: Documents, lengths: Ints, packs: Sequence[Sequence[
         _lists(run_borders, np.fromiter(itertools.chain.from_iterable(runs), dtype=np.int64)),
         _ints(np.diff(ends[borders])),
         _ints(np.add.reduceat(targets[flat], borders[:-1])),
+        _lists(borders, np.array(documents.files, dtype=np.int64)[flat]),
+        _lists(borders, np.minimum(np.array(documents.rows, dtype=np.int64), _MOST)[flat]),
     ]
     return pa.record_batch(columns, schema=_SCHEMA)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pantheraml.data.documents import Documents, cut_runs
 from pantheraml.data.formats import Encoder, checked
-from pantheraml.data.rows import BadRow, Chunk, Row, RowError
+from pantheraml.data.rows import BadRow, Chunk, Row, RowError, filled_columns
 
 Side = Literal["train", "eval"]
 
@@ -39,12 +39,17 @@ class SideResult:
     truncated_rows: int = 0
     barren_rows: int = 0
     """Rows left out because none of their tokens within seq_len bears loss."""
+    empty_rows: int = 0
+    """Those of them that are no longer than seq_len: the tokenizer gives no token for what is to be learnt."""
 
 
 @dataclass
 class ChunkResult:
     size: int
+    file: str = ""
     sides: dict[Side, SideResult] = field(default_factory=lambda: {"train": SideResult(), "eval": SideResult()})
+    columns: dict[str, None] = field(default_factory=dict)
+    """Columns in which a row has something, in the order of their appearance."""
     bad_rows: list[BadRow] = field(default_factory=list)
     long_row: BadRow | None = None
     """The first row that is too long, where long rows stop the run."""
@@ -58,7 +63,7 @@ class Tokeniser:
         self._encoder = Encoder(recipe.format, tokenizer)
 
     def __call__(self, chunk: Chunk) -> ChunkResult:
-        result = ChunkResult(chunk.size)
+        result = ChunkResult(chunk.size, chunk.file)
         good: list[tuple[int, Row]] = []
 
         def refuse(number: int, err: RowError) -> None:
@@ -68,6 +73,7 @@ class Tokeniser:
             try:
                 if isinstance(row, RowError):
                     raise row
+                result.columns.update(dict.fromkeys(filled_columns(row)))
                 good.append((number, checked(self._recipe.format, row)))
             except RowError as err:
                 refuse(number, err)
@@ -79,7 +85,8 @@ class Tokeniser:
             tokens, runs = document
             side = result.sides[self._side(fields)]
             side.rows += 1
-            if len(tokens) > self._recipe.seq_len:
+            cut = len(tokens) > self._recipe.seq_len
+            if cut:
                 if self._recipe.on_long_row == "stop" and result.long_row is None:
                     problem = f"has {len(tokens)} tokens, but data.seq_len is {self._recipe.seq_len}"
                     result.long_row = BadRow(chunk.file, chunk.unit, number, None, problem)
@@ -87,9 +94,10 @@ class Tokeniser:
                 tokens = tokens[: self._recipe.seq_len].copy()  # a view would keep the whole row in memory
                 runs = cut_runs(runs, len(tokens))
             if len(runs):
-                side.documents.add(tokens, runs)
+                side.documents.add(tokens, runs, number)
             else:
                 side.barren_rows += 1
+                side.empty_rows += not cut
         result.bad_rows.sort(key=lambda bad: bad.number)
         return result
 

@@ -8,11 +8,14 @@ fp16 it may also be the loss scale's, which is lowered first: no samples are los
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pantheraml.base import log
+from pantheraml.base.errors import PantheraError
 from pantheraml.base.events import Emit
+from pantheraml.data.origin import Origin, Origins, said
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.evidence import Evidence, gather_evidence
 from pantheraml.engine.guard.incident import Finding, culprit, investigate, write_incident
@@ -22,6 +25,8 @@ from pantheraml.engine.step import Stepper
 from pantheraml.engine.step_report import StepReport
 from pantheraml.engine.step_state import keep_step_state
 from pantheraml.specs.run_dir import RunDir
+
+logger = log.get(__name__)
 
 PASSED = "the fault was transient: nothing was wrong when the step was run again"
 NOT_FOUND = "nothing was found when the step was watched"
@@ -55,11 +60,20 @@ class _Case:
 
 class Judge:
     def __init__(
-        self, stepper: Stepper, run: RunDir, emit: Emit, *, about: Mapping[str, Any], keeps: bool, debug: bool = False
+        self,
+        stepper: Stepper,
+        run: RunDir,
+        emit: Emit,
+        *,
+        about: Mapping[str, Any],
+        keeps: bool,
+        debug: bool = False,
+        origins: Origins | None = None,
     ) -> None:
         """`about`: what incidents say of the run. `keeps`: what a bad step began from is kept beside its incident.
-        `debug`: the operation that gave NaN is looked for."""
+        `debug`: the operation that gave NaN is looked for. `origins` tells where samples came from."""
         self._stepper, self._run, self._emit, self._about = stepper, run, emit, about
+        self._origins = origins
         self._keeps, self._debug = keeps, debug
         self.incident: str | None = None
         """What was found out about the last bad step that was looked into."""
@@ -154,12 +168,29 @@ class Judge:
             samples=case.batches.sample_ids.tolist(),
         )
 
+    def _find_origins(self, samples: Sequence[int], tokens: Sequence[int] | None) -> list[Origin]:
+        if self._origins is None or not samples:
+            return []
+        try:
+            return self._origins(samples, tokens)
+        except PantheraError as err:  # the tokenizer may be gone by now; what was found is told all the same
+            logger.warning("it cannot be told where samples came from: %s", err)
+            return []
+
     def _record(self, case: _Case, findings: list[Finding], about: Mapping[str, Any]) -> None:
         """Write down what is known about a bad step."""
         verdict, first = case.verdict, culprit(findings)
         path = self._run.incidents / f"step-{case.step}.json"
         transient, grown = verdict.action == "retry", verdict.anomaly in ("spike", "jump")
         finding = str(first) if first is not None else PASSED if transient else str(case) if grown else NOT_FOUND
+        rank, samples = None, None
+        if first is not None:
+            rank, samples = first.rank, first.samples
+        elif grown and not transient and case.rank is not None:
+            rank, samples = case.rank, case.evidence.samples[case.rank]
+        origins = self._find_origins(samples or [], None if first is None else first.tokens)
+        if origins:
+            finding = f"{finding}: {said(origins)}"
         self.incident = f"{finding}; see {path}"
         kept = path.with_suffix(".safetensors")
         # Spikes that are only detected are not bounded in number, and adapters may be large.
@@ -175,6 +206,7 @@ class Judge:
             "rank_losses": case.report.rank_losses,
             "tensor": case.evidence.tensor,
             "samples": case.batches.sample_ids.tolist(),
+            "origins": [origin.as_dict() for origin in origins],
             "rank_samples": case.evidence.samples,
             "micro_batch_size": max(map(len, case.batches.own_samples), default=1),
             "kept": kept.name if keeps else None,
@@ -182,11 +214,6 @@ class Judge:
             **about,
         }
         write_incident(path, case.step, findings, context)
-        rank, samples = None, None
-        if first is not None:
-            rank, samples = first.rank, first.samples
-        elif grown and not transient and case.rank is not None:
-            rank, samples = case.rank, case.evidence.samples[case.rank]
         self._emit(
             "incident",
             step=case.step,

@@ -21,6 +21,7 @@ from pantheraml.base.errors import DamagedCheckpointError, NonFiniteError, Train
 from pantheraml.base.events import FILE_NAME, Emit
 from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
 from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.origin import Origins
 from pantheraml.engine.evaluate import evaluate
 from pantheraml.engine.faults import FaultInjector
 from pantheraml.engine.feed import Feed, StepBatches
@@ -30,7 +31,7 @@ from pantheraml.engine.guard.watch import Watch
 from pantheraml.engine.judge import Judge
 from pantheraml.engine.out_of_memory import explained_out_of_memory, pass_too_large
 from pantheraml.engine.saving import Saver, load_whole, newest_whole
-from pantheraml.engine.schedule import learning_rate
+from pantheraml.engine.schedule import learning_rate, long_warmup
 from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
 from pantheraml.engine.step import Stepper
 from pantheraml.engine.step_events import StepEvents
@@ -78,6 +79,8 @@ class Job:
     """Told that this rank gets on."""
     faults: FaultInjector | None = None
     """Failures that a test asked for."""
+    origins: Origins | None = None
+    """Tells which files and rows training sequences came from."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -110,6 +113,7 @@ class TrainingLoop:
             about=about,
             keeps=job.config.method.kind != "full",
             debug=job.config.stability.debug,
+            origins=job.origins,
         )
         self._steps = StepEvents(
             job.emit,
@@ -154,6 +158,8 @@ class TrainingLoop:
             device=job.plan.device,
             global_batch_size=job.config.train.global_batch_size,
         )
+        if (message := long_warmup(job.config.train, total)) is not None:
+            job.emit("warning", message=message)
         job.stepper.model.train()
         with self._saver, self._beating():
             leaner = partial(self._going_on, leaner_resume(job.plan))
@@ -167,7 +173,9 @@ class TrainingLoop:
                 self._save()
         job.stepper.world.wait_for_main()
         self._use_best_weights(stopped_by)
-        job.emit("train.finished", steps=self.progress.step, stopped_by=stopped_by)
+        # a run that was asked to stop is not at its end
+        concern = None if stopped_by == "request" else job.stepper.guard.policy.trend.concern()
+        job.emit("train.finished", steps=self.progress.step, stopped_by=stopped_by, concern=concern)
         return stopped_by
 
     def _plan_in_use(self) -> Plan:

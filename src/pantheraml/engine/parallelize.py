@@ -20,7 +20,9 @@ from pantheraml.engine.loss import LossModel
 from pantheraml.engine.passes import Autocast, CopiesPasses, Passes, Peers, WholePasses
 from pantheraml.engine.pipeline_run import PipelineRun
 from pantheraml.models.attention import use_context_parallel
+from pantheraml.models.packing import require_boundaries
 from pantheraml.models.quantise.packed import constant_buffers, packed_buffers
+from pantheraml.models.routing import find_balance, refuse_balance
 from pantheraml.models.unread import read_weights
 from pantheraml.parallel import data, fsdp
 from pantheraml.parallel.aggregate import Finish, attach, nothing_to_finish
@@ -72,13 +74,16 @@ def parallelize(
 ) -> Parallelised:
     """Spread `model` over the processes of `world`, in place. A collective of all of them."""
     layout, dims = world.layout, world.layout.dims
+    _check_balance(model, world)
     if world.copies_on:
         copies = CopiesPasses(LossModel(model), world.copies_on, device=world.device, autocast=autocast)
         return Parallelised(copies)
     if dims.pipeline > 1:
         return _pipelined(model, world, config, autocast)
     loss_model = LossModel(model)  # looks at the output head, so before anything is cut
+    loss_model.balance = find_balance(model)
     if dims.context > 1:
+        require_boundaries(model)
         use_context_parallel(model, layout.group("context"), tensor=dims.tensor)
     peers: dict[str, Any] = {"parts_of_rows": layout.group("context") if dims.context > 1 else None}
     if dims.tensor > 1:
@@ -104,10 +109,21 @@ def parallelize(
         )
         peers["without_sync"] = partial(data.without_sync, wrapped)
         peers["last_pass_only"] = dims.context == 1 and not data.sends_buffers(wrapped)
-    passes = WholePasses(
-        loss_model, wrapped, Peers(**peers), device=world.device, autocast=autocast, graph=traits.graph
-    )
+    graph = traits.graph and loss_model.balance is None
+    if traits.graph and not graph:
+        reason = "the experts' auxiliary loss is weighed anew in each step"
+        decided += Decided((Choice(name="train.cuda_graph", value=False, reason=reason, automatic=True),))
+    passes = WholePasses(loss_model, wrapped, Peers(**peers), device=world.device, autocast=autocast, graph=graph)
     return Parallelised(passes, mean_over, finish, decided=decided)
+
+
+def _check_balance(model: nn.Module, world: World) -> None:
+    """Whether the experts' auxiliary loss, if there is one, can be that of one process."""
+    for name in ("pipeline", "tensor"):
+        if getattr(world.layout.dims, name) > 1:
+            refuse_balance(model, f"parallel.{name}={getattr(world.layout.dims, name)}")
+    if world.copies_on:
+        refuse_balance(model, "parallel.mode=dataparallel")
 
 
 def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast: Autocast) -> Parallelised:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from pantheraml.data.batch import Batch
 from pantheraml.engine.graph import StepGraph
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.loss import LossModel, Routing
+from pantheraml.models.routing import RouterSums
 from pantheraml.parallel.borders import SharedGradients
 from pantheraml.parallel.context import cut_sequence
 from pantheraml.parallel.gradient_sum import sum_gradients
+from pantheraml.parallel.process_group import World
 from pantheraml.parallel.split import DataParallelLoss
 
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -74,6 +76,50 @@ class WholePasses:
         self.full_logits_reason, self.meets_peers = loss_model.full_logits_reason, True
         self._trained = [p for p in loss_model.parameters() if p.requires_grad]
         self.graph = StepGraph(self._run, self._trained, device) if graph else None
+        self._aux_scale = 0.0
+        self._routed: RouterSums | None = None
+        """Of the global batch; None: of the one batch of a pass, when that is run."""
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether an auxiliary loss is added, for which `weigh_experts` has to look at each step first."""
+        return self._loss_model.balance is not None
+
+    @torch.no_grad()
+    def weigh_experts(self, batches: Sequence[Batch], target_tokens: int, world: World) -> None:
+        """Before the passes of a step: where do the tokens of its global batch go? A collective.
+
+        Only the shares of the whole batch make the auxiliary loss a sum over its parts. They take a forward pass over
+        every batch, unless there is one batch alone.
+        """
+        assert self._loss_model.balance is not None
+        self._aux_scale, self._routed = self._loss_model.balance.coefficient * max(1, target_tokens), None
+        if world.size == len(batches) == 1:
+            return
+        self.meets_peers = True
+        found = []
+        for batch in batches:
+            self._loss(self._loss_model, self._own_part(batch), self._routing(batch))
+            assert self._loss_model.routed is not None
+            found.append(torch.cat([value.flatten().double() for value in self._loss_model.routed]))
+        everyone = world.gather(torch.stack(found).sum(dim=0).tolist()).sum(dim=0)
+        experts = len(everyone) // 2
+        self._routed = RouterSums(everyone[:experts], everyone[experts:-1], everyone[-1])
+
+    def aux_loss(self) -> float | None:
+        """The load-balancing loss of the last step, before its coefficient; None: there is none."""
+        routed = self._routed or self._loss_model.routed
+        return None if routed is None else float(routed.loss())
+
+    def _routing(self, batch: Batch) -> Routing | None:
+        if self._loss_model.balance is None:
+            return None
+        weights = None
+        if self._routed is not None:
+            weights = (self._routed.chosen / self._routed.rows.clamp(min=1).square()).to(self._device)
+        mask, group = batch.mask(), self._peers.parts_of_rows
+        own = mask if group is None else cut_sequence(mask, group)
+        return Routing(own.to(self._device), self._aux_scale, weights)
 
     def backward(self, batches: Sequence[Batch], factor: float) -> Tensor:
         total: Tensor | None = None  # nothing is launched before the first pass, which a GPU may be waiting for
@@ -84,7 +130,7 @@ class WholePasses:
                 loss = self.graph(batch, factor)
             else:
                 with nullcontext() if index == last else self._peers.without_sync():
-                    loss = self._run(self._own_part(batch), factor)
+                    loss = self._run(self._own_part(batch), factor, self._routing(batch))
             # a copy: the next pass of a graph writes over its loss
             total = loss.to(self._device, torch.float64, copy=True) if total is None else total.add_(loss)
         if self._peers.shared is not None:
@@ -97,13 +143,13 @@ class WholePasses:
     def evaluate(self, batch: Batch) -> Tensor:
         return self._loss(self._loss_model, self._own_part(batch))
 
-    def _run(self, batch: Batch, factor: float | Tensor) -> Tensor:
+    def _run(self, batch: Batch, factor: float | Tensor, routing: Routing | None = None) -> Tensor:
         """Forward and backward of one micro-batch, its loss times `factor`; the summed loss."""
-        loss = self._loss(self._wrapped, batch)
+        loss = self._loss(self._wrapped, batch, routing)
         (loss * factor).backward()
         return loss.detach()
 
-    def _loss(self, module: nn.Module, batch: Batch) -> Tensor:
+    def _loss(self, module: nn.Module, batch: Batch, routing: Routing | None = None) -> Tensor:
         batch = batch.to(self._device)
         with self._autocast():
             loss: Tensor = module(
@@ -113,6 +159,7 @@ class WholePasses:
                 batch.boundaries,
                 batch.max_length,
                 batch.target_count,
+                *(() if routing is None else (routing,)),
             )
         return loss
 

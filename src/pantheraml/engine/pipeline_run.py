@@ -18,6 +18,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from pantheraml.base.errors import LaunchError
 from pantheraml.data.batch import Batch
 from pantheraml.data.uniform import UniformBatches, uniform
 from pantheraml.engine.loss import summed_loss
@@ -46,6 +47,16 @@ EMBEDDING_WORTH = 1.0
 """In layers. Looking tokens up takes no time to speak of, but the first stage has the most micro-batches in memory."""
 
 Autocast = Callable[[], AbstractContextManager[object]]
+
+
+class KnownShapesStage(PipelineStage):
+    """A stage that never asks another for shapes: torch would unpickle the answer, if a peer votes for asking."""
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        raise LaunchError(
+            f"Pipeline stage {src_stage} wants to tell shapes that all stages know.",
+            todo="See that only the nodes of this run are on its network; see worker.log.",
+        )
 
 
 @dataclass
@@ -223,7 +234,7 @@ class PipelineRun:
             (rows, width, self._stream.width), dtype=self._stream.dtype, device="meta", requires_grad=True
         )
         loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
-        return PipelineStage(
+        return KnownShapesStage(
             self._stages[number],
             number,
             self._stage_count,

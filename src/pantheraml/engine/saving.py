@@ -21,6 +21,7 @@ from pantheraml.checkpoint.parts import Groups
 from pantheraml.checkpoint.peers import ALONE, Peers
 from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
 from pantheraml.checkpoint.writer import CheckpointWriter, Written
+from pantheraml.parallel.exchange import all_gather_json
 from pantheraml.parallel.process_group import PATIENCE, World
 from pantheraml.specs.train import CheckpointConfig
 
@@ -161,9 +162,7 @@ def _everyone(mine: T, world: World) -> list[T]:
     """Every rank's value, by rank."""
     if world.size == 1:
         return [mine]
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, mine, group=world.patient_group)
-    return found
+    return all_gather_json(mine, world.patient_group)
 
 
 def _peers(world: World) -> Peers:
@@ -173,14 +172,12 @@ def _peers(world: World) -> Peers:
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def exchange(mine: Any) -> list[Any]:
-        found: list[Any] = [None] * world.size
         try:
-            dist.all_gather_object(found, mine, group=group)
+            return all_gather_json(mine, group)
         except RuntimeError as err:
             raise CheckpointError(
                 "A checkpoint was not saved: a process that had a part of it is gone.",
                 todo="See worker.log for why it ended; `pantheraml resume` continues from the checkpoint before.",
             ) from err
-        return found
 
     return Peers(world.rank, exchange, alone=False)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from pantheraml.checkpoint.parts import Groups, Part, whole
 from pantheraml.checkpoint.store import Checkpoint
 from pantheraml.engine import optim
 from pantheraml.engine.step import Stepper
+from pantheraml.parallel.exchange import all_gather_json
 from pantheraml.parallel.gather import first_holder, held, own_offsets, spread_like
 from pantheraml.specs.resume import Change, is_allowed
 
@@ -206,9 +206,13 @@ def _gather_generators(stepper: Stepper) -> dict[str, Tensor]:
     mine = _own_generators(stepper)
     everyone: list[dict[str, Tensor]] = [mine]
     if stepper.world.size > 1:
-        everyone = [{} for _ in range(stepper.world.size)]
-        dist.all_gather_object(everyone, mine)
+        told = all_gather_json({name: state.numpy().tobytes().hex() for name, state in mine.items()})
+        everyone = [{name: _state_of_generator(text) for name, text in own.items()} for own in told]
     return {f"rank{rank}.{name}": tensor for rank, own in enumerate(everyone) for name, tensor in own.items()}
+
+
+def _state_of_generator(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _set_generators(tensors: Mapping[str, Tensor], stepper: Stepper) -> None:

@@ -28,6 +28,7 @@ from pantheraml.engine.passes import WholePasses
 from pantheraml.engine.readout import Readout
 from pantheraml.engine.step_report import RankNumbers, StepReport, step_numbers
 from pantheraml.models.adapters import trainable_parameters
+from pantheraml.models.families import vocabulary_of
 from pantheraml.parallel.consistency import check_copies, peers_with_copies
 from pantheraml.parallel.data import OwnTime
 from pantheraml.parallel.local import hand_over_gradients, local_parts, local_squares
@@ -70,7 +71,7 @@ class Stepper:
         self.optimizer = optim.build_optimizer(self.parts, config.train, graph=plan.cuda_graph)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self._spread = Spread(self.parameters, self.parts, world.layout, self._parallelised.held_twice)
-        self.guard = Guard(config.stability, config.train.max_grad_norm, self._spread)
+        self.guard = Guard(config.stability, config.train.max_grad_norm, self._spread, vocabulary_of(model))
         self._check_every = config.parallel.check_every
         self._copies = peers_with_copies(self.parameters, world.layout) if self._check_every else []
         self._compiled = plan.compile
@@ -99,6 +100,7 @@ class Stepper:
         self.generators.remember()
         if self._own_time is not None:
             self._own_time.start()
+        self._weigh_experts(batches)
         total, left_out = self._passes(batches)
         self.scaler.unscale_(self.optimizer)
         found = torch.stack([total, self._squares().to(total.device)])
@@ -145,7 +147,8 @@ class Stepper:
         norms = None
         if begun.group_norms:
             norms = groups.norms([list(column) for column in zip(*rows, strict=True)][len(mine) :])
-        return StepReport(numbers, ranks, layout.dims.context > 1, norms)
+        aux_loss = self.passes.aux_loss() if isinstance(self.passes, WholePasses) else None
+        return StepReport(numbers, ranks, layout.dims.context > 1, norms, aux_loss)
 
     def backward_again(self, batches: StepBatches, first: StepReport) -> StepReport:
         """The same step's passes once more, as if `first` had not been: from the same weights and random numbers, they
@@ -167,6 +170,12 @@ class Stepper:
         left_out = self._parallelised.finish(target_tokens=_targets(batches), factor=factor)
         hand_over_gradients(self.parameters, self.parts)
         return total, left_out
+
+    def _weigh_experts(self, batches: StepBatches) -> None:
+        """For what a mixture of experts adds to the loss; the passes then draw the same random numbers."""
+        if isinstance(self.passes, WholePasses) and self.passes.balances_experts:
+            with self.generators.undisturbed():
+                self.passes.weigh_experts(batches.micro_batches, batches.target_tokens, self.world)
 
     def _factor(self, batches: StepBatches) -> float:
         """What losses are multiplied by, for their sum over processes to be that of the step."""

@@ -71,6 +71,7 @@ class StepEvents:
             tokens_per_second=work.tokens / work.seconds,
             memory_bytes=report.memory_bytes,
             update_ratio=report.numbers.update_ratio,
+            **({} if report.aux_loss is None else {"aux_loss": report.aux_loss}),
         )
         if self._ranks and len(report.rank_tokens) > 1:
             self._emit(

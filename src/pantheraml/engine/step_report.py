@@ -57,6 +57,8 @@ class StepReport:
     """Whether ranks have parts of the same sequences."""
     groups: Norms | None = None
     """Norms layer by layer, where they were asked for."""
+    aux_loss: float | None = None
+    """Of a mixture of experts: its load-balancing loss, which is in the loss times its coefficient."""
 
     @property
     def tokens(self) -> int:

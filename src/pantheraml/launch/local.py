@@ -26,7 +26,7 @@ import psutil
 
 from pantheraml.base import env
 from pantheraml.base.errors import HangError, LaunchError
-from pantheraml.launch.script import agent_command
+from pantheraml.launch.script import agent_command, python_module
 from pantheraml.specs.plan import Plan
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
@@ -41,7 +41,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 def task_command(task: str, run_dir: Path) -> list[str]:
     """A single worker process for one task."""
-    return [sys.executable, "-m", "pantheraml.worker", task, str(run_dir)]
+    return [*python_module("pantheraml.worker"), task, str(run_dir)]
 
 
 def command_for(task: str, folder: Path, plan: Plan | None) -> list[str]:
@@ -51,7 +51,7 @@ def command_for(task: str, folder: Path, plan: Plan | None) -> list[str]:
 
 
 def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -> dict[str, str]:
-    changes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": None}
+    changes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": None, **_kernel_cache()}
     if grace_seconds is not None:
         # how long the agent lets workers save when it is told to end; torch before 2.13 always gives them 30 s
         changes["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_seconds)
@@ -63,7 +63,17 @@ def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -
             changes["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.device_ids))
         else:
             changes["CUDA_VISIBLE_DEVICES"] = ""
-    return env.child_environment(**changes)
+    return env.worker_environment(**changes)
+
+
+def _kernel_cache() -> dict[str, str]:
+    """A folder that nobody else can put kernels into."""
+    found = env.kernel_cache()
+    for folder in map(Path, found.values()):
+        with contextlib.suppress(OSError):  # a run that compiles nothing does not need it
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+    return found
 
 
 class StopRequests:
@@ -215,6 +225,11 @@ def die_with_parent() -> None:
     """In a child: ask the kernel for SIGTERM when the parent dies (Linux only)."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def was_struck_down(status: int) -> bool:
+    """Whether a process ended by a signal that is no request to stop, such as SIGKILL."""
+    return status < 0 and -status not in (signal.SIGINT, *NOTICES)
 
 
 def explain_death(run_dir: Path, status: int, *, log_from: int = 0) -> str | None:

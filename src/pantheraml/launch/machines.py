@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from pantheraml.base import env
 from pantheraml.base.errors import ConfigError
+from pantheraml.launch.script import python_module
 from pantheraml.specs.plan import DeviceSpec
 from pantheraml.specs.train import TrainConfig
 
@@ -91,7 +92,7 @@ def become_agent(machine: Machine, processes: int, config: TrainConfig, output: 
         restart_on=parallel.restart_on,
         grace_seconds=parallel.grace_seconds,
     )
-    agent = [sys.executable, "-m", "pantheraml.worker.machine", assignment.to_json()]
+    agent = [*python_module("pantheraml.worker.machine"), assignment.to_json()]
     os.execve(
         agent[0],
         [*agent, sys.executable, *sys.orig_argv[1:]],

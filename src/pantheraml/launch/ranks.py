@@ -10,13 +10,13 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import NoReturn
 
 from pantheraml.base import env
 from pantheraml.base.errors import ConfigError
 from pantheraml.launch.local import worker_environment
+from pantheraml.launch.script import python_module
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
@@ -45,9 +45,9 @@ def with_world_size(config: TrainConfig, place: env.ProcessRank) -> TrainConfig:
     asked = config.parallel.world_size
     if asked not in (None, place.world_size):
         raise ConfigError(
-            f"{asked} processes were asked for (--nproc, parallel.world_size), but the launcher started"
+            f"{asked} processes were asked for (parallel.world_size, or --nproc), but the launcher started"
             f" {place.world_size}.",
-            todo="Leave --nproc out, or start that many.",
+            todo="Leave that setting out, or start as many.",
         )
     parallel = dataclasses.replace(config.parallel, world_size=place.world_size, rank=None, local_rank=None)
     return config.model_copy(update={"parallel": parallel})
@@ -57,7 +57,7 @@ def join_command(output: Path, config: TrainConfig) -> list[str]:
     """This process's worker, which meets its peers before it does anything else."""
     fingerprint = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
     return [
-        *(sys.executable, "-m", "pantheraml.worker.join", str(output)),
+        *(*python_module("pantheraml.worker.join"), str(output)),
         f"--timeout-seconds={config.parallel.timeout_seconds}",
         f"--max-retries={config.parallel.max_retries}",
         f"--config-fingerprint={fingerprint}",

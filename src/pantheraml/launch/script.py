@@ -10,17 +10,27 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import psutil
 
 from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
 
+Store = Literal["file", "loopback"]
+"""Where the ranks of one node meet: in a file that only this user can reach, or, for scripts that join by `env://`, at
+a port of the loopback interface."""
 
-def agent_command(processes: int, command: list[str]) -> list[str]:
+
+def python_module(name: str) -> list[str]:
+    """A module of ours, run by this Python. -P: the current folder, which may be a model that somebody else has made,
+    is no place to import from."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def agent_command(processes: int, command: list[str], *, store: Store = "file") -> list[str]:
     """`command` as `processes` ranks on this machine."""
-    return [sys.executable, "-m", "pantheraml.worker.agent", str(processes), *command]
+    return [*python_module("pantheraml.worker.agent"), str(processes), store, *command]
 
 
 def relaunch(processes: int) -> NoReturn:
@@ -34,7 +44,7 @@ def relaunch(processes: int) -> NoReturn:
         )
     sys.stdout.flush()
     sys.stderr.flush()
-    command = agent_command(processes, [sys.executable, *sys.orig_argv[1:]])
+    command = agent_command(processes, [sys.executable, *sys.orig_argv[1:]], store="loopback")
     os.execve(command[0], command, _rank_environment(processes))
 
 

@@ -24,11 +24,12 @@ from transformers.pytorch_utils import Conv1D
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.base.folders import committed_folder
-from pantheraml.models.hub import is_hub_name
 from pantheraml.models.loader import model_folder, read_config
 from pantheraml.models.quantise.int8 import Int8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.packed import LORA_LAYERS, PackedLinear
+from pantheraml.models.trained_on import TrainedOn
+from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 ADAPTER = "default"
@@ -173,14 +174,22 @@ class Trained:
 
 
 def save_trained(
-    trained: Trained, path: Path, *, method: MethodConfig, model_config: ModelConfig, tokenizer: Any
+    trained: Trained,
+    path: Path,
+    *,
+    method: MethodConfig,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    base: TrainedOn | None = None,
 ) -> None:
-    """Writes what was trained, and the tokenizer, to the folder `path`: whole or not at all."""
+    """Writes what was trained, and the tokenizer, to the folder `path`: whole or not at all. An adapter is told its
+    `base`; None: the model as it is now."""
     with committed_folder(path) as folder:
         if method.kind == "full":
             save_full_model(cast(PreTrainedModel, trained.model), folder, model_config, weights=trained.weights)
         else:
             _save_adapter(cast(PeftModel, trained.model), trained.weights, folder, model_config)
+            (base or TrainedOn.of(model_config)).write(folder)
         tokenizer.save_pretrained(folder)
 
 

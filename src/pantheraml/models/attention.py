@@ -99,12 +99,12 @@ def use_document_attention(model: nn.Module) -> str | None:
     register()
     before = whole.config._attn_implementation
     with observed(model):
-        expected = _probe(whole, body)
+        expected = _alone(whole, body)
         whole.set_attn_implementation(NAME)
         handle = body.register_forward_pre_hook(_hand_over_documents, with_kwargs=True)
         try:
-            agree = _agree(_probe(whole, body), expected)
-            reason = None if agree else "gives other results with documents' boundaries than with a mask"
+            agree = _agree(_packed_rows(whole, body), expected)
+            reason = None if agree else "gives other results for documents with boundaries than for each alone"
         except UnknownScoresError as err:
             reason = str(err)
     if reason is None:
@@ -191,6 +191,8 @@ def _obstacle(whole: Any, body: nn.Module) -> str | None:
         return f"{name} needs a mask of its own"
     if not getattr(config, "is_causal", True):
         return f"{name} is not causal"
+    if body is whole:
+        return f"{name} has no body apart from its output head"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS)
     if other:
         return f"{name} has layers of another kind: {', '.join(other)}"
@@ -200,13 +202,29 @@ def _obstacle(whole: Any, body: nn.Module) -> str | None:
     return None
 
 
-def _probe(whole: Any, body: nn.Module) -> Tensor:
-    """Hidden states of two rows: two documents, and one with a padded tail."""
+_PROBE = ((3, 3), (4, 2))
+"""Documents of two rows."""
+
+
+def _packed_rows(whole: Any, body: nn.Module) -> Tensor:
+    """Hidden states of documents in two rows, one after the other."""
     embedding = whole.get_input_embeddings().weight
     ids = torch.arange(12, device=embedding.device).view(2, 6) % embedding.shape[0]
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]], device=embedding.device)
+    counted = [torch.arange(length, device=embedding.device) for row in _PROBE for length in row]
+    positions = torch.cat(counted).view(len(_PROBE), -1)
     hidden: Tensor = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-    return hidden
+    return hidden.flatten(0, 1)
+
+
+def _alone(whole: Any, body: nn.Module) -> Tensor:
+    """Of each of the same documents in a row of its own, which other tokens follow."""
+    embedding = whole.get_input_embeddings().weight
+    lengths = [length for row in _PROBE for length in row]
+    starts = torch.tensor([0, *itertools.accumulate(lengths[:-1])], device=embedding.device)
+    places = starts[:, None] + torch.arange(max(lengths), device=embedding.device)
+    positions = torch.arange(max(lengths), device=embedding.device).repeat(len(lengths), 1)
+    hidden = body(input_ids=places % embedding.shape[0], position_ids=positions, use_cache=False).last_hidden_state
+    return torch.cat([hidden[number, :length] for number, length in enumerate(lengths)])
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
@@ -445,7 +463,7 @@ def _one_by_one(
         if window is not None and window < end - begin:
             mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         parts.append(_attend(query[piece], key[piece], value[piece], mask, dropout=dropout, scaling=scaling))
-    return torch.cat(parts, dim=2).transpose(1, 2).reshape(rows, width, query.shape[1], value.shape[-1])
+    return torch.cat(parts, dim=2).transpose(1, 2).reshape(rows, width, query.shape[1], value.shape[-1]).contiguous()
 
 
 def _attend(

@@ -35,6 +35,7 @@ from pantheraml.models.derived import Derived
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
 from pantheraml.models.quantise.packed import packed_in, plain_state
 from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, read_ahead, remembered
+from pantheraml.models.routing import balance_of
 
 logger = log.get(__name__)
 
@@ -52,6 +53,8 @@ class TokenScoreOutput(ModelOutput):
     entropy: Tensor | None = None
     is_top1: Tensor | None = None
     label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+    """Of a mixture of experts whose router logits were asked for; `loss` has it times its coefficient."""
 
 
 class Starts(Protocol):
@@ -66,6 +69,8 @@ class FastCausalLM(Derived, AskedEachStep):
     meanwhile: Callable[[], None] | None = None
     """What the host is to do once a training pass is queued on the GPU, before anybody waits for it."""
     early: Starts | None = None
+    why_not_packed: str | None = None
+    """Why it is an error to put several documents into a row; None: it is none."""
     _altered_logits: str | None = None
     _checkpointing: str | None = None
 
@@ -168,6 +173,8 @@ def _forward(parent: Any) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if self.why_not_packed is not None:
+            _refuse_packed(inputs, self.why_not_packed)
         if not fused_lm_head and not (self.training and _loss_alone(self, inputs)):
             return parent.forward(self, *args, **kwargs)
         outputs = _scored(self, inputs) if fused_lm_head else _with_loss(self, inputs)
@@ -180,6 +187,20 @@ def _forward(parent: Any) -> Callable[..., Any]:
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = parent.forward.__doc__
     return forward
+
+
+def _refuse_packed(inputs: dict[str, Any], reason: str) -> None:
+    """Positions that restart within a row, and no mask: the trainer has packed it, or laid a batch end to end."""
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, Tensor) or any(
+        inputs.get(name) is not None for name in ("attention_mask", "past_key_values")
+    ):
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):
+        raise UnsupportedModelError(
+            f"The trainer puts several documents into a row, but {reason}.",
+            todo="Set packing=False and padding_free=False in the trainer's config.",
+        )
 
 
 def _loss_alone(model: Any, inputs: dict[str, Any]) -> bool:
@@ -249,13 +270,22 @@ def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     if reason is not None:
         raise UnsupportedModelError(f"This model gives no token scores without full logits: {reason}.")
     targets = _Targets(inputs)
-    hidden = _body_outputs(model, inputs).last_hidden_state
+    asked = inputs.get("output_router_logits")
+    if asked is None and getattr(model.config.get_text_config(), "output_router_logits", False):
+        asked = inputs["output_router_logits"] = True
+    outputs = _body_outputs(model, inputs)
+    hidden = outputs.last_hidden_state
     labels = targets.labels().to(hidden.device)
     later = Later()
     scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count(), later)
     # Cut off here and not from the hidden states, which that would copy.
     last = None if inputs.get("shift_labels") is not None else -1
-    loss = read_ahead(-scores.log_probs.sum() / _divisor(inputs, labels))
+    loss, aux_loss = -scores.log_probs.sum() / _divisor(inputs, labels), None
+    balance = balance_of(model) if asked and getattr(outputs, "router_logits", None) else None
+    if balance is not None:
+        aux_loss = balance.sums(outputs.router_logits, inputs.get("attention_mask")).loss()
+        loss = loss + balance.coefficient * aux_loss.to(loss.device)
+    loss = read_ahead(loss)
     log_probs = read_ahead(scores.log_probs[:, :last])
     metrics = scores.entropy[:, :last], scores.is_top1[:, :last], (labels >= 0)[:, :last]
     # What TRL reads before it begins on the backward pass; from there on the GPU has the rest of this one to do.
@@ -264,4 +294,4 @@ def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     if isinstance(mask, Tensor) and mask.is_cuda and mask.shape == labels.shape and remembered(mask) is None:
         metrics_ahead(mask)
     later.rows()
-    return TokenScoreOutput(loss, log_probs, *metrics)
+    return TokenScoreOutput(loss, log_probs, *metrics, aux_loss)

@@ -85,6 +85,14 @@ def head_of(model: nn.Module) -> Head:
     return Head(getattr(whole, whole.base_model_prefix), whole.get_output_embeddings())
 
 
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens the model chooses among; None: its config does not say."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "vocab_size", None)
+    return found if isinstance(found, int) and found > 1 else None
+
+
 def plain_head(model: nn.Module) -> tuple[Head | None, str]:
     """The pieces of the logits and why they are right, or None and why the full logits are needed."""
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model

@@ -7,15 +7,15 @@ download where the hub cannot be reached.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from pantheraml.base.errors import ModelError
+from pantheraml.base.roots import require_allowed
+from pantheraml.specs.paths import is_hub_name
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
 
 
@@ -24,19 +24,50 @@ def local_folder(name: str, *, revision: str | None = None, more_files: tuple[st
 
     `more_files` are patterns to fetch besides safetensors, configs and tokenizers (code, pickled weights).
     """
+    return _given_folder(name) or _snapshot(name, revision, [*_FILES, *more_files])
+
+
+def config_folder(name: str, *, revision: str | None = None) -> Path:
+    """The same folder, of which only `config.json` is sure to be there."""
+    return _given_folder(name) or _snapshot(name, revision, ["config.json"])
+
+
+def _given_folder(name: str) -> Path | None:
+    """`name` as a folder on this machine; None if it can only be a hub name."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return path.resolve()
+        require_allowed(path, key="model.path")
+        folder = path.resolve()
+        check_links(folder)
+        return folder
     if path.exists():
         raise ModelError(f"{name} is a file, not a model folder.", todo="Give the folder that holds config.json.")
     if not is_hub_name(name):
         raise ModelError(f"There is no model folder {name}.", todo="Check the path.")
-    return _snapshot(name, revision, [*_FILES, *more_files])
+    return None
 
 
-def is_hub_name(name: str) -> bool:
-    """`model` or `owner/model`, as the hub spells them."""
-    return _HUB_NAME.fullmatch(name) is not None
+def leads_outside(folder: Path, name: str) -> bool:
+    """Whether `name` in a model folder is, or links to, something elsewhere. In the hub's cache files are links into
+    `blobs`, beside the snapshots; that is inside."""
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    try:
+        target = (folder / name).resolve()
+    except (OSError, RuntimeError):  # a link to itself
+        return True
+    return not (target.is_relative_to(folder) or target.is_relative_to(blobs))
+
+
+def check_links(folder: Path) -> None:
+    """A folder that somebody else made may have us read, and train on, what its links lead to."""
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink() and leads_outside(folder, name):
+            raise ModelError(
+                f"In the model folder, {name} is a link that leads out of it.",
+                where=str(folder),
+                todo="Put the file itself there, or give the folder that it lies in.",
+            )
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import transformers
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -34,6 +35,9 @@ from pantheraml.models.quantise.packed import pack_linears, set_dense_dtype
 from pantheraml.models.quantise.stored import stored_format
 from pantheraml.models.stream import stream_model
 from pantheraml.models.units import Placement, Target
+from pantheraml.models.weight_files import check_safetensors, weight_files
+from pantheraml.specs.consent import refuse_foreign_code
+from pantheraml.specs.hf_config import read_hf_config
 from pantheraml.specs.train import ModelConfig
 
 logger = log.get(__name__)
@@ -44,6 +48,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 def model_folder(config: ModelConfig) -> Path:
     """The local folder of the model: its path, or the download of its hub name."""
+    refuse_foreign_code(config)
     more = (*(("*.py",) if config.trust_remote_code else ()), *(("*.bin",) if config.allow_pickle else ()))
     return local_folder(config.path, revision=config.revision, more_files=more)
 
@@ -62,20 +67,14 @@ def _check(folder: Path, config: ModelConfig) -> Any:
     found = _read_config(folder, config)
     if config.init == "pretrained":
         stored_format(found)
-        for file in _weight_files(folder, allow_pickle=config.allow_pickle):
+        for file in weight_files(folder, allow_pickle=config.allow_pickle):
             if file.suffix == ".safetensors":
-                _check_safetensors(file)
+                check_safetensors(file)
     return found
 
 
 def _read_config(folder: Path, config: ModelConfig) -> Any:
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"The model folder {folder} has no config.json.",
-            todo="It is an adapter's: give its base model, and load the adapter onto that with PEFT."
-            if (folder / "adapter_config.json").is_file()
-            else "Give the folder of a Hugging Face causal LM.",
-        )
+    read_hf_config(folder)
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (ValueError, OSError, KeyError) as err:
@@ -85,17 +84,23 @@ def _read_config(folder: Path, config: ModelConfig) -> Any:
                 todo="Read that code, then set model.trust_remote_code=true.",
             ) from err
         raise ModelError(
-            f"The model's config.json cannot be used: {_first_line(err)}", where=str(folder / "config.json")
+            f"The model's config.json cannot be used: {_first_line(err)}",
+            where=str(folder / "config.json"),
+            todo=f"If the model is newer than transformers {transformers.__version__}, install a newer one; if it comes"
+            " with Python code of its own, read that and set model.trust_remote_code=true.",
         ) from err
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and not config.trust_remote_code:
         raise UnsupportedModelError(
-            f"A model of type {found.model_type!r} is not a causal language model.", where=str(folder / "config.json")
+            f"A model of type {found.model_type!r} is not a causal language model.",
+            where=str(folder / "config.json"),
+            todo="Give a model that generates text (its class in config.json ends in ForCausalLM).",
         )
     return found
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's fast tokenizer (or the one that `model.tokenizer` names)."""
+    refuse_foreign_code(config)
     folder = model_folder(config) if config.tokenizer is None else local_folder(config.tokenizer)
     todo = "Set model.tokenizer to a folder with a tokenizer.json."
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -144,7 +149,7 @@ def weights_fingerprint(config: ModelConfig) -> str:
     folder = model_folder(config)
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if config.init == "pretrained":
-        for path in _weight_files(folder, allow_pickle=config.allow_pickle):
+        for path in weight_files(folder, allow_pickle=config.allow_pickle):
             size = path.stat().st_size
             digest.update(f"{path.name}:{size}".encode())
             with open(path, "rb") as file:
@@ -157,7 +162,7 @@ def weights_fingerprint(config: ModelConfig) -> str:
 def _pretrained_model(
     folder: Path, source: Any, config: ModelConfig, place: Placement, *, layers_unread: bool
 ) -> PreTrainedModel:
-    files = _weight_files(folder, allow_pickle=config.allow_pickle)
+    files = weight_files(folder, allow_pickle=config.allow_pickle)
     try:
         if config.trust_remote_code:
             raise CannotStream("code that comes with a model may load it in its own way")
@@ -166,7 +171,7 @@ def _pretrained_model(
         source.name_or_path = str(folder)
         if place.stored is not None:
             del source.quantization_config
-        model = stream_model(source, files, _attention(source), place, layers_unread=layers_unread)
+        model = stream_model(source, files, attention_for(source), place, layers_unread=layers_unread)
         set_dense_dtype(model, place.dtype)
         model.generation_config = _generation_config(folder)
         return model
@@ -195,10 +200,11 @@ def _place(
 
 
 def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    _refuse_other_weights(folder, source)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto" if dtype is None else dtype,
-        attn_implementation=_attention(source),
+        attn_implementation=attention_for(source),
         use_safetensors=None if config.allow_pickle else True,
         trust_remote_code=config.trust_remote_code,
         output_loading_info=True,
@@ -214,6 +220,21 @@ def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torc
     return model
 
 
+def _refuse_other_weights(folder: Path, source: Any) -> None:
+    """Transformers would read other files than those that were checked."""
+    if getattr(source, "transformers_weights", None) is not None:
+        other = "config.json names weight files of its own (transformers_weights)"
+    elif (folder / "adapter_config.json").exists():
+        other = "an adapter lies beside the weights, and transformers would load that adapter's base instead"
+    else:
+        return
+    raise ModelError(
+        f"The model folder cannot be used: {other}.",
+        where=str(folder),
+        todo="Remove that, or give a folder with the plain model alone.",
+    )
+
+
 def _generation_config(folder: Path) -> GenerationConfig:
     """As transformers finds it beside the weights."""
     if (folder / "generation_config.json").is_file():
@@ -221,7 +242,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
     return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
-def _attention(model_config: Any) -> str:
+def attention_for(model_config: Any) -> str:
     """Torch's own attention, except for the few families that need scores which it does not give out (Gemma 2)."""
     if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return "eager"  # transformers before 5.20 lets such models onto SDPA, which leaves the cap out
@@ -236,7 +257,7 @@ def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: in
         model = AutoModelForCausalLM.from_config(
             source,
             dtype=torch.float32,
-            attn_implementation=_attention(source),
+            attn_implementation=attention_for(source),
             trust_remote_code=config.trust_remote_code,
         )
     _cast_parameters(model, torch.float32, dtype)
@@ -250,56 +271,16 @@ def _cast_parameters(model: PreTrainedModel, old: torch.dtype, new: torch.dtype)
             parameter.data = parameter.data.to(new)
 
 
-def _weight_files(folder: Path, *, allow_pickle: bool) -> list[Path]:
-    """The files that hold the weights, all of them there; ModelError otherwise."""
-    stems = ["model.safetensors"] + (["pytorch_model.bin"] if allow_pickle else [])
-    for name in stems:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _indexed_files(index)
-    if not allow_pickle and any(folder.glob("*.bin")):
-        raise ModelError(
-            f"The weights in {folder} are pickled (.bin), which can run code when loaded.",
-            todo="Convert them to safetensors, or set model.allow_pickle=true if you trust where they come from.",
-        )
-    raise ModelError(
-        f"The model folder {folder} has no weights (no model.safetensors).",
-        todo="Get the whole model, or set model.init=random to train from scratch.",
-    )
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as err:
-        raise ModelError(f"The index of the weights is damaged: {index}.", todo="Get the model again.") from err
-    gone = [name for name in names if not (index.parent / name).is_file()]
-    if gone:
-        raise ModelError(
-            f"{len(gone)} of {len(names)} weight files are missing, such as {gone[0]}.",
-            where=str(index.parent),
-            todo="Get the missing files.",
-        )
-    return [index.parent / name for name in names]
-
-
-def _check_safetensors(file: Path) -> None:
-    """Reads the header, which safetensors checks against the file's length: finds a file that was cut short."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            opened.keys()
-    except (SafetensorError, OSError) as err:
-        raise ModelError(
-            f"The weight file {file} is damaged: {_first_line(err)}.", todo="Get the model again."
-        ) from err
-
-
 @contextlib.contextmanager
 def _load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
+    except UnpicklingError as err:
+        raise ModelError(
+            "The model cannot be loaded: its pickled weights hold something other than tensors.",
+            where=str(folder),
+            todo="Do not trust them; get the model in safetensors.",
+        ) from err
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as err:
         raise ModelError(f"The model cannot be loaded: {_first_line(err)}", where=str(folder)) from err
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from pantheraml.models.unread import read_stacked_in_turn
+
 
 @contextlib.contextmanager
 def observed(model: nn.Module) -> Iterator[None]:
@@ -15,7 +17,7 @@ def observed(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), read_stacked_in_turn(model):
             yield
     finally:
         for module, training in modes:

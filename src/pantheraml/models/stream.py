@@ -93,14 +93,30 @@ def _fill_buffers(model: Any) -> None:
     """Buffers that are in no file (rotary frequencies, for one) get the values that transformers gives them.
 
     It computes them where it initialises a model: on the CPU, and of what is marked as initialised nothing is touched.
+    A module may fill the buffers of those below it (Falcon-H1's decoder does), so it is left out only if none of them
+    has an empty one. CannotStream if one is still as it was allocated after that.
     """
-    for module in model.modules():
-        empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        for name in empty:
-            setattr(module, name, torch.empty_like(module.get_buffer(name), device="cpu"))
+    empty: dict[str, Tensor] = {}
+    filling: set[nn.Module] = set()
+    for path, module in model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if name not in empty:
+            if name in module._buffers and tensor.is_meta:
+                empty[f"{path}.{name}".lstrip(".")] = blank = torch.empty_like(tensor, device="cpu")
+                setattr(module, name, blank)
+                filling.update(_with_parents(model, path))
+            else:
                 tensor._is_hf_initialized = True
-        if not empty:
+    for module in model.modules():
+        if module not in filling:
             module._is_hf_initialized = True
+    written = {name: blank._version for name, blank in empty.items()}
     model.initialize_weights()
+    for name, blank in empty.items():
+        if model.get_buffer(name) is blank and blank._version == written[name]:
+            raise CannotStream(f"nothing but its constructor fills the buffer {name}")
+
+
+def _with_parents(model: nn.Module, path: str) -> list[nn.Module]:
+    """The module of that name, and all that it is in."""
+    parts = path.split(".") if path else []
+    return [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]

@@ -12,11 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pantheraml.base.errors import ModelError
+from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.base.folders import committed_folder, require_empty
 from pantheraml.models.adapters import ADAPTER, quantisation, save_full_model
-from pantheraml.models.loader import load_model, load_tokenizer
+from pantheraml.models.hub import check_links
+from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantise.packed import LORA_LAYERS, unpack_linears
+from pantheraml.models.quantise.stored import stored_format
+from pantheraml.models.weight_files import in_short
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 
@@ -31,13 +34,23 @@ def load_trained(
 
 
 def merge_adapter(
-    model_config: ModelConfig, method: MethodConfig, adapter_dir: Path, *, dtype: torch.dtype, device: torch.device
+    model_config: ModelConfig,
+    method: MethodConfig,
+    adapter_dir: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    plain_base: bool = False,
 ) -> PreTrainedModel:
     """One plain model with the logits of base and adapter together.
 
-    Over nf4 the adapter has learnt to correct the base *as NF4 left it*; so that is what it is merged into.
+    Over nf4 the adapter has learnt to correct the base *as NF4 left it*; so that is what it is merged into, unless
+    `plain_base` asks for the weights before they were packed.
     """
     packing = quantisation(model_config, method)
+    if plain_base:
+        _require_plain(model_config, packing)
+        packing = None
     base = load_model(model_config, dtype=dtype, device=device, quantise=packing or "dense")
     unpack_linears(base, dtype)
     adapted = _with_adapter(base, adapter_dir)
@@ -55,6 +68,7 @@ def export_merged(
     dtype: torch.dtype,
     device: torch.device,
     output: Path,
+    plain_base: bool = False,
 ) -> None:
     """Writes a plain Hugging Face folder, weights and tokenizer, that needs neither PEFT nor this package."""
     require_empty(output)
@@ -62,10 +76,26 @@ def export_merged(
     if method.kind == "full":
         model = cast(PreTrainedModel, load_trained(model_config, method, trained_dir, dtype=dtype, device=device))
     else:
-        model = merge_adapter(model_config, method, trained_dir, dtype=dtype, device=device)
+        model = merge_adapter(model_config, method, trained_dir, dtype=dtype, device=device, plain_base=plain_base)
     with committed_folder(output) as folder:
         save_full_model(model, folder, model_config)
         tokenizer.save_pretrained(folder)
+
+
+def _require_plain(model_config: ModelConfig, packing: str | None) -> None:
+    """ConfigError unless an adapter was trained over 4-bit weights of a base that has plain ones too."""
+    if packing is None:
+        raise ConfigError(
+            "--base plain is for adapters that were trained over 4-bit weights, and this one was not.",
+            todo="Leave it out: the adapter is merged into the plain weights anyway.",
+        )
+    stored = stored_format(read_config(model_config))
+    if stored is not None:
+        raise ConfigError(
+            f"The base has no plain weights: they are stored in {stored.packing}.",
+            where=model_config.path,
+            todo="Leave --base out, or load the adapter onto the plain model with PEFT.",
+        )
 
 
 def _as_plain(model_config: ModelConfig, folder: Path) -> ModelConfig:
@@ -98,7 +128,8 @@ def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     file = folder / "adapter_model.safetensors"
     if not file.is_file() or not (folder / "adapter_config.json").is_file():
         raise ModelError(f"There is no adapter in {folder}.", todo="Give the folder of a finished run.")
+    check_links(folder.resolve())
     try:
         return LoraConfig.from_pretrained(str(folder)), load_file(file)
     except (ValueError, TypeError, KeyError, OSError, SafetensorError) as err:
-        raise ModelError(f"The adapter in {folder} is damaged: {err}") from err
+        raise ModelError(f"The adapter in {folder} is damaged: {in_short(err)}") from err

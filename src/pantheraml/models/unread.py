@@ -121,6 +121,13 @@ def read_in_turn(root: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+def read_stacked_in_turn(root: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """`read_in_turn` where weights of several experts are one tensor: grouped matmuls refuse the stand-ins' strides."""
+    unread = [module for module in root.modules() if UNREAD in vars(module)]
+    stacked = any(parameter.ndim > 2 for module in unread for parameter in module.parameters(recurse=False))
+    return read_in_turn(root) if stacked else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def read_for_now(root: nn.Module) -> Iterator[None]:
     """Inside, `root` and all below it have their weights; those that were unread are so again afterwards."""

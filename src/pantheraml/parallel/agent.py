@@ -2,7 +2,7 @@
 
 The agent tells each rank its number and where to meet, ends the others when one dies, and passes Ctrl-C on once. What
 torchrun prints about a failure is a traceback of its own; here the caller gets the rank, its exit code or signal, and
-what it said.
+what it said. Nobody but these ranks can reach where they meet (`one_node`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -21,6 +22,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pantheraml.base import env
 from pantheraml.launch.local import NOTICES, die_with_parent, was_killed
+from pantheraml.launch.script import Store
+from pantheraml.parallel import one_node
 
 HANDLED_SIGNALS = (*NOTICES, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDLED_NAMES = ",".join(number.name for number in HANDLED_SIGNALS)
@@ -55,16 +58,16 @@ class Ended:
     stopped_by: signal.Signals | None = None
 
 
-def run_command(command: list[str], *, processes: int) -> Ended:
+def run_command(command: list[str], *, processes: int, store: Store) -> Ended:
     """`processes` ranks of a command, each in a session of its own."""
-    return _run(command[0], command[1:], processes, "spawn")
+    return _run(command[0], command[1:], processes, "spawn", store)
 
 
 def run_function(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, processes: int, start: Literal["spawn", "fork"]
 ) -> Ended:
     """`processes` ranks of `function(*arguments)`; its return values come back by rank."""
-    return _run(_Tied(function), list(arguments), processes, start)
+    return _run(_Tied(function), list(arguments), processes, start, "loopback")
 
 
 class _Tied:
@@ -83,20 +86,24 @@ class _Tied:
         return self._function(*arguments)
 
 
-def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str) -> Ended:
-    with tempfile.TemporaryDirectory(prefix="pantheraml-ranks-") as logs, _signals_and_environment_restored():
+def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str, store: Store) -> Ended:
+    with (
+        tempfile.TemporaryDirectory(prefix="pantheraml-ranks-") as folder,  # 0700: other users cannot look into it
+        _signals_restored(),
+        env.changed({"TORCHELASTIC_SIGNALS_TO_HANDLE": _HANDLED_NAMES}),
+        env.changed(one_node.interface_variables(one_node.loopback_interface())),
+        one_node.meeting_place(store, Path(folder)) as where,
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # a machine's own name need not be known to itself
             run_id=uuid.uuid4().hex,
             max_restarts=0,
             start_method=start,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle=_HANDLED_NAMES,
+            **where,
         )
         try:
             return Ended(elastic_launch(config, entrypoint)(*arguments))
@@ -107,12 +114,11 @@ def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str) -> E
 
 
 @contextlib.contextmanager
-def _signals_and_environment_restored() -> Iterator[None]:
-    """The agent takes signals over and writes one variable; in a notebook the process lives on after it."""
+def _signals_restored() -> Iterator[None]:
+    """The agent takes signals over; in a notebook the process lives on after it."""
     before = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
     try:
-        with env.changed("TORCHELASTIC_SIGNALS_TO_HANDLE", _HANDLED_NAMES):
-            yield
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

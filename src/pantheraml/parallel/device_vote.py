@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import DeviceError, LaunchError
+from pantheraml.parallel.sealed import SealedStore
 
 _WELL = "ok"
 
@@ -42,7 +42,7 @@ def device_problem(device: torch.device) -> str | None:
 
 
 def agree_on_devices(
-    store: Store, place: ProcessRank, problem: str | None, *, strict: bool, timeout_seconds: float
+    store: SealedStore, place: ProcessRank, problem: str | None, *, strict: bool, timeout_seconds: float
 ) -> Agreement:
     """Called by every rank with its own `problem` (see `device_problem`) after `rendezvous.meet`.
 
@@ -73,7 +73,7 @@ def agree_on_devices(
     return Agreement(1, takes_part=place.rank == 0, fallback_reason=reason)
 
 
-def _leave_together(store: Store, place: ProcessRank, patience: datetime.timedelta) -> None:
+def _leave_together(store: SealedStore, place: ProcessRank, patience: datetime.timedelta) -> None:
     """Whoever hosts the store may end after this; so everyone must have read it by then."""
     store.set(f"device/{place.rank}/read", _WELL)
     if place.rank == 0:

@@ -6,13 +6,14 @@ Whole tensors exist one at a time: what a rank needs beside its own part is the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pantheraml.parallel.exchange import all_gather_json
 from pantheraml.parallel.layout import Layout
 
 NamedTensors = Sequence[tuple[str, Tensor]]
@@ -25,6 +26,16 @@ class _Entry(NamedTuple):
     name: str
     shape: torch.Size
     dtype: torch.dtype
+
+    def to_plain(self) -> list[Any]:
+        return [self.stage, self.name, list(self.shape), str(self.dtype).removeprefix("torch.")]
+
+    @classmethod
+    def from_plain(cls, told: list[Any]) -> _Entry:
+        stage, name, shape, dtype = told
+        known = getattr(torch, dtype)
+        assert isinstance(known, torch.dtype), dtype
+        return cls(stage, name, torch.Size(shape), known)
 
 
 def full_tensors(
@@ -93,9 +104,8 @@ def first_holder(named: NamedTensors, group: dist.ProcessGroup | None, ranks: in
     mine = [(name, own_offsets(tensor)) for name, tensor in named if held(tensor).numel() > 0]
     if ranks == 1:
         return [name for name, _ in mine]
-    everyone: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(everyone, mine, group=group)
-    earlier = set().union(*everyone[: dist.get_rank(group)])
+    before = all_gather_json(mine, group)[: dist.get_rank(group)]
+    earlier = {(name, tuple(offsets)) for theirs in before for name, offsets in theirs}
     return [name for name, offsets in mine if (name, offsets) not in earlier]
 
 
@@ -122,11 +132,10 @@ def _inventory(named: NamedTensors, layout: Layout, group: dist.ProcessGroup | N
     if layout.dims.pipeline == 1:
         return entries
     assert group is not None, "stages of a pipeline send their tensors through a group of all ranks"
-    everyone: list[list[_Entry]] = [[] for _ in range(layout.dims.world_size)]
-    dist.all_gather_object(everyone, entries, group=group)
+    everyone = all_gather_json([entry.to_plain() for entry in entries], group)
     found: dict[str, _Entry] = {}
     for number in range(layout.dims.pipeline):
-        for entry in everyone[_first_rank(number, layout)]:
+        for entry in map(_Entry.from_plain, everyone[_first_rank(number, layout)]):
             found.setdefault(entry.name, entry)
     return list(found.values())
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
@@ -42,7 +41,7 @@ class Meeting:
     def __init__(self, assignment: Assignment) -> None:
         self._machine = machine = assignment.machine
         self._timeout_seconds = assignment.timeout_seconds
-        self._store: Store = meet(
+        self._store = meet(
             env.ProcessRank(machine.number, 0, machine.count),
             env.StoreAddress(machine.host, machine.port, hosted_by_agent=False, attempt=0),
             timeout_seconds=assignment.timeout_seconds,
@@ -76,7 +75,7 @@ class Meeting:
         """Whether ranks of any machine ended badly. If machine 0 is gone, this machine's own ranks will notice: they
         save, or lose their connection, in their own time."""
         try:
-            return not self._lost and self._store.check(["failed"])
+            return not self._lost and self._store.check(["failed"]) and self._store.get("failed") == b""
         except dist.DistError:
             self._lost = True
             return False

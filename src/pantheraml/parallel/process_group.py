@@ -15,6 +15,7 @@ from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
 from pantheraml.parallel.device_vote import agree_on_devices, device_problem
 from pantheraml.parallel.layout import ALONE, Layout, make_layout
+from pantheraml.parallel.one_node import interface_variables, loopback_interface
 from pantheraml.parallel.rendezvous import interface_towards, meet
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
@@ -73,6 +74,12 @@ def joined_world(device: torch.device) -> World:
     return World(dist.get_rank(), size, device, layout=make_layout(ParallelDims(replicate=size), device.type))
 
 
+def _interface(place: env.ProcessRank, address: env.StoreAddress) -> dict[str, str]:
+    """The variables by which gloo and NCCL listen on one network interface alone: loopback if all ranks are here."""
+    here = address.file is not None or place.local_world_size == place.world_size
+    return interface_variables(loopback_interface() if here else interface_towards(address))
+
+
 class NotNeededError(Exception):
     """All ranks agreed to go on without this process; it should end, and it has done nothing wrong."""
 
@@ -108,8 +115,8 @@ def open_world(
     if place.world_size > 1:
         address = env.store_address()
         store = meet(place, address, timeout_seconds=timeout_seconds, max_retries=max_retries)
-        if env.gloo_interface() is None and (interface := interface_towards(address)) is not None:
-            env.set_for_this_process("GLOO_SOCKET_IFNAME", interface)
+        for name, value in _interface(place, address).items():
+            env.suggest_for_this_process(name, value)
         divided = plan.dims.world_size > plan.dims.replicate
         agreed = agree_on_devices(
             store, place, device_problem(device), strict=strict or divided, timeout_seconds=timeout_seconds
@@ -127,7 +134,7 @@ def open_world(
     try:
         dist.init_process_group(
             backend=plan.backend,
-            store=store,
+            store=store.raw,
             rank=place.rank,
             world_size=place.world_size,
             timeout=collective_timeout,

@@ -10,6 +10,7 @@ from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.planner.choices import Choices
 from pantheraml.planner.dims import check_together, choose_dims
 from pantheraml.planner.layouts import choose_layouts
+from pantheraml.planner.no_effect import without_effect
 from pantheraml.planner.one_process import (
     check_copies,
     check_split,
@@ -62,7 +63,8 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
     graph = _cuda_graph(config, device, world_size, fused or compiled, one.several, choices)
     micro_batch = _micro_batch(config, dims, device, len(gpus) if one.copies else 1, choices)
     threads = max(1, devices.cpu_count // here)
-    choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {here} process(es)")
+    turns = ", which take turns" if device == "cpu" and here > devices.cpu_count else ""
+    choices.automatic("threads_per_process", threads, f"{devices.cpu_count} cores over {here} process(es){turns}")
     checkpointing = config.train.activation_checkpointing
     choices.asked("train.activation_checkpointing", checkpointing)
     return Plan(
@@ -87,6 +89,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         choices=tuple(choices.made),
         copies=one.copies,
         split=one.split,
+        warnings=(*room.warnings(here), *without_effect(config, dims, frozen_fp8=frozen == "fp8")),
     )
 
 

@@ -47,14 +47,7 @@ def check_together(config: TrainConfig, dims: ParallelDims) -> None:
             f"parallel.batch_shares=adaptive is for copies of whole models, not for {dims}.",
             todo="Use batch_shares=even or sizes by hand.",
         )
-    if isinstance(parallel.batch_shares, list) and (
-        len(parallel.batch_shares) != dims.data or min(parallel.batch_shares) < 1
-    ):
-        raise ConfigError(
-            f"parallel.batch_shares={parallel.batch_shares} is not a size of at least 1 for each of the {dims.data}"
-            " shares of a batch.",
-            todo=f"Write {dims.data} number(s), such as {','.join(['2'] * dims.data)}.",
-        )
+    _check_shares(parallel.batch_shares, config.train.global_batch_size, dims)
     if config.data.packing and config.data.seq_len % dims.context:
         raise ConfigError(
             f"Packed rows of {config.data.seq_len} tokens cannot be cut into {dims.context} equal parts.",
@@ -70,6 +63,28 @@ def check_together(config: TrainConfig, dims: ParallelDims) -> None:
             f"In a full fine-tune with model.precision=fp8, each process would round its own part of a row ({dims}).",
             todo="Use model.precision=bf16, or divide the work by parallel.shard or parallel.pipeline.",
         )
+
+
+def _check_shares(shares: str | list[int], batch: int, dims: ParallelDims) -> None:
+    if not isinstance(shares, list):
+        return
+    written = ",".join(map(str, shares))
+    if len(shares) != dims.data or min(shares) < 1:
+        raise ConfigError(
+            f"parallel.batch_shares={written} is not a size of at least 1 for each of the {dims.data} shares of a"
+            " batch.",
+            todo=f"Write {dims.data} number(s), such as {','.join(map(str, _even(batch, dims.data)))}.",
+        )
+    if sum(shares) != batch:
+        raise ConfigError(
+            f"parallel.batch_shares={written} adds up to {sum(shares)} sequences, but train.global_batch_size is"
+            f" {batch}.",
+            todo=f"Set train.global_batch_size={sum(shares)}, or shares that add up to {batch}.",
+        )
+
+
+def _even(batch: int, shares: int) -> list[int]:
+    return [batch // shares + (rank < batch % shares) for rank in range(shares)]
 
 
 def _check_product(dims: ParallelDims) -> None:

@@ -15,6 +15,9 @@ from pantheraml.specs.train import TrainConfig
 SIMPLE_LIMIT = 4
 """GPUs up to which auto_policy=simple takes DataParallel."""
 
+CROWD = 16
+"""Processes that a machine without GPUs may have though it has fewer cores; or four a core, if that is more."""
+
 _ONE_PROCESS = (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL)
 
 
@@ -35,14 +38,25 @@ class Room:
         return world_size if place is None else min(world_size, self.size)
 
     def check(self, world_size: int, place: ProcessRank | None) -> None:
-        """DeviceError if the processes of this machine, as far as they are known, do not fit."""
+        """DeviceError if the processes of this machine, as far as they are known, do not fit. Those on CPUs may take
+        turns."""
         least = 0 if place is None else place.local_rank + 1
         here = max(least, self.processes_here(world_size, place))
-        if here > self.size:
+        most = self.size if self.device == "cuda" else max(CROWD, 4 * self.size)
+        if here > most:
             raise DeviceError(
                 f"{here} processes were asked for, but there are {self}.",
-                todo=f"Use --nproc {self.size} or less, or --nproc auto.",
+                todo=f"Use --nproc {most} or less, or --nproc auto.",
             )
+
+    def warnings(self, here: int) -> tuple[str, ...]:
+        """That processes on CPUs have to take turns, if they do."""
+        if self.device != "cpu" or here <= self.size:
+            return ()
+        return (
+            f"{here} processes share {self.size} CPU core(s) and take turns: right for a test, and slower than"
+            f" {self.size} process(es)",
+        )
 
 
 def choose_mode(config: TrainConfig, gpus: int, choices: Choices) -> TrainConfig:

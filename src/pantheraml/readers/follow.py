@@ -12,6 +12,7 @@ from typing import Protocol
 
 from pantheraml.base import log
 from pantheraml.base.events import Event, EventReader
+from pantheraml.base.text import printable
 
 logger = log.get(__name__)
 
@@ -53,11 +54,13 @@ class Follower:
             try:
                 reader.close()
             except Exception as err:  # noqa: BLE001 - as above
-                logger.warning("%s did not close cleanly: %s", reader, err)
+                logger.warning("%s did not close cleanly: %s", reader, printable(err))
 
     def _switch_off(self, reader: Reader, err: Exception) -> None:
         self._readers = [other for other in self._readers if other is not reader]
-        logger.warning("%s is switched off for the rest of this run: %s: %s", reader, type(err).__name__, err)
+        logger.warning(
+            "%s is switched off for the rest of this run: %s: %s", reader, type(err).__name__, printable(err)
+        )
         try:
             reader.close()
         except Exception as close_err:  # noqa: BLE001 - as above

@@ -20,8 +20,10 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from pantheraml.base.events import Event, moment
+from pantheraml.base.events import Event, moment, number
+from pantheraml.base.text import printable
 from pantheraml.readers import figures
+from pantheraml.readers.summary import median_speed, speeds_of_starts
 
 # A plain line every 5 s at first, later every 2 % of a stage's age: about 100 lines for an hour, 200 for ten.
 LINE_SECONDS = 5.0
@@ -72,6 +74,9 @@ class ProgressBar:
         self._stages: dict[str, Stage] = {}
         self._eval_loss: Any = None
         self._last_step: Event | None = None
+        self._speeds: dict[int, float] = {}
+        """Of this start's steps; below, of those of each earlier one."""
+        self._earlier: list[list[float]] = []
         self._output = Path()
         self._display: _Display = _LiveDisplay(console) if console.is_terminal else _LineDisplay(console)
         self._handlers: dict[str, Callable[[Event], None]] = {
@@ -124,6 +129,9 @@ class ProgressBar:
 
     def _run_started(self, event: Event) -> None:
         self._output = Path(event["output"])
+        if self._speeds:
+            self._earlier.append(self._own_speeds())
+            self._speeds = {}
 
     def _plan(self, event: Event) -> None:
         plan = event["plan"]
@@ -164,16 +172,25 @@ class ProgressBar:
 
     def _train_started(self, event: Event) -> None:
         done = max(0, event["first_step"] - 1)
+        if done and not self._earlier and not self._speeds:  # of a resumed run only this start's events come
+            self._earlier = speeds_of_starts(self._output)[:-1]
         self._stages["train"] = Stage("training", "steps", moment(event), done, done, event["total_steps"])
 
     def _train_step(self, event: Event) -> None:
         self._last_step = event
+        speed = number(event["tokens_per_second"])
+        if speed is not None:
+            self._speeds[event["step"]] = speed
         parts = [f"loss {figures.loss(event['loss'])}"]
         if self._eval_loss is not None:
             parts.append(f"eval {figures.loss(self._eval_loss)}")
         parts += [f"lr {figures.small(event['learning_rate'])}", _pace(event)]
         new = Stage("training", "steps", moment(event), event["step"])
         self._update("train", event, new, done=event["step"], text=" · ".join(parts))
+
+    def _own_speeds(self) -> list[float]:
+        """In the order of steps, some of which may have been taken again."""
+        return [self._speeds[step] for step in sorted(self._speeds)]
 
     def _train_finished(self, event: Event) -> None:
         stage = self._stages.pop("train", None)
@@ -183,8 +200,11 @@ class ProgressBar:
         if stage:
             parts[0] += f" in {figures.duration(moment(event) - stage.started)}"
         if self._last_step is not None:
-            parts += [f"loss {figures.loss(self._last_step['loss'])}", _pace(self._last_step)]
+            whole = {**self._last_step, "tokens_per_second": median_speed([*self._earlier, self._own_speeds()])}
+            parts += [f"loss {figures.loss(self._last_step['loss'])}", _pace(whole)]
         self._done(" · ".join(parts))
+        if event.get("concern"):
+            self._warning({"message": event["concern"]})
 
     def _eval_progress(self, event: Event) -> None:
         new = Stage("evaluating", "sequences", moment(event), total=event["total"])
@@ -260,7 +280,7 @@ class _LiveDisplay:
             self._live.start()
 
     def line(self, text: str, style: str) -> None:
-        self._live.console.print(Text(text, style=style))
+        self._live.console.print(Text(printable(text), style=style))
 
     def close(self) -> None:
         self._live.stop()
@@ -270,7 +290,7 @@ class _LiveDisplay:
         for stage in self._stages:
             left = stage.remaining_seconds()
             rows.add_row(
-                Text(stage.label, style="bold"),
+                Text(printable(stage.label), style="bold"),
                 Bar(total=stage.total, completed=stage.done, width=30, pulse=stage.total is None),
                 Text(stage.position()),
                 Text(figures.clock(max(0.0, time.monotonic() - stage.started)), style="dim"),
@@ -300,7 +320,7 @@ class _LineDisplay:
 
     def line(self, text: str, style: str) -> None:
         del style  # colour belongs on terminals
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -99,7 +99,8 @@ def _when(iso: str) -> str:
 def _alert(summary: dict[str, Any]) -> str:
     error = summary["error"]
     if error is None:
-        return ""
+        concern = summary["concern"]
+        return f'<div class="alert" role="alert">{escape(concern)}</div>' if concern else ""
     lines = [error["what"], *(f"{label}: {error[key]}" for label, key in _ERROR_LINES if error[key])]
     return f'<div class="alert" role="alert"><b>{escape(error["class"])}</b>\n{escape(chr(10).join(lines))}</div>'
 

@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pantheraml.base.text import printable
+
 # Nothing may be loaded from anywhere: the file must work offline and must not tell anybody that it was opened.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
@@ -95,7 +97,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
 
 def escape(text: Any) -> str:
-    return html.escape(str(text))
+    return html.escape(printable(text))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers: frozenset[int] = frozenset()) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import WorkerError
+from pantheraml.base.events import FILE_NAME as EVENTS
 from pantheraml.base.events import SCHEMA_VERSION, Event, moment, number, read_events
 from pantheraml.base.folders import write_text
 
@@ -66,9 +67,8 @@ class _Leg:
         self.last_time = now
 
     def speeds(self) -> list[float]:
-        """Tokens per second of each logged step after the warm-up; of all steps where there are no others."""
-        found = [s for step in sorted(self.steps) if (s := number(self.steps[step]["tokens_per_second"])) is not None]
-        return found[WARM_UP_STEPS:] or found
+        """Tokens per second of each logged step."""
+        return [s for step in sorted(self.steps) if (s := number(self.steps[step]["tokens_per_second"])) is not None]
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,23 @@ def history(events: Iterable[Event]) -> History:
     return _merge(_legs(events))
 
 
+def median_speed(starts: Iterable[Sequence[float]]) -> float | None:
+    """Of the steps of each start of a run after the warm-up; of all of a start's where there are no others."""
+    warm = [speed for speeds in starts for speed in (speeds[WARM_UP_STEPS:] or speeds)]
+    return statistics.median(warm) if warm else None
+
+
+def speeds_of_starts(run_dir: Path) -> list[list[float]]:
+    """As the run's stream has them; empty where there is none."""
+    return [leg.speeds() for leg in _legs(read_events(run_dir))] if (run_dir / EVENTS).is_file() else []
+
+
 def summarise(events: Iterable[Event]) -> dict[str, Any]:
     """What `run.json` holds. Unknown is None; a loss that is not finite is the string the stream holds ('nan').
 
-    `final_loss` is the last step's. `tokens_per_second` is the median over the logged steps, without the first three of
-    each leg. `seconds` is the wall time of training, evaluations and checkpoints included.
+    `final_loss` is the last step's; `concern` says so where the loss ended no better than it began.
+    `tokens_per_second` is the median over the logged steps, without the first three of each leg. `seconds` is the wall
+    time of training, evaluations and checkpoints included.
     """
     events = list(events)
     legs = _legs(events)
@@ -124,7 +136,6 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
     started, plan = latest.get("train.started", {}), latest.get("plan.made", {}).get("plan", {})
     model, begun = latest.get("model.ready", {}), latest.get("run.started", {})
     steps, evals = list(past.steps.values()), list(past.evals.values())
-    speeds = [speed for leg in legs for speed in leg.speeds()]
     memory = [m for step in steps if (m := number(step["memory_bytes"])) is not None]
     finite_evals = [e["loss"] for e in evals if (value := number(e["loss"])) is not None and math.isfinite(value)]
     return {
@@ -136,13 +147,14 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "epochs": steps[-1]["epoch"] if steps else None,
         "first_loss": steps[0]["loss"] if steps else None,
         "final_loss": steps[-1]["loss"] if steps else None,
+        "concern": legs[-1].latest.get("train.finished", {}).get("concern"),
         "best_eval_loss": min(finite_evals, default=None),
         "final_eval_loss": evals[-1]["loss"] if evals else None,
         "final_perplexity": evals[-1]["perplexity"] if evals else None,
         "tokens": _total(steps, "tokens"),
         "target_tokens": _total(steps, "target_tokens"),
         "seconds": sum(leg.training_seconds for leg in legs) if started else None,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "tokens_per_second": median_speed(leg.speeds() for leg in legs),
         "peak_memory_bytes": int(max(memory)) if memory else None,
         "world_size": started.get("world_size", plan.get("world_size")),
         "fallback_reason": legs[-1].latest.get("run.fallback", {}).get("reason"),

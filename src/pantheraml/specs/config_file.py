@@ -14,9 +14,18 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from pantheraml.base.errors import ConfigError
+from pantheraml.specs.consent import refuse_foreign_code
+from pantheraml.specs.paths import check_roots
 from pantheraml.specs.train import TrainConfig
 
 Key = tuple[str, ...]
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 10_000
+"""Values of a file, each as often as aliases repeat it: a few lines of nested aliases stand for gigabytes."""
+MAX_DEPTH = 32
+_SHOWN_CHARACTERS = 80
+"""Of a value that is refused."""
 
 
 def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -> TrainConfig:
@@ -32,13 +41,15 @@ def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     """The file's values, and the line on which each key stands."""
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise _too_much(f"is larger than {MAX_BYTES >> 20} MiB", str(path))
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as err:
         raise ConfigError(f"There is no config file {path}.", todo="Check the path.") from err
     except (UnicodeDecodeError, OSError) as err:
         raise ConfigError(f"The config file {path} cannot be read: {err}.", todo="Save it as UTF-8 text.") from err
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = _compose(text, str(path))
         values = yaml.safe_load(text)
     except yaml.YAMLError as err:
         if not isinstance(err, yaml.MarkedYAMLError):
@@ -54,6 +65,32 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     lines: dict[Key, int] = {}
     _collect_lines(node, (), lines, path)
     return values, lines
+
+
+def _compose(text: str, where: str) -> yaml.Node | None:
+    """The nodes of a YAML text that is within bounds."""
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError as err:
+        raise _too_much(f"is nested more than {MAX_DEPTH} levels deep", where) from err
+    if node is not None and _size(node, {}, 0, where) > MAX_NODES:
+        raise _too_much(f"holds more than {MAX_NODES:,} values", where)
+    return node
+
+
+def _size(node: yaml.Node, known: dict[int, int], depth: int, where: str) -> int:
+    """Values in a node, those behind aliases counted each time."""
+    if depth > MAX_DEPTH:  # an alias to a node that it stands in has no end, either
+        raise _too_much(f"is nested more than {MAX_DEPTH} levels deep", where)
+    if id(node) not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_size(part, known, depth + 1, where) for part in inner)
+    return known[id(node)]
+
+
+def _too_much(what: str, where: str) -> ConfigError:
+    return ConfigError(f"The configuration {what}.", where=where, todo="Write out the settings that the run needs.")
 
 
 def _collect_lines(node: yaml.MappingNode, prefix: Key, lines: dict[Key, int], path: Path) -> None:
@@ -80,6 +117,7 @@ def parse_overrides(settings: Iterable[str]) -> dict[Key, Any]:
                 f"--set takes section.field=value, not {setting!r}.", todo="For example: --set train.max_steps=100"
             )
         try:
+            _compose(text, f"--set {name}")
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             value = text
@@ -105,7 +143,7 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
         for key, value in values.items()
     }
     try:
-        return TrainConfig.model_validate(values)
+        config = TrainConfig.model_validate(values)
     except ValidationError as err:
         problems = [_explain(detail, sources or {}, whole) for detail in _unique(err.errors())]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -113,6 +151,9 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
             f"The configuration has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems),
             todo="`pantheraml schema` lists every key, its type and what it means.",
         ) from err
+    refuse_foreign_code(config.model)
+    check_roots(config)
+    return config
 
 
 def _unique(details: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -161,7 +202,16 @@ def _explain(detail: ErrorDetails, sources: Mapping[Key, str], whole: str) -> st
         named = re.search(r"\b[a-z]+\.[a-z_]+\b", message)
         written = sources.get(tuple(named.group().split("."))) if named else None
         return f"{message} ({written or whole})."
-    return f"`{name}` = {detail['input']!r}: {message[0].lower()}{message[1:]} ({where})."
+    if detail["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
+        return f"`{name}` is a section, not a value ({where}). Write its keys below it, such as `{_example(key)}`."
+    shown = repr(detail["input"])
+    shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
+    return f"`{name}` = {shown}: {message[0].lower()}{message[1:]} ({where})."
+
+
+def _example(section: Key) -> str:
+    first = next(iter(field_names(TrainConfig.model_fields[section[0]].annotation) or {"key": None}))
+    return f"{section[0]}: {{{first}: ...}}"
 
 
 _ELSEWHERE = {

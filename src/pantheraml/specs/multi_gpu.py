@@ -5,12 +5,19 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from pantheraml.specs.other_names import translate_other_names
 from pantheraml.specs.parallel import DIMENSIONS, Degree
+
+
+def split_commas(value: object) -> object:
+    """`2,2,2,15`, as people write lists on a command line."""
+    if isinstance(value, str) and "," in value:
+        return [part.strip() for part in value.split(",")]
+    return value
 
 
 class MultiGPUMode(StrEnum):
@@ -41,7 +48,7 @@ class MultiGPUConfig:
     variables MASTER_ADDR and MASTER_PORT say where they meet. None = as the launcher says."""
     local_rank: Annotated[int, Field(ge=0)] | None = None
     """Which of the processes of its machine this one is, and so which GPU it has; together with rank."""
-    device_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    device_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, BeforeValidator(split_commas)] = None
     """GPU indices to use, as `pantheraml gpus` numbers them; None = all visible ones."""
     output_device: Annotated[int, Field(ge=0)] | None = None
     """With mode=dataparallel: the GPU that losses and gradients come together on, and that holds the weights and the
@@ -69,12 +76,15 @@ class MultiGPUConfig:
     aggregation: Aggregation = "mean"
     """How gradients of the copies become one: mean (over tokens: equal to one GPU), weighted (by aggregation_weights),
     median or trimmed_mean (robust against a few bad ranks; no longer equal to one GPU)."""
-    aggregation_weights: list[Annotated[float, Field(ge=0)]] | None = None
+    aggregation_weights: Annotated[list[Annotated[float, Field(ge=0)]] | None, BeforeValidator(split_commas)] = None
     """One per copy, for aggregation=weighted."""
     leave_out_nonfinite: bool = False
     """Leave out a rank whose gradient is not finite and go on with the others, instead of judging the whole step."""
-    batch_shares: Literal["even", "adaptive"] | list[Annotated[int, Field(ge=0)]] = "even"
-    """How a global batch is split over copies: even; adaptive (a slower rank gets less); or by hand, as 2,2,2,15."""
+    batch_shares: Annotated[
+        Literal["even", "adaptive"] | list[Annotated[int, Field(ge=0)]], BeforeValidator(split_commas)
+    ] = "even"
+    """How a global batch is split over copies: even; adaptive (a slower rank gets less); or sequences for each, such as
+    2,2,2,15, which add up to train.global_batch_size."""
     check_every: Annotated[int, Field(ge=0)] = 100
     """Steps between two comparisons of the copies' weights and gradients; drift stops the run. 0: never."""
     find_unused_parameters: bool = False
@@ -97,7 +107,7 @@ class MultiGPUConfig:
     max_retries: Annotated[int, Field(ge=0)] = 3
     """How often processes that could not meet try again; and how often in a row `pantheraml train` starts again from
     the last checkpoint for one of the reasons in restart_on."""
-    restart_on: tuple[Literal["killed", "failed", "hung"], ...] = ("killed",)
+    restart_on: Annotated[tuple[Literal["killed", "failed", "hung"], ...], BeforeValidator(split_commas)] = ("killed",)
     """After what `pantheraml train` starts the processes again: one was killed, one failed with an error that nobody
     foresaw, one got no further for timeout_seconds."""
     min_world_size: Annotated[int, Field(ge=1)] | None = None

@@ -97,6 +97,8 @@ class Plan(Value):
     """One process, and a copy of the model on each of its GPUs for every batch (DataParallel)."""
     split: LayerSplit | None = None
     """One process, and the model's layers spread over its devices; None: all on one."""
+    warnings: tuple[str, ...] = ()
+    """What the configuration says and the run will not do."""
     fits: int | None = None
     """What `micro_batch_size` came down to in this run, because more ran out of memory; None: it has not."""
 

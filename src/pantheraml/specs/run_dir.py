@@ -6,6 +6,7 @@ file, so a second one is refused. Whatever else lies in the folder is not ours, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,7 +19,10 @@ from pathlib import Path
 from pantheraml.base.errors import RunDirectoryError
 from pantheraml.base.events import FILE_NAME, read_events
 from pantheraml.base.folders import PARTIAL, write_text
+from pantheraml.base.private import open_private, private_folder, refuse_links
+from pantheraml.base.roots import require_allowed
 from pantheraml.specs.config_file import dump_yaml, load_config
+from pantheraml.specs.consent import Consent
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -30,6 +34,8 @@ CONTENTS = (
     *("sinks", "tensorboard", "wandb", "mlflow", "trackio"),
 )
 """Everything that a run writes."""
+OTHERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Of that, what other tools write in their own way, with links of their own."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,10 @@ class RunDir:
         return self.path / "faults"
 
     @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
@@ -94,6 +104,13 @@ class RunDir:
     def config(self) -> TrainConfig:
         self.require()
         return load_config(self.config_file)
+
+    def received_config(self, consent: Consent) -> TrainConfig:
+        """The same, for a folder that may be somebody else's: ConfigError if it asks for more than `consent`."""
+        require_allowed(self.path, key="the run folder")
+        config = self.config()
+        consent.check(config.model, where=str(self.config_file))
+        return config
 
     def plan(self) -> Plan:
         try:
@@ -130,22 +147,26 @@ class RunDir:
     def mark(self) -> None:
         """Make the folder, and make it a run's."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / LOCK).touch()
+            private_folder(self.path)
+            os.close(open_private(self.path / LOCK, os.O_RDWR | os.O_CREAT))
         except OSError as err:
-            raise RunDirectoryError(
-                f"The output folder {self.path} cannot be made: {err.strerror}.", todo="Choose another --output."
-            ) from err
+            raise self._unusable(err) from err
+
+    def _unusable(self, err: OSError) -> RunDirectoryError:
+        return RunDirectoryError(
+            f"The output folder {self.path} cannot be used: {err.strerror}.", todo="Choose another --output."
+        )
 
     @contextmanager
     def claim(self, *, resume: bool, overwrite: bool) -> Iterator[Replacement]:
         """Hold the folder for a run. One that holds another run, or anything else, is left alone unless told so."""
+        require_allowed(self.path, key="--output")
         if self.path.is_dir() and any(self.path.iterdir()) and not self.holds_run():
             raise RunDirectoryError(
                 f"The output folder {self.path} holds other files.", todo="Choose an empty or new folder for --output."
             )
         self.mark()
-        with open(self.path / LOCK, "w") as lock:
+        with self._lock_file() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as err:
@@ -153,6 +174,7 @@ class RunDir:
                     f"Another process is at work in {self.path}.",
                     todo="Wait for it, stop it, or choose another --output.",
                 ) from err
+            self._refuse_links()
             replacement = Replacement(self.path)
             if not resume and self.holds_work() and not overwrite:
                 raise RunDirectoryError(
@@ -166,6 +188,28 @@ class RunDir:
                 yield replacement
             finally:
                 replacement.restore()
+
+    @contextmanager
+    def _lock_file(self) -> Iterator[int]:
+        try:
+            descriptor = open_private(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as err:
+            raise self._unusable(err) from err
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _refuse_links(self) -> None:
+        """A folder that somebody else made must not have a run write to, or remove, what its links lead to."""
+        partial = tuple(path.name for path in self.path.glob(f"{PARTIAL}*"))
+        try:
+            refuse_links(self.path, (*(name for name in CONTENTS if name not in OTHERS), LOCK, REPLACED, *partial))
+            for name in OTHERS:
+                if (self.path / name).is_symlink():
+                    raise OSError(errno.ELOOP, f"{name} in it is a link")
+        except OSError as err:
+            raise self._unusable(err) from err
 
 
 class Replacement:
@@ -199,7 +243,7 @@ class Replacement:
 def remove_contents(folder: Path) -> None:
     """Remove what a run writes, and nothing else."""
     for path in [*(folder / name for name in CONTENTS), *folder.glob(f"{PARTIAL}*")]:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict
 
 from pantheraml.base.folders import write_text
+from pantheraml.specs.consent import Consent
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 
@@ -28,7 +29,13 @@ class Request(BaseModel):
         return cls.model_validate(json.loads((folder / "request.json").read_text()))
 
 
-class GenerateRequest(Request):
+class ReceivedRequest(Request):
+    """Of a run folder that may be somebody else's."""
+
+    consent: Consent
+
+
+class GenerateRequest(ReceivedRequest):
     """Completions for prompts; the answers go to `answers.jsonl` of the task folder."""
 
     prompts: list[str]
@@ -92,7 +99,7 @@ class Verdicts(BaseModel):
         return all(verdict.passed is not False for verdict in self.modes)
 
 
-class ReplayRequest(Request):
+class ReplayRequest(ReceivedRequest):
     """The step of an incident once more, in one process; the answer goes to `replay.json`."""
 
     incident: Path
@@ -115,11 +122,13 @@ class ReplayResult(BaseModel):
     same: bool
 
 
-class ExportRequest(Request):
+class ExportRequest(ReceivedRequest):
     """The trained model as a plain Hugging Face folder."""
 
     output: Path
     precision: Precision
+    base: Literal["trained", "plain"]
+    """plain: an adapter that was trained over 4-bit weights is merged into the unquantized ones."""
 
 
 class QuantiseRequest(Request):

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from pantheraml.specs.faults import FaultText
-from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
+from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode, split_commas
 from pantheraml.specs.other_names import translate_to_sections
 
 Positive = Annotated[int, Field(ge=1)]
@@ -105,10 +105,11 @@ class DataConfig(Section):
     """Share of the training rows held out for evaluation, chosen by content hash; 0 = none."""
     format: Literal["auto", "text", "prompt", "messages", "instruction"] = "auto"
     """Which columns to read: text | prompt+completion | messages | instruction(+input)+output; auto = look at them."""
-    seq_len: Annotated[int, Field(ge=8)] = 2048
+    seq_len: Annotated[int, Field(ge=8, le=1 << 21)] = 2048
     """Longest sequence in tokens; packs are filled up to it."""
     packing: bool = True
-    """Put several documents into one sequence (no attention across them, positions restart)."""
+    """Put several documents into one sequence (no attention across them, positions restart). Off, with a warning, for a
+    model that would compute other values so: see families.md."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """What to do with a row that cannot be used: stop with its file, line and field, or skip and count it."""
     on_long_row: Literal["truncate", "stop"] = "truncate"
@@ -128,7 +129,7 @@ class MethodConfig(Section):
     """Adapter scale: the update is multiplied by alpha/rank (alpha/sqrt(rank) with rslora)."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input. With dropout, N processes no longer equal one bit for bit."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: Annotated[str | list[str], BeforeValidator(split_commas)] = "all-linear"
     """Layers that get an adapter: names (`q_proj`), or all-linear (all but the output head)."""
     rslora: bool = False
     """Rank-stabilised scaling, alpha/sqrt(rank)."""
@@ -165,7 +166,7 @@ class TrainSettings(Section):
     """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0 = no clipping."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of sample order, adapter initialisation and dropout."""
     activation_checkpointing: Checkpointing = "none"
     """Recompute in backward. selective: cheap ops; full: whole layers; offload: full, inputs wait in host memory."""
@@ -220,7 +221,7 @@ class BadStepSettings(Section):
     """Standard deviations above its moving mean from which a loss is a spike; a norm is one if it is 10 times its mean,
     besides."""
     spike_warmup_steps: Annotated[int, Field(ge=2)] = 20
-    """Steps before the first loss can be a spike."""
+    """Steps before a loss is compared with recent ones; until then it is a spike only far above all before and ln V."""
     rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """lower_rate: the step is skipped, and from there to the end the learning rate multiplied by this."""
     max_skipped_steps: NotNegative = 3
@@ -293,7 +294,9 @@ class TrainConfig(Section):
     @classmethod
     def _translate_other_names(cls, values: Any) -> Any:
         parallel = values.get("parallel") if isinstance(values, dict) else None
-        said = parallel if isinstance(parallel, dict) else vars(parallel) if parallel is not None else {}
+        said = (
+            vars(parallel) if isinstance(parallel, MultiGPUConfig) else parallel if isinstance(parallel, dict) else {}
+        )
         if not said:
             return values
         return translate_to_sections(values, said.get("auto_device_map"), said.get("use_gradient_checkpointing"))

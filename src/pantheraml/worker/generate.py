@@ -17,18 +17,20 @@ from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.trained import load_trained
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import GenerateRequest
+from pantheraml.specs.train import TrainConfig
+from pantheraml.worker.received import received
 from pantheraml.worker.train import DTYPES
 
 
 def generate_task(folder: Path, emit: EventWriter) -> None:
     request = GenerateRequest.read(folder)
-    run = RunDir(request.run_dir)
-    tokenizer = load_tokenizer(run.config().model)
+    run, config = received(request, emit)
+    tokenizer = load_tokenizer(config.model)
     data_format = json.loads(run.data_file.read_text())["format"]
     prompts = [render_prompt(data_format, prompt, tokenizer) for prompt in request.prompts]
     begin = time.perf_counter()
     answers = generate(
-        _model(request, run),
+        _model(request, config, run),
         tokenizer,
         prompts,
         max_new_tokens=request.max_new_tokens,
@@ -43,8 +45,8 @@ def generate_task(folder: Path, emit: EventWriter) -> None:
     emit("generate.done", prompts=len(prompts), tokens=tokens, seconds=time.perf_counter() - begin)
 
 
-def _model(request: GenerateRequest, run: RunDir) -> nn.Module:
-    config, dtype, device = run.config(), DTYPES[request.precision], torch.device(request.device)
+def _model(request: GenerateRequest, config: TrainConfig, run: RunDir) -> nn.Module:
+    dtype, device = DTYPES[request.precision], torch.device(request.device)
     if request.weights == "base":
         return load_model(config.model, dtype=dtype, device=device)
     return load_trained(config.model, config.method, run.trained(), dtype=dtype, device=device)

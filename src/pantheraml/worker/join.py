@@ -15,15 +15,16 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 from transformers.utils.logging import disable_progress_bar
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, LaunchError, PantheraError, WorkerError
 from pantheraml.base.events import EventWriter
+from pantheraml.base.private import open_private
 from pantheraml.launch.local import LOG_FILE, die_with_parent
 from pantheraml.parallel.process_group import PATIENCE
 from pantheraml.parallel.rendezvous import meet
+from pantheraml.parallel.sealed import SealedStore
 from pantheraml.worker.prepare import prepare_task
 from pantheraml.worker.process import run_reporting
 from pantheraml.worker.train import train_task
@@ -68,14 +69,14 @@ def follow(asked: argparse.Namespace) -> int:
     return run_reporting("train", folder, lambda events: train_task(folder, events))
 
 
-def _wait_for_readers(store: Store, what: str) -> None:
+def _wait_for_readers(store: SealedStore, what: str) -> None:
     """The store ends with rank 0, which therefore stays until the others have read what it is about to fail with."""
     others = [f"read/{what}/{rank}" for rank in range(1, env.process_rank().world_size)]
     with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):  # they are gone, and need not know
         store.wait(others, FAREWELL)
 
 
-def _meet(asked: argparse.Namespace) -> Store:
+def _meet(asked: argparse.Namespace) -> SealedStore:
     place = env.process_rank()
     store = meet(place, env.store_address(), timeout_seconds=asked.timeout_seconds, max_retries=asked.max_retries)
     store.set(f"config/{place.rank}", asked.config_fingerprint)
@@ -94,7 +95,7 @@ def _meet(asked: argparse.Namespace) -> Store:
 
 def _write_to(path: Path) -> None:
     """From here on this process's output goes where rank 0's goes; the terminal is rank 0's alone."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

@@ -15,6 +15,7 @@ from pantheraml.launch.local import StopRequests
 from pantheraml.launch.machines import Assignment
 from pantheraml.launch.outcomes import STOPS, Starts
 from pantheraml.launch.rank_processes import Watch, run_ranks
+from pantheraml.launch.run_token import shared_token
 from pantheraml.parallel.machines import Meeting, RanksHere
 from pantheraml.specs.run_dir import RunDir
 
@@ -57,7 +58,9 @@ def _environments(assignment: Assignment, ranks: RanksHere, number: int, restart
 def main() -> int:
     log.start(debug=env.debug_requested())
     try:
-        return run_machine(Assignment.from_json(sys.argv[1]), sys.argv[2:])
+        assignment = Assignment.from_json(sys.argv[1])
+        with shared_token(Path(assignment.run), remove=assignment.machine.number == 0):
+            return run_machine(assignment, sys.argv[2:])
     except PantheraError as err:
         print(f"{type(err).__name__}: {err}", file=sys.stderr, flush=True)
         return err.exit_code

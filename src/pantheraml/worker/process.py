@@ -11,13 +11,14 @@ from pathlib import Path
 from pantheraml.base import env
 from pantheraml.base.errors import PantheraError, StorageError, WorkerError
 from pantheraml.base.events import EventWriter, emit_error
+from pantheraml.base.private import private_files
 from pantheraml.launch.local import LOG_FILE
 
 
 def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) -> int:
     """The exit code of `work`, which writes its events, errors included, into `folder`."""
     faulthandler.enable()  # a crash in native code (SIGSEGV) leaves every thread's stack in the log
-    with EventWriter(folder, rank=env.process_rank().rank) as emit:
+    with _for_whom(name), EventWriter(folder, rank=env.process_rank().rank) as emit:
         try:
             work(emit)
         except PantheraError as err:
@@ -31,6 +32,11 @@ def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) 
             )
             return _told(emit, unforeseen)
     return 0
+
+
+def _for_whom(name: str) -> contextlib.AbstractContextManager[None]:
+    """Models that are made to be given away are for whom the umask says; all else is for this user alone."""
+    return contextlib.nullcontext() if name in ("export", "quantise") else private_files()
 
 
 def _told(emit: EventWriter, err: PantheraError) -> int:

@@ -22,8 +22,8 @@ from pantheraml.engine.calibrate import Visit, decoder_layers, visits
 from pantheraml.engine.feed import read_batch
 from pantheraml.kernels.nf4 import NF4Weight
 from pantheraml.models.adapters import parameter_count
-from pantheraml.models.attention import use_document_attention
 from pantheraml.models.loader import load_model, load_tokenizer, model_folder, read_config
+from pantheraml.models.packing import keep_documents_apart
 from pantheraml.models.quantise.folder import PackedFolder, packed_config
 from pantheraml.models.quantise.packed import packable_layers
 from pantheraml.models.quantise.rounding import products_changed, round_nf4
@@ -72,7 +72,7 @@ def quantise(run: RunDir, request: QuantiseRequest, world: World, emit: Emit) ->
     computed = DTYPES[run.plan().precision]
     model: Any = load_model(config, dtype=computed, device=world.device, quantise="dense", layers_unread=True)
     with read_in_turn(model):
-        use_document_attention(model)
+        keep_documents_apart(model, longest=run.config().data.seq_len)
     linears, text, dtype = _linears(model), _text(run, model, request.tokens, world), _kept_dtype(source, computed)
     with committed_folder(output) as folder:
         _write_beside_weights(folder, config, model)

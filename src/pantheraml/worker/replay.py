@@ -6,6 +6,7 @@ numbers too; else the weights of the checkpoint before, or those that the run be
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from pantheraml.base.events import EventWriter, silent
 from pantheraml.base.folders import write_text
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.store import validate
 from pantheraml.engine.feed import StepBatches, read_batch
 from pantheraml.engine.guard.incident import Finding, culprit, investigate, read_incident
 from pantheraml.engine.guard.verdict import StepNumbers
@@ -43,8 +45,9 @@ def replay_task(folder: Path, events: EventWriter) -> None:
 
 def replayed(request: ReplayRequest, world: World) -> ReplayResult:
     run = RunDir(request.run_dir)
-    config = run.config()
+    config = run.received_config(request.consent)
     incident, recorded = read_incident(request.incident)
+    validate(Path(json.loads(run.data_file.read_text())["train"]))
     dataset, _ = open_data(run)
     stepper = Stepper(build_model(config, request.plan, world, silent), config, world, request.plan)
     stepper.model.train()

@@ -18,6 +18,7 @@ from pantheraml.base import env
 from pantheraml.base.errors import ModelError
 from pantheraml.base.events import Emit, EventWriter, silent
 from pantheraml.data.dataset import TokenDataset
+from pantheraml.data.origin import Origins, Source
 from pantheraml.engine.checkpointing import apply_checkpointing
 from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.faults import FaultInjector
@@ -30,10 +31,11 @@ from pantheraml.engine.step import Stepper
 from pantheraml.launch.flight_record import RECORDER_ENVIRONMENT
 from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import Trained, apply_method, parameter_count, save_trained, trained_form
-from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse, quantise_head_like_layers, run_together, why_one_layout
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
+from pantheraml.models.packing import keep_documents_apart, require_right_packing
 from pantheraml.models.quantise.trained_fp8 import use_fp8_products
+from pantheraml.models.trained_on import TrainedOn
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
 from pantheraml.parallel.split import is_split, spread
@@ -41,7 +43,7 @@ from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Choice, Layouts, Plan
 from pantheraml.specs.run_dir import RunDir
-from pantheraml.specs.train import TrainConfig
+from pantheraml.specs.train import ModelConfig, TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -111,7 +113,7 @@ def train_rank(
         loop.resume()
         stopped_by = loop.run()
         if stopped_by != "request":
-            save_result(run, config, loop.job.stepper, emit)
+            save_result(run, config, loop.job.stepper, emit, base_fingerprint=loop.job.model_fingerprint)
         elif stop.signal is not None:
             heartbeat("train.stopped", signal=stop.signal.name)
         world.wait_for_main()
@@ -124,10 +126,14 @@ def make_loop(
     layout = world.layout
     # Processes that see the same tokens drop the same ones.
     torch.manual_seed(config.train.seed + layout.data_rank * layout.dims.context + layout.place["context"])
-    model = build_model(config, plan, world, emit)
     train_data, eval_data = open_data(run)
+    if config.data.packing and not train_data.packed:
+        plan = for_padded_rows(config, plan, emit)
+    model = build_model(config, plan, world, emit)
     for dataset in (train_data, eval_data):
         check_fits(model, dataset)
+    if (message := beyond_positions(model, train_data)) is not None:
+        emit("notice", message=message)
     world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
     watch.beat()
     stepper = Stepper(model, config, world, plan)
@@ -153,6 +159,7 @@ def make_loop(
             stop=stop,
             watch=watch,
             faults=injector(run, config, plan, stepper) if config.faults else None,
+            origins=Origins(train_data, sources_of(run), partial(load_tokenizer, config.model)),
         )
     )
 
@@ -164,8 +171,11 @@ def injector(run: RunDir, config: TrainConfig, plan: Plan, stepper: Stepper) -> 
     )
 
 
-def save_result(run: RunDir, config: TrainConfig, stepper: Stepper, emit: Emit) -> None:
-    """The adapter or the whole model, from wherever its parts are. A collective; rank 0 writes."""
+def save_result(
+    run: RunDir, config: TrainConfig, stepper: Stepper, emit: Emit, *, base_fingerprint: str | None = None
+) -> None:
+    """The adapter or the whole model, from wherever its parts are. A collective; rank 0 writes. `base_fingerprint` is
+    of the model that training began with; None: it is the same still."""
     world, form = stepper.world, trained_form(config.method)
     weights = dict(full_tensors(stepper.parameters, world.layout, world.patient_group))
     if world.is_main:
@@ -175,8 +185,15 @@ def save_result(run: RunDir, config: TrainConfig, stepper: Stepper, emit: Emit) 
             method=config.method,
             model_config=config.model,
             tokenizer=load_tokenizer(config.model),
+            base=None if base_fingerprint is None else trained_on(config.model, base_fingerprint),
         )
         emit("model.saved", path=form, form=form)
+
+
+def trained_on(model: ModelConfig, fingerprint: str) -> TrainedOn:
+    """The base of that fingerprint; if the model has changed since, no more than that is known of it."""
+    now = TrainedOn.of(model)
+    return now if now.fingerprint == fingerprint else TrainedOn(fingerprint, config="", commit=None)
 
 
 def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
@@ -186,24 +203,57 @@ def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
     return TokenDataset.open(Path(places["train"])), evaluation
 
 
+def sources_of(run: RunDir) -> list[Source]:
+    """The files of the training data, in order; none where an earlier version prepared it."""
+    return [Source(*source) for source in json.loads(run.data_file.read_text()).get("sources", ())]
+
+
 def check_fits(model: Any, dataset: TokenDataset | None) -> None:
     """A token or a position beyond an embedding would end in a device-side assertion that names nothing; positions that
     are computed would train what the model never saw."""
     if dataset is None:
         return
+    if dataset.packed:
+        require_right_packing(model, longest=dataset.seq_len)
     rows = model.get_input_embeddings().weight.shape[0]
     if dataset.largest_token >= rows:
         raise ModelError(
             f"The data has the token {dataset.largest_token}, but the model knows only {rows} tokens.",
             todo="Use the tokenizer that belongs to the model (model.tokenizer).",
         )
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and dataset.longest_document > positions:
+    positions = _positions(model)
+    if positions is not None and dataset.longest_document > positions:
         raise ModelError(
             f"The data has a row of {dataset.longest_document} tokens, but the model knows only {positions} positions.",
             todo=f"Set data.seq_len={positions} or less; longer rows are cut then. (Where positions are computed, as"
             " rotary ones are, a larger max_position_embeddings in the model's config.json allows more.)",
         )
+
+
+def beyond_positions(model: Any, dataset: TokenDataset) -> str | None:
+    """Notice of a data.seq_len above the model's positions, which no document reaches; None where it is not above."""
+    positions = _positions(model)
+    if positions is None or dataset.seq_len <= positions:
+        return None
+    return (
+        f"data.seq_len={dataset.seq_len} is above the model's {positions} positions; the longest document has"
+        f" {dataset.longest_document} tokens, so none is affected"
+    )
+
+
+def _positions(model: Any) -> int | None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def for_padded_rows(config: TrainConfig, plan: Plan, emit: Emit) -> Plan:
+    """`plan` for data that was to be packed and is not, without what was chosen for rows of one length."""
+    chosen = {"cuda_graph": config.train.cuda_graph, "compile": config.train.compile}
+    off = {name: False for name, asked in chosen.items() if asked == "auto" and getattr(plan, name)}
+    for name in off:
+        reason = "without packing every batch has another shape"
+        emit("choice", **Choice(name=f"train.{name}", value=False, reason=reason, automatic=True).model_dump())
+    return plan.model_copy(update=off)
 
 
 def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn.Module:
@@ -222,9 +272,9 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     )
     if plan.split is not None:
         spread(model, plan.split)
-    masked = use_document_attention(model)
-    if masked is not None:
-        emit("notice", message=f"documents are kept apart by an attention mask: {masked}")
+    apart = keep_documents_apart(model, longest=config.data.seq_len)
+    if apart.masked is not None:
+        emit("notice", message=f"documents are kept apart by an attention mask: {apart.masked}")
     model = apply_method(model, config.method, seed=config.train.seed)
     if plan.fp8_products:
         use_fp8_products(model)

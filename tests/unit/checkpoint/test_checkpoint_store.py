@@ -135,3 +135,24 @@ def test_a_run_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file or directory"):
         CheckpointStore(tmp_path / "run" / "checkpoints").save(1, tensors(1.0), {})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "{tmp}/secret", "sub/../../secret"])
+def test_a_manifest_leads_to_no_other_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of somebody else")
+    store = CheckpointStore(tmp_path / "checkpoints")
+    manifest = store.save(1, tensors(1.0), {}) / "manifest.json"
+    known = json.loads(manifest.read_text())
+    known["files"][name.format(tmp=tmp_path)] = {"bytes": 3, "blake2b": "0"}
+    manifest.write_text(json.dumps(known))
+    with pytest.raises(DamagedCheckpointError, match="names files that are not its own"):
+        store.load(1)
+
+
+def test_a_link_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    weights = store.save(1, tensors(1.0), {}) / "weights.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpointError, match=r"weights\.safetensors is missing"):
+        store.load(1)

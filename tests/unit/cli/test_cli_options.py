@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from pantheraml.cli.main import build_parser, main
 COMMON = ["--debug", "--help"]
 INPUTS = ["--data", "--device", "--model", "--on-bad-row", "--set", "config"]
 CONFIG = [*INPUTS, "--eval-data", "--method", "--nproc"]
+CONSENT = ["--allow-pickle", "--trust-remote-code"]
 OPTIONS = {
     "demo": ["--output"],
     "train": [
@@ -26,11 +28,22 @@ OPTIONS = {
         "--rdzv",
         "--resume",
     ],
-    "resume": ["--allow-change", "--json", "--nnodes", "--node-rank", "--nproc", "--rdzv", "--set", "run_dir"],
+    "resume": [
+        *CONSENT,
+        "--allow-change",
+        "--json",
+        "--nnodes",
+        "--node-rank",
+        "--nproc",
+        "--rdzv",
+        "--set",
+        "run_dir",
+    ],
     "plan": [*CONFIG, "--json"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
-    "replay": ["--device", "--json", "incident"],
+    "replay": [*CONSENT, "--device", "--json", "incident"],
     "generate": [
+        *CONSENT,
         "--base",
         "--device",
         "--json",
@@ -41,7 +54,7 @@ OPTIONS = {
         "--temperature",
         "run_dir",
     ],
-    "export": ["--json", "--merge", "--output", "--precision", "run_dir"],
+    "export": [*CONSENT, "--base", "--json", "--merge", "--output", "--precision", "run_dir"],
     "quantise": [*INPUTS, "--json", "--output", "--tokens"],
     "gpus": ["--json"],
     "schema": [],
@@ -121,11 +134,48 @@ def test_errors_are_text_and_an_exit_code(capsys: pytest.CaptureFixture[str]) ->
     assert main(["--version"]) == 0
 
 
-def test_plan_gives_a_reason_for_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "m", "--data", "d", "--device", "cpu"]) == 0
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[str]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text("")
+    return ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl"), "--device", "cpu"]
+
+
+def test_plan_gives_a_reason_for_every_choice(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *inputs]) == 0
     out = capsys.readouterr().out
     assert "parallel.world_size" in out
     assert "one process uses all" in out
+    assert "Warning" not in out
+
+
+def test_plan_tells_settings_without_effect(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *inputs, "--method", "full", "--set", "method.rank=8"]) == 0
+    assert "Warning: method.rank=8 has no effect: method.kind=full" in capsys.readouterr().out
+
+
+def test_plan_fails_for_what_is_not_there(inputs: list[str], tmp_path: Path) -> None:
+    assert main(["plan", *inputs, "--data", str(tmp_path / "absent.jsonl")]) == 3
+    assert main(["plan", *inputs, "--eval-data", str(tmp_path / "absent.jsonl")]) == 3
+    assert main(["plan", *inputs, "--model", str(tmp_path / "absent")]) == 4
+    assert main(["plan", *inputs, "--model", str(tmp_path)]) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (["train", "--lr", "1e-3"], "--set train.learning_rate=VALUE"),
+        (["train", "--lora-r=8"], "--set method.rank=VALUE"),
+        (["train", "--modle", "x"], "Did you mean --model?"),
+        (["verify", "--mode", "x", "--lr"], "See `pantheraml verify --help`"),
+    ],
+)
+def test_an_unknown_flag_is_told_with_what_it_may_stand_for(
+    given: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given) == 2
+    assert advice in capsys.readouterr().err
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pantheraml.base.errors import DataError
 from pantheraml.data.cache import locked
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import PreparedData, prepare
+from pantheraml.data.store import LAYOUT_VERSION, numbers, open_table, validate
 from pantheraml.specs.train import DataConfig
 
 
@@ -40,7 +44,7 @@ def cut_meta(folder: Path) -> None:
 
 def old_layout(folder: Path) -> None:
     meta = folder / "meta.json"
-    meta.write_text(meta.read_text().replace('"layout": 2', '"layout": 0'))
+    meta.write_text(meta.read_text().replace(f'"layout": {LAYOUT_VERSION}', '"layout": 0'))
 
 
 @pytest.mark.parametrize("damage", [cut_data, lose_middle, overwrite_footer, lose_data, cut_meta, old_layout])
@@ -59,6 +63,75 @@ def test_a_damaged_entry_is_noticed_and_built_again(
     assert prepared(path).train == folder
     assert (folder / "data.arrow").read_bytes() == before
     assert [ready["cached"] for ready in events.of("data.ready")] == [False, False]
+
+
+def replace_tokens(folder: Path, other: Path) -> None:
+    """As many tokens, other ones: lengths and sums are as they were."""
+    data = bytearray((folder / "data.arrow").read_bytes())
+    table = open_table(folder)
+    tokens = numbers(table.column("tokens").combine_chunks().values).tobytes()
+    begin = bytes(data).index(tokens[:40])
+    data[begin : begin + 40] = tokens[40:80]
+    (folder / "data.arrow").write_bytes(data)
+
+
+def replace_by_other_data(folder: Path, other: Path) -> None:
+    """Whole, with its own description; but of other rows."""
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+
+
+@pytest.mark.parametrize("replace", [replace_tokens, replace_by_other_data])
+def test_replaced_tokens_are_noticed_and_built_again(
+    write_jsonl: Callable[..., Path],
+    prepared: Callable[..., PreparedData],
+    events: Any,
+    replace: Callable[[Path, Path], None],
+) -> None:
+    path = write_jsonl([{"text": f"row {i}"} for i in range(50)])
+    folder = prepared(path).train
+    other = prepared(write_jsonl([{"text": f"evil {i}"} for i in range(50)], name="other.jsonl")).train
+    before = (folder / "data.arrow").read_bytes()
+    assert prepared(path).train == folder
+    replace(folder, other)
+    assert (folder / "data.arrow").read_bytes() != before
+    TokenDataset.open(folder)  # by its lengths and sums it is whole
+    assert prepared(path).train == folder
+    assert (folder / "data.arrow").read_bytes() == before
+    assert [ready["cached"] for ready in events.of("data.ready")] == [False, False, True, False]
+    (warning,) = [event["message"] for event in events.of("warning") if "not what was written" in event["message"]]
+    assert str(folder) in warning
+
+
+def test_an_entry_of_an_earlier_version_is_built_again_without_a_word(
+    write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData], events: Any
+) -> None:
+    path = write_jsonl([{"text": f"row {i}"} for i in range(50)])
+    folder = prepared(path).train
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["checksum"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    prepared(path)
+    assert [ready["cached"] for ready in events.of("data.ready")] == [False, False]
+    assert not [event for event in events.of("warning") if "not what was written" in event["message"]]
+
+
+def test_data_of_a_stranger_is_validated_before_it_is_read(
+    write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData]
+) -> None:
+    """Offsets that lead out of the file are found, not followed."""
+    folder = prepared(write_jsonl([{"text": f"row {i}"} for i in range(50)])).train
+    validate(folder)
+    offsets = open_table(folder).column("tokens").combine_chunks().offsets
+    end = np.array([offsets[len(offsets) - 1].as_py()], dtype=np.int32).tobytes()
+    data = bytearray((folder / "data.arrow").read_bytes())
+    first = bytes(data).index(numbers(offsets).tobytes())
+    last = first + 4 * (len(offsets) - 1)
+    assert bytes(data[last : last + 4]) == end
+    data[last : last + 4] = np.array([2**30], dtype=np.int32).tobytes()
+    (folder / "data.arrow").write_bytes(data)
+    with pytest.raises(DataError, match="missing or damaged"):
+        validate(folder)
 
 
 def prepare_in_child(path: Path, cache: Path, tokenizer: Any, answers: Any) -> None:

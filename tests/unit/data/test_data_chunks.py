@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import csv
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from pantheraml.base.errors import DataError
@@ -157,35 +154,86 @@ def test_csv_errors_name_the_line(tmp_path: Path) -> None:
     assert str(caught.value.where).endswith("line 2")
 
 
-def test_parquet_and_arrow_rows_are_numbered_over_their_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LONG = {
+    "array": ('[{"text": "a"},\n{"text": "' + "x" * 3000 + '"}]', chunks.read_json),
+    "array of spaces": ("[\n1" + "0" * 3000 + "]", chunks.read_json),
+    "field": ("text\n" + "x" * 3000 + "\n", chunks.read_csv),
+    "open quote": ('text\n"' + "some words\n" * 300, chunks.read_csv),
+    "many fields": ("text\n" + "x," * 1500 + "\n", chunks.read_csv),
+}
+
+
+@pytest.mark.parametrize("size", [64, 1 << 20])
+@pytest.mark.parametrize("end", ["", "\n", "\nlast\n"])
+def test_a_line_beyond_the_bound_is_a_bad_row_and_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, end: str
 ) -> None:
-    monkeypatch.setattr(chunks, "_ARROW_ROWS", 3)
-    table = pa.table({"text": [f"row {i}" for i in range(1, 11)]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=5)
-    expected = [(i, {"text": f"row {i}"}) for i in range(1, 11)]
-    assert rows_of(chunks.read_parquet(tmp_path / "a.parquet")) == expected
-    assert rows_of(chunks.read_arrow(tmp_path / "a.arrow")) == expected
+    monkeypatch.setattr(chunks, "ROW_BYTES", 1000)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", size)
+    text = "first\n" + "x" * (2 * size + 3000) + end
+    found = list(chunks.read_lines(write(tmp_path, text), plain=True))
+    assert rows_of(found)[:2] == [
+        (1, {"text": "first"}),
+        (2, "expected a shorter row: it is longer than 16 MiB, the most that one row may hold"),
+    ]
+    assert rows_of(found)[2:] == ([(3, {"text": "last"})] if "last" in end else [])
+    assert max(len(getattr(chunk, "data", b"")) for chunk in found) < size + 1000
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_chunk_of_a_large_batch_travels_alone(tmp_path: Path, kind: str) -> None:
-    table = pa.table({"text": ["x" * 100] * 20_000})
-    path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        pyarrow.parquet.write_table(table, path)
+@pytest.mark.parametrize("what", LONG)
+def test_a_row_beyond_the_bound_is_refused_before_it_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(chunks, "ROW_BYTES", 1000)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
+    text, read = LONG[what]
+    with pytest.raises(DataError, match="longer than 16 MiB") as caught:
+        list(read(write(tmp_path, text)))
+    assert ", line" in str(caught.value.where)
+
+
+def test_a_long_element_is_not_decoded_again_for_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 16)
+    path = write(tmp_path, json.dumps([{"text": "x" * 100_000}]))
+    tries = []
+    text = chunks._SlidingText(path)
+    decode = text._decoder.raw_decode
+    monkeypatch.setattr(text._decoder, "raw_decode", lambda *given: tries.append(1) or decode(*given))
+    text.skip("[")
+    assert text.element() == {"text": "x" * 100_000}
+    assert len(tries) < 20
+
+
+@pytest.mark.parametrize("depth", [100, 100_000])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_deep_nesting_makes_a_bad_row(tmp_path: Path, depth: int, opening: str) -> None:
+    closing = {"[": "]", '{"a":': "}"}[opening]
+    deep = '{"text": ' + opening * depth + "1" + closing * depth + "}"
+    lines = rows_of(chunks.read_lines(write(tmp_path, f'{deep}\n{{"text": "b"}}'), plain=False))
+    assert lines == [(1, "expected at most 64 levels of lists and objects, found more"), (2, {"text": "b"})]
+    if depth == 100:
+        assert rows_of(chunks.read_json(write(tmp_path, f"[{deep}]")))[0] == lines[0]
     else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-            writer.write_table(table)
-    read = chunks.read_parquet if kind == "parquet" else chunks.read_arrow
-    sizes = [len(pickle.dumps(chunk)) for chunk in read(path)]
-    assert len(sizes) == 40
-    assert max(sizes) < 512 * 110 + 2000
+        with pytest.raises(DataError, match="64 levels"):
+            list(chunks.read_json(write(tmp_path, f"[{deep}]")))
 
 
-@pytest.mark.parametrize("read", [chunks.read_parquet, chunks.read_arrow])
-def test_a_file_that_is_not_arrow_is_refused(tmp_path: Path, read: Any) -> None:
-    with pytest.raises(DataError, match="cannot be read as"):
-        list(read(write(tmp_path, "not arrow at all")))
+def test_nesting_within_the_bound_is_read(tmp_path: Path) -> None:
+    value: Any = "x"
+    for _ in range(60):
+        value = [value]
+    assert rows_of(chunks.read_lines(write(tmp_path, json.dumps({"text": value})), plain=False)) == [
+        (1, {"text": value})
+    ]
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+def test_the_mark_between_fields_is_found_in_the_header(tmp_path: Path, mark: str) -> None:
+    path = write(tmp_path, f'\ufeff"prompt"{mark}completion\r\n"a{mark}b"{mark}c, d; e\r\n'.replace("c, d; e", "c d"))
+    assert chunks.csv_delimiter(path) == mark
+    assert rows_of(chunks.read_csv(path)) == [(2, {"prompt": f"a{mark}b", "completion": "c d"})]
+
+
+@pytest.mark.parametrize("header", ["text", "", '"a;b;c",d', "a|b,c", "text\n1;2;3;4", "x" * 200_000 + ";y"])
+def test_without_a_better_mark_it_is_a_comma(tmp_path: Path, header: str) -> None:
+    assert chunks.csv_delimiter(write(tmp_path, header)) == ","

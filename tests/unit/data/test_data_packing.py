@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from pantheraml.data.packing import best_fit_decreasing, window_tokens
+from pantheraml.specs.train import DataConfig
 
 
 def reference(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -51,3 +55,21 @@ def test_one_window_of_log_normal_lengths_is_packed_to_97_percent(seq_len: int, 
     window = lengths[: int(np.searchsorted(np.cumsum(lengths), window_tokens(seq_len)))]
     packs = best_fit_decreasing(window, seq_len)
     assert window.sum() / (len(packs) * seq_len) >= 0.97
+
+
+def test_memory_grows_with_the_documents_not_with_the_length_of_sequences() -> None:
+    lengths = np.random.default_rng(2).integers(1, 5000, size=2000).astype(np.int32)
+    tracemalloc.start()
+    packs = best_fit_decreasing(lengths, 10_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(packs) == 1
+    assert peak < 1 << 20
+
+
+def test_a_window_is_bounded_for_the_longest_sequences() -> None:
+    longest = 1 << 21
+    assert window_tokens(longest) == 16 * longest
+    assert DataConfig(path="x", seq_len=longest).seq_len == longest
+    with pytest.raises(ValidationError, match="2097152"):
+        DataConfig(path="x", seq_len=10_000_000)

@@ -245,7 +245,7 @@ def test_no_usable_column_lists_what_is_there_and_what_is_accepted(write_jsonl: 
 def test_a_set_format_is_not_detected(write_jsonl: Write, prepared: Prepared, tokenizer: Any, events: Any) -> None:
     rows = [{"text": "a", "prompt": "b", "completion": "c"}]
     assert documents(prepared(write_jsonl(rows), format="text").train, tokenizer) == ["<s>a</s>"]
-    assert events.of("notice") == []
+    assert not [event for event in events.of("notice") if "detected" in event["message"]]
 
 
 def test_long_rows_are_cut_and_counted(write_jsonl: Write, prepared: Prepared, events: Any) -> None:

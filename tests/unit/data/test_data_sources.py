@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,116 @@ def test_arrow_files_of_the_wrong_kind_are_refused(tmp_path: Path, events: Any) 
     (source,) = find_files(tmp_path / "data.parquet", events)
     with pytest.raises(DataError, match="Parquet"):
         list(source.chunks())
+
+
+SECRET = "root:x:0:0:the owner's secret"
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A file that is no part of the data folder."""
+    path = tmp_path / "outside" / "secret.jsonl"
+    path.parent.mkdir()
+    path.write_text(SECRET)
+    return path
+
+
+def refusal(path: Path, events: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        rows_of(path, events)
+    assert "secret" not in str(caught.value).replace("secret.jsonl", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path, outside: Path, events: Any, absolute: bool) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").symlink_to(outside if absolute else Path("../outside/secret.jsonl"))
+    assert "outside of it: 'a.jsonl'" in refusal(folder, events)
+
+
+def test_links_inside_the_folder_and_to_the_folder_are_followed(tmp_path: Path, events: Any) -> None:
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a.txt").write_text("a")
+    (folder / "b.txt").symlink_to("sub/a.txt")
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "link.txt").symlink_to(folder / "b.txt")
+    assert rows_of(tmp_path / "link", events) == [{"text": "a"}] * 2
+    assert rows_of(tmp_path / "link.txt", events) == [{"text": "a"}]
+
+
+def test_the_links_of_a_hub_cache_are_followed_to_its_blobs_alone(tmp_path: Path, outside: Path, events: Any) -> None:
+    repository = tmp_path / "hub" / "datasets--someone--words"
+    snapshot = repository / "snapshots" / "0123abcd" / "data"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "feed").write_text("a")
+    (snapshot / "train.txt").symlink_to("../../../blobs/feed")
+    assert rows_of(snapshot.parent, events) == rows_of(snapshot, events) == [{"text": "a"}]
+    (snapshot / "more.jsonl").symlink_to("../../../../../outside/secret.jsonl")
+    assert "outside of it" in refusal(snapshot, events)
+    (snapshot / "more.jsonl").unlink()
+    (repository / "blobs" / "feed").unlink()
+    (repository / "blobs").rmdir()
+    (repository / "blobs").symlink_to(outside.parent)
+    (outside.parent / "feed").write_text(SECRET)
+    assert "outside of it" in refusal(snapshot, events)
+
+
+@pytest.mark.parametrize("how", ["parent", "absolute", "link", "null byte"])
+def test_a_state_that_names_a_file_outside_is_refused(tmp_path: Path, outside: Path, events: Any, how: str) -> None:
+    folder = tmp_path / "saved"
+    save(folder, [[{"text": "a"}]])
+    names = {"parent": "../outside/secret.jsonl", "absolute": str(outside), "link": "link.arrow", "null byte": "a\0b"}
+    (folder / "link.arrow").symlink_to(outside)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": names[how]}]}))
+    assert "The data folder names a file" in refusal(folder, events)
+
+
+def test_a_split_outside_of_the_folder_is_refused(tmp_path: Path, outside: Path, events: Any) -> None:
+    save(tmp_path / "other", [[{"text": SECRET}]])
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for name in ("../other", str(tmp_path / "other")):
+        (folder / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
+        assert "outside of it" in refusal(folder, events)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    (folder / "train").symlink_to("../other")
+    assert "outside of it" in refusal(folder, events)
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_descriptions_are_not_read_through_links_and_not_shown(
+    tmp_path: Path, outside: Path, events: Any, name: str
+) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / name).symlink_to(outside)
+    assert "outside of it" in refusal(folder, events)
+    for text in (SECRET, "[" * 100_000, '{"splits": [{"secret": 1}], "_data_files": [{"filename": 3}]}', '"secret"'):
+        (folder / name).unlink()
+        (folder / name).write_text(text)
+        refusal(folder, events)
+    with open(folder / name, "wb") as file:
+        file.truncate(17 << 20)
+    assert "longer than 16 MiB" in refusal(folder, events)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, events: Any) -> None:
+    os.mkfifo(tmp_path / "data.jsonl")
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        find_files(tmp_path / "data.jsonl", events)
+
+
+def test_a_semicolon_is_found_and_told(tmp_path: Path, events: Any) -> None:
+    (tmp_path / "data.csv").write_text("prompt;completion\n1,5;2\n")
+    assert rows_of(tmp_path / "data.csv", events) == [{"prompt": "1,5", "completion": "2"}]
+    assert "semicolons" in events.of("notice")[0]["message"]
+
+
+def test_an_array_under_the_name_of_json_lines_is_read_and_told(tmp_path: Path, events: Any) -> None:
+    (tmp_path / "data.jsonl").write_text('[{"text": "a"},\n {"text": "b"}]')
+    assert rows_of(tmp_path / "data.jsonl", events) == [{"text": "a"}, {"text": "b"}]
+    assert "JSON array" in events.of("notice")[0]["message"]

@@ -100,10 +100,15 @@ def test_a_skipped_step_is_explained(root: Path) -> None:
     assert incident["samples"] == [bad]
     assert incident["module"].endswith("embed_tokens")
     assert incident["tensor"] == f"{incident['module']}.weight"
-    assert incident["finding"].endswith(f"rank 0, sample {bad}")
+    row = json.loads((root / "data.jsonl").read_text().splitlines()[7])
+    assert incident["finding"].endswith(
+        f'rank 0, sample {bad}: data.jsonl line 8 "{row["prompt"]}{row["completion"]}<eos>"'
+    )
     written = json.loads((run.path / incident["path"]).read_text())
     assert incident["path"] == f"incidents/step-{incident['step']}.json"
     assert written["persistent"]
+    ((document,),) = [origin["documents"] for origin in written["origins"]]
+    assert (document["file"], document["unit"], document["number"]) == (str(root / "data.jsonl"), "line", 8)
     (finding,) = written["findings"]
     assert finding["phase"] == "forward"
     assert finding["infinite"] > 0
@@ -113,12 +118,40 @@ def test_a_skipped_step_is_explained(root: Path) -> None:
     assert values(events, "train.finished", "steps") == [5]
 
 
+def test_of_a_pack_the_document_is_named(root: Path) -> None:
+    rows = toy.arithmetic(40)
+    rows[7] = {"prompt": f"\x1b[31mlook{toy.RARE}", "completion": " x" * 40}
+    (root / "files").mkdir()
+    toy.write_jsonl(root / "files" / "a.jsonl", rows[:5])
+    toy.write_jsonl(root / "files" / "b.jsonl", rows[5:])
+    data = {"packing": True, "path": str(root / "files"), "seq_len": 128}
+    run = run_of(root, "packed", model="poisoned", data=data, train={"global_batch_size": 4, "max_steps": 9})
+    with pytest.raises(NonFiniteError) as err:
+        train_here(run)
+    (bad,) = poisoned_samples(run.config())
+    said = rf'rank 0, sample {bad}: b\.jsonl line 3 "\\x1b\[31mlook~( x)+[ x]*\.\.\.", packed with (\d+) more; see '
+    found = re.search(said, err.value.where or "")
+    assert found, err.value.where
+    (path,) = run.incidents.glob("*.json")
+    (origin,) = json.loads(path.read_text())["origins"]
+    count = len(dataset_of(run.config()).sequence(bad).document_lengths)
+    assert (origin["sample"], origin["count"]) == (bad, count) == (bad, int(found[2]) + 1)
+    first, *others = origin["documents"]
+    assert first["suspect"]
+    assert not any(other["suspect"] for other in others)
+    for document in others:
+        row = json.loads(Path(document["file"]).read_text().splitlines()[document["number"] - 1])
+        assert f"{row['prompt']}{row['completion']}<eos>".startswith(document["text"].removesuffix("..."))
+
+
 def test_a_run_that_stops_is_explained(root: Path) -> None:
     run = run_of(root, "stopped", model="poisoned")
     with pytest.raises(NonFiniteError, match="loss is not finite on rank 0") as err:
         train_here(run)
     (bad,) = poisoned_samples(run.config())
-    assert re.search(rf"embed_tokens\.weight \(Embedding\), forward, rank 0, sample {bad};", err.value.where or "")
+    assert re.search(
+        rf"embed_tokens\.weight \(Embedding\), forward, rank 0, sample {bad}: data.jsonl line 8 ", err.value.where or ""
+    )
     assert str(run.incidents / "step-") in (err.value.where or "")
     assert len(list(run.incidents.glob("*.json"))) == 1
     assert not (run.path / "adapter").exists()
@@ -156,7 +189,7 @@ def test_weights_that_are_not_finite_never_take_a_good_checkpoints_place(root: P
 
 def test_a_spike_stops_with_advice_of_its_own(root: Path) -> None:
     stability = {"on_spike": "stop", "spike_warmup_steps": 2, "spike_zscore": 1e-6, "clipping": "none"}
-    run = run_of(root, "spike", stability=stability, train={"learning_rate": 5.0, "schedule": "constant"})
+    run = run_of(root, "spike", stability=stability, train={"learning_rate": 0.5, "schedule": "constant"})
     with pytest.raises(TrainingError, match="standard deviations above") as err:
         train_here(run)
     assert not isinstance(err.value, NonFiniteError)

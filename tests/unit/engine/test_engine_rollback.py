@@ -14,7 +14,9 @@ from pantheraml.base.errors import NonFiniteError
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
-from tests.harness import make_plan, make_run, merged, train_here, values
+from tests.harness import make_plan, make_run, merged, seed_with, train_here, values
+
+BAD_ROW, BAD_STEP = 3, 7
 
 Straight = tuple[RunDir, list[dict[str, Any]]]
 """A run that was not stopped, and its events."""
@@ -25,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rollback")
     toy.write_poisoned_llama(folder / "model")
     rows = toy.arithmetic(40)
-    rows[3]["prompt"] += toy.RARE
+    rows[BAD_ROW]["prompt"] += toy.RARE
     toy.write_jsonl(folder / "data.jsonl", rows)
     return folder
 
@@ -44,6 +46,7 @@ def config_of(root: Path, **changes: Any) -> TrainConfig:
 
 def run_of(root: Path, name: str, **changes: Any) -> RunDir:
     config = config_of(root, **changes)
+    config.train.seed = seed_with(config, BAD_ROW, step=BAD_STEP - 1)
     return make_run(root / name, config, make_plan(config, micro=2))
 
 
@@ -66,7 +69,7 @@ def test_the_weights_are_those_of_an_older_checkpoint(root: Path, straight: Stra
     _, events = straight
     at = bad_step(events)
     to = (at - 2) // 2 * 2
-    assert to > 0, "the seed has the bad sample later than that"
+    assert (at, to) == (BAD_STEP, 4)
     assert values(events, "verdict", "action") == ["roll_back"]
     (told,) = [message for message in values(events, "warning", "message") if "rolled back" in message]
     assert f"weights of step {to};" in told

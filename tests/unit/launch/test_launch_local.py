@@ -159,4 +159,11 @@ def test_deaths_by_signal_are_explained(tmp_path: Path) -> None:
 
 
 def test_commands_use_this_interpreter(tmp_path: Path) -> None:
-    assert task_command("prepare", tmp_path) == [sys.executable, "-m", "pantheraml.worker", "prepare", str(tmp_path)]
+    assert task_command("prepare", tmp_path) == [
+        sys.executable,
+        "-P",
+        "-m",
+        "pantheraml.worker",
+        "prepare",
+        str(tmp_path),
+    ]

@@ -8,6 +8,8 @@ import pytest
 
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError
+from pantheraml.cli.main import build_parser
+from pantheraml.cli.train import resume_overrides
 from pantheraml.launch.ranks import join_command, own_place, with_world_size
 from pantheraml.specs.config_file import load_config
 from pantheraml.specs.train import TrainConfig
@@ -28,6 +30,26 @@ def test_the_launcher_decides_how_many() -> None:
 def test_another_number_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"4 processes were asked for .* the launcher started 2"):
         with_world_size(config(world_size=4), PLACE)
+
+
+def test_a_run_may_go_on_under_a_launcher_with_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchrun -n 3 ... resume`: that the run had two processes is in its folder, and nobody has asked for it now."""
+    asked = build_parser().parse_args(["resume", "runs/old"])
+    assert ("parallel", "world_size") not in resume_overrides(asked), "without a launcher, as many as before"
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    resumed = config(world_size=2)
+    begun = load_config(None, {("model", "path"): "m", ("data", "path"): "d", **resume_overrides(asked)})
+    assert with_world_size(begun, ProcessRank(1, 1, 3)).parallel.world_size == 3
+    with pytest.raises(ConfigError, match="2 processes were asked for") as raised:
+        with_world_size(resumed, ProcessRank(1, 1, 3))
+    assert "Leave --nproc out" not in str(raised.value)
+
+
+def test_a_number_of_processes_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="not 'two'") as raised:
+        resume_overrides(build_parser().parse_args(["resume", "runs/old", "--nproc", "two"]))
+    assert "For example: --nproc 2" in str(raised.value)
 
 
 def test_a_rank_by_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
-from pantheraml.models.hub import is_hub_name
 from pantheraml.models.loader import check_model, load_model, load_tokenizer
+from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.train import ModelConfig
 from tests.ports import reserved_port
 
@@ -92,7 +92,7 @@ class TestRefused:
 
     def test_damaged_config(self, folder: Path, call: Any) -> None:
         (folder / "config.json").write_text('{"model_type": "llama"')
-        with pytest.raises(ModelError, match=r"config\.json cannot be used"):
+        with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
             call(config(folder))
 
     def test_unknown_architecture(self, folder: Path, call: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pantheraml.base.errors import ModelError, RunDirectoryError
+from pantheraml.base.errors import ConfigError, ModelError, RunDirectoryError
 from pantheraml.models.adapters import Trained, apply_method, quantisation, save_trained, trainable_parameters
-from pantheraml.models.loader import load_model, load_tokenizer
+from pantheraml.models.loader import load_model, load_tokenizer, read_config
+from pantheraml.models.quantise.folder import packed_config
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.trained import export_merged, load_trained, merge_adapter
 from pantheraml.specs.train import MethodConfig, ModelConfig
@@ -108,6 +110,24 @@ def test_a_missing_or_damaged_adapter_is_named(tiny_model: Callable[..., Path], 
         load_trained(config, METHODS["lora"], tmp_path / "trained", **HERE)
     (tmp_path / "trained" / "adapter_config.json").write_text("{")
     with pytest.raises(ModelError, match="damaged"):
+        load_trained(config, METHODS["lora"], tmp_path / "trained", **HERE)
+
+
+def test_a_base_that_is_stored_packed_has_no_plain_weights(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(tiny_model("llama"), tmp_path / "base"))
+    config, _ = train(base, METHODS["qlora"], tmp_path / "trained")
+    packed = packed_config(read_config(config), torch.float32, [])
+    packed.save_pretrained(base)
+    with pytest.raises(ConfigError, match="no plain weights: they are stored in nf4"):
+        merge_adapter(config, METHODS["qlora"], tmp_path / "trained", **HERE, plain_base=True)
+
+
+def test_an_adapter_does_not_link_to_other_files(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    config, _ = train(tiny_model("llama"), METHODS["lora"], tmp_path / "trained")
+    file = tmp_path / "trained" / "adapter_model.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match="leads out of it"):
         load_trained(config, METHODS["lora"], tmp_path / "trained", **HERE)
 
 

@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.engine.loss import LossModel
 from pantheraml.models.adapters import apply_method
+from pantheraml.models.families import plain_head
 from pantheraml.models.loader import load_model
 from pantheraml.models.quantise.packed import packed_buffers
+from pantheraml.models.tiny import tiny_config
 from pantheraml.models.unread import read_in_turn, read_weights
 from pantheraml.parallel.fsdp import shard_parameters
 from pantheraml.parallel.gather import held, own_part
@@ -157,3 +160,14 @@ def test_weights_can_be_there_just_while_a_layer_computes(folder: Path, quantise
     assert model(tokens).logits.isnan().all()
     read_weights(model)
     assert torch.equal(model(tokens).logits, expected)
+
+
+def test_a_head_is_found_where_experts_are_one_tensor(tmp_path: Path) -> None:
+    """GPT-OSS multiplies all experts at once, by a kernel that refuses stand-ins without memory."""
+    config = tiny_config(AutoConfig.for_model("gpt_oss"))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path)), dtype=torch.float32, device=CPU, layers_unread=True)
+    head, reason = plain_head(model)
+    assert head is not None, reason
+    layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    assert all(parameter.isnan().all() for parameter in layer.parameters()), "unread as before"

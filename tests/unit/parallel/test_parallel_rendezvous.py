@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +20,7 @@ import pytest
 from pantheraml.base.env import ProcessRank, StoreAddress
 from pantheraml.base.errors import DeviceError, LaunchError
 from pantheraml.parallel.device_vote import Agreement, agree_on_devices, device_problem
+from pantheraml.parallel.one_node import loopback_interface
 from pantheraml.parallel.rendezvous import MACHINES, interface_towards, meet
 from tests.ports import reserved_port
 
@@ -33,6 +36,12 @@ def place(rank: int, world_size: int = 2) -> ProcessRank:
 def address() -> Iterator[StoreAddress]:
     with reserved_port() as port:
         yield StoreAddress("127.0.0.1", port, hosted_by_agent=False, attempt=0)
+
+
+@pytest.fixture(params=["port", "file"])
+def either(request: pytest.FixtureRequest, address: StoreAddress, tmp_path: Path) -> StoreAddress:
+    """A store that rank 0 hosts, or that of one node, which is a file."""
+    return address if request.param == "port" else StoreAddress("", 0, True, 0, file=tmp_path / "store")
 
 
 @pytest.fixture
@@ -58,28 +67,28 @@ def failure(rank: int, where: StoreAddress, **options: Any) -> str:
     return str(raised.value)
 
 
-def test_all_ranks_share_one_store_and_may_meet_again(address: StoreAddress) -> None:
+def test_all_ranks_share_one_store_and_may_meet_again(either: StoreAddress) -> None:
     def work(rank: int) -> tuple[list[str], list[Any]]:
         seen = []
         stores = []  # kept until all are done, as a process that hosts one would
         for turn in range(2):
-            store = meet(place(rank, 3), address, timeout_seconds=PATIENCE)
+            store = meet(place(rank, 3), either, timeout_seconds=PATIENCE)
             stores.append(store)
             assert not store.check([f"word/{rank}"]), "each meeting starts with an empty store"
             store.set(f"word/{rank}", f"{turn}-{rank}")
             seen += [store.get(f"word/{peer}").decode() for peer in range(3)]
             store.set(f"done/{rank}", "")
-            store.wait([f"done/{peer}" for peer in range(3)])
+            store.wait([f"done/{peer}" for peer in range(3)], timedelta(seconds=PATIENCE))
         return seen, stores
 
     for seen, _ in [future.result() for future in on_ranks(3, work)]:
         assert seen == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
 
 
-def test_a_rank_that_comes_late_is_waited_for(address: StoreAddress) -> None:
+def test_a_rank_that_comes_late_is_waited_for(either: StoreAddress) -> None:
     def work(rank: int) -> Any:
         time.sleep(1.0 if rank == 0 else 0.0)
-        return meet(place(rank), address, timeout_seconds=PATIENCE)
+        return meet(place(rank), either, timeout_seconds=PATIENCE)
 
     assert all(future.result() for future in on_ranks(2, work))
 
@@ -93,7 +102,7 @@ def test_a_peer_that_never_comes_is_named(address: StoreAddress) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(early)
         deadline = time.monotonic() + PATIENCE
-        while host.num_keys() < 4:  # two for each who has come
+        while host.raw.num_keys() < 4:  # two for each who has come
             assert time.monotonic() < deadline
             time.sleep(0.01)
         with pytest.raises(LaunchError, match=r"2 of 4 processes came within 2 s; missing: ranks 2, 3\."):
@@ -156,8 +165,8 @@ def test_all_devices_well(address: StoreAddress, strict: bool) -> None:
         assert future.result() == Agreement(world_size=2, takes_part=True, fallback_reason=None)
 
 
-def test_rank_0_goes_on_alone_if_all_agree_to_that(address: StoreAddress) -> None:
-    votes = [future.result() for future in vote(address, [None, "ECC error", None], strict=False)]
+def test_rank_0_goes_on_alone_if_all_agree_to_that(either: StoreAddress) -> None:
+    votes = [future.result() for future in vote(either, [None, "ECC error", None], strict=False)]
     assert [agreed.takes_part for agreed in votes] == [True, False, False]
     assert {agreed.world_size for agreed in votes} == {1}
     assert {agreed.fallback_reason for agreed in votes} == {"rank 1 cannot use its device: ECC error"}
@@ -178,9 +187,9 @@ def test_otherwise_all_stop_with_the_same_error(
     assert "1 of 2 processes have no usable device: rank" in text
 
 
-def test_a_rank_that_does_not_vote_is_an_error_too(address: StoreAddress) -> None:
+def test_a_rank_that_does_not_vote_is_an_error_too(either: StoreAddress) -> None:
     def work(rank: int) -> Any:
-        store = meet(place(rank), address, timeout_seconds=PATIENCE)
+        store = meet(place(rank), either, timeout_seconds=PATIENCE)
         if rank == 0:
             with pytest.raises(LaunchError, match="Not all 2 processes said within 1 s"):
                 agree_on_devices(store, place(0), None, strict=False, timeout_seconds=1)
@@ -200,7 +209,8 @@ def test_what_is_wrong_with_a_device() -> None:
 def test_the_interface_between_machines_is_the_one_that_leads_there() -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
-        assert interface_towards(StoreAddress("127.0.0.1", port, hosted_by_agent=False, attempt=0)) is None
+        here = StoreAddress("127.0.0.1", port, hosted_by_agent=False, attempt=0)
+        assert interface_towards(here) == loopback_interface() is not None
         own = {
             name: address.address
             for name, addresses in psutil.net_if_addrs().items()

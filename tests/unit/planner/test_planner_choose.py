@@ -43,6 +43,20 @@ def test_precision_follows_the_hardware(capability: tuple[int, int] | None, prec
     assert choose(config(), machine(gpus=1, capability=capability)).precision == precision
 
 
+def test_processes_on_cpus_may_take_turns_and_are_warned() -> None:
+    """Three or four ranks on a laptop are what people try a configuration with."""
+    plan = choose(config(parallel={"world_size": 4}), machine(cores=2))
+    assert (plan.world_size, plan.threads_per_process) == (4, 1)
+    (reason,) = [choice.reason for choice in plan.choices if choice.name == "threads_per_process"]
+    assert reason == "2 cores over 4 process(es), which take turns"
+    (warned,) = plan.warnings
+    assert "4 processes share 2 CPU core(s) and take turns" in warned
+    four = config(parallel={"world_size": 4})
+    assert choose(four, machine(cores=4)).warnings == ()
+    assert choose(four, machine(cores=2), ProcessRank(0, 0, 4, 2)).warnings == (), "the others are on another machine"
+    assert choose(config(parallel={"world_size": 2}), machine(gpus=2, cores=1)).warnings == ()
+
+
 def test_every_automatic_choice_has_a_reason() -> None:
     for devices in (machine(), machine(gpus=2)):
         for choice in choose(config(), devices).choices:
@@ -77,7 +91,7 @@ def test_a_small_batch_leaves_gpus_idle_rather_than_failing() -> None:
     [
         ({"device": "cuda"}, 0, DeviceError, "no usable GPU"),
         ({"parallel": {"world_size": 5}}, 4, DeviceError, "there are 4 GPU"),
-        ({"parallel": {"world_size": 9}}, 0, DeviceError, "there are 8 CPU core"),
+        ({"parallel": {"world_size": 33}}, 0, DeviceError, "there are 8 CPU core"),
         ({"parallel": {"world_size": 2, "mode": "none"}}, 4, ConfigError, "mode=none"),
         ({"parallel": {"world_size": 4}, "train": {"global_batch_size": 2}}, 4, ConfigError, "cannot share"),
         ({"train": {"global_batch_size": 8, "micro_batch_size": 5}}, 2, ConfigError, "micro_batch_size=5"),

@@ -68,6 +68,11 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], world: in
         ({"parallel": {"batch_shares": "adaptive"}}, ParallelDims(shard=2), "adaptive"),
         ({"parallel": {"batch_shares": [2, 2]}}, ParallelDims(replicate=4), "each of the 4"),
         ({"parallel": {"batch_shares": [0, 2]}}, ParallelDims(replicate=2), "at least 1"),
+        (
+            {"parallel": {"batch_shares": "3,20"}, "train": {"global_batch_size": 21}},
+            ParallelDims(replicate=2),
+            "3,20 adds up to 23 sequences, but train.global_batch_size is 21",
+        ),
         ({"data": {"path": "d", "seq_len": 66}}, ParallelDims(context=4), "66 tokens"),
         ({"train": {"optimizer": "adamw8bit"}}, ParallelDims(tensor=2), "adamw8bit"),
     ],
@@ -80,7 +85,8 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(
 
 
 def test_what_goes_together_is_not() -> None:
-    check_together(config(parallel={"batch_shares": [2, 2, 2, 15]}), ParallelDims(replicate=4))
+    shares = config(parallel={"batch_shares": "2,2,2,15"}, train={"global_batch_size": 21})
+    check_together(shares, ParallelDims(replicate=4))
     check_together(config(parallel={"aggregation": "median"}), ParallelDims(replicate=4))
     for dims in named_modes(4).values():
         check_together(config(), dims)

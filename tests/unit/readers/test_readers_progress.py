@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rich.console import Console
 from pantheraml.base.events import KINDS
 from pantheraml.readers import figures
 from pantheraml.readers.progress import ProgressBar, Stage
+from pantheraml.readers.summary import summarise
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +78,48 @@ def test_why_training_ended_early_is_said(story: Any) -> None:
     story.train(1, 4, total=100)
     story.tell("train.finished", steps=4, stopped_by="early_stopping")
     assert log_of(story.events)[-1].startswith("trained to step 4 of 100, stopped by early_stopping in 2 s · loss")
+
+
+def last_line(events: list[Any]) -> str:
+    return next(line for line in reversed(log_of(events)) if line.startswith("trained to step"))
+
+
+def test_the_last_line_has_the_speed_of_run_json(story: Any) -> None:
+    story.begin()
+    story.train(1, 20, total=40)
+    for step, seconds in ((21, 0.1), (22, 4.0)):  # the last step's speed is an accident
+        story.step(step, 40, after=seconds)
+    story.tell("run.restarted", message="Rank 1 was killed.", step=10, world_size=2)
+    story.train(11, 40, pace=0.8)
+    story.step(40, 40, after=5.0)
+    story.finish(40)
+    speed = figures.count(summarise(story.events)["tokens_per_second"])
+    assert speed == "40,000"
+    assert f" · {speed} tokens/s · " in last_line(story.events)
+
+
+def test_the_speed_of_a_resumed_run_is_that_of_all_its_starts(
+    story: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.begin()
+    story.train(1, 20, total=40, pace=0.25)
+    seen = len(story.events)
+    story.begin()
+    story.train(15, 28, total=40, pace=1.0)
+    story.finish(28)
+    story.write(tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    speed = figures.count(summarise(story.events)["tokens_per_second"])
+    assert speed == "128,000"
+    assert f" · {speed} tokens/s · " in last_line(story.events[seen:]), "of whose events the display sees the last ones"
+
+
+def test_a_run_that_ends_no_better_than_it_began_is_warned_of_at_the_end(story: Any) -> None:
+    story.train(1, 4)
+    concern = "the loss ended at 9, above the 2 that it began at"
+    story.tell("train.finished", steps=4, stopped_by="end", concern=concern)
+    assert log_of(story.events)[-1] == f"warning: {concern}"
+    assert summarise(story.events)["concern"] == concern
 
 
 def test_messages_are_shown_as_they_are(story: Any) -> None:

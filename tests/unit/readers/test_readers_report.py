@@ -73,6 +73,14 @@ CHARTS = ("Loss", "Perplexity on evaluation data", "Learning rate", "Gradient no
           "Memory per device, GiB")  # fmt: skip
 
 
+def test_a_loss_that_ended_no_better_than_it_began_stands_at_the_top(story: Any, tmp_path: Path) -> None:
+    story.begin()
+    story.train(1, 3)
+    story.tell("train.finished", steps=3, stopped_by="end", concern="the loss ended at <9>")
+    page = Page(write_report(story.write(tmp_path / "run")))
+    assert page.text.index("the loss ended at <9>") < page.text.index("Curves")
+
+
 def test_what_was_decided_with_the_model_at_hand_is_shown_with_the_plan(story: Any, tmp_path: Path) -> None:
     story.begin()
     story.tell("choice", name="parallel.static_graph", value=False, reason="nothing needs it", automatic=True)

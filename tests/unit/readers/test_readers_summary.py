@@ -26,6 +26,7 @@ def test_a_complete_run(complete: Any) -> None:
         "epochs": 1.2,
         "first_loss": steps[0]["loss"],
         "final_loss": steps[-1]["loss"],
+        "concern": None,
         "best_eval_loss": min(event["loss"] for event in evals),
         "final_eval_loss": evals[-1]["loss"],
         "final_perplexity": evals[-1]["perplexity"],

@@ -157,3 +157,70 @@ def test_numbers_must_be_finite(tmp_path: Path, value: str) -> None:
 
 def test_control_characters_are_refused_politely(tmp_path: Path) -> None:
     assert "not valid YAML" in problem(tmp_path, HEAD + "# \x01\n")
+
+
+def nested_aliases(levels: int) -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        (nested_aliases(9), "holds more than 10,000 values"),
+        ("model: " + "[" * 200 + "]" * 200 + "\n", "nested more than 32 levels"),
+        ("model: " + "[" * 50_000 + "]" * 50_000 + "\n", "nested more than 32 levels"),
+        ("model: &a [*a]\n", "nested more than 32 levels"),
+        ("#" * (1 << 20) + "\n" + HEAD, "larger than 1 MiB"),
+    ],
+    ids=["aliases", "deep", "deeper", "endless", "large"],
+)
+def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path, text: str, bound: str) -> None:
+    said = problem(tmp_path, text)
+    assert bound in said
+    assert len(said) < 500
+
+
+def test_an_override_that_stands_for_too_much_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nested more than 32 levels"):
+        parse_overrides(["train.seed=" + "[" * 50_000])
+
+
+def test_aliases_that_people_write_are_read(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "model: {path: &m m}\ndata: {path: *m}\n")).data.path == "m"
+
+
+def test_a_long_value_is_told_in_short(tmp_path: Path) -> None:
+    assert len(problem(tmp_path, HEAD + f"train: {{seed: {'x' * 10_000}}}\n")) < 400
+
+
+def test_a_value_where_a_section_belongs(tmp_path: Path) -> None:
+    said = problem(tmp_path, "model: {path: m}\ndata: file.jsonl\n")
+    assert "`data` is a section, not a value" in said
+    assert "line 2" in said
+    assert "data: {path: ...}" in said
+    assert "DataConfig" not in said
+    assert "parallel: {mode: ...}" in problem(tmp_path, HEAD + "parallel: 2\n")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("parallel.batch_shares=2,2,2,15", [2, 2, 2, 15]),
+        ("parallel.batch_shares=[2,2,2,15]", [2, 2, 2, 15]),
+        ("parallel.batch_shares=adaptive", "adaptive"),
+        ("parallel.device_ids=0, 2", [0, 2]),
+        ("parallel.restart_on=killed,hung", ("killed", "hung")),
+        ("method.target_modules=q_proj,v_proj", ["q_proj", "v_proj"]),
+        ("method.target_modules=all-linear", "all-linear"),
+    ],
+)
+def test_lists_as_people_write_them(tmp_path: Path, setting: str, value: object) -> None:
+    config = load_config(write(tmp_path, HEAD), parse_overrides([setting]))
+    section, _, name = setting.partition("=")[0].partition(".")
+    assert getattr(getattr(config, section), name) == value
+
+
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path) -> None:
+    assert "`train.seed` = 18446744073709551616" in problem(tmp_path, HEAD, "train.seed=18446744073709551616")

@@ -125,3 +125,24 @@ def test_weights_that_became_nan_are_never_saved(changed: Changed, tmp_path: Pat
     with pytest.raises(NonFiniteError, match="they are not saved"):
         train_here(run)
     assert not (run.path / "model").exists()
+
+
+def test_what_is_told_of_a_run_that_works(changed: Changed, tmp_path: Path) -> None:
+    """Rows longer than the model has positions for, and a warm-up longer than the run."""
+    config = changed(data={"seq_len": 512}, train={"warmup_steps": 9, "max_steps": 2})
+    events = train_here(make_run(tmp_path / "run", config, make_plan(config)))
+    (notice,) = [told for told in values(events, "notice", "message") if "data.seq_len" in told]
+    assert "data.seq_len=512 is above the model's 256 positions" in notice
+    (warning,) = [told for told in values(events, "warning", "message") if "warmup" in told]
+    assert "takes the whole run of 2 step(s)" in warning
+
+
+def test_an_architecture_that_nobody_knows(changed: Changed, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    settings = tmp_path / "model/config.json"
+    settings.write_text(settings.read_text().replace('"llama"', '"future"'))
+    said = refused(tmp_path / "run", changed(model={"path": str(tmp_path / "model")}), ModelError)
+    assert "If the model is newer than transformers" in said
+    settings.write_text(settings.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 20000'))
+    said = refused(tmp_path / "run2", changed(model={"path": str(tmp_path / "model")}), ModelError)
+    assert "num_hidden_layers=20000, more than the 2,048 that are allowed" in said

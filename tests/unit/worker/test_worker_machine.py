@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from pantheraml.launch.machines import Assignment, Machine
+from pantheraml.launch.run_token import token_file
 from tests.ports import reserved_port
 
 SCRIPT = """
@@ -49,9 +50,26 @@ def test_all_start_again_and_end_together(tmp_path: Path) -> None:
         assert "Rank 2 was killed by SIGKILL" in said
         assert "The run begins again (start 1 of 3 without a new checkpoint)." in said
         assert "Traceback" not in said
+    assert not token_file(tmp_path).exists()
     places = ["0 of 3, 0 of 2", "1 of 3, 1 of 2", "2 of 3, 0 of 1"]
     for number in (0, 1):
         assert sorted((tmp_path / f"start-{number}").read_text().splitlines()) == places
+
+
+def test_an_agent_that_does_not_share_the_folder_is_not_heard(tmp_path: Path) -> None:
+    """Its run token is another one; as is that of a stranger, who has none."""
+    with reserved_port() as port:
+        agents = [start(tmp_path / name, number, 1, port) for number, name in enumerate(("mine", "other"))]
+        try:
+            told = [agent.communicate(timeout=100)[1] for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    assert [agent.returncode for agent in agents] == [6, 6]
+    assert "Machine 1 at 127.0.0.1" in told[0]
+    assert "has another run token" in told[0]
+    assert "Traceback" not in told[0] + told[1]
 
 
 def ended_on_request(folder: Path, agents: list[subprocess.Popen[str]]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,11 @@ from pantheraml.worker.process import run_reporting
 
 
 @pytest.fixture
-def full_disk(tmp_path: Path) -> Path:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def full(writer: EventWriter, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(EventWriter, "_append", full)
     return tmp_path
 
 

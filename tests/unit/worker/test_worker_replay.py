@@ -12,6 +12,7 @@ import torch
 from pantheraml.base.errors import NonFiniteError, RunDirectoryError, TrainingError
 from pantheraml.cli.main import main
 from pantheraml.parallel.process_group import World
+from pantheraml.specs.consent import Consent
 from pantheraml.specs.faults import fail_at
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import ReplayRequest, ReplayResult
@@ -54,7 +55,7 @@ def run_of(root: Path, name: str, model: str, **changes: Any) -> tuple[RunDir, P
 
 def replay(run: RunDir, incident: Path) -> ReplayResult:
     alone = World(rank=0, size=1, device=torch.device("cpu"))
-    return replayed(ReplayRequest(run_dir=run.path, incident=incident, plan=run.plan()), alone)
+    return replayed(ReplayRequest(run_dir=run.path, consent=Consent(), incident=incident, plan=run.plan()), alone)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,6 +29,7 @@ from pantheraml.base.errors import CheckpointError
 from pantheraml.engine import optim
 from pantheraml.engine.guard.norms import Spread
 from pantheraml.engine.guard.statistics import MovingStatistics
+from pantheraml.parallel.exchange import all_gather_json
 from pantheraml.specs.train import StabilityConfig
 
 State = dict[str, Any]
@@ -206,9 +206,7 @@ class AdaGC:
     def to_state(self) -> State:
         means = dict(zip(self._spread.names, self._means.tolist(), strict=True))
         if self._spread.layout.dims.pipeline > 1:
-            everyone: list[dict[str, float]] = [{} for _ in range(self._spread.layout.dims.world_size)]
-            dist.all_gather_object(everyone, means)
-            means = {name: mean for own in everyone for name, mean in own.items()}
+            means = {name: mean for own in all_gather_json(means) for name, mean in own.items()}
         return {"steps": self._steps, "means": means}
 
     def from_state(self, state: Mapping[str, Any]) -> None:

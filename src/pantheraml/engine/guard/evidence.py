@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.verdict import Anomaly, Suspect, suspect
+from pantheraml.parallel.exchange import all_gather_json
 from pantheraml.parallel.local import NamedParameters
 from pantheraml.parallel.process_group import World
 
@@ -26,11 +25,9 @@ class Evidence:
 def gather_evidence(parts: NamedParameters, batches: StepBatches, anomaly: Anomaly | None, world: World) -> Evidence:
     """`parts`: what this rank holds of the parameters, with their gradients. A collective."""
     own = suspect(parts, anomaly), [int(sample) for samples in batches.own_samples for sample in samples]
-    everyone: list[tuple[Suspect | None, list[int]]] = [own] * world.size
-    if world.size > 1:
-        dist.all_gather_object(everyone, own, group=world.patient_group)
-    suspects, samples = ([*column] for column in zip(*everyone, strict=True))
-    return Evidence(_worst(suspects, world.layout.stage_ranks), samples)
+    everyone = [own] if world.size == 1 else all_gather_json(own, world.patient_group)
+    suspects = [None if one is None else Suspect(*one) for one, _ in everyone]
+    return Evidence(_worst(suspects, world.layout.stage_ranks), [samples for _, samples in everyone])
 
 
 def _worst(suspects: Sequence[Suspect | None], stage_ranks: int) -> str | None:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pantheraml.engine.guard.norms import Spread
+from pantheraml.parallel.exchange import all_gather_json
 
 LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks|block)\.\d+)(?:\.|$)")
 """As the families of transformers name their layers."""
@@ -39,8 +39,7 @@ class GroupNorms:
         self._groups = [group_of(name) for name in spread.names]
         stages = [self._groups]
         if every > 0 and spread.layout.dims.pipeline > 1:
-            stages = [[] for _ in range(spread.layout.dims.world_size)]
-            dist.all_gather_object(stages, self._groups)
+            stages = all_gather_json(self._groups)
         self._names = list(dict.fromkeys(name for groups in stages for name in groups))
 
     def due(self, step: int) -> bool:

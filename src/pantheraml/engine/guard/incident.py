@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pantheraml.base.errors import RunDirectoryError, StorageError
 from pantheraml.base.folders import write_text
 from pantheraml.engine.feed import StepBatches
+from pantheraml.parallel.exchange import all_gather_json
 from pantheraml.parallel.process_group import World
 
 VERSION = 2
@@ -51,6 +51,8 @@ class Finding:
     """Its number on that rank; None where that cannot be told."""
     samples: list[int]
     """Numbers, in the prepared data, of the samples it came from, as closely as can be told."""
+    tokens: list[int] | None = None
+    """The first token of each of those where it is not finite; None where that cannot be told."""
 
     def __str__(self) -> str:
         """`first not finite: output of model.layers.3.mlp (LlamaMLP), forward, rank 0, sample 17`."""
@@ -79,9 +81,8 @@ def investigate(stepper: Watched, batches: StepBatches) -> list[Finding]:
     own = [] if found is None else [found]
     if stepper.world.size == 1:
         return own
-    everyone: list[list[Finding]] = [[] for _ in range(stepper.world.size)]
-    dist.all_gather_object(everyone, own, group=stepper.world.patient_group)
-    return [finding for findings in everyone for finding in findings]
+    everyone = all_gather_json([asdict(finding) for finding in own], stepper.world.patient_group)
+    return [Finding(**finding) for findings in everyone for finding in findings]
 
 
 def culprit(findings: Sequence[Finding]) -> Finding | None:
@@ -176,13 +177,14 @@ class _Watch:
             nan=None,
             infinite=None,
             micro_batch=None,
-            samples=self._samples(None, None),
+            samples=self._samples(None, None)[0],
         )
 
     def _finding(
         self, phase: Literal["forward", "backward"], name: str, module: nn.Module, what: str, bad: Tensor
     ) -> Finding:
         values = local_part(bad)
+        samples, tokens = self._samples(self._micro_batch, values)
         return Finding(
             rank=self._world.rank,
             phase=phase,
@@ -193,21 +195,28 @@ class _Watch:
             nan=int(values.isnan().sum()),
             infinite=int(values.isinf().sum()),
             micro_batch=self._micro_batch,
-            samples=self._samples(self._micro_batch, values),
+            samples=samples,
+            tokens=tokens,
         )
 
-    def _samples(self, micro_batch: int | None, values: Tensor | None) -> list[int]:
-        """Those in whose rows `values` are not finite, where rows can be told; else all that may have been it."""
+    def _samples(self, micro_batch: int | None, values: Tensor | None) -> tuple[list[int], list[int] | None]:
+        """Those in whose rows `values` are not finite, and from which token on, where rows and tokens can be told; else
+        all that may have been it."""
         own = self._batches.own_samples
         if micro_batch is None:
-            return [int(sample) for samples in own for sample in samples]
+            return [int(sample) for samples in own for sample in samples], None
         if micro_batch >= len(own):
-            return []  # a batch without targets, to keep peers company
+            return [], None  # a batch without targets, to keep peers company
         samples = [int(sample) for sample in own[micro_batch]]
         if values is None or values.ndim < 2 or len(values) != len(samples):
-            return samples
-        bad = (~values.isfinite()).flatten(1).any(dim=1).tolist()
-        return [sample for sample, is_bad in zip(samples, bad, strict=True) if is_bad]
+            return samples, None
+        wrong = ~values.isfinite()
+        bad = wrong.flatten(1).any(dim=1).tolist()
+        samples = [sample for sample, is_bad in zip(samples, bad, strict=True) if is_bad]
+        width = self._batches.micro_batches[micro_batch].input_ids.shape[1]
+        if values.ndim != 3 or values.shape[1] != width or self._world.layout.dims.context > 1:
+            return samples, None
+        return samples, [int(row.any(dim=1).int().argmax()) for row, is_bad in zip(wrong, bad, strict=True) if is_bad]
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook
 
 from pantheraml.engine.feed import StepBatches
 from pantheraml.engine.guard.incident import Watched, local_part, tensors_in
+from pantheraml.parallel.exchange import all_gather_json
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 """What ends every graph, and outlives it."""
@@ -36,8 +36,7 @@ def failed_operation(stepper: Watched, batches: StepBatches) -> str | None:
         handle.remove()
     if stepper.world.size == 1:
         return operations.found
-    everyone: list[str | None] = [None] * stepper.world.size
-    dist.all_gather_object(everyone, operations.found, group=stepper.world.patient_group)
+    everyone = all_gather_json(operations.found, stepper.world.patient_group)
     return "\n".join(f"rank {rank}: {found}" for rank, found in enumerate(everyone) if found is not None) or None
 
 

@@ -2,7 +2,8 @@
 stop.
 
     nonfinite    NaN or infinity in a loss or a gradient: `stability.on_nonfinite`
-    spike        a loss far above the recent ones: `stability.on_spike`
+    spike        a loss far above the recent ones or, before there are enough, above all that a run that learns can
+                 have: `stability.on_spike`
     jump         a gradient norm far above the recent ones, as a flipped bit makes it: likewise
     left_out     some ranks' gradients are not finite and did not enter (`parallel.leave_out_nonfinite`): step
     overflow     under fp16 a gradient is not finite: the loss scale may be too large, so the step is run again with a
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pantheraml.engine.guard.statistics import MovingStatistics
+from pantheraml.engine.guard.trend import LossTrend
 from pantheraml.engine.guard.verdict import Anomaly, StepNumbers, Verdict
 from pantheraml.specs.train import StabilityConfig
 
@@ -32,8 +34,10 @@ JUMP = 10.0
 
 
 class Policy:
-    def __init__(self, config: StabilityConfig) -> None:
+    def __init__(self, config: StabilityConfig, vocabulary: int | None = None) -> None:
+        """`vocabulary`: the number of tokens that the model knows."""
         self._config = config
+        self.trend = LossTrend(vocabulary)
         self._losses = MovingStatistics(decay=LOSS_DECAY, warmup=config.spike_warmup_steps)
         self._norms = MovingStatistics(decay=NORM_DECAY, warmup=NORM_WARMUP)
         self.bad_in_a_row = 0
@@ -59,6 +63,7 @@ class Policy:
         self.rate_factor = verdict.rate_factor
         if numbers.finite:
             self._remember(numbers)
+            self.trend.add(numbers.loss, taken=verdict.action == "step")
         if verdict.action == "step":
             self.bad_in_a_row = 0
         else:
@@ -82,6 +87,9 @@ class Policy:
                 f"the loss {numbers.loss:.4g} is {score:.1f} standard deviations above its mean {self._losses.mean:.4g}"
             )
             return self._answer(config.on_spike, "spike", cause)
+        early = None if self._losses.ready else self.trend.cause(numbers.loss)
+        if config.on_spike != "ignore" and early is not None:
+            return self._answer(config.on_spike, "spike", early)
         if config.on_spike != "ignore" and self._is_jump(numbers.grad_norm):
             cause = f"the gradient norm {numbers.grad_norm:.4g} is {numbers.grad_norm / self._norms.mean:.3g} times"
             return self._answer(config.on_spike, "jump", f"{cause} its mean {self._norms.mean:.4g}")
@@ -119,7 +127,8 @@ class Policy:
     def _remember(self, numbers: StepNumbers) -> None:
         """A spike counts as no more than one just not: it must not hide the next, but a new level is learnt."""
         threshold = self._config.spike_zscore
-        self._losses.add(min(numbers.loss, self._losses.limit(threshold)))
+        limit = self._losses.limit(threshold) if self._losses.ready else self.trend.bound
+        self._losses.add(min(numbers.loss, limit))
         self._norms.add(min(numbers.grad_norm, max(JUMP * self._norms.mean, self._norms.limit(threshold))))
 
     def to_state(self) -> dict[str, Any]:
@@ -131,6 +140,7 @@ class Policy:
             "rollbacks": self._rollbacks,
             "last_anomaly": self.last_anomaly,
             "rate_factor": self.rate_factor,
+            "trend": self.trend.to_state(),
         }
 
     def from_state(self, state: Mapping[str, Any]) -> None:
@@ -139,6 +149,8 @@ class Policy:
         self.bad_in_a_row, self._bad_in_all = state["bad_in_a_row"], state["bad_in_all"]
         self._rollbacks = state["rollbacks"]
         self.last_anomaly, self.rate_factor = state["last_anomaly"], state["rate_factor"]
+        if "trend" in state:  # not of checkpoints that an earlier version wrote
+            self.trend.from_state(state["trend"])
 
 
 def _listed(ranks: Sequence[int]) -> str:

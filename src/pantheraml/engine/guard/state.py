@@ -14,9 +14,12 @@ from pantheraml.specs.train import StabilityConfig
 
 
 class Guard:
-    def __init__(self, config: StabilityConfig, max_grad_norm: float, spread: Spread) -> None:
+    def __init__(
+        self, config: StabilityConfig, max_grad_norm: float, spread: Spread, vocabulary: int | None = None
+    ) -> None:
+        """`vocabulary`: the number of tokens that the model knows."""
         self._kind = config.clipping
-        self.policy = Policy(config)
+        self.policy = Policy(config, vocabulary)
         self.clipping = build_clipping(config, max_grad_norm, spread)
         self.updates = UpdateRatio(config.update_ratio_every, spread)
         self.groups = GroupNorms(1 if config.debug else config.group_norms_every, spread)

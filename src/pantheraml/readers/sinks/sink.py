@@ -7,18 +7,24 @@ failure there comes back at the next event, where the follower switches the sink
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
+import os
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
+from pantheraml.base import env
 from pantheraml.base.errors import ConfigError, MissingExtraError, StorageError
 from pantheraml.base.events import Event, number
+from pantheraml.base.folders import write_text
+from pantheraml.base.private import private_folder
 
 # After the run has ended, this is how long a sink may take to send what it still holds.
 CLOSE_SECONDS = 60.0
@@ -41,26 +47,55 @@ class RunIdentity:
     project: str
     config: dict[str, Any]
     """The run's config.yaml, flat: {"train.max_steps": 100, ...}; empty where there is none."""
+    notices: list[str] = field(default_factory=list)
+    """What people should know of how it was opened."""
 
     @property
     def name(self) -> str:
         return self.run_dir.resolve().name
 
     def remembered(self, sink: str) -> str | None:
-        """The name that the tool knows this run by, if an earlier start of the run wrote it down."""
+        """The name that the tool knows this run by, if an earlier start of the run, by this user, wrote it down.
+
+        The folder alone cannot say it: it may be somebody else's, and would have this user's credentials write to a run
+        of its choice. So it counts only if this user's own cache says the same of this folder.
+        """
         path = self._memory(sink)
-        return path.read_text(encoding="utf-8").strip() if path.exists() else None
+        if not path.is_file():
+            return None
+        known_as = path.read_text(encoding="utf-8", errors="replace").strip()
+        if self._own_record().get(sink) == known_as:
+            return known_as
+        self.notices.append(
+            f"{sink} begins a new run: that this folder continues an earlier one is written in the folder alone, not in"
+            f" your own records ({self._record()})"
+        )
+        return None
 
     def remember(self, sink: str, known_as: str) -> None:
-        path = self._memory(sink)
+        path, record = self._memory(sink), self._record()
         try:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(known_as + "\n", encoding="utf-8")
+            private_folder(record.parent)
         except OSError as err:
             raise StorageError(f"{path} could not be written: {err.strerror or err}.", where=str(path)) from err
+        write_text(record, json.dumps({**self._own_record(), sink: known_as}))
+        write_text(path, known_as + "\n")
 
     def _memory(self, sink: str) -> Path:
         return self.run_dir / "sinks" / f"{sink}.id"
+
+    def _record(self) -> Path:
+        """What this user has begun for the folder of that place."""
+        place = hashlib.blake2b(os.fsencode(self.run_dir.resolve()), digest_size=16).hexdigest()
+        return env.cache_root() / "sinks" / f"{place}.json"
+
+    def _own_record(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._record().read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 class Backend(Protocol):
@@ -97,7 +132,7 @@ def open_sink(name: str, *, run_dir: Path, project: str) -> Sink:
     if name not in _OPENERS:
         raise ConfigError(f"There is no sink named {name!r}.", todo=f"Known sinks: {', '.join(sink_names())}.")
     identity = RunIdentity(run_dir, project, _flat_config(run_dir / "config.yaml"))
-    return Sink(name, _OPENERS[name](identity))
+    return Sink(name, _OPENERS[name](identity), identity.notices)
 
 
 def require(module: str, *, extra: str) -> Any:
@@ -136,8 +171,9 @@ def metrics_of(event: Event) -> dict[str, float]:
 class Sink:
     """A reader that passes metrics on to a backend, from a thread of its own."""
 
-    def __init__(self, name: str, backend: Backend) -> None:
+    def __init__(self, name: str, backend: Backend, notices: Sequence[str] = ()) -> None:
         self.name = name
+        self.notices = notices
         self._backend = backend
         self._status = "unknown"
         self._failure: Exception | None = None

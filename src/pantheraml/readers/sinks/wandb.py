@@ -11,6 +11,13 @@ from pantheraml.readers.sinks.sink import Backend, RunIdentity, register, requir
 class WeightsAndBiases:
     def __init__(self, identity: RunIdentity) -> None:
         wandb = require("wandb", extra="wandb")
+        if (own := identity.run_dir / "wandb" / "settings").exists():
+            # W&B reads it where the command is started in the run folder, and would send the key to any server
+            raise ConfigError(
+                "The run folder has settings of its own for Weights & Biases, which are not obeyed.",
+                where=str(own),
+                todo="Remove that file; your own settings belong into ~/.config/wandb or the environment.",
+            )
         known_as = identity.remembered("wandb") or uuid.uuid4().hex[:12]
         # The console belongs to the progress bar: W&B neither captures nor writes it.
         settings = wandb.Settings(console="off", silent=True)

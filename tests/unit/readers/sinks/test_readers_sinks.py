@@ -15,8 +15,8 @@ import pytest
 
 from pantheraml.base.env import child_environment
 from pantheraml.base.errors import ConfigError, MissingExtraError
-from pantheraml.readers.sinks import open_sink, sink_names
-from pantheraml.readers.sinks.sink import metrics_of, register, require
+from pantheraml.readers.sinks import open_sink, sink, sink_names
+from pantheraml.readers.sinks.sink import RunIdentity, metrics_of, register, require
 
 PUSH = """
 import sys
@@ -193,3 +193,63 @@ def test_metrics_have_the_same_names_everywhere(story: Any) -> None:
         "train/memory_bytes": 17_000_003_000.0,
     }
     assert metrics_of(story.tell("notice", message="hello")) == {}
+
+
+def test_a_received_folder_does_not_choose_the_run_that_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    (folder / "sinks").mkdir(parents=True)
+    identity = RunIdentity(folder, "p", {})
+    assert identity.remembered("wandb") is None
+    assert identity.notices == []
+    (folder / "sinks" / "wandb.id").write_text("run-of-somebody-else\n")
+    assert identity.remembered("wandb") is None
+    (notice,) = identity.notices
+    assert "wandb begins a new run" in notice
+    identity.remember("wandb", "own")
+    identity.remember("mlflow", "other")
+    assert RunIdentity(folder, "p", {}).remembered("wandb") == "own", "what this user began here goes on"
+    assert RunIdentity(folder, "p", {}).remembered("mlflow") == "other"
+    (folder / "sinks" / "wandb.id").write_text("run-of-somebody-else\n")
+    assert RunIdentity(folder, "p", {}).remembered("wandb") is None
+    (folder / "sinks" / "wandb.id").write_text("own\n")
+    folder.rename(tmp_path / "copied")
+    moved = RunIdentity(tmp_path / "copied", "p", {})
+    assert moved.remembered("wandb") is None, "nor does another folder that names a run of this user"
+    (record,) = (tmp_path / "cache" / "sinks").iterdir()
+    assert record.stat().st_mode & 0o777 == 0o600
+    assert record.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_wandb_takes_no_settings_from_the_run_folder(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = https://elsewhere.example\n")
+    with pytest.raises(ConfigError, match="settings of its own"):
+        open_sink("wandb", run_dir=tmp_path, project="p")
+
+
+class Quiet:
+    """A tool that takes everything."""
+
+    def log(self, step: int, seconds: float, metrics: dict[str, float]) -> None: ...
+
+    def finish(self, status: str) -> None: ...
+
+
+def test_what_is_to_be_known_of_a_sink_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "sinks").mkdir()
+    (tmp_path / "sinks" / "quiet.id").write_text("x")
+
+    def opener(identity: RunIdentity) -> Quiet:
+        identity.remembered("quiet")
+        return Quiet()
+
+    monkeypatch.setitem(sink._OPENERS, "quiet", opener)
+    opened = open_sink("quiet", run_dir=tmp_path, project="p")
+    opened.close()
+    (notice,) = opened.notices
+    assert notice.startswith("quiet begins a new run")

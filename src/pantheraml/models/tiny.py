@@ -1,0 +1,219 @@
+"""A model of the same make with far smaller sizes and random weights: what its code does can be seen in milliseconds.
+
+The config's sizes are cut by name, windows and chunks with them, and as many layers stay as show every kind of layer
+that the model has. What the code asks of a config beyond known names is not guessed: a family that cannot be built so,
+or stays large, raises `CannotShrinkError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pantheraml.models.loader import attention_for
+
+VOCABULARY, WINDOW = 128, 8
+_HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
+_FEWEST_LAYERS, _MOST_LAYERS = 4, 24
+_MOST_WEIGHTS = 30_000_000
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+
+
+def _named(size: int, names: str) -> dict[str, int]:
+    return dict.fromkeys(names.split(), size)
+
+
+_SIZES: dict[str, int] = {
+    **_named(
+        _HIDDEN,
+        "hidden_size n_embd d_model dim_model emb_dim embedding_size embedding_dim word_embed_proj_dim"
+        " intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim moe_intermediate_size"
+        " shared_expert_intermediate_size dim_ff ffn_hidden_size shared_intermediate_size mlp_hidden_size"
+        " intermediate_size_mlp hidden_size_per_layer_input"
+        " lru_width input_embedding_size output_embedding_size expert_ffn_hidden_size dense_intermediate_size"
+        " moe_shared_expert_intermediate_size prefix_dense_intermediate_size",
+    ),
+    **_named(
+        _HEADS,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads"
+        " num_decoder_attention_heads linear_num_value_heads linear_num_heads",
+    ),
+    **_named(
+        _HEAD_DIM,
+        "head_dim d_kv d_head attention_head_dim kv_channels qk_nope_head_dim v_head_dim dim_head kv_lora_rank"
+        " linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim mamba_headdim",
+    ),
+    **_named(8, "qk_rope_head_dim rotary_dim state_size ssm_state_size mamba_d_state"),
+    **_named(24, "q_lora_rank qk_head_dim"),
+    **_named(2, "linear_num_key_heads"),
+}
+"""Sizes that have to fit each other, whatever they were."""
+_AT_MOST: dict[str, int] = {
+    **_named(4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    **_named(2, "num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts n_groups"),
+    **_named(1, "n_group num_group num_expert_group topk_group n_shared_experts num_shared_experts"),
+    **_named(VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    **_named(VOCABULARY, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
+    **_named(
+        WINDOW,
+        "sliding_window attention_chunk_size attention_window_size window_size chunk_size mamba_chunk_size block_size"
+        " sliding_window_size",
+    ),
+}
+_BEGINS = {"floor_scale": 1, "original_max_position_embeddings": 1, "index_topk": 0, "keep_window_size": 0}
+"""Lengths from which on a family treats tokens otherwise: at the token that many, or (0) only at the one after it."""
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
+_VARYING = ("longrope", "dynamic")
+"""Rotary embeddings that depend on the longest position of a batch: beyond the length that they were made for."""
+_NOT_SIZES = ("id2label", "label2id")
+
+
+class CannotShrinkError(ValueError):
+    """A model of that make cannot be built small."""
+
+
+def tiny_model(
+    config: Any, kind: Any = None, *, longest: int | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model that `config` describes, small, with random weights, on the CPU; torch's RNG is left alone.
+
+    `kind`: its class, if that is known. What begins only beyond rows of `longest` tokens stays out of reach.
+    """
+    try:
+        small = tiny_config(config, longest)
+        settings: dict[str, Any] = {"attn_implementation": attention_for(config)}
+        if kind is None:
+            settings["trust_remote_code"] = trust_remote_code
+        build = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+        with torch.device("meta"):
+            count = sum(p.numel() for p in build(small, **settings).parameters())
+        if count > _MOST_WEIGHTS:
+            raise CannotShrinkError(f"it still has {count:,} weights")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model: PreTrainedModel = build(small, dtype=torch.float32, **settings)
+            _stir(model.parameters())
+    except CannotShrinkError:
+        raise
+    # whatever a family's code does with sizes that it did not expect
+    except Exception as err:
+        raise CannotShrinkError(f"{type(err).__name__}: {(str(err).strip().splitlines() or [''])[0]}") from err
+    return model.eval()
+
+
+def _stir(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Weights large enough to show, and none that hides a part of the model by being zero."""
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1 if parameter.ndim > 1 else 0.02)
+
+
+def tiny_config(config: Any, longest: int | None = None) -> Any:
+    """`config` with small sizes; of the same class."""
+    values = config.to_dict()
+    values.pop("quantization_config", None)
+    small = type(config).from_dict(_shrunk(values, longest))
+    small.name_or_path = getattr(config, "name_or_path", "")
+    return small
+
+
+def _shrunk(values: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """Sizes of a config, or of one inside it."""
+    small = {name: _smaller(name, value, longest) for name, value in values.items()}
+    small |= _fewer_layers(values, longest)
+    for name in _KEY_HEADS:
+        heads = next((values[key] for key in ("num_attention_heads", "n_head") if values.get(key)), None)
+        if name in values and values[name] in (None, heads):
+            small[name] = _HEADS
+        elif isinstance(values.get(name), int):
+            small[name] = min(values[name], _HEADS // 2)
+    if "head_dim" in values and values["head_dim"] is None:
+        small["head_dim"] = _HEAD_DIM
+    small |= _rotary(values, small)
+    if isinstance(values.get("attention_hidden_size"), int):  # of two states side by side
+        small |= {"attention_hidden_size": 2 * _HIDDEN, "attention_head_dim": 2 * _HIDDEN // _HEADS}
+    if values.get("qk_rope_head_dim") and values.get("head_dim") == values["qk_rope_head_dim"]:
+        small["head_dim"] = small["qk_rope_head_dim"]
+    return small | _state_heads(values)
+
+
+def _rotary(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings: lists of factors fit smaller heads, and a length that switches them stays what it was."""
+    found = {name: values[name] for name in ("rope_parameters", "rope_scaling") if isinstance(values.get(name), dict)}
+    changed: dict[str, Any] = {}
+    for name, rope in found.items():
+        heads = values.get("num_attention_heads") or values.get("n_head") or 1
+        size = values.get("head_dim") or (values.get("hidden_size") or 0) // heads or _HEAD_DIM
+        lists = {key: value for key, value in rope.items() if key.endswith("_factor") and isinstance(value, list)}
+        cut = {key: value[: len(value) * _HEAD_DIM // size] for key, value in lists.items()}
+        changed[name] = {**small[name], **cut}
+    if "original_max_position_embeddings" in values and "rope_type" not in values:
+        changed["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    return changed
+
+
+def _smaller(name: str, value: Any, longest: int | None) -> Any:
+    if isinstance(value, dict) and name not in _NOT_SIZES:
+        return value if value.get("rope_type") in _VARYING else _shrunk(value, longest)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and name in _BEGINS:
+        out_of_reach = longest is not None and value >= longest + _BEGINS[name]
+        return value if out_of_reach else type(value)(min(value, WINDOW))
+    if isinstance(value, int) and value > 0 and name in _SIZES:
+        return _SIZES[name]
+    if isinstance(value, int) and value > 0 and name in _AT_MOST:
+        return min(value, _AT_MOST[name])
+    if isinstance(value, list) and name in _SIZES:  # a size for each layer
+        return [_smaller(name, each, longest) for each in value]
+    if str(name).endswith("token_id"):
+        if isinstance(value, list):
+            return [each % VOCABULARY for each in value]
+        return value % VOCABULARY if isinstance(value, int) else value
+    return value
+
+
+def _fewer_layers(values: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """As many of the first layers as there have to be to have two of each kind; lists of all layers are cut."""
+    count = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), None)
+    if not count:
+        return {}
+    lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == count}
+    kinds = list(zip(*(map(str, value) for value in lists.values()), strict=True))
+    needed = max((_second(kinds, kind) + 1 for kind in set(kinds)), default=1)
+    repeated = (value for name, value in values.items() if "period" in str(name) or "interval" in str(name))
+    needed = max(needed, *(value for value in repeated if isinstance(value, int)), _FEWEST_LAYERS)
+    shared = values.get("num_kv_shared_layers") or 0
+    kept = min(count, min(needed, _MOST_LAYERS) * (2 if shared else 1))
+    small: dict[str, Any] = {name: kept for name in _LAYERS if isinstance(values.get(name), int)}
+    small |= {name: _smaller(name, value[:kept], longest) for name, value in lists.items()}
+    if shared:
+        small["num_kv_shared_layers"] = min(shared, kept // 2)
+    if isinstance(values.get("per_layer_config"), dict):
+        of_layer = values["per_layer_config"].items()
+        small["per_layer_config"] = {layer: _shrunk(part, longest) for layer, part in of_layer if int(layer) < kept}
+    return small
+
+
+def _second(kinds: list[tuple[str, ...]], kind: tuple[str, ...]) -> int:
+    """Where it is found for the second time, or the only one."""
+    return [place for place, each in enumerate(kinds) if each == kind][:2][-1]
+
+
+def _state_heads(values: dict[str, Any]) -> dict[str, Any]:
+    """State-space layers: heads times their size is the width that the config's expansion asks for."""
+    small: dict[str, int] = {}
+    for heads, size, expand in (
+        ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+        ("mamba_num_heads", "mamba_head_dim", "expand"),
+        ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+        ("num_heads", "head_dim", "expand"),
+    ):
+        if isinstance(values.get(heads), int) and isinstance(values.get(expand), int) and size in values:
+            small |= {size: _HEAD_DIM, heads: values[expand] * _HIDDEN // _HEAD_DIM}
+    if isinstance(values.get("mamba_d_ssm"), int):
+        small |= {"mamba_d_ssm": 2 * _HIDDEN, "mamba_n_heads": 2 * _HIDDEN // _HEAD_DIM}
+    return small

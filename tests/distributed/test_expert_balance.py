@@ -1,0 +1,23 @@
+"""Mixtures of experts: N processes equal one, with their auxiliary loss and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests import toy
+from tests.distributed.launching import run_ranks
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(80))
+    toy.write_mixtral(tmp_path / "mixtral")
+    toy.write_qwen3_moe(tmp_path / "qwen3_moe")
+    toy.write_mixtral(tmp_path / "plain", output_router_logits=False)
+    run_ranks("experts_ranks", 2, tmp_path, "mixtral", "qwen3_moe", "plain")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results) == 18
+    for name, result in results.items():
+        assert max(result["loss"], result["gradient"]) <= 1e-5, (name, result)
+        # AdamW divides by the gradient: where that is rounding alone, an update can be of either sign
+        assert result["weights"] <= 1e-3, (name, result)

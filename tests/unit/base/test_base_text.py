@@ -1,0 +1,128 @@
+"""No character that a terminal obeys gets from a file, a row or a model to the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pantheraml.base import log
+from pantheraml.base.errors import DataError, WorkerError
+from pantheraml.base.text import printable
+from pantheraml.cli import generate, plan
+from pantheraml.cli.main import main
+from pantheraml.cli.verify import show
+from pantheraml.readers.progress import ProgressBar
+from pantheraml.readers.report_page import escape
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.tasks import ModeVerdict, Verdicts
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08\r\u202egnp.exe\u2066\u200f\ud800\x00"
+MARKUP = "[red]not red[/red] [/nothing]"
+OBEYED = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u202e\u2066\u200f\ud800"} - {"\n", "\t"}
+
+
+def harmless(text: str) -> bool:
+    text.encode()
+    return not OBEYED & set(text)
+
+
+def test_controls_are_shown_by_their_codes() -> None:
+    assert printable(EVIL) == (r"\x1b]0;owned\x07\x1b[2J\x9b31m\x08\x0d\u202egnp.exe\u2066\u200f\ud800\x00")
+    for number in (*range(0x20), *range(0x7F, 0xA0), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF):
+        assert printable(chr(number)) != chr(number) or chr(number) in "\n\t"
+    plain = "Größe 12 µm\n\tнет 日本語 \U0001f469\u200d\U0001f680 क्\u200dष"
+    assert printable(plain) == plain
+
+
+def test_errors_are_harmless_wherever_they_are_printed() -> None:
+    err = DataError(f"A row {EVIL}", where=f"{EVIL}.jsonl", todo=EVIL)
+    assert harmless(str(err))
+    assert err.what == f"A row {EVIL}", "events and reports have it as it is"
+
+
+def test_the_command_line_prints_harmless_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["train", "--model", EVIL[:-2], "--data", "d", "--set", f"train.{EVIL[:-2]}=1"]) == 2
+    assert harmless(capsys.readouterr().err)
+
+    def fail(arguments: Any) -> int:
+        raise ZeroDivisionError(EVIL)
+
+    monkeypatch.setattr(plan, "run", fail)
+    assert main(["plan", "--model", "m", "--data", "d"]) == WorkerError.exit_code
+    assert harmless(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_progress_display_shows_text_as_text(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    stream = io.StringIO()
+    bar = ProgressBar(f"train {EVIL}", console=Console(file=stream, width=300, force_terminal=terminal))
+    told = {"message": f"{EVIL} {MARKUP}"}
+    for kind in ("notice", "warning", "run.restarted"):
+        bar.handle({"kind": kind, "v": 1, "time": 0.0, "clock": 0.0, "rank": 0, **told})
+    bar.close()
+    shown = stream.getvalue()
+    assert shown.count(printable(EVIL)) == 4
+    assert shown.count(MARKUP) == 3
+    assert "\x1b]0;" not in shown
+    assert "\x1b[2J" not in shown
+    assert terminal or harmless(shown)
+
+
+def test_verify_shows_text_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    impossible = ModeVerdict(mode="tp", dims=ParallelDims(), not_possible=f"{EVIL[:-2]} {MARKUP}")
+    show(
+        Verdicts(
+            device="cpu", precision="fp32", steps=1, tolerance=0.1, weights_tolerance=0.1, tolerance_reason="so",
+            seconds_of_one=1.0, notes=[f"{EVIL[:-2]} {MARKUP}"], modes=[impossible],
+        )
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert harmless(shown)
+    assert "[red]" in shown.replace("\n", "")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_model_speaks_to_a_terminal_harmlessly_and_to_a_pipe_exactly(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = EVIL.replace("\ud800", "").replace("\r", "")
+    monkeypatch.setattr(generate, "complete", lambda *arguments, **others: [said])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    assert main(["generate", "run", "--prompt", "x"]) == 0
+    shown = capsys.readouterr().out
+    assert harmless(shown) if terminal else shown == f"{said}\n"
+    assert main(["generate", "run", "--prompt", "x", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["completion"] == said
+    assert harmless(shown) or not terminal
+
+
+def test_the_log_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("pantheraml")
+    before = logger.handlers, logger.level, logger.propagate
+    logger.propagate = False  # pytest would keep the record, and pytest-xdist cannot send half a surrogate pair
+    try:
+        log.start()
+        log.get("pantheraml.test").warning("a file says %s", EVIL)
+    finally:
+        logger.handlers, level, logger.propagate = before
+        logger.setLevel(level)
+    assert harmless(capsys.readouterr().err)
+
+
+def test_the_report_shows_text_as_text() -> None:
+    shown = escape(f"{EVIL}<script>alert(1)</script>")
+    assert harmless(shown)
+    assert "<" not in shown

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import resource
+import signal
+from typing import Any
+
+import pytest
+
+from pantheraml.base.errors import ModelError, WorkerError
+from pantheraml.data import render
+from pantheraml.data.chat import ChatEncoder
+from pantheraml.data.pool import ordered_map
+from pantheraml.data.rows import RowError
+
+CONVERSATION = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    return type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>", chat_template=template)
+
+
+def encode(tokenizer: Any, template: str) -> Any:
+    return ChatEncoder(with_template(tokenizer, template)).encode([{"messages": CONVERSATION}])[0]
+
+
+def limits() -> list[Any]:
+    return [
+        resource.getrlimit(resource.RLIMIT_AS),
+        resource.getrlimit(resource.RLIMIT_CPU),
+        signal.getsignal(signal.SIGVTALRM),
+        signal.getitimer(signal.ITIMER_VIRTUAL),
+    ]
+
+
+def test_a_template_that_loops_is_stopped(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "RENDER_SECONDS", 0)
+    before = limits()
+    with pytest.raises(ModelError, match="more than 0 seconds for one conversation"):
+        encode(chat_tokenizer, LOOP)
+    assert limits() == before
+
+
+def test_a_template_that_loops_is_stopped_in_generation_too(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "RENDER_SECONDS", 0)
+    with pytest.raises(ModelError, match="for one conversation"):
+        ChatEncoder(with_template(chat_tokenizer, LOOP)).prompt(CONVERSATION[:1])
+
+
+def test_a_template_that_fills_the_memory_is_stopped(chat_tokenizer: Any) -> None:
+    before = limits()
+    with pytest.raises(ModelError, match="more than 2048 MiB"):
+        encode(chat_tokenizer, "{{ 'x' * 100000000000 }}")
+    assert limits() == before
+
+
+def test_a_template_that_writes_far_more_than_it_is_given_is_stopped(chat_tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match=r"1000000 characters of a conversation of \d+; the most is 26\d{4}"):
+        encode(chat_tokenizer, "{{ 'x' * 1000000 }}")
+
+
+def test_a_process_that_no_signal_reaches_is_ended(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "STUCK_SECONDS", 2)
+    # one step of Python that looks for no signal
+    monkeypatch.setattr(render, "render_jinja_template", lambda **options: sum(range(10**13)))
+    encoder = ChatEncoder(chat_tokenizer)
+    with pytest.raises(WorkerError, match="stuck, most likely in the chat template"):
+        list(ordered_map(encoder.encode, [[{"messages": CONVERSATION}]], workers=2))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages.nothing.more }}", "{% for %}", "{{" + "(" * 5000 + ")" * 5000 + "}}"]
+)
+def test_a_template_that_fails_makes_a_bad_row(chat_tokenizer: Any, template: str) -> None:
+    assert isinstance(encode(chat_tokenizer, template), RowError)
+
+
+def test_a_template_beyond_the_bound_is_refused(chat_tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match="the most is 1048576"):
+        ChatEncoder(with_template(chat_tokenizer, "x" * (render.TEMPLATE_CHARACTERS + 1)))
+
+
+def test_half_a_surrogate_pair_anywhere_makes_a_bad_row(chat_tokenizer: Any) -> None:
+    encoder = ChatEncoder(with_template(chat_tokenizer, "{{ messages[0].name }}"))
+    (found,) = encoder.encode([{"messages": [CONVERSATION[0] | {"name": "\ud83d"}, CONVERSATION[1]]}])
+    assert "surrogate" in str(found)

@@ -1,0 +1,82 @@
+"""What a child of ours is started with: no folder to import from by accident, and no password that it does not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from pantheraml.base import env
+from pantheraml.launch import machines, ranks, script
+from pantheraml.launch.local import task_command, worker_environment
+from pantheraml.launch.machines import Machine
+from pantheraml.specs.train import TrainConfig
+
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD",
+           "GITHUB_TOKEN", "SSH_AUTH_SOCK", "DATABASE_URL", "NVIDIA_API_KEY", "SLURM_JWT", "PANTHERAML_API_KEY",
+           "KUBERNETES_SERVICE_HOST")  # fmt: skip
+NEEDED = ("PATH", "HOME", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "HF_TOKEN",
+          "HF_HOME", "TORCH_LOGS", "TRITON_CACHE_DIR", "PANTHERAML_CACHE", "https_proxy", "SSL_CERT_FILE", "RANK",
+          "SLURM_PROCID", "XDG_CACHE_HOME", "PYTHONHASHSEED")  # fmt: skip
+
+
+def test_passwords_stay_with_the_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))
+    for name in (*SECRETS, *NEEDED):
+        if name != "PANTHERAML_CACHE":
+            monkeypatch.setenv(name, "something")
+    seen = worker_environment(None)
+    assert not set(SECRETS) & set(seen)
+    assert set(NEEDED) <= set(seen)
+    monkeypatch.setenv("PANTHERAML_PASS_ENV", "OPENAI_API_KEY, AWS_*")
+    seen = worker_environment(None)
+    assert {"OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"} == set(SECRETS) & set(seen)
+
+
+def test_a_script_of_the_users_keeps_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "something")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    seen = script._rank_environment(2)
+    assert seen["WANDB_API_KEY"] == "something"
+    assert "PYTHONSAFEPATH" not in seen
+
+
+@pytest.mark.parametrize("path", [":/elsewhere", "/elsewhere::", "/elsewhere"])
+def test_no_worker_imports_from_the_current_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", path)
+    (tmp_path / "argparse.py").write_text("open('marker', 'w')")
+    code = "import argparse, sys; print('' in sys.path, '/elsewhere' in sys.path)"
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(
+        command, cwd=tmp_path, env=worker_environment(None), capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "False True\n"
+    assert not (tmp_path / "marker").exists()
+
+
+def test_every_module_of_ours_is_started_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}})
+    started: list[list[str]] = []
+    monkeypatch.setattr(machines.os, "execve", lambda _, command, __: started.append(command))
+    machines.become_agent(Machine(2, 0, "10.0.0.1", 1), 1, config, tmp_path)
+    agent = script.agent_command(2, ["python", "user.py"])
+    for command in (*started, agent, task_command("train", tmp_path), ranks.join_command(tmp_path, config)):
+        assert command[:3] == [sys.executable, "-P", "-m"]
+    assert agent[-2:] == ["python", "user.py"], "as the user has it"
+
+
+def test_compiled_kernels_are_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folder = Path(worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder == tmp_path / "cache/inductor"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    assert worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"] == str(folder), "torch's own choice is not the user's"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    assert env.kernel_cache() == {}

@@ -1,0 +1,68 @@
+"""The secret that the nodes of a run share: one per run, readable by its user alone, gone when the run is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from pantheraml.base import env
+from pantheraml.base.errors import LaunchError
+from pantheraml.launch import run_token
+from pantheraml.launch.run_token import shared_token, token_file
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "runs/mine"
+
+
+def test_all_nodes_have_the_same_and_the_first_removes_it(run: Path) -> None:
+    with shared_token(run, remove=False):
+        second = env.run_token()
+    with shared_token(run, remove=True):
+        first = env.run_token()
+        assert stat.S_IMODE(token_file(run).stat().st_mode) == 0o600
+    assert first == second
+    assert first is not None
+    assert len(first) == 64
+    assert not token_file(run).exists()
+    assert env.run_token() is None
+    with shared_token(run, remove=True):
+        assert env.run_token() != first, "every run has its own"
+    assert not run.exists(), "nodes meet before the run folder is made"
+
+
+def test_one_that_the_user_has_chosen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANTHERAML_RUN_TOKEN", "s" * 16)
+    with shared_token(run, remove=True):
+        assert env.run_token() == "s" * 16
+        assert not token_file(run).exists()
+    monkeypatch.setenv("PANTHERAML_RUN_TOKEN", "short")
+    with pytest.raises(LaunchError, match="has 5 characters, which can be guessed"), shared_token(run, remove=True):
+        pass
+
+
+@pytest.mark.parametrize("bad", ["readable", "link", "owner", "empty"])
+def test_a_file_that_is_not_the_users_alone(run: Path, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_token, "WRITTEN_SECONDS", 0.1)
+    file = token_file(run)
+    file.parent.mkdir()
+    target = run.parent / "elsewhere"
+    target.write_text("0" * 64)
+    target.chmod(0o600)
+    if bad == "link":
+        file.symlink_to(target)
+    else:
+        file.write_text("" if bad == "empty" else "0" * 64)
+        file.chmod(0o644 if bad == "readable" else 0o600)
+    if bad == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        os.chown(file, 12345, 12345)
+    with pytest.raises(LaunchError) as raised, shared_token(run, remove=False):
+        pass
+    assert "run token" in str(raised.value)
+    assert target.read_text() == "0" * 64

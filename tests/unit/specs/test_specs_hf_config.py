@@ -1,0 +1,52 @@
+"""Bounds on a model's config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pantheraml.base.errors import ModelError
+from pantheraml.specs.hf_config import MAX_BYTES, read_hf_config
+
+
+def folder(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "config.json").write_text(text)
+    return tmp_path
+
+
+def test_values_come_back(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"num_hidden_layers": 126, "vocab_size": 262_144, "text_config": {"hidden_size": 16_384}}
+    assert read_hf_config(folder(tmp_path, json.dumps(values))) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ('{"num_hidden_layers": 20000}', "num_hidden_layers=20000, more than the 2,048"),
+        ('{"text_config": {"n_layer": 2049}}', "n_layer=2049, more than the 2,048"),
+        ('{"parts": [{"vocab_size": 1000000000}]}', "vocab_size=1000000000, more than the 16,777,216"),
+        ('{"a": ' + "[" * 40 + "]" * 40 + "}", "nested more than 32 levels"),
+        ('{"a": ' + "[" * 200_000, "nested more than 32 levels"),
+        (" " * MAX_BYTES + "{}", "larger than 16 MiB"),
+        ("{", "not valid JSON"),
+        ("[]", "holds no settings"),
+    ],
+    ids=["layers", "inner layers", "vocabulary", "deep", "deeper", "large", "cut", "list"],
+)
+def test_what_is_beyond_a_bound_is_refused(tmp_path: Path, text: str, bound: str) -> None:
+    with pytest.raises(ModelError, match=bound) as caught:
+        read_hf_config(folder(tmp_path, text))
+    assert caught.value.where == str(tmp_path / "config.json")
+    assert caught.value.todo
+
+
+def test_a_folder_without_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        read_hf_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError) as caught:
+        read_hf_config(tmp_path)
+    assert "adapter" in (caught.value.todo or "")

@@ -1,0 +1,94 @@
+"""An operator may confine every path of a configuration to some folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.cli.main import main
+from pantheraml.models.hub import local_folder
+from pantheraml.specs.config_file import all_keys
+from pantheraml.specs.consent import Consent
+from pantheraml.specs.paths import check_roots, path_keys
+from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.train import DataConfig, ModelConfig, TrainConfig
+
+KEYS = ["data.path", "data.eval_path", "data.cache_dir", "model.path", "model.tokenizer"]
+
+
+def with_paths(folder: Path | str, **changes: str) -> TrainConfig:
+    """All path keys in `folder`, but for those that `changes` names (as data_path)."""
+    paths = {key: changes.get(key.replace(".", "_"), f"{folder}/{key}") for key in KEYS}
+    return TrainConfig(
+        model=ModelConfig(path=paths["model.path"], tokenizer=paths["model.tokenizer"]),
+        data=DataConfig(path=paths["data.path"], eval_path=paths["data.eval_path"], cache_dir=paths["data.cache_dir"]),
+    )
+
+
+def test_every_key_that_is_a_path_is_known(tmp_path: Path) -> None:
+    assert sorted(path_keys(with_paths(tmp_path))) == sorted(KEYS)
+    named_like_paths = {
+        ".".join(key) for key in all_keys() if key[-1].endswith(("path", "_dir", "tokenizer", "_file", "folder"))
+    }
+    assert named_like_paths == set(KEYS), "a new key that is a path belongs into `path_keys`"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_paths_outside_the_roots_are_refused(key: str, tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    root.mkdir()
+    other.mkdir()
+    (root / "link").symlink_to(other)
+    check_roots(with_paths(root), [root])
+    check_roots(with_paths(root), [tmp_path / "nothing", root])
+    check_roots(with_paths(other), [])
+    for outside in (f"{other}/x", f"{root}/../other/x", f"{root}/link/x", "/etc/shadow", f"{root}x", "~/x", "a\0b"):
+        with pytest.raises(ConfigError, match=key) as caught:
+            check_roots(with_paths(root, **{key.replace(".", "_"): outside}), [root])
+        assert str(root) in str(caught.value) or "can be followed" in str(caught.value)
+
+
+def test_a_name_of_the_hub_is_no_path_unless_a_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = with_paths(root, model_path="owner/model")
+    check_roots(config, [root])
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_roots(config, [root])
+
+
+def test_the_operator_says_it_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root, other):
+        (folder / "model").mkdir(parents=True)
+        (folder / "data.jsonl").touch()
+    monkeypatch.setenv("PANTHERAML_ALLOWED_ROOTS", f"{root}{os.pathsep}{tmp_path / 'second'}")
+    inside = ["--model", f"{root}/model", "--data", f"{root}/data.jsonl"]
+    run = RunDir(other / "run")
+    run.mark()
+    run.config_file.write_text(f"model: {{path: {root}/model}}\ndata: {{path: {root}/data.jsonl}}\n")
+    for command, key in (
+        (["train", *inside, "--output", f"{other}/run2"], "--output"),
+        (["train", "--model", f"{other}/model", "--data", f"{root}/data.jsonl"], "model.path"),
+        (["plan", "--model", f"{root}/model", "--data", f"{other}/data.jsonl"], "data.path"),
+        (["plan", *inside, "--set", f"data.cache_dir={other}"], "data.cache_dir"),
+        (["quantise", *inside, "--output", f"{other}/packed"], "--output"),
+        (["resume", str(run.path)], "the run folder"),
+        (["generate", str(run.path), "--prompt", "x"], "the run folder"),
+        (["export", str(run.path), "--merge", "--output", f"{root}/out"], "the run folder"),
+    ):
+        assert main(command) == ConfigError.exit_code, command
+        told = capsys.readouterr().err
+        assert f"ConfigError: {key}=" in told
+        assert "PANTHERAML_ALLOWED_ROOTS" in told
+    with pytest.raises(ConfigError, match="outside the folders"):
+        local_folder(f"{other}/model")
+    run.path.rename(root / "run")
+    RunDir(root / "run").received_config(Consent())
