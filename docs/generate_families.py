@@ -22,6 +22,10 @@ LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2": {"num_hidden_layers": 4, "layer_types": _HYBRID},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": _HYBRID},
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+    },
     "reformer": {"is_decoder": True},
 }
 """What published checkpoints have in their config.json, and the family's defaults lack."""

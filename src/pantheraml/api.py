@@ -35,7 +35,7 @@ from pantheraml.models.fast import (
     why_one_layout,
 )
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
-from pantheraml.models.packing import keep_documents_apart
+from pantheraml.models.packing import Verdict, keep_documents_apart
 from pantheraml.models.quantise.fp8 import FP8Linear
 from pantheraml.models.quantise.nf4 import NF4Linear
 from pantheraml.models.quantise.packed import Packing, constant_buffers, packed_in
@@ -138,9 +138,9 @@ class FastLanguageModel:
         )
         _as_its_folder_says(model, config)
         model.requires_grad_(full_finetuning)
-        why_not_packed = _prepare_for_packed_rows(model)
+        apart = _prepare_for_packed_rows(model)
         fast = make_fast(model)
-        fast.why_not_packed = why_not_packed
+        fast.why_not_packed, fast.packed_within = apart.reason, apart.within
         if room is not None:
             assert device_map is not None
             split(model, place(model, device_map, room, max_memory))
@@ -198,8 +198,8 @@ class FastLanguageModel:
         return model.eval()
 
 
-def _prepare_for_packed_rows(model: PreTrainedModel) -> str | None:
-    """Why several documents in a row would be wrong; None: they are kept apart from now on."""
+def _prepare_for_packed_rows(model: PreTrainedModel) -> Verdict:
+    """Whether several documents in a row would be wrong; where not, they are kept apart from now on."""
     apart = keep_documents_apart(model)  # for rows of any length: the trainer makes them
     if apart.masked is not None:
         logger.info("attention in packed batches needs a mask: %s", apart.masked)
@@ -207,7 +207,7 @@ def _prepare_for_packed_rows(model: PreTrainedModel) -> str | None:
         raise UnsupportedModelError(f"The model cannot be trained on text: {apart.refused}.", todo="Use a decoder.")
     if not apart.ways:
         logger.warning("rows of several documents are refused (packing, padding_free): %s", apart.reason)
-    return apart.reason
+    return apart
 
 
 def _check_base(model: nn.Module, *, use_dora: bool) -> None:

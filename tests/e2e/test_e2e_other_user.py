@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from pantheraml.base.events import read_events
 from tests.e2e.conftest import Playground, result_of, wait_until
@@ -51,6 +53,31 @@ for port in ports:
             knocking.sendall(bytes(range(256)) * 16)
 print(json.dumps(found))
 """
+
+
+FORGER = """
+import json, os, socket, sys, time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+port, folder = int(sys.argv[1]), sys.argv[2]
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+print("ready", flush=True)
+while True:
+    with socket.socket() as knocking:
+        if knocking.connect_ex(("127.0.0.1", port)) == 0:
+            break
+    time.sleep(0.01)
+store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30), wait_for_workers=False)
+print("forging", flush=True)
+while True:
+    store.set("pantheraml/0/1/run", "-" * 64 + json.dumps({"folder": folder}))
+    time.sleep(0.005)
+"""
+"""Another user, who writes into the store of a run what rank 0 would: train in that folder."""
 
 
 @pytest.fixture
@@ -113,3 +140,44 @@ def test_what_another_user_planted_is_not_used(shared: Playground) -> None:
     assert ended.code != 0, ended
     assert "link" in ended.err
     assert victim.read_text() == "precious"
+
+
+def evil_run(shared: Playground, ran: Path) -> Path:
+    """A run folder of the other user whose model brings code, which tells that it ran."""
+    folder, model = shared.root / "evil", shared.root / "evil-model"
+    assert shared.train("evil", "--nproc", "2", "--set", "train.max_steps=1").code == 0
+    shutil.copytree(Path(shared.model).resolve(), model)
+    values = json.loads((model / "config.json").read_text())
+    values |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}
+    (model / "config.json").write_text(json.dumps(values))
+    (model / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["model"] |= {"path": str(model), "trust_remote_code": True}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, OTHER_USER, OTHER_USER)
+    return folder
+
+
+def test_another_user_cannot_send_ranks_to_a_folder(shared: Playground, port: str) -> None:
+    """Ranks by hand meet at a port that every user of the node reaches. A forged value may end the run, no more."""
+    ran = shared.root / "ran"
+    command = [sys.executable, "-c", FORGER, port, str(evil_run(shared, ran))]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    settings = ("--set", "train.max_steps=3", "--set", "parallel.timeout_seconds=20")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as forger:
+        assert forger.stdout is not None
+        try:
+            assert forger.stdout.readline() == "ready\n"
+            ranks = [
+                replace(shared, environment=shared.environment | place).start_training("run", *settings)
+                for place in places
+            ]
+            ended = [result_of(rank) for rank in ranks]
+        finally:
+            forger.kill()
+        assert forger.stdout.read() == "forging\n"
+    assert not ran.exists(), "code of another user ran"
+    assert ended[1].code == 6, ended
+    assert "not written by a process of this run" in ended[1].err

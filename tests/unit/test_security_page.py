@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pantheraml.base import private
-from pantheraml.data import bounds, render
+from pantheraml.base import memory_room, private
+from pantheraml.data import bounds, cache, render
+from pantheraml.models import stream
 from pantheraml.planner import processes
 from pantheraml.specs import config_file, hf_config
 from pantheraml.specs.train import DataConfig
@@ -18,22 +19,32 @@ def row(beginning: str) -> str:
 
 
 def test_bounds_are_those_of_the_code() -> None:
-    limits = {names[0]: f"{limit:,}" for limit, names in hf_config.BOUNDS.items()}
+    limits = {what: f"{limit:,}" for what, (limit, _) in hf_config.BOUNDS.items()}
     (seq_len,) = [part.le for part in DataConfig.model_fields["seq_len"].metadata if hasattr(part, "le")]
     stated = {
         "a config file": [
             f"{config_file.MAX_BYTES >> 20} MiB",
             f"{config_file.MAX_NODES:,} values",
             f"{config_file.MAX_DEPTH} levels",
+            f"{config_file.MAX_DIGITS} characters",
         ],
         "`config.json` of a model": [
             f"{hf_config.MAX_BYTES >> 20} MiB",
             f"{hf_config.MAX_DEPTH} levels",
-            f"{limits['num_hidden_layers']} layers",
-            f"{limits['num_attention_heads']} heads",
-            f"{limits['num_experts']} experts",
-            f"width of {limits['hidden_size']}",
-            f"{limits['vocab_size']} tokens",
+            f"{limits['layers']} layers",
+            f"{limits['heads']} heads",
+            f"{limits['experts']} experts",
+            f"width of {limits['width']}",
+            f"{limits['tokens']} tokens",
+            f"{limits['positions']} positions",
+            f"other whole number {hf_config.OTHERS:,}",
+            f"in a list {hf_config.IN_LISTS:,}",
+            f"{memory_room.ROOM >> 30} GiB of memory",
+        ],
+        "tables that a model keeps besides its weights (masks, positions)": [f"{stream.BUFFER_BYTES >> 30} GiB"],
+        "an Arrow or Parquet file": [
+            f"{bounds.ROWS_BASE:,} + {bounds.ROWS_PER_BYTE} x",
+            f"{bounds.DECODED_BASE >> 30} GiB + {bounds.DECODED_FACTOR:,} x",
         ],
         "`data.seq_len`": [f"{seq_len:,} tokens"],
         "a row of data": [f"{bounds.ROW_BYTES >> 20} MiB", f"{bounds.NESTING} levels"],
@@ -50,3 +61,4 @@ def test_bounds_are_those_of_the_code() -> None:
         for value in values:
             assert value in row(beginning), (beginning, value)
     assert f"at\n  most {private.LOCK_SECONDS:.0f} s" in PAGE
+    assert f"awaited for {cache.LOCK_SECONDS / 3600:.0f} hours at most" in PAGE

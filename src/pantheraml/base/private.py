@@ -31,20 +31,30 @@ def private_folder(path: Path, *, tighten: bool = True) -> None:
     try:
         os.mkdir(path, FOLDER)
     except FileExistsError:
-        known = os.stat(path)
-        if not stat.S_ISDIR(known.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is not a folder") from None
-        if not _is_own(path, known.st_uid):
-            told = f"it belongs to another user (uid {known.st_uid}), who could make it write elsewhere"
-            raise PermissionError(errno.EPERM, told) from None
-        if tighten and stat.S_IMODE(known.st_mode) & 0o077:
+        mode = require_own_folder(path)
+        if tighten and mode & 0o077:
             with contextlib.suppress(OSError):  # a file system without such modes
-                os.chmod(path, stat.S_IMODE(known.st_mode) & FOLDER)
+                os.chmod(path, mode & FOLDER)
 
 
-def _is_own(path: Path, owner: int) -> bool:
-    """Whether `owner` of the folder is who this process is there. Some file systems (NFS, FUSE) have other numbers for
-    users; what a new file gets tells which."""
+def require_own_folder(path: Path) -> int:
+    """The mode of a folder of this user; OSError if it is another's, or reached by a link of another."""
+    link = os.lstat(path)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
+        told = f"it is a link of another user (uid {link.st_uid}), which is not followed"
+        raise PermissionError(errno.EPERM, told)
+    known = os.stat(path)
+    if not stat.S_ISDIR(known.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is not a folder")
+    if not is_own(path, known.st_uid):
+        told = f"it belongs to another user (uid {known.st_uid}), who could make it write elsewhere"
+        raise PermissionError(errno.EPERM, told)
+    return stat.S_IMODE(known.st_mode)
+
+
+def is_own(path: Path, owner: int) -> bool:
+    """Whether `owner`, of the folder or of something in it, is who this process is there. Some file systems (NFS, FUSE)
+    have other numbers for users; what a new file gets tells which."""
     if owner == os.geteuid():
         return True
     probe = path / f".probe-{secrets.token_hex(8)}"

@@ -50,7 +50,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    script = find_script(Path.cwd())
+    script = find_script()
     command = [sys.executable, str(script), "--suite", arguments.suite]
     command += [word for pattern in arguments.only for word in ("--only", pattern)]
     for name in ("list", "resume", "again", "json"):
@@ -61,13 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def find_script(folder: Path) -> Path:
-    """In the checkout that this package is part of, or that `folder` is in."""
-    for place in (Path(__file__).parents[3], folder, *folder.parents):
-        if (place / SCRIPT).is_file():
-            return place / SCRIPT
+def find_script() -> Path:
+    """In the checkout that this package is part of. What lies in the current folder may be anybody's."""
+    checkout = Path(__file__).parents[3]
+    if (checkout / SCRIPT).is_file():
+        return checkout / SCRIPT
     raise ConfigError(
         "The suites are not part of the installed package.",
-        where=str(folder),
-        todo="Run it in a checkout of the source: there they are, in benchmarks/suites.",
+        where=str(checkout),
+        todo="Install from a checkout of the source (`pip install -e .` there): it has them in benchmarks/suites.",
     )

@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _meant(parser: argparse.ArgumentParser, command: str | None, unknown: str) -> str:
-    from pantheraml.specs.config_file import nearest_key
+    from pantheraml.specs.config_file import all_keys, nearest_key
 
     name = unknown.partition("=")[0]
     if not name.startswith("--"):
@@ -47,7 +47,10 @@ def _meant(parser: argparse.ArgumentParser, command: str | None, unknown: str) -
     flags = [flag for each in (parser, *chosen) for action in each._actions for flag in action.option_strings]
     if close := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
         return f"Did you mean {close[0]}? "
-    key = nearest_key((name[2:].replace("-", "_"),))
+    words = name[2:].replace("-", "_")
+    of_adapters = ("method", words.removeprefix("lora_"))
+    known = words.startswith("lora_") and of_adapters in all_keys()
+    key = ".".join(of_adapters) if known else nearest_key((words,))
     takes_keys = "--set" in flags and key is not None and "." in key
     return f"Keys without a flag are set with --set {key}=VALUE. " if takes_keys else ""
 

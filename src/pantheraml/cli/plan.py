@@ -25,10 +25,14 @@ def run(arguments: argparse.Namespace) -> int:
     from pantheraml.cli.train import config_from
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
+    from pantheraml.planner.no_effect import long_warmup
 
     config = config_from(arguments)
     check_inputs(config)
     plan = choose(config, probe())
+    steps = config.train.max_steps
+    if steps is not None and (message := long_warmup(config.train, steps)) is not None:
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, message)})
     if arguments.json:
         print(json.dumps(plan.model_dump(mode="json"), indent=1))
         return 0

@@ -1,7 +1,8 @@
 """From sequences to the tensors of one forward pass.
 
-Position ids restart at 0 with every document, and padding counts as a document of its own. With no attention mask
-given, transformers reads document borders from those restarts, so nothing attends across documents or to padding. For
+Position ids restart at 0 with every document, and padding counts as documents of its own, none longer than the longest
+real one: a model may know no position beyond, or compute the others differently for it. With no attention mask given,
+transformers reads document borders from those restarts, so nothing attends across documents or to padding. For
 attention that takes the borders themselves they are laid down here, where the lengths are known without asking a GPU.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pantheraml.data.documents import NO_LOSS, Ints, TokenSequence
 
@@ -84,25 +86,37 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | Non
     targets = np.full(shape, NO_LOSS, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
     lengths = []
+    longest_document = max(int(sequence.document_lengths.max()) for sequence in sequences)
     for row, sequence in enumerate(sequences):
         length = len(sequence.input_ids)
         input_ids[row, :length] = sequence.input_ids
         targets[row, : length - 1] = sequence.labels[1:]
-        documents = np.append(sequence.document_lengths, width - length)
-        starts = np.cumsum(documents) - documents
-        position_ids[row] = np.arange(width) - np.repeat(starts, documents)
+        documents = np.append(sequence.document_lengths, padding(width - length, longest_document))
+        position_ids[row] = positions(documents)
         lengths.append(documents)
     every = np.concatenate(lengths)
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(position_ids),
-        boundaries=None if (every[every > 0] == width).all() else document_ends(every[every > 0]),
-        max_length=int(every.max()),
+        boundaries=None if (every == width).all() else document_ends(every),
+        max_length=longest_document,
         tokens=sum(len(sequence.input_ids) for sequence in sequences),
         target_count=int((targets != NO_LOSS).sum()),
         lengths=tuple(len(sequence.input_ids) for sequence in sequences),
     )
+
+
+def padding(tokens: int, longest: int) -> Ints:
+    """Lengths of the documents that padding is divided into, none above `longest`."""
+    whole, rest = divmod(tokens, longest)
+    return np.array([longest] * whole + [rest] * (rest > 0), dtype=np.int32)
+
+
+def positions(lengths: Ints) -> NDArray[np.int64]:
+    """Of the tokens of documents of these lengths, in a row."""
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
 
 
 def document_ends(lengths: Ints) -> torch.Tensor:

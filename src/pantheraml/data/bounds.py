@@ -5,12 +5,8 @@ Each bound is far above what a row of real data needs. Whoever meets one raises 
 
 from __future__ import annotations
 
-import contextlib
-import resource
-from collections.abc import Iterator
-from pathlib import Path
-
 from pantheraml.base.errors import DataError
+from pantheraml.base.memory_room import ROOM
 
 ROW_BYTES = 16 << 20
 """The longest row: of a line, of a CSV record, of an element of a JSON array, of the values of an Arrow row.
@@ -20,8 +16,13 @@ It is more text than the longest data.seq_len takes. A tokenizer needs up to 190
 """
 NESTING = 64
 """The deepest nesting of lists and objects in a row; code that walks a row recursively stays far from its own limit."""
-DECODING_ROOM = 2 << 30
+DECODING_ROOM = ROOM
 """Memory that may be added while one batch of an Arrow or Parquet file is decoded, or one conversation rendered."""
+
+ROWS_BASE, ROWS_PER_BYTE = 65_536, 8
+DECODED_BASE, DECODED_FACTOR = 1 << 30, 1_024
+"""An Arrow or Parquet file may hold ROWS_BASE + ROWS_PER_BYTE x its bytes rows, and its values may take DECODED_BASE +
+DECODED_FACTOR x its bytes: in a few hundred bytes such a file can repeat one value without end."""
 
 
 def mebibytes(size: int) -> str:
@@ -53,27 +54,3 @@ def too_deep(value: object) -> bool:
         if not level:
             return False
     return True
-
-
-@contextlib.contextmanager
-def memory_room(room: int = DECODING_ROOM) -> Iterator[None]:
-    """Let the process grow by no more than `room` bytes; an allocation beyond that fails (MemoryError).
-
-    What a compressed file decodes to is known only from what the file says of itself. This bound does not believe it.
-    Not around code that ends the process when memory runs out, such as Rust's.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _address_space() + room
-    if soft != resource.RLIM_INFINITY and soft <= limit:
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()

@@ -14,6 +14,7 @@ from typing import Literal
 from pantheraml.base.errors import DataError
 from pantheraml.base.events import Emit
 from pantheraml.base.folders import committed_folder
+from pantheraml.data.formats import first_unread
 from pantheraml.data.rows import BadRow
 from pantheraml.data.store import DatasetMeta, DatasetWriter
 from pantheraml.data.tokenise import ChunkResult, Recipe, Side
@@ -29,6 +30,7 @@ class _Counts:
     truncated: dict[Side, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
     barren: dict[Side, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
     empty: dict[Side, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
+    columns: dict[str, None] = field(default_factory=dict)
     bad: int = 0
     shown: list[BadRow] = field(default_factory=list)
 
@@ -38,6 +40,7 @@ class _Counts:
             self.truncated[side] += part.truncated_rows
             self.barren[side] += part.barren_rows
             self.empty[side] += part.empty_rows
+        self.columns |= result.columns
         self.bad += len(result.bad_rows)
         self.shown.extend(result.bad_rows[: _SHOWN_BAD_ROWS - len(self.shown)])
 
@@ -119,7 +122,7 @@ class Build:
             raise DataError(
                 f"None of the {counts.bad} rows can be used. The first one: {first.problem}.",
                 where=first.where(),
-                todo="Check the file, and data.format if it is set.",
+                todo=first.todo or "Check the file, and data.format if it is set.",
             )
         raise no_rows_error()
 
@@ -134,6 +137,7 @@ class Build:
             rows=counts.rows[side] - counts.barren[side],
             skipped_rows=bad + counts.barren[side],
             truncated_rows=counts.truncated[side],
+            unread=first_unread(self.recipe.format, counts.columns),
         )
 
     def _tell(self, counts: _Counts) -> None:
@@ -163,6 +167,8 @@ def bad_row_error(bad_rows: list[BadRow], *, can_skip: bool = True) -> DataError
         what += f"\n  also {bad.unit} {bad.number}{f', field `{bad.field}`' if bad.field else ''}: {bad.problem}"
     if len(others) >= _SHOWN_BAD_ROWS:
         what += f"\n  and {len(others) - _SHOWN_BAD_ROWS + 1} more close by"
+    if first.todo is not None:
+        return DataError(what, where=first.where(), todo=first.todo)
     skip = ", or leave such rows out: data.on_bad_row=skip (--on-bad-row skip)" if can_skip else ""
     return DataError(what, where=first.where(), todo=f"Correct the data{skip}.")
 

@@ -16,7 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from pantheraml.base.errors import DataError
-from pantheraml.data.bounds import DECODING_ROOM, LONG_ROW, NESTING, ROW_BYTES, mebibytes, memory_room
+from pantheraml.base.memory_room import memory_room
+from pantheraml.data.bounds import (
+    DECODED_BASE,
+    DECODED_FACTOR,
+    DECODING_ROOM,
+    LONG_ROW,
+    NESTING,
+    ROW_BYTES,
+    ROWS_BASE,
+    ROWS_PER_BYTE,
+    mebibytes,
+)
 from pantheraml.data.chunks import RowChunk
 from pantheraml.data.rows import Row, RowError, Unit, brief
 
@@ -96,16 +107,24 @@ def read_arrow(path: Path) -> Iterator[ArrowChunk | RowChunk]:
 
 def _checked(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
     """Each batch, decoded within a bound on memory, and found to be whole before anything in it is used."""
+    size = path.stat().st_size
+    rows, decoded = ROWS_BASE + ROWS_PER_BYTE * size, DECODED_BASE + DECODED_FACTOR * size
     while True:
         try:
             with memory_room():
                 batch = next(batches, None)
                 if batch is None:
                     return
+                rows -= batch.num_rows
+                if rows < 0:
+                    raise _too_many(path, f"{ROWS_BASE + ROWS_PER_BYTE * size} rows")
                 batch.validate(full=True)
                 batch = _plain(batch)
         except MemoryError as err:
             raise _too_large(str(path)) from err
+        decoded -= batch.nbytes
+        if decoded < 0:
+            raise _too_many(path, f"{mebibytes(DECODED_BASE + DECODED_FACTOR * size)} of values")
         yield batch
 
 
@@ -199,6 +218,14 @@ def _too_large(file: str) -> DataError:
         f"A batch of the file decodes to more than {mebibytes(DECODING_ROOM)}, the most that a batch may take.",
         where=file,
         todo="Write the file with shorter rows, or as JSON Lines. A small file that asks for so much may be an attack.",
+    )
+
+
+def _too_many(path: Path, most: str) -> DataError:
+    return DataError(
+        f"The file holds more than {most}, the most that one of its size may.",
+        where=str(path),
+        todo="Write the data as JSON Lines. A small file that stands for so much may be an attack.",
     )
 
 

@@ -41,7 +41,7 @@ from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.data.chat import ChatEncoder
 from pantheraml.data.documents import Ints, as_ints
 from pantheraml.data.pairs import encode_pairs, plain_ids
-from pantheraml.data.rows import Row, RowError, kind_of, names, refuse_surrogates
+from pantheraml.data.rows import MOST_NAMES, Row, RowError, kind_of, names, refuse_surrogates
 from pantheraml.data.toolcalls import checked_tools, may_be_silent, parsed
 
 # in the order of detection: a chat or instruction data set often carries a rendered `text` besides
@@ -72,6 +72,12 @@ def unread(format: str, columns: Iterable[str]) -> tuple[list[str], list[str]]:
     read = {*COLUMNS[format], *OPTIONAL.get(format, ())}
     left = [name for name in columns if name not in read and name.lower() not in _IDS]
     return [name for name in left if name in _TALK], [name for name in left if name not in _TALK]
+
+
+def first_unread(format: str, columns: Iterable[str]) -> list[str]:
+    """Those that shape a conversation, and as many of the others as a notice would name."""
+    talk, others = unread(format, columns)
+    return talk + others[: MOST_NAMES + 1]
 
 
 def checked(format: str, row: Row) -> Row:

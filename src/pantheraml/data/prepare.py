@@ -16,7 +16,7 @@ from typing import Any
 
 from pantheraml.base.events import Emit
 from pantheraml.data.build import Build
-from pantheraml.data.cache import cache_folder, locked
+from pantheraml.data.cache import cache_folder, is_own_entry, locked
 from pantheraml.data.fingerprint import data_fingerprint, tokenizer_digest
 from pantheraml.data.origin import Source
 from pantheraml.data.pool import available_workers, ordered_map
@@ -98,13 +98,16 @@ class _Preparation:
                 )
                 with contextlib.closing(self._results(tokeniser)) as results:  # an error ends the processes at once
                     build.run(results)
+        meta = read_meta(targets[self._side])
+        assert meta is not None, "written or found whole a moment ago"
+        self._survey.tell_unread(self.format, meta.unread)
         for side, target in targets.items():
             self._announce(side, target, cached=cached, seconds=time.monotonic() - started)
         return targets
 
     def _is_intact(self, target: Path) -> bool:
         """Whether the cache holds this data, as it was written. All ranks train on it, so it is hashed once, here."""
-        if not is_whole(target):
+        if not is_own_entry(target, self._emit) or not is_whole(target):
             return False
         same, meta = is_as_written(target), read_meta(target)
         if not same and meta is not None and meta.checksum:
@@ -140,13 +143,10 @@ class _Preparation:
         workers = max(1, min(asked, self._bytes // _BYTES_PER_WORKER))
         progress = Progress(self._emit, split=self._side, stage="tokenise", total=self._bytes)
         with contextlib.closing(ordered_map(tokeniser, _chunks_of(self._files), workers)) as results:
-            columns: dict[str, None] = {}
             for result in results:
                 progress.advance(result.size)
-                columns |= result.columns
                 yield result
         progress.finish()
-        self._survey.tell_unread(self.format, columns)
 
     def _announce(self, side: Side, target: Path, *, cached: bool, seconds: float) -> None:
         meta = read_meta(target)

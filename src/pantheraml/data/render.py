@@ -20,7 +20,8 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pantheraml.base.errors import ModelError
-from pantheraml.data.bounds import DECODING_ROOM, ROW_BYTES, mebibytes, memory_room
+from pantheraml.base.memory_room import memory_room
+from pantheraml.data.bounds import DECODING_ROOM, ROW_BYTES, mebibytes
 from pantheraml.data.rows import Row, RowError, brief, refuse_surrogates
 
 RENDER_SECONDS = 10
@@ -59,8 +60,8 @@ def chat_template(tokenizer: Any) -> str:
     return template
 
 
-class _TooSlow(Exception):
-    """Raised by the timer, inside whatever the template was doing."""
+class _TooSlow(BaseException):
+    """Raised by the timer, inside whatever the template was doing. No Exception: Jinja's compiler swallows those."""
 
 
 class Renderer:
@@ -82,6 +83,8 @@ class Renderer:
         try:
             with memory_room(), self._timer():
                 yield
+        except _TooSlow as err:  # at the very end of a conversation
+            raise _too_slow() from err
         except MemoryError as err:
             raise _template_error(
                 f"takes more than {mebibytes(DECODING_ROOM)} of memory for the conversations of one chunk"
@@ -107,7 +110,7 @@ class Renderer:
                 **options,
             )
         except _TooSlow as err:
-            raise _template_error(f"takes more than {RENDER_SECONDS} seconds for one conversation") from err
+            raise _too_slow() from err
         except _REFUSALS as err:
             raise RowError(
                 f"expected a conversation that the chat template accepts: {brief(str(err))}", "messages"
@@ -138,9 +141,9 @@ class Renderer:
             resource.setrlimit(resource.RLIMIT_CPU, self._limits)
 
     def _look(self, *_: object) -> None:
-        _end_if_stuck(self._limits)
         if self._started is not None and time.process_time() - self._started > RENDER_SECONDS:
             raise _TooSlow
+        _end_if_stuck(self._limits)
 
 
 def _refuse_length(written: int, given: int) -> None:
@@ -168,6 +171,10 @@ def characters(value: Any) -> int:
     if isinstance(value, list):
         return sum(map(characters, value))
     return 1
+
+
+def _too_slow() -> ModelError:
+    return _template_error(f"takes more than {RENDER_SECONDS} seconds for one conversation")
 
 
 def _template_error(what: str) -> ModelError:

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 Unit = Literal["line", "row"]
 
 _SHOWN_CHARACTERS = 60
-_SHOWN_NAMES = 12
+MOST_NAMES = 12
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class BadRow:
     number: int
     field: str | None
     problem: str
+    todo: str | None = None
+    """What to do about it, where that is not to correct the row."""
 
     def where(self) -> str:
         place = f"{self.file}, {self.unit} {self.number}"
@@ -32,10 +34,11 @@ class BadRow:
 class RowError(Exception):
     """Raised while a single row is read or encoded; whoever knows the row's place turns it into a BadRow."""
 
-    def __init__(self, problem: str, field: str | None = None) -> None:
+    def __init__(self, problem: str, field: str | None = None, *, todo: str | None = None) -> None:
         super().__init__(problem)
         self.problem = problem
         self.field = field
+        self.todo = todo
 
 
 class Chunk(Protocol):
@@ -74,9 +77,9 @@ def brief(text: str, characters: int = 200) -> str:
 def names(columns: Iterable[object], quote: str = "") -> str:
     """Names that the data gives, shortened to what an error or a notice can hold."""
     first = [
-        f"{quote}{brief(str(name), _SHOWN_CHARACTERS)}{quote}" for name in itertools.islice(columns, _SHOWN_NAMES + 1)
+        f"{quote}{brief(str(name), _SHOWN_CHARACTERS)}{quote}" for name in itertools.islice(columns, MOST_NAMES + 1)
     ]
-    return ", ".join(first[:_SHOWN_NAMES] + ["..."] * (len(first) > _SHOWN_NAMES))
+    return ", ".join(first[:MOST_NAMES] + ["..."] * (len(first) > MOST_NAMES))
 
 
 def kind_of(value: object) -> str:

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,6 +68,8 @@ class DatasetMeta:
     """In tokens; 0 in data that an earlier version prepared."""
     checksum: str = ""
     """blake2b of the data file; empty in data that an earlier version prepared."""
+    unread: list[str] = field(default_factory=list)
+    """Columns that the format does not use, the first of many; none in data that an earlier version prepared."""
     layout: int = LAYOUT_VERSION
 
     def efficiency(self) -> float:

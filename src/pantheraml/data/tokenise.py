@@ -67,7 +67,7 @@ class Tokeniser:
         good: list[tuple[int, Row]] = []
 
         def refuse(number: int, err: RowError) -> None:
-            result.bad_rows.append(BadRow(chunk.file, chunk.unit, number, err.field, err.problem))
+            result.bad_rows.append(BadRow(chunk.file, chunk.unit, number, err.field, err.problem, err.todo))
 
         for number, row in chunk.rows():
             try:

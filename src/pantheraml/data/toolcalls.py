@@ -12,16 +12,21 @@ So each conversation that has them is tried in both forms, and refused where nei
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from pantheraml.data.bounds import NESTING, too_deep
-from pantheraml.data.rows import Row, RowError, kind_of
+from pantheraml.data.rows import Row, RowError, brief, kind_of
 
 Render = Callable[[list[Row]], str]
 
-_NULL = "\ue000null\ue000"  # of private use: no data holds it, so its place in a text is where the content was printed
+# Of private use: no data holds them, so where they stand in a text, the template printed a content or a call's name.
+_NULL = "\ue000null\ue000"
+_NAME = "\ue000call{}\ue000"
+
+_TODO = "Use a tokenizer whose chat template writes tool calls (model.tokenizer)."
 
 
 def may_be_silent(message: Row) -> bool:
@@ -75,16 +80,26 @@ def fitted(messages: list[Row], render: Render) -> list[Row]:
 
 def _refuse_misprints(messages: list[Row], render: Render) -> None:
     """Raise unless the template writes every call, no null as a word, and no arguments as Python."""
+    names = called(messages)
+    messages = _with_names(messages)
     text = render(messages)
-    for name in called(messages):
-        if name not in text:
-            raise RowError(f"expected a chat template that writes tool calls; this one leaves out `{name}`", "messages")
+    for name, mark in zip(names, called(messages), strict=True):
+        if mark not in text and json.dumps(mark)[1:-1] not in text:
+            raise RowError(
+                f"expected a chat template that writes tool calls; this one leaves out a call of `{brief(name)}`",
+                "messages",
+                todo=_TODO,
+            )
     if any(repr(arguments) in text for arguments in _arguments(messages) if isinstance(arguments, dict)):
-        raise RowError("expected a chat template that writes tool calls as JSON; this one prints Python", "messages")
+        raise RowError(
+            "expected a chat template that writes tool calls as JSON; this one prints Python", "messages", todo=_TODO
+        )
     if any(message["content"] is None for message in messages):
         printed = render(_with_silence(messages, _NULL))
         if _NULL in printed and text == printed.replace(_NULL, "None"):
-            raise RowError("expected a chat template that takes null for content; this one prints it", "messages")
+            raise RowError(
+                "expected a chat template that takes null for content; this one prints it", "messages", todo=_TODO
+            )
 
 
 def _with_silence(messages: list[Row], content: str | None) -> list[Row]:
@@ -111,17 +126,33 @@ def _calls(messages: list[Row]) -> Iterator[Row]:
 
 def _with_arguments(messages: list[Row], convert: Callable[[Any], Any]) -> list[Row]:
     def changed(call: Row) -> Row:
-        inner = call.get("function")
-        if isinstance(inner, dict):
-            return call | {"function": changed(inner)}
         return call | {"arguments": convert(call["arguments"])} if "arguments" in call else call
 
-    return [
-        message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    return [_with_calls(message, changed) for message in messages]
+
+
+def _with_names(messages: list[Row]) -> list[Row]:
+    """With a mark of its own as the name of each call: the name itself may stand in what a user says."""
+    marks = map(_NAME.format, itertools.count())
+
+    def changed(call: Row) -> Row:
+        return call | {"name": next(marks)} if "name" in call else call
+
+    return [_with_calls(message, changed, older=True) for message in messages]
+
+
+def _with_calls(message: Row, change: Callable[[Row], Row], *, older: bool = False) -> Row:
+    """With every call changed; `older`: that of `function_call`, too."""
+
+    def changed(call: Row) -> Row:
+        inner = call.get("function")
+        return call | {"function": change(inner)} if isinstance(inner, dict) else change(call)
+
+    if message.get("tool_calls"):
+        message = message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
+    if older and isinstance(message.get("function_call"), dict):
+        message = message | {"function_call": change(message["function_call"])}
+    return message
 
 
 def _arguments(messages: list[Row]) -> list[Any]:

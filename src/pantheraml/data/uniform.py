@@ -1,7 +1,8 @@
 """The micro-batches of one step in one shape, for stages of a pipeline, which agree on shapes before they send.
 
-Rows keep their order and their documents; what fills up a row, or a whole micro-batch, is a document of its own without
-targets. So the sum of token losses is the same, and every rank that reads the same batches finds the same shape.
+Rows keep their order and their documents; what fills up a row, or a whole micro-batch, is padding without targets, in
+documents of its own (see `batch.py`). So the sum of token losses is the same, and every rank that reads the same
+batches finds the same shape.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pantheraml.data.batch import Batch, document_ends
+from pantheraml.data.batch import Batch, document_ends, padding, positions
 from pantheraml.data.documents import NO_LOSS, Ints
 
 
@@ -55,19 +56,20 @@ def uniform(batches: Sequence[Batch], *, at_least: int = 1, multiple_of: int = 1
     rows = -(-sum(len(batch.input_ids) for batch in batches) // count)
     input_ids = np.zeros((count * rows, width), dtype=np.int64)  # any token will do where nothing comes of it
     targets = np.full_like(input_ids, NO_LOSS)
-    position_ids = np.tile(np.arange(width), (count * rows, 1))
-    documents: list[Ints] = [np.array([width])] * len(input_ids)
+    documents: list[Ints] = [np.array([], dtype=np.int32)] * len(input_ids)
     place = 0
     for batch in batches:
         for row, lengths in enumerate(_document_lengths(batch)):
             filled = batch.input_ids.shape[1]
             input_ids[place, :filled] = batch.input_ids[row].numpy()
             targets[place, :filled] = batch.targets[row].numpy()
-            position_ids[place, :filled] = batch.position_ids[row].numpy()
-            position_ids[place, filled:] = np.arange(width - filled)
-            documents[place] = np.append(lengths, width - filled) if filled < width else lengths
+            documents[place] = lengths
             place += 1
-    parts = [np.concatenate(documents[first : first + rows]) for first in range(0, len(documents), rows)]
+    parts = [
+        _filled_up(documents[first : first + rows], width, max(batch.max_length for batch in batches))
+        for first in range(0, len(documents), rows)
+    ]
+    position_ids = np.concatenate([positions(lengths) for lengths in parts])
     shape = (count, rows, width)
     return UniformBatches(
         input_ids=torch.from_numpy(input_ids.reshape(shape)),
@@ -77,6 +79,13 @@ def uniform(batches: Sequence[Batch], *, at_least: int = 1, multiple_of: int = 1
         max_lengths=tuple(int(lengths.max()) for lengths in parts),
         target_counts=tuple((targets.reshape(count, -1) != NO_LOSS).sum(axis=1).tolist()),
     )
+
+
+def _filled_up(rows: Sequence[Ints], width: int, longest: int) -> Ints:
+    """Documents of a micro-batch whose rows are filled up to `width` by none longer than its own, or than `longest` if
+    it has none."""
+    longest = max((int(lengths.max()) for lengths in rows if len(lengths)), default=longest)
+    return np.concatenate([np.append(lengths, padding(width - int(lengths.sum()), longest)) for lengths in rows])
 
 
 def _document_lengths(batch: Batch) -> list[Ints]:

@@ -31,12 +31,13 @@ from pantheraml.engine.guard.watch import Watch
 from pantheraml.engine.judge import Judge
 from pantheraml.engine.out_of_memory import explained_out_of_memory, pass_too_large
 from pantheraml.engine.saving import Saver, load_whole, newest_whole
-from pantheraml.engine.schedule import learning_rate, long_warmup
+from pantheraml.engine.schedule import learning_rate
 from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
 from pantheraml.engine.step import Stepper
 from pantheraml.engine.step_events import StepEvents
 from pantheraml.engine.step_report import StepReport
 from pantheraml.parallel.shard_batch import Adaptive
+from pantheraml.planner.no_effect import long_warmup
 from pantheraml.planner.out_of_memory import leaner_resume
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.resume import what_makes_the_numbers
@@ -175,7 +176,9 @@ class TrainingLoop:
         self._use_best_weights(stopped_by)
         # a run that was asked to stop is not at its end
         concern = None if stopped_by == "request" else job.stepper.guard.policy.trend.concern()
-        job.emit("train.finished", steps=self.progress.step, stopped_by=stopped_by, concern=concern)
+        orphaned = stopped_by == "request" and job.stop.lost_parent
+        told = "the end of its parent process" if orphaned else stopped_by
+        job.emit("train.finished", steps=self.progress.step, stopped_by=told, concern=concern)
         return stopped_by
 
     def _plan_in_use(self) -> Plan:

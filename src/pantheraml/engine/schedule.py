@@ -18,14 +18,3 @@ def learning_rate(settings: TrainSettings, step: int, total_steps: int) -> float
     shape = (1 - progress) if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     floor = settings.min_learning_rate_ratio
     return peak * (floor + (1 - floor) * shape)
-
-
-def long_warmup(settings: TrainSettings, total_steps: int) -> str | None:
-    """Warning about a warm-up that takes the whole run; None where it does not."""
-    if settings.warmup_steps < max(2, total_steps):
-        return None
-    reached = learning_rate(settings, total_steps - 1, total_steps)
-    return (
-        f"train.warmup_steps={settings.warmup_steps} takes the whole run of {total_steps} step(s): the learning rate"
-        f" reaches {reached:.3g}, train.schedule has no effect"
-    )

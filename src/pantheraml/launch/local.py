@@ -8,13 +8,17 @@ kernel sends SIGTERM to the child, so that an orphaned run saves and ends too.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +28,13 @@ from typing import IO
 
 import psutil
 
-from pantheraml.base import env
+from pantheraml.base import env, log
 from pantheraml.base.errors import HangError, LaunchError
+from pantheraml.base.private import private_folder
 from pantheraml.launch.script import agent_command, python_module
 from pantheraml.specs.plan import Plan
+
+logger = log.get(__name__)
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """By which schedulers say that a run has to leave soon: SIGUSR1 is what people choose with Slurm's --signal."""
@@ -67,13 +74,22 @@ def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -
 
 
 def _kernel_cache() -> dict[str, str]:
-    """A folder that nobody else can put kernels into."""
+    """A folder that nobody else can put kernels into: they are code."""
     found = env.kernel_cache()
-    for folder in map(Path, found.values()):
-        with contextlib.suppress(OSError):  # a run that compiles nothing does not need it
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
+    for name, folder in found.items():
+        try:
+            private_folder(Path(folder))
+        except OSError as err:
+            found[name] = _fresh_kernel_cache(folder, err.strerror or str(err))
     return found
+
+
+@functools.cache
+def _fresh_kernel_cache(instead_of: str, reason: str) -> str:
+    folder = tempfile.mkdtemp(prefix="pantheraml-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.warning("compiled kernels are not kept: %s cannot be used, as %s", instead_of, reason)
+    return folder
 
 
 class StopRequests:

@@ -1,7 +1,7 @@
 """The command line as a rank: torchrun, accelerate or srun started it several times, and it launches nobody.
 
 Rank 0 carries out the run as always, except that its only worker is itself as a rank. The others turn into their worker
-at once; there they meet rank 0, which tells them the run folder when the data is ready.
+at once; there they meet rank 0, which tells them when the data is ready in the run folder that they all name.
 """
 
 from __future__ import annotations
@@ -53,14 +53,17 @@ def with_world_size(config: TrainConfig, place: env.ProcessRank) -> TrainConfig:
     return config.model_copy(update={"parallel": parallel})
 
 
+def config_fingerprint(config: TrainConfig) -> str:
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
 def join_command(output: Path, config: TrainConfig) -> list[str]:
     """This process's worker, which meets its peers before it does anything else."""
-    fingerprint = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
     return [
         *(*python_module("pantheraml.worker.join"), str(output)),
         f"--timeout-seconds={config.parallel.timeout_seconds}",
         f"--max-retries={config.parallel.max_retries}",
-        f"--config-fingerprint={fingerprint}",
+        f"--config-fingerprint={config_fingerprint(config)}",
     ]
 
 

@@ -1,12 +1,15 @@
-"""The secret by which the nodes of a run know each other: `PANTHERAML_RUN_TOKEN`, else a file beside the run folder.
+"""The secret by which the ranks of a run know each other: `PANTHERAML_RUN_TOKEN`, else a file beside the run folder.
 
 All nodes share the folder that the run folder is in. Whoever comes first writes a file there that only the user can
-read; node 0 removes it when the run is over. It is never on a command line, which other users can see.
+read; it is removed when nobody needs it any more. Where that folder cannot be written, the file is in the user's cache.
+The token is never on a command line, which other users can see.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -16,6 +19,7 @@ from pathlib import Path
 
 from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
+from pantheraml.base.private import is_own, private_folder
 
 SHORTEST = 16
 """Characters of a token that somebody has chosen."""
@@ -26,12 +30,18 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def token_file(run: Path) -> Path:
+    run = run.resolve()
     return run.with_name(f".{run.name}.token")
 
 
+def _file_in_cache(run: Path) -> Path:
+    place = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=16).hexdigest()
+    return env.cache_root() / "tokens" / f"{place}.token"
+
+
 @contextlib.contextmanager
-def shared_token(run: Path, *, remove: bool) -> Iterator[None]:
-    """`env.run_token` is the same on all nodes of `run`, in this process and those that it starts."""
+def shared_token(run: Path, *, remove: bool) -> Iterator[str]:
+    """`env.run_token` is the same for all ranks of `run`, in this process and those that it starts."""
     own = env.run_token()
     if own is not None:
         if len(own) < SHORTEST:
@@ -39,11 +49,18 @@ def shared_token(run: Path, *, remove: bool) -> Iterator[None]:
                 f"PANTHERAML_RUN_TOKEN has {len(own)} characters, which can be guessed.",
                 todo=f"Use at least {SHORTEST}, for example those of `openssl rand -hex 32`.",
             )
-        yield
+        yield own
         return
     path = token_file(run)
     try:
-        token = _made(path) or _read(path)
+        try:
+            token = _made(path) or _read(path)
+        except OSError as err:
+            if err.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            path = _file_in_cache(run)
+            private_folder(path.parent)
+            token = _made(path) or _read(path)
     except OSError as err:
         raise LaunchError(
             f"The run token cannot be kept beside the run folder: {err.strerror or err}.",
@@ -52,7 +69,7 @@ def shared_token(run: Path, *, remove: bool) -> Iterator[None]:
         ) from err
     try:
         with env.changed({"PANTHERAML_RUN_TOKEN": token}):
-            yield
+            yield token
     finally:
         if remove:
             with contextlib.suppress(OSError):
@@ -93,9 +110,7 @@ def _not_following(path: str, flags: int) -> int:
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
-    # Where root is mapped to nobody, files belong to whom the folder belongs to.
-    owners = (os.geteuid(), path.parent.stat().st_uid)
-    if not stat.S_ISREG(found.st_mode) or found.st_mode & _OTHERS or found.st_uid not in owners:
+    if not stat.S_ISREG(found.st_mode) or found.st_mode & _OTHERS or not is_own(path.parent, found.st_uid):
         raise LaunchError(
             "The file of the run token is not this user's alone.",
             where=str(path),

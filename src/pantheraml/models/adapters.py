@@ -6,10 +6,11 @@ spelt out in the adapter's config, so that plain PEFT loads it on the plain base
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -47,10 +48,25 @@ def apply_method(model: PreTrainedModel, method: MethodConfig, *, seed: int) -> 
         return model.requires_grad_(True)
     targets = target_layers(model, method.target_modules)
     # PEFT draws first values of its own; they are replaced below, and the caller's RNG must not feel them
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _refusals(targets):
         adapted = get_peft_model(model, _lora_config(model, method, targets), adapter_name=ADAPTER)
     _initialise(adapted, seed)
     return adapted
+
+
+@contextlib.contextmanager
+def _refusals(targets: list[str]) -> Iterator[None]:
+    """PEFT knows layers that it cannot adapt, such as those that Mamba's kernels read past."""
+    try:
+        yield
+    except ValueError as err:
+        problem = (str(err).strip().splitlines() or [""])[0]
+        kinds = dict.fromkeys(name.rpartition(".")[2] for name in targets)
+        others = [kind for kind in kinds if f"'{kind}'" not in problem]
+        raise UnsupportedModelError(
+            f"PEFT cannot put adapters on the layers of method.target_modules: {problem}",
+            todo=f"Name others: method.target_modules={','.join(others)}." if others else "Use method.kind=full.",
+        ) from err
 
 
 def quantisation(model: ModelConfig, method: MethodConfig) -> Literal["nf4"] | None:

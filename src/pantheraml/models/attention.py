@@ -38,6 +38,7 @@ from pantheraml.models import flash
 from pantheraml.models.block_mask import block_mask
 from pantheraml.models.modes import observed
 from pantheraml.models.read_ahead import on_host
+from pantheraml.models.rope import varying_rope
 from pantheraml.parallel.context import check_heads, cut_sequence, heads_to_sequence, sequence_to_heads
 
 NAME = "pantheraml_documents"
@@ -148,11 +149,9 @@ def _context_obstacle(config: Any) -> str | None:
     for dropout in ("attention_dropout", "attn_pdrop"):  # as families call it
         if getattr(config, dropout, 0.0):
             return f"{dropout} is not 0 in the model's config, and processes would all drop the same scores"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    varying = sorted(kind for kind in kinds if kind == "longrope" or "dynamic" in kind)
-    if varying:
-        return f"its rotary embedding ({varying[0]}) depends on the longest sequence, which no process sees whole"
+    varying = varying_rope(config)
+    if varying is not None:
+        return f"its rotary embedding ({varying.kind}) depends on the longest sequence, which no process sees whole"
     return None
 
 

@@ -34,7 +34,7 @@ from pantheraml.models.asked_each_step import AskedEachStep, every_module
 from pantheraml.models.derived import Derived
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
 from pantheraml.models.quantise.packed import packed_in, plain_state
-from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, read_ahead, remembered
+from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, on_host, read_ahead, remembered
 from pantheraml.models.routing import balance_of
 
 logger = log.get(__name__)
@@ -71,6 +71,8 @@ class FastCausalLM(Derived, AskedEachStep):
     early: Starts | None = None
     why_not_packed: str | None = None
     """Why it is an error to put several documents into a row; None: it is none."""
+    packed_within: int | None = None
+    """Tokens of each up to which it is none, whatever `why_not_packed` says."""
     _altered_logits: str | None = None
     _checkpointing: str | None = None
 
@@ -170,12 +172,18 @@ def _fast_class(parent: type) -> type:
 def _forward(parent: Any) -> Callable[..., Any]:
     signature = inspect.signature(parent.forward)
     names = list(signature.parameters)[1:]
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    takes_cache = "use_cache" in names or inspect.Parameter.VAR_KEYWORD in kinds
 
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         if self.why_not_packed is not None:
-            _refuse_packed(inputs, self.why_not_packed)
+            _refuse_packed(inputs, self.why_not_packed, self.packed_within)
         if not fused_lm_head and not (self.training and _loss_alone(self, inputs)):
+            documents = _positions_alone(inputs) and (self.training or _several_documents(inputs))
+            if takes_cache and documents and inputs.get("use_cache") is None:
+                # transformers looks for documents in positions only where there is no cache
+                return parent.forward(self, **{**inputs, "use_cache": False})
             return parent.forward(self, *args, **kwargs)
         outputs = _scored(self, inputs) if fused_lm_head else _with_loss(self, inputs)
         if self.training and self.meanwhile is not None:
@@ -189,18 +197,22 @@ def _forward(parent: Any) -> Callable[..., Any]:
     return forward
 
 
-def _refuse_packed(inputs: dict[str, Any], reason: str) -> None:
-    """Positions that restart within a row, and no mask: the trainer has packed it, or laid a batch end to end."""
-    positions = inputs.get("position_ids")
-    if not isinstance(positions, Tensor) or any(
-        inputs.get(name) is not None for name in ("attention_mask", "past_key_values")
-    ):
-        return
-    if bool((positions.diff(dim=-1) != 1).any()):
+def _refuse_packed(inputs: dict[str, Any], reason: str, within: int | None) -> None:
+    if _several_documents(inputs) and (within is None or int(on_host(inputs["position_ids"]).max()) >= within):
         raise UnsupportedModelError(
             f"The trainer puts several documents into a row, but {reason}.",
             todo="Set packing=False and padding_free=False in the trainer's config.",
         )
+
+
+def _several_documents(inputs: dict[str, Any]) -> bool:
+    """Positions that restart within a row, and no mask: the trainer has packed it, or laid a batch end to end."""
+    return _positions_alone(inputs) and bool((on_host(inputs["position_ids"]).diff(dim=-1) != 1).any())
+
+
+def _positions_alone(inputs: dict[str, Any]) -> bool:
+    others = ("attention_mask", "past_key_values")
+    return isinstance(inputs.get("position_ids"), Tensor) and all(inputs.get(name) is None for name in others)
 
 
 def _loss_alone(model: Any, inputs: dict[str, Any]) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from pantheraml.base.errors import ModelError
+from pantheraml.base.errors import ModelError, PantheraError
 from pantheraml.base.roots import require_allowed
 from pantheraml.specs.paths import is_hub_name
 
@@ -72,7 +72,9 @@ def check_links(folder: Path) -> None:
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return _in_cache(name, Path(snapshot_download(name, revision=revision, allow_patterns=patterns)))
+    except PantheraError:
+        raise
     except LocalEntryNotFoundError as err:
         raise ModelError(
             f"There is no folder {name}, and the hub cannot be reached to look for a model of that name.",
@@ -87,3 +89,13 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     except Exception as err:
         reason = str(err).strip().partition("\n")[0]
         raise ModelError(f"The model {name} cannot be fetched from the hub: {reason}", todo="Try again.") from err
+
+
+def _in_cache(name: str, snapshot: Path) -> Path:
+    """`snapshot`, if it is one of the model's in the hub's cache: the name of a revision could lead elsewhere."""
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if snapshot.resolve().parent != (repository / "snapshots").resolve():
+        raise ModelError(
+            f"That revision of {name} leads out of the hub's cache.", where=str(snapshot), todo="Check model.revision."
+        )
+    return snapshot

@@ -29,11 +29,12 @@ from transformers import (
 
 from pantheraml.base import log
 from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedModelError
+from pantheraml.base.memory_room import ROOM, memory_room
 from pantheraml.models.hub import local_folder
 from pantheraml.models.matching import CannotStream
 from pantheraml.models.quantise.packed import pack_linears, set_dense_dtype
 from pantheraml.models.quantise.stored import stored_format
-from pantheraml.models.stream import stream_model
+from pantheraml.models.stream import check_buffers, stream_model
 from pantheraml.models.units import Placement, Target
 from pantheraml.models.weight_files import check_safetensors, weight_files
 from pantheraml.specs.consent import refuse_foreign_code
@@ -75,9 +76,19 @@ def _check(folder: Path, config: ModelConfig) -> Any:
 
 def _read_config(folder: Path, config: ModelConfig) -> Any:
     read_hf_config(folder)
+    # code that somebody trusts may load libraries of any size
+    room = contextlib.nullcontext() if config.trust_remote_code else memory_room()
     try:
-        found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    except (ValueError, OSError, KeyError) as err:
+        with room:
+            found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except MemoryError as err:
+        raise ModelError(
+            f"The model's config.json takes more than {ROOM >> 20} MiB of memory to read, the most that it may.",
+            where=str(folder / "config.json"),
+            todo="Check where the model comes from.",
+        ) from err
+    # configuration classes check their fields, each in its own way
+    except Exception as err:
         if "trust_remote_code" in str(err):
             raise ModelError(
                 f"The model in {folder} needs Python code that comes with it, which is not run unasked.",
@@ -201,6 +212,8 @@ def _place(
 
 def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torch.dtype | None) -> PreTrainedModel:
     _refuse_other_weights(folder, source)
+    if not config.trust_remote_code:
+        check_buffers(source)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto" if dtype is None else dtype,
@@ -251,6 +264,8 @@ def attention_for(model_config: Any) -> str:
 
 
 def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    if not config.trust_remote_code:
+        check_buffers(source)
     # Built in float32 on the CPU, so that the numbers depend on the seed alone, and without touching the caller's RNG.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

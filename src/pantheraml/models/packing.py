@@ -13,7 +13,7 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,6 +25,7 @@ from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.attention import documents_from_positions, use_document_attention
 from pantheraml.models.attention import uses_document_attention as takes_boundaries
 from pantheraml.models.document_masks import use_document_masks
+from pantheraml.models.rope import varying_rope
 from pantheraml.models.tiny import VOCABULARY, CannotShrinkError, tiny_model
 
 logger = log.get(__name__)
@@ -52,6 +53,8 @@ class Verdict:
     """Why attention needs a mask to keep them apart."""
     refused: str | None = None
     """Why the model cannot be trained at all, packed or not."""
+    within: int | None = None
+    """Tokens of the longest document that may be packed, where `reason` says why longer ones may not; None: of any."""
 
 
 def judge(
@@ -60,7 +63,11 @@ def judge(
     """What a model with that config (`config.json` as transformers reads it) makes of packed documents, in rows of no
     more than `longest` tokens. `kind` is its class, if that is known."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _judged(_Keyed(key, config), kind, longest, trust_remote_code)
+    verdict = _judged(_Keyed(key, config), kind, longest, trust_remote_code)
+    rope = varying_rope(config) if verdict.ways else None
+    if rope is None or not rope.in_reach(longest):  # a small model's documents do not reach it
+        return verdict
+    return replace(verdict, ways=() if longest else verdict.ways, reason=rope.reason(), within=rope.length)
 
 
 class _Keyed:
@@ -164,7 +171,7 @@ def keep_documents_apart(model: nn.Module, *, longest: int | None = None) -> Ver
         masked = use_document_attention(model)
         if masked is not None:
             others = tuple(way for way in verdict.ways if way != "boundaries")
-            verdict = Verdict(others, masked=masked) if others else Verdict((), masked)
+            verdict = replace(verdict, ways=others, masked=masked) if others else Verdict((), masked)
     if verdict.ways[:1] == ("masks",):
         use_document_masks(decoder_of(model))
     vars(_whole(model))[_VERDICT] = verdict
@@ -221,18 +228,19 @@ def _set_up(model: Any, way: Way) -> Iterator[str | None]:
 
 
 def _in_rows(model: Any, rows: Sequence[Sequence[Tensor]], *, masked: bool) -> list[Tensor]:
-    """What is computed for each document in rows as training lays them out: positions restart with each, and with
-    padding. `masked`: as other trainers do, who tell padding by a mask."""
+    """What is computed for each document in rows as training lays them out: positions restart with each, and within
+    padding before they go beyond those of documents. `masked`: as other trainers do, who tell padding by a mask."""
     ids = torch.zeros(len(rows), _WIDTH, dtype=torch.long)
     positions, kept = torch.empty_like(ids), torch.zeros_like(ids)
     places = []
+    longest = max(len(document) for row in rows for document in row)
     for number, row in enumerate(rows):
         end = 0
         for document in row:
             begin, end = end, end + len(document)
             ids[number, begin:end], positions[number, begin:end] = document, torch.arange(len(document))
             places.append((number, begin, end))
-        positions[number, end:] = torch.arange(_WIDTH - end)
+        positions[number, end:] = torch.arange(_WIDTH - end) % longest
         kept[number, :end] = 1
     if masked:
         return _computed(model, {"input_ids": ids, "attention_mask": kept}, places)

@@ -8,6 +8,7 @@ divided among ranks, their weights can be left unread until then.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pantheraml.base import log
-from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.matching import CannotStream, match_weights
 from pantheraml.models.units import Placement, make_layer, opened_files, put, read_units
 from pantheraml.models.unread import in_decoder_layers, leave_unread
@@ -25,6 +26,9 @@ from pantheraml.models.unread import in_decoder_layers, leave_unread
 logger = log.get(__name__)
 
 FP8_CAPABILITY = (9, 0)
+BUFFER_BYTES = 4 << 30
+"""What a model may keep besides its weights. GPT-Neo has a mask of positions x positions in every layer (128 MiB in all
+of its 2.7 B version), and config.json alone says how many positions."""
 
 
 def stream_model(
@@ -62,9 +66,26 @@ def _skeleton(source: Any, attention: str, dtype: torch.dtype) -> Any:
     # an architecture that computes with its first values while it is built
     except (NotImplementedError, RuntimeError) as err:
         raise CannotStream(f"it cannot be built without memory ({type(err).__name__})") from err
+    _refuse_large_buffers(model)
     if model._get_dtype_plan(dtype):
         raise CannotStream("some of its weights stay in float32")
     return model
+
+
+def check_buffers(source: Any) -> None:
+    """ModelError for a model that would keep more besides its weights than BUFFER_BYTES; it is built without memory."""
+    with contextlib.suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+        _refuse_large_buffers(AutoModelForCausalLM.from_config(source))
+
+
+def _refuse_large_buffers(model: nn.Module) -> None:
+    taken = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    if taken > BUFFER_BYTES:
+        raise ModelError(
+            f"The model would keep {taken >> 30} GiB of tables besides its weights; the most is"
+            f" {BUFFER_BYTES >> 30} GiB.",
+            todo="Check where the model comes from, and the positions in its config.json.",
+        )
 
 
 def _assign(owner: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pantheraml.models.loader import attention_for
 
 VOCABULARY, WINDOW = 128, 8
+_POSITIONS = 128  # more than any row has
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
 _FEWEST_LAYERS, _MOST_LAYERS = 4, 24
 _MOST_WEIGHTS = 30_000_000
@@ -49,6 +50,7 @@ _SIZES: dict[str, int] = {
     **_named(8, "qk_rope_head_dim rotary_dim state_size ssm_state_size mamba_d_state"),
     **_named(24, "q_lora_rank qk_head_dim"),
     **_named(2, "linear_num_key_heads"),
+    **_named(_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
 }
 """Sizes that have to fit each other, whatever they were."""
 _AT_MOST: dict[str, int] = {
@@ -56,7 +58,6 @@ _AT_MOST: dict[str, int] = {
     **_named(2, "num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts n_groups"),
     **_named(1, "n_group num_group num_expert_group topk_group n_shared_experts num_shared_experts"),
     **_named(VOCABULARY, "vocab_size vocab_size_per_layer_input"),
-    **_named(VOCABULARY, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
     **_named(
         WINDOW,
         "sliding_window attention_chunk_size attention_window_size window_size chunk_size mamba_chunk_size block_size"
@@ -65,9 +66,11 @@ _AT_MOST: dict[str, int] = {
 }
 _BEGINS = {"floor_scale": 1, "original_max_position_embeddings": 1, "index_topk": 0, "keep_window_size": 0}
 """Lengths from which on a family treats tokens otherwise: at the token that many, or (0) only at the one after it."""
+_BLOCKS = ("index_block_size", "index_topk_blocks")
+"""Tokens of a block, and how many blocks a token sees."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
 _VARYING = ("longrope", "dynamic")
-"""Rotary embeddings that depend on the longest position of a batch: beyond the length that they were made for."""
+"""Rotary embeddings that change beyond a length, which stays out of reach here: see `rope.py`."""
 _NOT_SIZES = ("id2label", "label2id")
 
 
@@ -133,6 +136,7 @@ def _shrunk(values: dict[str, Any], longest: int | None) -> dict[str, Any]:
     if "head_dim" in values and values["head_dim"] is None:
         small["head_dim"] = _HEAD_DIM
     small |= _rotary(values, small)
+    small |= _blocks(values, longest)
     if isinstance(values.get("attention_hidden_size"), int):  # of two states side by side
         small |= {"attention_hidden_size": 2 * _HIDDEN, "attention_head_dim": 2 * _HIDDEN // _HEADS}
     if values.get("qk_rope_head_dim") and values.get("head_dim") == values["qk_rope_head_dim"]:
@@ -141,7 +145,7 @@ def _shrunk(values: dict[str, Any], longest: int | None) -> dict[str, Any]:
 
 
 def _rotary(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """Rotary embeddings: lists of factors fit smaller heads, and a length that switches them stays what it was."""
+    """Rotary embeddings: lists of factors fit smaller heads, and no row reaches a length that switches them."""
     found = {name: values[name] for name in ("rope_parameters", "rope_scaling") if isinstance(values.get(name), dict)}
     changed: dict[str, Any] = {}
     for name, rope in found.items():
@@ -151,13 +155,27 @@ def _rotary(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
         cut = {key: value[: len(value) * _HEAD_DIM // size] for key, value in lists.items()}
         changed[name] = {**small[name], **cut}
     if "original_max_position_embeddings" in values and "rope_type" not in values:
-        changed["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+        changed["original_max_position_embeddings"] = max(values["original_max_position_embeddings"], _POSITIONS)
     return changed
+
+
+def _out_of_reach(rope: dict[str, Any]) -> dict[str, Any]:
+    original = rope.get("original_max_position_embeddings")
+    return rope if original is None else {**rope, "original_max_position_embeddings": max(original, _POSITIONS)}
+
+
+def _blocks(values: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """Attention to the best blocks of keys: smaller blocks, and fewer unless rows hold no more than are seen."""
+    block, count = (values.get(name) for name in _BLOCKS)
+    if not isinstance(block, int) or not isinstance(count, int):
+        return {}
+    all_seen = longest is not None and block * count >= longest
+    return dict(zip(_BLOCKS, (WINDOW, _POSITIONS if all_seen else min(count, 2)), strict=True))
 
 
 def _smaller(name: str, value: Any, longest: int | None) -> Any:
     if isinstance(value, dict) and name not in _NOT_SIZES:
-        return value if value.get("rope_type") in _VARYING else _shrunk(value, longest)
+        return _out_of_reach(value) if value.get("rope_type") in _VARYING else _shrunk(value, longest)
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float) and name in _BEGINS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.train import ModelConfig
 
 FILE = "trained_on.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class TrainedOn:
     def of(cls, model: ModelConfig) -> TrainedOn:
         folder = model_folder(model)
         config = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16).hexdigest()
-        commit = folder.name if _from_hub(model) and folder.parent.name == "snapshots" else None
+        of_hub = _from_hub(model) and folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
+        commit = folder.name if of_hub else None
         return cls(weights_fingerprint(model), config, commit)
 
     def write(self, adapter: Path) -> None:
@@ -52,7 +55,8 @@ class TrainedOn:
             raise ModelError(
                 f"{FILE}, which says what the adapter was trained on, is damaged.", where=str(path)
             ) from err
-        if not all(isinstance(value, str) for value in (found.fingerprint, found.config, found.commit or "")):
+        texts = all(isinstance(value, str) for value in (found.fingerprint, found.config, found.commit or ""))
+        if not texts or not (found.commit is None or _COMMIT.fullmatch(found.commit)):
             raise ModelError(f"{FILE}, which says what the adapter was trained on, is damaged.", where=str(path))
         return found
 

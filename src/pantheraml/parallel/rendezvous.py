@@ -297,7 +297,7 @@ def _roll_call(
         if shared.get_if_ours(name) is None:
             raise LaunchError(
                 f"{who.one.capitalize()} {rank} at {address} has another run token than {who.one} {place.rank}.",
-                todo="Put --output on a file system that all nodes share, or set PANTHERAML_RUN_TOKEN to the same value"
-                " on all of them. If nobody of yours came, a stranger reaches that port.",
+                todo="Give all of them the same --output, on a file system that all nodes share, or set"
+                " PANTHERAML_RUN_TOKEN to the same value. If nobody of yours came, a stranger reaches that port.",
             )
     return shared

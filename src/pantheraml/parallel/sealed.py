@@ -2,7 +2,7 @@
 
 A store that listens on a network takes keys from whoever connects. With a run token (`launch.run_token`) every value
 is sealed by HMAC-SHA256 over its place and its text, and one whose seal is wrong is an error and is not used. Without a
-token (a store in a file of the user's own, or another launcher's) values are as they are.
+token values are as they are: that is for a store in a file that only the user can reach.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings that a run would not read, because another one rules them out: each is told with the one that wins.
 
-A value that is its default counts as not set, so that the configuration in a run folder, which lists every key, gives
-no warnings of its own.
+Set is what differs from its default, and what was written though it does not, if it turns something on. A section that
+lists every key is that of a run folder, which nobody wrote by hand: there only the values count.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.parallel import ParallelDims
-from pantheraml.specs.train import DataConfig, ModelConfig, StabilityConfig, TrainConfig
+from pantheraml.specs.train import DataConfig, ModelConfig, StabilityConfig, TrainConfig, TrainSettings
 
 Unread = tuple[tuple[str, ...], str]
 """Keys, and why nothing reads them."""
@@ -56,16 +58,40 @@ _DDP = tuple(
 
 
 def without_effect(config: TrainConfig, dims: ParallelDims, *, frozen_fp8: bool) -> tuple[str, ...]:
-    """One sentence for each setting that differs from its default and is not read."""
+    """One sentence for each setting that is not read."""
     usual = TrainConfig(model=ModelConfig(path=""), data=DataConfig(path=""))
     rules = (*_method(config), *_schedule(config), *_guard(config.stability), *_ends(config, frozen_fp8=frozen_fp8))
+    written = _written(config)
     told: dict[str, str] = {}
     for keys, reason in (*rules, *_processes(config, dims)):
         for key in keys:
             value = _value(config, key)
-            if value != _value(usual, key):
+            if value != _value(usual, key) or (value and key in written):
                 told.setdefault(key, f"{key}={_shown(value)} has no effect: {reason}")
     return tuple(told.values())
+
+
+def _written(config: TrainConfig) -> set[str]:
+    """Keys that somebody wrote; of `parallel`, a dataclass, that is not known."""
+    sections = {
+        name: part for name in type(config).model_fields if isinstance(part := getattr(config, name), BaseModel)
+    }
+    return {
+        f"{name}.{key}"
+        for name, part in sections.items()
+        for key in part.model_fields_set
+        if part.model_fields_set < set(type(part).model_fields)
+    }
+
+
+def long_warmup(train: TrainSettings, steps: int) -> str | None:
+    """Warning about a warm-up that takes the whole run of so many steps; None where it does not."""
+    if train.warmup_steps < max(2, steps):
+        return None
+    return (
+        f"train.warmup_steps={train.warmup_steps} takes the whole run of {steps} step(s): the learning rate reaches"
+        f" {train.learning_rate * steps / train.warmup_steps:.3g}, train.schedule has no effect"
+    )
 
 
 def _method(config: TrainConfig) -> Iterator[Unread]:
@@ -101,7 +127,9 @@ def _guard(stability: StabilityConfig) -> Iterator[Unread]:
 
 
 def _ends(config: TrainConfig, *, frozen_fp8: bool) -> Iterator[Unread]:
-    if config.train.eval_every_steps is None:
+    if config.train.eval_every_steps is None and config.checkpoint.every_steps is None:
+        yield ("checkpoint.keep",), "without checkpoint.every_steps there is one checkpoint, at the end"
+    if config.train.eval_every_steps is None and config.checkpoint.final == "best":
         yield (
             ("checkpoint.final",),
             "without train.eval_every_steps there is one evaluation, at the end, and the last weights are the best",

@@ -24,6 +24,11 @@ MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
 """Values of a file, each as often as aliases repeat it: a few lines of nested aliases stand for gigabytes."""
 MAX_DEPTH = 32
+MAX_DIGITS = 100
+"""Characters of a number: YAML takes 1:1:1 for one to the base of 60, and a long one for longer than anybody waits."""
+_VALUE_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What PyYAML raises for a date such as 2001-99-99."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _SHOWN_CHARACTERS = 80
 """Of a value that is refused."""
 
@@ -51,6 +56,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         node = _compose(text, str(path))
         values = yaml.safe_load(text)
+    except _VALUE_ERRORS as err:
+        raise ConfigError(
+            f"The config file holds a value that is none: {err}.", where=str(path), todo="Put it into quotes."
+        ) from err
     except yaml.YAMLError as err:
         if not isinstance(err, yaml.MarkedYAMLError):
             raise ConfigError(f"The config file is not valid YAML: {err}.", where=str(path)) from err
@@ -83,6 +92,8 @@ def _size(node: yaml.Node, known: dict[int, int], depth: int, where: str) -> int
     if depth > MAX_DEPTH:  # an alias to a node that it stands in has no end, either
         raise _too_much(f"is nested more than {MAX_DEPTH} levels deep", where)
     if id(node) not in known:
+        if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
+            raise _too_much(f"holds a number of more than {MAX_DIGITS} characters", where)
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         inner = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_size(part, known, depth + 1, where) for part in inner)
@@ -119,7 +130,7 @@ def parse_overrides(settings: Iterable[str]) -> dict[Key, Any]:
         try:
             _compose(text, f"--set {name}")
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, *_VALUE_ERRORS):
             value = text
         found[tuple(name.strip().split("."))] = value
     return found

@@ -7,6 +7,7 @@ weight is missed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,23 @@ from pantheraml.base.errors import ModelError
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 32
 BOUNDS = {
-    2_048: ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"),
-    16_384: ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"),
-    65_536: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    1 << 20: ("hidden_size", "intermediate_size", "n_embd", "d_model", "d_ff", "ffn_dim"),
-    1 << 24: ("vocab_size",),
+    "frequencies": (1 << 63, r"theta|base|seed|length"),
+    "windows": (1 << 31, r"batch|window|cache|buffer"),
+    "tokens": (1 << 24, r"vocab"),
+    "layers": (2_048, r"layers?$|blocks$"),
+    "heads": (16_384, r"heads?$|head_(dim|size|width)$|d_head$|d_kv$"),
+    "experts": (65_536, r"experts$"),
+    "width": (1 << 20, r"(size|dim|width|rank|embd|inner|d_model|d_ff)$"),
+    "positions": (1 << 27, r"position|ctx|seq_len|context"),
 }
-"""Largest value -> the keys that it holds for, under the names that families give them. Each is at least ten times what
-any published model has."""
+"""What is counted -> its largest value, and which keys count it, whatever else families put into their names. The first
+that fits a key holds. Each is at least ten times what any published model has."""
+OTHERS = 1 << 31
+"""For every other whole number: none that large is a size of anything."""
+IN_LISTS = 1 << 24
+"""For whole numbers in lists: some say how often something is repeated, such as gpt_neo's attention_types."""
 
-_LIMITS = {name: limit for limit, names in BOUNDS.items() for name in names}
+_BOUNDS = [(limit, re.compile(pattern)) for limit, pattern in BOUNDS.values()]
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -48,25 +56,29 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ModelError("The model's config.json is not valid JSON.", where=str(path), todo="Get it again.") from err
     if not isinstance(values, dict):
         raise ModelError("The model's config.json holds no settings.", where=str(path), todo="Get it again.")
-    for key, value in _numbers(values, path, 0):
-        if value > _LIMITS.get(key, value):
-            raise _refused(path, f"has {key}={value}, more than the {_LIMITS[key]:,} that are allowed")
+    for key, value, limit in _numbers(values, path):
+        if value > limit:
+            shown = str(value) if value < 1 << 63 else "a number of more than 63 bits"
+            raise _refused(path, f"has {key}={shown}, more than the {limit:,} that are allowed")
     return values
 
 
-def _numbers(value: Any, path: Path, depth: int) -> Iterator[tuple[str, int]]:
-    """Every key with a whole number, at any depth."""
+def _limit(key: str) -> int:
+    return next((limit for limit, pattern in _BOUNDS if pattern.search(key)), OTHERS)
+
+
+def _numbers(value: Any, path: Path, key: str = "", limit: int = OTHERS, depth: int = 0) -> Iterator[Any]:
+    """Every number, at any depth, with the key that it is below and the limit of that."""
     if depth > MAX_DEPTH:
         raise _refused(path, f"is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         for part in value:
-            yield from _numbers(part, path, depth + 1)
+            yield from _numbers(part, path, key, min(limit, IN_LISTS), depth + 1)
     elif isinstance(value, dict):
-        for key, part in value.items():
-            if isinstance(part, int):
-                yield key, part
-            else:
-                yield from _numbers(part, path, depth + 1)
+        for name, part in value.items():
+            yield from _numbers(part, path, name, _limit(name), depth + 1)
+    elif isinstance(value, int) or (isinstance(value, float) and limit < IN_LISTS):
+        yield key, value, limit
 
 
 def _refused(path: Path, what: str) -> ModelError:

@@ -14,10 +14,10 @@ from pantheraml.specs.parallel import DIMENSIONS, Degree
 
 
 def split_commas(value: object) -> object:
-    """`2,2,2,15`, as people write lists on a command line."""
+    """`2,2,2,15`, as people write lists on a command line, where a list of one is a number."""
     if isinstance(value, str) and "," in value:
         return [part.strip() for part in value.split(",")]
-    return value
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 class MultiGPUMode(StrEnum):

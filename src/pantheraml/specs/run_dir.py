@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pantheraml.base.errors import RunDirectoryError
 from pantheraml.base.events import FILE_NAME, read_events
@@ -119,6 +120,21 @@ class RunDir:
             raise RunDirectoryError(
                 f"The plan of this run cannot be read: {err}.", where=str(self.plan_file), todo="Resume or rerun it."
             ) from err
+
+    def data(self) -> dict[str, Any]:
+        """What `data_file` holds: the folders `train` and `eval` (or None), the `format` of rows, and the `sources`
+        (file and unit of each; none where an earlier version wrote it)."""
+        try:
+            found = json.loads(self.data_file.read_text(encoding="utf-8"))
+            if not _describes_data(found):
+                raise ValueError("it describes no data")
+        except (OSError, ValueError, RecursionError) as err:
+            raise RunDirectoryError(
+                "The run folder's data.json, which says what its data is, is missing or damaged.",
+                where=str(self.data_file),
+                todo="Bring the file back, or have `pantheraml resume` prepare the data again.",
+            ) from err
+        return {"sources": [], **found}
 
     def write_config(self, config: TrainConfig) -> None:
         write_text(self.config_file, dump_yaml(config))
@@ -238,6 +254,19 @@ class Replacement:
             for path in self._aside.iterdir():
                 os.rename(path, self._path / path.name)
         shutil.rmtree(self._aside)
+
+
+def _describes_data(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("train"), str)
+        and isinstance(found.get("eval"), str | None)
+        and found.get("format") in ("text", "prompt", "messages", "instruction")
+        and isinstance(found.get("sources", []), list)
+        and all(
+            isinstance(one, list) and [type(part) for part in one] == [str, str] for one in found.get("sources", [])
+        )
+    )
 
 
 def remove_contents(folder: Path) -> None:

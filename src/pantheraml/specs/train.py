@@ -27,6 +27,8 @@ from pantheraml.specs.other_names import translate_to_sections
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Revision = Annotated[str, Field(pattern=r"^[\w+@=-]+([./][\w+@=-]+)*$", max_length=255)]
+"""As git has them: no `..` and no `/` at the beginning, which would lead out of the hub's cache."""
 
 
 def _as_switch(value: Any) -> Any:
@@ -82,7 +84,7 @@ class ModelConfig(Section):
     in train.weights."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: ignore weights and start from `config.json` alone (training from scratch)."""
-    revision: str | None = None
+    revision: Revision | None = None
     """Branch, tag or commit of a hub model."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you have read that code."""

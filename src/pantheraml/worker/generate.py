@@ -26,7 +26,7 @@ def generate_task(folder: Path, emit: EventWriter) -> None:
     request = GenerateRequest.read(folder)
     run, config = received(request, emit)
     tokenizer = load_tokenizer(config.model)
-    data_format = json.loads(run.data_file.read_text())["format"]
+    data_format = run.data()["format"]
     prompts = [render_prompt(data_format, prompt, tokenizer) for prompt in request.prompts]
     begin = time.perf_counter()
     answers = generate(

@@ -6,7 +6,6 @@ numbers too; else the weights of the checkpoint before, or those that the run be
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +46,7 @@ def replayed(request: ReplayRequest, world: World) -> ReplayResult:
     run = RunDir(request.run_dir)
     config = run.received_config(request.consent)
     incident, recorded = read_incident(request.incident)
-    validate(Path(json.loads(run.data_file.read_text())["train"]))
+    validate(Path(run.data()["train"]))
     dataset, _ = open_data(run)
     stepper = Stepper(build_model(config, request.plan, world, silent), config, world, request.plan)
     stepper.model.train()

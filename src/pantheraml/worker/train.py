@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from pantheraml.models.fast import fuse, quantise_head_like_layers, run_together
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.models.packing import keep_documents_apart, require_right_packing
 from pantheraml.models.quantise.trained_fp8 import use_fp8_products
+from pantheraml.models.rope import varying_rope
 from pantheraml.models.trained_on import TrainedOn
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
@@ -129,11 +130,12 @@ def make_loop(
     train_data, eval_data = open_data(run)
     if config.data.packing and not train_data.packed:
         plan = for_padded_rows(config, plan, emit)
-    model = build_model(config, plan, world, emit)
+    model = build_model(config, plan, world, emit, packed=train_data.packed)
     for dataset in (train_data, eval_data):
         check_fits(model, dataset)
     if (message := beyond_positions(model, train_data)) is not None:
         emit("notice", message=message)
+    plan = with_rows_apart(model, config, plan, [train_data, *filter(None, [eval_data])], emit)
     world.wait_for_main()  # ranks may load at different speeds; DDP's own first meeting has the short timeout
     watch.beat()
     stepper = Stepper(model, config, world, plan)
@@ -198,14 +200,14 @@ def trained_on(model: ModelConfig, fingerprint: str) -> TrainedOn:
 
 def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
     """What the `prepare` task left: training and, if there is any, evaluation data."""
-    places = json.loads(run.data_file.read_text())
+    places = run.data()
     evaluation = TokenDataset.open(Path(places["eval"])) if places["eval"] else None
     return TokenDataset.open(Path(places["train"])), evaluation
 
 
 def sources_of(run: RunDir) -> list[Source]:
     """The files of the training data, in order; none where an earlier version prepared it."""
-    return [Source(*source) for source in json.loads(run.data_file.read_text()).get("sources", ())]
+    return [Source(*source) for source in run.data()["sources"]]
 
 
 def check_fits(model: Any, dataset: TokenDataset | None) -> None:
@@ -256,8 +258,25 @@ def for_padded_rows(config: TrainConfig, plan: Plan, emit: Emit) -> Plan:
     return plan.model_copy(update=off)
 
 
-def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn.Module:
-    """The model as it will be trained: loaded in the dtype of its method, with adapters, on this rank's device."""
+def with_rows_apart(model: Any, config: TrainConfig, plan: Plan, datasets: Sequence[TokenDataset], emit: Emit) -> Plan:
+    """`plan` with one row a micro-batch, if a long document would change what is computed for others beside it."""
+    longest = max(dataset.longest_document for dataset in datasets)
+    rope = varying_rope(model.config)
+    if rope is None or not rope.in_reach(longest) or plan.micro_batch_size == 1:
+        return plan
+    reason = f"RoPE ({rope.kind}) changes for a whole micro-batch with a document of more than {rope.length} tokens"
+    if config.train.micro_batch_size != "auto":
+        asked = config.train.micro_batch_size
+        message = f"{reason}: with train.micro_batch_size={asked} the loss depends on what rows stand together; use 1"
+        emit("warning", message=message)
+        return plan
+    emit("choice", **Choice(name="train.micro_batch_size", value=1, reason=reason, automatic=True).model_dump())
+    return plan.model_copy(update={"micro_batch_size": 1})
+
+
+def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, packed: bool = True) -> nn.Module:
+    """The model as it will be trained: loaded in the dtype of its method, with adapters, on this rank's device.
+    `packed`: for rows of several documents."""
     begin = time.perf_counter()
     full = config.method.kind == "full"
     model: Any = load_model(
@@ -273,7 +292,7 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit) -> nn
     if plan.split is not None:
         spread(model, plan.split)
     apart = keep_documents_apart(model, longest=config.data.seq_len)
-    if apart.masked is not None:
+    if apart.masked is not None and packed:
         emit("notice", message=f"documents are kept apart by an attention mask: {apart.masked}")
     model = apply_method(model, config.method, seed=config.train.seed)
     if plan.fp8_products:

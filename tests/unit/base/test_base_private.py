@@ -215,6 +215,19 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     RunDir(folder / "mine").mark()  # the folder of a container's host: what is made in it is one's own
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to somebody else")
+def test_links_of_others_are_not_followed(tmp_path: Path) -> None:
+    """It leads to a folder of this user, which the other has chosen."""
+    private_folder(tmp_path / "own")
+    for name, owner in (("mine", os.geteuid()), ("theirs", STRANGER)):
+        (tmp_path / name).symlink_to("own")
+        os.chown(tmp_path / name, owner, owner, follow_symlinks=False)
+    private_folder(tmp_path / "mine")
+    with pytest.raises(RunDirectoryError, match=f"a link of another user .uid {STRANGER}"):
+        RunDir(tmp_path / "theirs").mark()
+    assert not any((tmp_path / "own").iterdir())
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_second_user_cannot_freeze_a_run() -> None:
     """Who cannot open a file cannot hold its lock."""

@@ -162,11 +162,44 @@ def test_plan_fails_for_what_is_not_there(inputs: list[str], tmp_path: Path) -> 
     assert main(["plan", *inputs, "--model", str(tmp_path)]) == 4
 
 
+def test_plan_fails_for_a_tokenizer_that_is_not_there(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (tmp_path / "absent", tmp_path):
+        assert main(["plan", *inputs, "--set", f"model.tokenizer={folder}"]) == 4
+        assert "model.tokenizer" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["plan", *inputs, "--set", f"model.tokenizer={tmp_path}"]) == 0
+
+
+def test_plan_fails_for_an_unknown_architecture(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "model/config.json"
+    for known in ("llama", "openai-gpt", "gemma3_text"):
+        config.write_text(f'{{"model_type": "{known}"}}')
+        assert main(["plan", *inputs]) == 0
+    config.write_text('{"model_type": "llamma", "auto_map": {}}')
+    capsys.readouterr()
+    assert main(["plan", *inputs]) == 4
+    assert "does not know the model_type 'llamma'" in capsys.readouterr().err
+    assert main(["plan", *inputs, "--set", "model.trust_remote_code=true"]) == 0
+
+
+def test_plan_warns_of_a_warm_up_that_takes_the_whole_run(
+    inputs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *inputs, "--set", "train.max_steps=10", "--set", "train.warmup_steps=100"]) == 0
+    assert "Warning: train.warmup_steps=100 takes the whole run of 10 step(s)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
         (["train", "--lr", "1e-3"], "--set train.learning_rate=VALUE"),
         (["train", "--lora-r=8"], "--set method.rank=VALUE"),
+        (["train", "--lora-rank", "8"], "--set method.rank=VALUE"),
+        (["train", "--lora-target-modules=q_proj"], "--set method.target_modules=VALUE"),
         (["train", "--modle", "x"], "Did you mean --model?"),
         (["verify", "--mode", "x", "--lr"], "See `pantheraml verify --help`"),
     ],

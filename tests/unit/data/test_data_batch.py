@@ -19,7 +19,7 @@ def test_targets_are_labels_shifted_left_and_positions_restart() -> None:
     batch = collate([sequence([5, 6, 7], [8, 9]), sequence([3, 4])], pad_id=1, width=6)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 1], [3, 4, 1, 1, 1, 1]]
     assert batch.targets.tolist() == [[6, 7, -100, 9, -100, -100], [4, -100, -100, -100, -100, -100]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 0]]
     assert batch.tokens == 7
     assert {tensor.dtype for tensor in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
 
@@ -28,8 +28,16 @@ def test_boundaries_end_every_document_and_the_padding() -> None:
     batch = collate([sequence([5, 6, 7], [8, 9]), sequence([3, 4])], pad_id=1, width=6)
     assert batch.boundaries is not None
     assert batch.boundaries.dtype == torch.int32
-    assert batch.boundaries.tolist() == [0, 3, 5, 6, 8, 12, 12, 12, 12]  # five documents, room for eight
-    assert batch.max_length == 4
+    assert batch.boundaries.tolist() == [0, 3, 5, 6, 8, 11, 12, 12, 12]  # six documents, room for eight
+    assert batch.max_length == 3
+
+
+def test_padding_has_no_position_that_no_document_has() -> None:
+    """Beyond them a learned embedding may end, and some rotary ones change for the whole batch."""
+    batch = collate([sequence([5, 6, 7], [8, 9]), sequence([3, 4])], pad_id=1, width=32)
+    assert int(batch.position_ids.max()) == 2
+    assert batch.boundaries is not None
+    assert torch.equal(batch.boundaries.unique()[:-1].long(), (batch.position_ids.flatten() == 0).nonzero().flatten())
 
 
 def test_rows_of_one_whole_document_have_no_boundaries() -> None:

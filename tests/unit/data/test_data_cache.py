@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pantheraml.base.errors import DataError
+from pantheraml.base.errors import DataError, StorageError
+from pantheraml.data import cache
 from pantheraml.data.cache import locked
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import PreparedData, prepare
@@ -162,6 +163,57 @@ def test_runs_that_start_together_prepare_once(
     cached = sorted(seen for _, events in found for kind, seen in events if kind == "data.ready")
     assert cached == [False, True, True]
     assert len(TokenDataset.open(Path(found[0][0]))) > 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
+@pytest.mark.parametrize("planted", ["entry", "file", "link"])
+def test_what_another_user_put_into_a_shared_cache_is_not_used(
+    write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData], events: Any, tmp_path: Path, planted: str
+) -> None:
+    """Data with a checksum of its own that fits: only who wrote it tells."""
+    path = write_jsonl([{"text": f"row {i}"} for i in range(50)])
+    folder = prepared(path).train
+    folder.parent.chmod(0o777)
+    before = (folder / "data.arrow").read_bytes()
+    other = prepared(write_jsonl([{"text": f"evil {i}"} for i in range(50)], name="other.jsonl")).train
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder if planted != "link" else tmp_path / "elsewhere")
+    meta = (other / "meta.json").read_text().replace(other.name, folder.name)
+    if planted == "link":
+        folder.symlink_to(tmp_path / "elsewhere")
+    (folder / "meta.json").write_text(meta)
+    for stranger in {"entry": [folder, *folder.iterdir()], "file": [folder / "data.arrow"], "link": []}[planted]:
+        os.chown(stranger, 12345, 12345)
+    TokenDataset.open(folder)  # by all that it says of itself it is right
+    assert prepared(path).train == folder
+    assert not folder.is_symlink()
+    assert (folder / "data.arrow").read_bytes() == before
+    assert [ready["cached"] for ready in events.of("data.ready")] == [False, False, False]
+    (warning,) = [event["message"] for event in events.of("warning") if "of another user" in event["message"]]
+    assert str(folder) in warning
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
+def test_a_lock_of_another_user_is_not_awaited(tmp_path: Path, events: Any) -> None:
+    tmp_path.chmod(0o777)
+    (tmp_path / "abc.lock").touch()
+    os.chown(tmp_path / "abc.lock", 12345, 12345)
+    with (
+        pytest.raises(StorageError, match=r"belongs to another user \(uid 12345\)") as raised,
+        locked(tmp_path, "abc", events),
+    ):
+        pytest.fail("locked")
+    assert raised.value.where == str(tmp_path / "abc.lock")
+
+
+def test_another_run_is_not_awaited_for_ever(tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.2)
+    with (
+        locked(tmp_path, "abc", events),
+        pytest.raises(StorageError, match=r"held the lock of abc\.lock"),
+        locked(tmp_path, "abc", events),
+    ):
+        pytest.fail("locked")
 
 
 def test_waiting_for_another_run_is_said(tmp_path: Path, events: Any) -> None:

@@ -163,6 +163,29 @@ def test_a_row_beyond_the_bound_is_a_bad_row(tmp_path: Path, monkeypatch: pytest
     assert max(len(getattr(chunk, "data", b"")) for chunk in found) < (1 << 20) + 2000
 
 
+@pytest.mark.parametrize("reader", ["read_parquet", "read_arrow"])
+def test_a_small_file_of_endless_rows_is_refused(tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "file"
+    if reader == "read_parquet":
+        save(pa.table({"text": ["x"] * 300_000}), path, reader)
+    else:  # 2^40 rows, which Arrow believes, since nulls take no room
+        many, more = (np.array([count], dtype=np.int64).tobytes() for count in (123_457, 1 << 40))
+        path.write_bytes(bytes(arrow_stream(pa.nulls(123_457))).replace(many, more))
+    most = bounds.ROWS_BASE + bounds.ROWS_PER_BYTE * path.stat().st_size
+    assert most < 90_000
+    with pytest.raises(DataError, match=f"more than {most} rows") as raised:
+        list(getattr(columnar, reader)(path))
+    assert raised.value.where == str(path)
+
+
+def test_a_small_file_of_endless_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columnar, "DECODED_BASE", 1 << 20)
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 10_000, pa.int32()), ["x" * 5_000])
+    pyarrow.parquet.write_table(pa.table({"text": text}), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(DataError, match=r"more than \d+ MiB of values"):
+        list(columnar.read_parquet(tmp_path / "a.parquet"))
+
+
 LONG_VALUE = "x" * 3_000_000
 REPEATED = {
     "dictionary": pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), [LONG_VALUE]),

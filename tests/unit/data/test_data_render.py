@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -47,6 +48,29 @@ def test_a_template_that_loops_is_stopped_in_generation_too(
     monkeypatch.setattr(render, "RENDER_SECONDS", 0)
     with pytest.raises(ModelError, match="for one conversation"):
         ChatEncoder(with_template(chat_tokenizer, LOOP)).prompt(CONVERSATION[:1])
+
+
+def test_a_template_that_is_slow_to_compile_is_stopped(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jinja computes constants while it compiles, and takes any Exception there for one that it cannot compute."""
+    monkeypatch.setattr(render, "RENDER_SECONDS", 0)
+    begin = time.process_time()
+    with pytest.raises(ModelError, match="more than 0 seconds for one conversation"):
+        encode(chat_tokenizer, "".join(f"{{{{ (7**1500000 > {n}) }}}}" for n in range(100)))
+    assert time.process_time() - begin < 5
+
+
+def test_the_kernels_limit_is_not_put_off_once_time_is_over(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed: list[Any] = []
+    monkeypatch.setattr(render, "_end_if_stuck", renewed.append)
+    renderer = render.Renderer(chat_tokenizer)
+    renderer._look()
+    assert len(renewed) == 1
+    renderer._started = time.process_time() - render.RENDER_SECONDS - 1
+    with pytest.raises(render._TooSlow):
+        renderer._look()
+    assert len(renewed) == 1
 
 
 def test_a_template_that_fills_the_memory_is_stopped(chat_tokenizer: Any) -> None:

@@ -96,7 +96,12 @@ def test_columns_that_nobody_reads_are_named_in_every_run(write_jsonl: Write, pr
 
 def test_a_column_that_first_appears_late_is_named(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
     rows: list[dict[str, Any]] = [{"text": f"row {index}"} for index in range(150)]
-    prepared(write_jsonl([*rows, {"text": "last", "system": "be kind"}]))
+    path = write_jsonl([*rows, {"text": "last", "system": "be kind"}])
+    prepared(path)
+    assert "does not use `system`" in said(events, "warning")
+    events.events.clear()
+    prepared(path)
+    assert events.of("data.ready")[0]["cached"]
     assert "does not use `system`" in said(events, "warning")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from pantheraml.base.errors import DataError
 from pantheraml.data import columnar
 from pantheraml.data.chat import ChatEncoder
 from pantheraml.data.documents import loss_mask
 from pantheraml.data.formats import checked
 from pantheraml.data.rows import RowError
+from tests import toy
 
 # Each as the family's own template does it, less what does not matter here.
 QWEN25 = (
@@ -133,12 +136,51 @@ def test_a_tool_that_answers_nothing_is_accepted(chat_tokenizer: Any) -> None:
 
 
 def test_a_template_that_leaves_calls_out_is_refused(chat_tokenizer: Any) -> None:
-    with pytest.raises(RowError, match="leaves out `weather`"):
+    with pytest.raises(RowError, match="leaves out a call of `weather`"):
         encode(
             chat_tokenizer,
             "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}",
             {"messages": conversation(ARGUMENTS, content=None)},
         )
+
+
+FIRST_CALL_ALONE = """
+{%- for message in messages %}<{{ message.role }}>{{ message.content or '' }}
+{%- if message.tool_calls %}[{{ message.tool_calls[0].function.name }} {{ message.tool_calls[0].function.arguments }}]
+{%- endif %}<E>{%- endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def test_a_name_that_a_user_says_is_no_call(chat_tokenizer: Any) -> None:
+    messages = conversation("{}", content=None)
+    messages[0]["content"] = "Ask for the weather in Köln."
+    with pytest.raises(RowError, match="leaves out a call of `weather`") as caught:
+        encode(chat_tokenizer, toy.TEMPLATE, {"messages": messages, "tools": TOOLS})
+    assert "whose chat template writes tool calls" in str(caught.value.todo)
+
+
+def test_every_call_has_to_be_written(chat_tokenizer: Any) -> None:
+    messages = conversation("{}", content=None)
+    encode(chat_tokenizer, FIRST_CALL_ALONE, {"messages": messages})
+    messages[1]["tool_calls"] *= 2
+    with pytest.raises(RowError, match="leaves out a call of `weather`"):
+        encode(chat_tokenizer, FIRST_CALL_ALONE, {"messages": messages})
+
+
+def test_the_older_form_of_a_call_has_to_be_written(chat_tokenizer: Any) -> None:
+    messages = conversation("{}", content=None)
+    messages[1]["function_call"] = messages[1].pop("tool_calls")[0]["function"]
+    messages[0]["content"] = "Ask for the weather in Köln."
+    with pytest.raises(RowError, match="leaves out a call of `weather`"):
+        encode(chat_tokenizer, toy.TEMPLATE, {"messages": messages})
+
+
+def test_the_error_names_a_tokenizer_that_writes_calls(
+    write_jsonl: Callable[..., Path], prepared: Callable[..., Any], chat_tokenizer: Any
+) -> None:
+    path = write_jsonl([{"messages": conversation("{}", content=None)}])
+    with pytest.raises(DataError, match="whose chat template writes tool calls") as caught:
+        prepared(path, tokenizer=chat_tokenizer)
+    assert "on_bad_row" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]], ids=["list", "text", "texts"])

@@ -68,6 +68,13 @@ def test_documents_are_whole() -> None:
     check(batches, made)
 
 
+def test_what_fills_up_has_no_position_that_no_document_has() -> None:
+    batches = [batch(sequence(3, 5), width=8), batch(sequence(4), width=32)]
+    made = uniform(batches, at_least=3)
+    check(batches, made)
+    assert [int(part.max()) for part in made.position_ids] == [4, 3, 4]
+
+
 def test_rows_that_are_one_document_have_no_boundaries() -> None:
     made = uniform([batch(sequence(8), sequence(8), width=8), batch(sequence(8), width=8)])
     assert made.shape == (2, 2, 8)
@@ -99,5 +106,5 @@ def test_what_was_made_up_has_no_targets_and_is_apart() -> None:
     made = uniform([batch(sequence(5))], at_least=3)
     assert made.target_counts == (4, 0, 0)
     assert made.boundaries[0] is not None
-    assert made.boundaries[1:] == (None, None)
-    assert torch.equal(made.position_ids[1], torch.arange(8)[None])
+    assert torch.equal(made.position_ids[1], torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]))
+    assert [ends.tolist() for ends in made.boundaries[1:] if ends is not None] == [[0, 5, 8]] * 2

@@ -106,6 +106,12 @@ def test_what_is_said_at_the_end(losses: list[float], words: str | None) -> None
     assert found is None if words is None else words in (found or ""), found
 
 
+@pytest.mark.parametrize(("losses", "advice"), [(EXPLODED, "a lower train"), ([5.75] * 30, "a higher train")])
+def test_the_advice_fits_what_happened(losses: list[float], advice: str) -> None:
+    policy, _ = decided(losses)
+    assert advice in (policy.trend.concern() or "")
+
+
 def test_without_a_vocabulary_the_first_loss_is_left() -> None:
     trend = LossTrend()
     for loss in [*[2.4] * 5, *[4.0] * 30]:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pantheraml.engine.schedule import learning_rate, long_warmup
+from pantheraml.engine.schedule import learning_rate
 from pantheraml.specs.train import TrainSettings
 
 
@@ -27,12 +27,3 @@ def test_cosine_halves_in_the_middle_and_ends_at_its_floor() -> None:
     assert learning_rate(TrainSettings(learning_rate=1.0), 5, 10) == pytest.approx(0.5)
     assert all(a > b for a, b in itertools.pairwise(curve))
     assert learning_rate(TrainSettings(learning_rate=1.0, min_learning_rate_ratio=0.1), 11, 11) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("warmup", "total", "told"), [(0, 1, False), (9, 10, False), (10, 10, True), (200, 10, True)])
-def test_a_warm_up_as_long_as_the_run_is_told(warmup: int, total: int, told: bool) -> None:
-    message = long_warmup(TrainSettings(warmup_steps=warmup, learning_rate=1.0), total)
-    assert (message is not None) == told
-    if warmup == 200:
-        assert message is not None
-        assert "reaches 0.05," in message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +82,25 @@ def test_compiled_kernels_are_kept_where_nobody_else_writes(monkeypatch: pytest.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     assert worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
     assert env.kernel_cache() == {}
+
+
+@pytest.mark.parametrize("planted", ["folder", "link"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
+def test_kernels_that_somebody_else_may_have_put_there_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folder = tmp_path / "inductor"
+    if planted == "folder":
+        folder.mkdir(mode=0o777)
+    else:
+        (tmp_path / "own").mkdir()
+        folder.symlink_to("own")
+    os.chown(folder, 65534, 65534, follow_symlinks=False)
+    used = Path(worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"])
+    assert used.resolve() != folder.resolve()
+    assert (used.stat().st_uid, used.stat().st_mode & 0o777) == (0, 0o700)
+    assert worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"] == str(used), "one for all of a command's workers"
+    assert f"{folder} cannot be used" in caplog.text
+    shutil.rmtree(used)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,41 @@ def test_one_that_the_user_has_chosen(run: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PANTHERAML_RUN_TOKEN", "short")
     with pytest.raises(LaunchError, match="has 5 characters, which can be guessed"), shared_token(run, remove=True):
         pass
+
+
+def test_where_the_folder_around_cannot_be_written_it_is_in_the_cache(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container's --output /output, for a user who may not write to /."""
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path / "cache"))
+    real = os.open
+
+    def refusing(path: Path, *arguments: Any) -> int:
+        if Path(path).parent == run.parent:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *arguments)
+
+    monkeypatch.setattr(run_token.os, "open", refusing)
+    with shared_token(run, remove=False) as second:
+        pass
+    with shared_token(run, remove=True) as first:
+        assert first == second
+        (file,) = (tmp_path / "cache/tokens").iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not file.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_whose_folder_it_is_in_does_not_make_a_file_the_users(run: Path) -> None:
+    """The folder's owner can write there, and would know the token."""
+    file = token_file(run)
+    file.parent.mkdir()
+    file.write_text("0" * 64)
+    file.chmod(0o600)
+    for path in (file, file.parent):
+        os.chown(path, 12345, 12345)
+    with pytest.raises(LaunchError, match="not this user's alone"), shared_token(run, remove=False):
+        pytest.fail("taken")
 
 
 @pytest.mark.parametrize("bad", ["readable", "link", "owner", "empty"])

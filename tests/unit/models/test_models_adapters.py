@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.adapters import (
@@ -25,6 +25,7 @@ from pantheraml.models.adapters import (
 )
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.models.quantise.packed import pack_linears, unpack_linears
+from pantheraml.models.tiny import tiny_model as small_model
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2"]
@@ -219,6 +220,14 @@ def test_one_layer_only_is_adapted_when_named_in_full(tiny_model: Callable[..., 
 def test_a_tied_head_is_refused(tiny_model: Callable[..., Path]) -> None:
     with pytest.raises(UnsupportedModelError, match="shares its weight"):
         adapted(tiny_model("gpt2"), MethodConfig(target_modules=["c_attn", "lm_head"]))
+
+
+def test_layers_that_peft_cannot_adapt_are_named() -> None:
+    mamba: Any = small_model(AutoConfig.for_model("mamba2"))
+    with pytest.raises(UnsupportedModelError, match="'out_proj' is incompatible with Mamba") as caught:
+        apply_method(mamba, MethodConfig(), seed=0)
+    assert "method.target_modules=in_proj." in str(caught.value)
+    apply_method(small_model(AutoConfig.for_model("mamba2")), MethodConfig(target_modules=["in_proj"]), seed=0)
 
 
 def test_parameters_are_counted_as_if_unpacked(tiny_model: Callable[..., Path]) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.loader import check_model, load_model, load_tokenizer
+from pantheraml.specs import hf_config
 from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.train import ModelConfig
 from tests.ports import reserved_port
@@ -72,6 +73,32 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(folder: Path) -> None
         check_model(config(folder))
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ModelError, match="index of the weights is damaged"):
+        check_model(config(folder))
+
+
+NEO = {"model_type": "gpt_neo", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 64,
+       "attention_types": [[["global"], 2]]}  # fmt: skip
+
+
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_a_model_of_few_bytes_that_keeps_gibibytes_beside_its_weights(folder: Path, init: str) -> None:
+    (folder / "config.json").write_text(json.dumps(NEO | {"max_position_embeddings": 300_000}))
+    with pytest.raises(ModelError, match="would keep 167 GiB of tables besides its weights; the most is 4 GiB"):
+        load_model(config(folder, init=init), **HERE)
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "x"}, {"attention_types": 7}, {"num_layers": 3}])
+def test_a_config_that_transformers_refuses(folder: Path, wrong: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(NEO | wrong))
+    with pytest.raises(ModelError, match=r"config\.json cannot be used") as raised:
+        check_model(config(folder))
+    assert raised.value.where == str(folder / "config.json")
+
+
+def test_a_config_that_takes_gibibytes_to_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_config, "IN_LISTS", 1 << 40)
+    (folder / "config.json").write_text(json.dumps(NEO | {"attention_types": [[["global"], 1_000_000_000]]}))
+    with pytest.raises(ModelError, match="more than 2048 MiB of memory to read"):
         check_model(config(folder))
 
 

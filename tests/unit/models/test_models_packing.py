@@ -162,6 +162,65 @@ def test_llama_4_counts_tokens_of_a_row_from_8192_on() -> None:
     assert not judge(config).ways
 
 
+def with_rope(kind: str, length: int) -> Any:
+    if kind == "dynamic":
+        rope = {"rope_type": "dynamic", "factor": 4.0}
+        return AutoConfig.for_model("llama", rope_scaling=rope, max_position_embeddings=length)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    return AutoConfig.for_model("phi3", rope_scaling=rope, original_max_position_embeddings=length)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_documents_are_not_packed_beyond_the_length_at_which_rope_changes(kind: str) -> None:
+    config = with_rope(kind, 64)
+    assert judge(config, longest=64).ways
+    beyond = judge(config, longest=65)
+    assert not beyond.ways
+    assert f"({kind}) changes" in str(beyond.reason)
+    assert "more than 64 tokens" in str(beyond.reason)
+    unknown = judge(config)
+    assert (unknown.ways != (), unknown.within) == (True, 64)
+    model: Any = tiny_model(with_rope(kind, 64))  # which has 128 of them
+    long, short = drawn([200, 20])
+    expected = alone(model, [short])
+    assert float(expected.sum()) == pytest.approx(trained_on(model, [[short, short]]) / 2, rel=1e-4)
+    packed = trained_on(model, [[long, short]])
+    assert packed != pytest.approx(float(alone(model, [long, short]).sum()), rel=1e-4)
+
+
+def test_longer_documents_alone_are_refused_in_a_row() -> None:
+    fast: Any = make_fast(tiny_model(with_rope("longrope", 16)))
+    fast.why_not_packed, fast.packed_within = "it changes", 16
+    short, long = torch.arange(32)[None] % 16, torch.arange(40)[None] % 20
+    fast(input_ids=short, position_ids=short)
+    with pytest.raises(UnsupportedModelError, match="it changes"):
+        fast(input_ids=long, position_ids=long)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", ["gemma2", "stablelm", "gptj"])
+def test_restarting_positions_need_no_word_about_a_cache(name: str, training: bool) -> None:
+    model: Any = tiny_model(FAMILIES[name])
+    keep_documents_apart(model)
+    fast: Any = make_fast(model)
+    for module in fast.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    first, second = drawn([17, 22])
+    expected = fast.eval()(input_ids=second[None]).logits[0]
+    positions = torch.cat([torch.arange(17), torch.arange(22)])[None]
+    fast.train(training)
+    found = fast(input_ids=torch.cat([first, second])[None], position_ids=positions).logits[0, 17:]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    whole = {"input_ids": second[None], "position_ids": torch.arange(22)[None]}
+    assert fast.eval()(**whole).past_key_values is not None
+    assert fast(**whole, use_cache=False).past_key_values is None
+
+
+def test_blocks_of_keys_are_counted_from_the_row_s_beginning() -> None:
+    assert not judge(FAMILIES["minimax_m3_vl_text"], longest=256).ways
+
+
 def test_a_hybrid_without_recurrent_layers_is_packed() -> None:
     attention = AutoConfig.for_model("granitemoehybrid", num_hidden_layers=4, layer_types=["attention"] * 4)
     assert judge(attention).ways

@@ -92,6 +92,12 @@ def test_what_goes_together_is_not() -> None:
         check_together(config(), dims)
 
 
+def test_the_share_of_one_process_is_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"Write 1 number\(s\), such as 16\."):
+        check_together(config(parallel={"batch_shares": "8,8"}, train={"global_batch_size": 16}), ParallelDims())
+    check_together(config(parallel={"batch_shares": 16}, train={"global_batch_size": 16}), ParallelDims())
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_every_named_mode_uses_all_processes(world: int) -> None:
     for dims in named_modes(world).values():

@@ -6,7 +6,9 @@ import pytest
 
 from pantheraml.base.errors import PantheraError
 from pantheraml.planner.choose import choose
+from pantheraml.planner.no_effect import long_warmup
 from pantheraml.specs.config_file import all_keys, load_config, parse_overrides, validate
+from pantheraml.specs.train import TrainSettings
 from tests.unit.planner.test_planner_choose import machine
 
 ALWAYS_READ = """
@@ -18,7 +20,7 @@ train.weight_decay train.beta1 train.beta2 train.eps train.seed train.activation
 train.cuda_graph train.compile train.log_every_steps
 stability.clipping stability.on_nonfinite stability.on_spike stability.update_ratio_every stability.group_norms_every
 stability.debug
-checkpoint.every_steps checkpoint.keep checkpoint.background checkpoint.allow_change
+checkpoint.every_steps checkpoint.background checkpoint.allow_change
 report.html report.sinks
 parallel.mode parallel.world_size parallel.rank parallel.local_rank parallel.device_ids parallel.replicate
 parallel.shard parallel.tensor parallel.pipeline parallel.context parallel.auto_device_map
@@ -65,6 +67,7 @@ NO_EFFECT = {
     "stability.max_skipped_total": ["stability.max_skipped_total=9"],
     "stability.rollback_steps": ["stability.rollback_steps=9"],
     "stability.max_rollbacks": ["stability.max_rollbacks=9"],
+    "checkpoint.keep": ["checkpoint.keep=5"],
     "checkpoint.final": ["data.eval_fraction=0.1", "checkpoint.final=best"],
     "report.project": ["report.project=mine"],
     "parallel.auto_policy": ["parallel.mode=none", "parallel.auto_policy=simple"],
@@ -131,6 +134,41 @@ def test_a_setting_that_does_not_fit_is_refused(key: str) -> None:
 )
 def test_settings_that_are_read_are_not_told(settings: list[str]) -> None:
     assert warnings(*settings) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["train.max_steps=10", "train.epochs=1"], "train.epochs=1.0 has no effect: train.max_steps=10"),
+        (["checkpoint.keep=2"], "checkpoint.keep=2 has no effect: without checkpoint.every_steps"),
+        (["method.kind=full", "method.rank=16"], "method.rank=16 has no effect: method.kind=full"),
+    ],
+)
+def test_a_default_that_was_written_is_told(settings: list[str], told: str) -> None:
+    (message,) = warnings(*settings)
+    assert message.startswith(told)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["method.kind=full", "method.dropout=0"],
+        ["checkpoint.final=last"],
+        ["checkpoint.keep=2", "checkpoint.every_steps=5"],
+        ["checkpoint.keep=2", "data.eval_fraction=0.1", "train.eval_every_steps=5"],  # the best ones are saved
+    ],
+)
+def test_what_happens_anyway_is_not_told(settings: list[str]) -> None:
+    assert warnings(*settings) == ()
+
+
+@pytest.mark.parametrize(("warmup", "total", "told"), [(0, 1, False), (9, 10, False), (10, 10, True), (200, 10, True)])
+def test_a_warm_up_as_long_as_the_run_is_told(warmup: int, total: int, told: bool) -> None:
+    message = long_warmup(TrainSettings(warmup_steps=warmup, learning_rate=1.0), total)
+    assert (message is not None) == told
+    if warmup == 200:
+        assert message is not None
+        assert "reaches 0.05," in message
 
 
 def test_what_is_for_several_processes_is_read_by_several() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,27 @@ def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path, text: str, b
     said = problem(tmp_path, text)
     assert bound in said
     assert len(said) < 500
+
+
+@pytest.mark.parametrize("value", ["1" + ":1" * 120_000, "7" * 5_000, "0." + "1" * 5_000])
+def test_a_number_that_has_no_end_is_refused_at_once(tmp_path: Path, value: str) -> None:
+    begin = time.process_time()
+    path = tmp_path / "config.yaml"
+    path.write_text(f"train: {{seed: {value}}}\n")
+    for read in (lambda: load_config(path), lambda: parse_overrides([f"train.seed={value}"])):
+        with pytest.raises(ConfigError, match="a number of more than 100 characters"):
+            read()
+    assert time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize("value", ["2001-99-99", "!!int x", "!!timestamp x", "!!bool x"])
+def test_a_value_that_is_none_is_an_error_of_the_file(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"train: {{seed: {value}}}\n")
+    with pytest.raises(ConfigError, match="a value that is none") as raised:
+        load_config(path)
+    assert raised.value.where == str(path)
+    assert parse_overrides([f"train.seed={value}"]) == {("train", "seed"): value}, "the key's own check refuses it"
 
 
 def test_an_override_that_stands_for_too_much_is_refused() -> None:

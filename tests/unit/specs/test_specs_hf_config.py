@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pantheraml.base.errors import ModelError
 from pantheraml.specs.hf_config import MAX_BYTES, read_hf_config
@@ -27,6 +30,14 @@ def test_values_come_back(tmp_path: Path) -> None:
     [
         ('{"num_hidden_layers": 20000}', "num_hidden_layers=20000, more than the 2,048"),
         ('{"text_config": {"n_layer": 2049}}', "n_layer=2049, more than the 2,048"),
+        ('{"num_decoder_layers": 20000}', "num_decoder_layers=20000, more than the 2,048"),
+        ('{"num_blocks": 20000}', "num_blocks=20000, more than the 2,048"),
+        ('{"num_blocks": 1e9}', "more than the 2,048"),
+        ('{"attention_types": [[["global"], 1000000000]]}', "attention_types=1000000000, more than the 16,777,216"),
+        ('{"head_dim": 1000000}', "head_dim=1000000, more than the 16,384"),
+        ('{"max_position_embeddings": 1000000000}', "more than the 134,217,728"),
+        ('{"anything": 4294967296}', "more than the 2,147,483,648"),
+        ('{"anything": 1' + "0" * 4000 + "}", "more than 63 bits"),
         ('{"parts": [{"vocab_size": 1000000000}]}', "vocab_size=1000000000, more than the 16,777,216"),
         ('{"a": ' + "[" * 40 + "]" * 40 + "}", "nested more than 32 levels"),
         ('{"a": ' + "[" * 200_000, "nested more than 32 levels"),
@@ -34,13 +45,42 @@ def test_values_come_back(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[]", "holds no settings"),
     ],
-    ids=["layers", "inner layers", "vocabulary", "deep", "deeper", "large", "cut", "list"],
+    ids=[
+        "layers",
+        "inner layers",
+        "decoder layers",
+        "blocks",
+        "blocks as float",
+        "list",
+        "head",
+        "positions",
+        "other",
+        "long",
+        "vocabulary",
+        "deep",
+        "deeper",
+        "large",
+        "cut",
+        "no settings",
+    ],
 )
 def test_what_is_beyond_a_bound_is_refused(tmp_path: Path, text: str, bound: str) -> None:
     with pytest.raises(ModelError, match=bound) as caught:
         read_hf_config(folder(tmp_path, text))
     assert caught.value.where == str(tmp_path / "config.json")
     assert caught.value.todo
+
+
+def test_published_values_are_within_the_bounds(tmp_path: Path) -> None:
+    """Those that stand out (Llama 4 Scout, Falcon-H1, Mamba 2), and the defaults of every family."""
+    values = {"max_position_embeddings": 10_485_760, "rope_theta": 100_000_000_000, "time_step_limit": [0.0, math.inf]}
+    assert read_hf_config(folder(tmp_path, json.dumps(values))) == values
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            values = family().to_dict()
+        except (ImportError, StrictDataclassError):  # it has no defaults, or needs a library that is not here
+            continue
+        read_hf_config(folder(tmp_path, json.dumps(values)))
 
 
 def test_a_folder_without_one(tmp_path: Path) -> None:

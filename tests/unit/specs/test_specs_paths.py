@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from pantheraml.base.errors import ConfigError
+from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.cli.main import main
+from pantheraml.models import hub
 from pantheraml.models.hub import local_folder
 from pantheraml.specs.config_file import all_keys
 from pantheraml.specs.consent import Consent
@@ -60,6 +62,36 @@ def test_a_name_of_the_hub_is_no_path_unless_a_folder_has_it(tmp_path: Path, mon
     (tmp_path / "owner" / "model").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"model\.path"):
         check_roots(config, [root])
+
+
+REVISIONS = ["main", "refs/pr/1", "v1.0.2", "feature/x_y-z", "0123456789" * 4, "step1000-tokens4B"]
+OUTSIDE = ["../../../../jobs/mallory/ref", "..", "a/../../b", "/etc", "a//b", "./a", "a..b", ""]
+
+
+@pytest.mark.parametrize("revision", [*REVISIONS, *OUTSIDE])
+def test_a_revision_is_a_name_and_no_path(revision: str) -> None:
+    if revision in REVISIONS:
+        assert ModelConfig(path="owner/name", revision=revision).revision == revision
+    else:
+        with pytest.raises(ValidationError, match="revision"):
+            ModelConfig(path="owner/name", revision=revision)
+
+
+def test_a_snapshot_outside_the_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hub's client makes of a revision is looked at too."""
+    cache, other = tmp_path / "cache", tmp_path / "jobs/mallory/ref"
+    own = cache / "models--me--tiny" / "snapshots" / ("0" * 40)
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+    (own.parent / "link").symlink_to(other)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(cache))
+    for found in (own, other, own.parent / "link", own / "../../../../jobs/mallory/ref"):
+        monkeypatch.setattr(hub, "snapshot_download", lambda *_, found=found, **__: str(found))
+        if found == own:
+            assert local_folder("me/tiny", revision="main") == own
+        else:
+            with pytest.raises(ModelError, match="leads out of the hub's cache"):
+                local_folder("me/tiny", revision="main")
 
 
 def test_the_operator_says_it_by_the_environment(

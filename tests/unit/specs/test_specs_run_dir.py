@@ -89,3 +89,19 @@ def test_folders_that_are_no_runs_say_so(tmp_path: Path) -> None:
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(RunDirectoryError), RunDir(output).claim(resume=False, overwrite=False):
             pytest.fail("claimed")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "{", "[]", "{}", '{"train": 1, "eval": null, "format": "text"}', '{"train": "a", "eval": null}',
+     '{"train": "a", "eval": null, "format": "evil"}', "[" * 100_000,
+     '{"train": "a", "eval": null, "format": "text", "sources": [["a"]]}'],
+    ids=["none", "cut", "list", "empty", "number", "no format", "format", "deep", "sources"],
+)  # fmt: skip
+def test_a_damaged_description_of_the_data_is_told(tmp_path: Path, text: str | None) -> None:
+    run = RunDir(tmp_path)
+    if text is not None:
+        run.data_file.write_text(text)
+    with pytest.raises(RunDirectoryError, match=r"data\.json.* is missing or damaged") as raised:
+        run.data()
+    assert raised.value.where == str(run.data_file)

@@ -121,7 +121,8 @@ def test_an_adapter_of_an_earlier_version_is_used_with_a_notice(run: RunDir, tmp
     assert "its base is not checked" in said
     (said,) = generate(run, tmp_path / "task")
     assert "its base is not checked" in said
-    for damaged in ("{", "[]", '{"fingerprint": 1, "config": "", "commit": null}'):
+    outside = '{"fingerprint": "", "config": "", "commit": "../../../../somebody/else"}'
+    for damaged in ("{", "[]", '{"fingerprint": 1, "config": "", "commit": null}', outside):
         (run.adapter / trained_on.FILE).write_text(damaged)
         with pytest.raises(ModelError, match="is damaged"):
             own_base(run.config().model, run.adapter)
@@ -140,28 +141,29 @@ def test_of_a_hub_model_the_commit_of_then_is_used(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's `main` has moved on since."""
+    first, second = "a" * 40, "b" * 40
     snapshots = tmp_path / "hub" / "models--owner--name" / "snapshots"
-    shutil.copytree(run.path.parent / "model", snapshots / "aaa")
-    shutil.copytree(run.path.parent / "model", snapshots / "bbb")
-    nudge(snapshots / "bbb")
+    shutil.copytree(run.path.parent / "model", snapshots / first)
+    shutil.copytree(run.path.parent / "model", snapshots / second)
+    nudge(snapshots / second)
     asked: list[str | None] = []
 
     def snapshot(name: str, revision: str | None, patterns: Any) -> Path:
         asked.append(revision)
-        return snapshots / (revision or "aaa")
+        return snapshots / (revision or first)
 
     monkeypatch.setattr(hub, "_snapshot", snapshot)
     config = ModelConfig(path="owner/name")
     base = TrainedOn.of(config)
-    assert base.commit == "aaa"
+    assert base.commit == first
     base.write(run.adapter)
-    monkeypatch.setattr(hub, "_snapshot", lambda name, revision, patterns: snapshots / (revision or "bbb"))
+    monkeypatch.setattr(hub, "_snapshot", lambda name, revision, patterns: snapshots / (revision or second))
     used, notice = own_base(config, run.adapter)
-    assert (used.revision, notice) == ("aaa", None)
-    nudge(snapshots / "aaa")
+    assert (used.revision, notice) == (first, None)
+    nudge(snapshots / first)
     with pytest.raises(ModelError, match="its weights differ") as caught:
         own_base(config, run.adapter)
-    assert "commit aaa" in str(caught.value)
+    assert f"commit {first}" in str(caught.value)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

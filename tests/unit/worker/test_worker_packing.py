@@ -19,6 +19,7 @@ from pantheraml.worker.train import for_padded_rows, open_data
 from tests import toy
 from tests.harness import make_plan, make_run, train_here
 
+LENGTHS = {"original_max_position_embeddings", "max_position_embeddings", "n_positions"}
 REASON = "computes other values for packed documents than for each alone"
 
 
@@ -27,6 +28,10 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
     small = tiny_config(AutoConfig.for_model(family, **changes), longest=64)
     small.vocab_size, small.initializer_range = 320, 0.2
     small.bos_token_id = small.eos_token_id = small.pad_token_id = 1
+    for name in LENGTHS & changes.keys():  # which no row of a tiny model reaches
+        setattr(small, name, changes[name])
+        if name in (getattr(small, "rope_parameters", None) or {}):
+            small.rope_parameters[name] = changes[name]
     for name in ("dropout", "attention_dropout"):
         if hasattr(small, name):
             setattr(small, name, 0.0)
@@ -76,6 +81,49 @@ def test_the_loss_is_that_of_unpacked_documents(tmp_path: Path, family: str) -> 
     padded = eval_loss(tmp_path / "padded", config(model, tmp_path, packing=False))
     assert packed == pytest.approx(padded, rel=1e-5)
     assert open_data(RunDir(tmp_path / "packed"))[0].packed == (family != "mamba2")
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+SHORT: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "phi3": {"original_max_position_embeddings": 64, "rope_scaling": LONGROPE, "sliding_window": None},
+    "llama": {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+}
+"""Models that know 64 positions, or compute with others beyond them."""
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_rows_may_be_longer_than_a_model_s_positions_if_no_document_is(tmp_path: Path, family: str) -> None:
+    model = write_model(tmp_path / "model", family, **SHORT[family])
+    losses = [eval_loss(tmp_path / str(rows), config(model, tmp_path, seq_len=rows)) for rows in (64, 256)]
+    padded = eval_loss(tmp_path / "padded", config(model, tmp_path, seq_len=256, packing=False))
+    assert losses == pytest.approx([padded, padded], rel=1e-5)
+    assert open_data(RunDir(tmp_path / "64"))[0].packed
+    assert open_data(RunDir(tmp_path / "256"))[0].packed == (family == "gpt2")
+
+
+def test_rows_of_other_lengths_do_not_share_a_pass_where_that_matters(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "phi3", **{**SHORT["phi3"], "original_max_position_embeddings": 16})
+    asked = config(model, tmp_path)
+    loss = eval_loss(tmp_path / "run", asked)
+    choices = {event["name"]: event["value"] for event in read_events(tmp_path / "run") if event["kind"] == "choice"}
+    assert choices == {"data.packing": False, "train.micro_batch_size": 1}
+    one = asked.model_copy(update={"train": asked.train.model_copy(update={"global_batch_size": 1})})
+    assert loss == pytest.approx(eval_loss(tmp_path / "one", one), rel=1e-5)
+    by_hand = asked.model_copy(update={"train": asked.train.model_copy(update={"micro_batch_size": 4})})
+    other = eval_loss(tmp_path / "other", by_hand)
+    assert abs(other - loss) > 1e-4, "the case would show nothing"
+    warnings = [event["message"] for event in read_events(tmp_path / "other") if event["kind"] == "warning"]
+    assert any("train.micro_batch_size=4" in message and "longrope" in message for message in warnings)
+
+
+def test_a_mask_is_told_only_where_it_keeps_documents_apart(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "opt")
+    for packing in (True, False):
+        folder = tmp_path / str(packing)
+        eval_loss(folder, config(model, tmp_path, packing=packing))
+        told = [event["message"] for event in read_events(folder) if event["kind"] == "notice"]
+        assert any("kept apart by an attention mask" in message for message in told) == packing
 
 
 def test_a_run_says_that_it_does_not_pack(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pantheraml.engine.guard.signals import StopFlag
 from pantheraml.engine.guard.watch import Watch
@@ -75,3 +78,20 @@ def test_a_rank_is_watched_until_the_result_is_there(tmp_path: Path) -> None:
     assert watched["model.ready"]
     assert watched["model.saved"]
     assert not list(run.stacks.iterdir())
+
+
+@pytest.mark.parametrize("orphaned", [True, False])
+def test_the_end_of_a_parent_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orphaned: bool) -> None:
+    run, finished = ready_run(tmp_path, steps=4), []
+
+    def emit(kind: str, /, **fields: Any) -> None:
+        if kind == "train.finished":
+            finished.append(fields["stopped_by"])
+
+    stop = StopFlag(run.stop_file)
+    stop.signal = signal.SIGTERM
+    if orphaned:
+        monkeypatch.setattr("os.getppid", lambda: 1)
+    with open_world(run.plan(), timeout_seconds=60) as world:
+        train_rank(run, run.config(), run.plan(), world, emit, stop)
+    assert finished == ["the end of its parent process" if orphaned else "request"]

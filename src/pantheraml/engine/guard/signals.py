@@ -6,6 +6,7 @@ only raises a flag; the loop looks at it between steps, where all ranks agree on
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,14 @@ from pantheraml.launch.local import NOTICES
 class StopFlag:
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._parent = os.getppid()
         self.signal: signal.Signals | None = None
         """The first that came, if one did."""
+
+    @property
+    def lost_parent(self) -> bool:
+        """Whether the process that started this one is gone, and did not ask: then the kernel has sent the signal."""
+        return os.getppid() != self._parent and not self._file.exists()
 
     def is_raised(self) -> bool:
         return self.signal is not None or self._file.exists()

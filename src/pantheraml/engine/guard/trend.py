@@ -70,15 +70,16 @@ class LossTrend:
         if self._first is None or self._count < 2 or not (self._diverged or self._count >= RECENT):
             return None
         final = statistics.median(list(self._recent)[-max(1, self._count // 4) :])
-        todo = "a lower train.learning_rate may help"
+        lower = "a lower train.learning_rate may help"
         stuck = self._count >= ENOUGH_STEPS and final > (1 - NEAR) * self._begun
         if abs(final / self._guess - 1) <= NEAR and (self._diverged or stuck):
+            todo = lower if self._diverged else "a higher train.learning_rate, or more steps, may help"
             return (
                 f"the loss ended at {final:.4g}, that of a uniform guess among {self._vocabulary} tokens"
                 f" ({self._guess:.4g}), and began at {self._first:.4g}; {todo}"
             )
         if final > max(ABOVE * self._begun, self._begun + ABOVE_BY):
-            return f"the loss ended at {final:.4g}, above the {self._begun:.4g} that it began at; {todo}"
+            return f"the loss ended at {final:.4g}, above the {self._begun:.4g} that it began at; {lower}"
         return None
 
     def to_state(self) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
+from pathlib import Path
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.readers.sinks.sink import Backend, RunIdentity, register, require
@@ -10,14 +12,9 @@ from pantheraml.readers.sinks.sink import Backend, RunIdentity, register, requir
 
 class WeightsAndBiases:
     def __init__(self, identity: RunIdentity) -> None:
+        for folder in (Path.cwd(), identity.run_dir):
+            _refuse_settings(folder)
         wandb = require("wandb", extra="wandb")
-        if (own := identity.run_dir / "wandb" / "settings").exists():
-            # W&B reads it where the command is started in the run folder, and would send the key to any server
-            raise ConfigError(
-                "The run folder has settings of its own for Weights & Biases, which are not obeyed.",
-                where=str(own),
-                todo="Remove that file; your own settings belong into ~/.config/wandb or the environment.",
-            )
         known_as = identity.remembered("wandb") or uuid.uuid4().hex[:12]
         # The console belongs to the progress bar: W&B neither captures nor writes it.
         settings = wandb.Settings(console="off", silent=True)
@@ -44,6 +41,19 @@ class WeightsAndBiases:
     def finish(self, status: str) -> None:
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status == "succeeded" else 1)
+
+
+def _refuse_settings(folder: Path) -> None:
+    """W&B reads a file in the current folder before the environment, and would send the API key to any server that the
+    file names; nothing tells it not to. The folder may be one that somebody else has made."""
+    for name in ("wandb", ".wandb"):
+        if os.path.lexists(own := folder / name / "settings"):
+            raise ConfigError(
+                "The folder has settings of its own for Weights & Biases, which are not obeyed.",
+                where=str(own),
+                todo="Start the command in another folder, or remove that file: your own settings belong into"
+                " ~/.config/wandb/settings or the environment (WANDB_ENTITY, WANDB_BASE_URL).",
+            )
 
 
 @register("wandb")

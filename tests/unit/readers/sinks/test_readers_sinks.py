@@ -15,7 +15,7 @@ import pytest
 
 from pantheraml.base.env import child_environment
 from pantheraml.base.errors import ConfigError, MissingExtraError
-from pantheraml.readers.sinks import open_sink, sink, sink_names
+from pantheraml.readers.sinks import open_sink, sink, sink_names, wandb
 from pantheraml.readers.sinks.sink import RunIdentity, metrics_of, register, require
 
 PUSH = """
@@ -223,12 +223,23 @@ def test_a_received_folder_does_not_choose_the_run_that_is_written_to(
     assert record.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_wandb_takes_no_settings_from_the_run_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["wandb", ".wandb"])
+@pytest.mark.parametrize("place", ["run", "here"])
+def test_wandb_takes_no_settings_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str
+) -> None:
+    """W&B reads those of the current folder, and sends the API key to the server that they name."""
     pytest.importorskip("wandb")
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = https://elsewhere.example\n")
-    with pytest.raises(ConfigError, match="settings of its own"):
-        open_sink("wandb", run_dir=tmp_path, project="p")
+    monkeypatch.setattr(wandb, "require", lambda *_, **__: pytest.fail("W&B was loaded"))
+    (tmp_path / "run").mkdir()
+    settings = tmp_path / place / name / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nbase_url = https://elsewhere.example\n")
+    (tmp_path / "here").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="settings of its own") as raised:
+        open_sink("wandb", run_dir=tmp_path / "run", project="p")
+    assert raised.value.where == str(settings)
 
 
 class Quiet:
