@@ -2,11 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Files of tests are spread over the cores, one thread each: a second one is of no use to models this small. Runs that
-# tests start may have as many as there are cores; those wait asleep, since cores that others need are not for spinning.
+# Test files are spread over the cores, with one thread each: more does not help models this small. Tests start runs with
+# several processes of their own, so idle OpenMP threads sleep instead of spinning.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install install-dev demo test equality check format bench gpu-test clean
+.PHONY: install install-dev demo test test-rest test-all equality check docs format bench gpu-test clean
 
 install: .venv/.installed
 install-dev: .venv/.installed-dev
@@ -25,10 +25,16 @@ install-dev: .venv/.installed-dev
 demo: install
 	$(BIN)/pantheraml demo
 
-# Triton decides when it is imported whether kernels are interpreted, so the interpreter gets a process of its own.
+# Unit tests, a part of the distributed ones, a few end-to-end runs; `make test-all` adds the rest (marker `extended`).
 test: install-dev
-	$(PYTEST)
+	$(PYTEST) -m "not extended" --durations 40 --durations-min 5
+
+# Triton decides at import whether kernels are interpreted, so the interpreter gets a process of its own.
+test-rest: install-dev
+	$(PYTEST) -m extended --durations 40 --durations-min 5
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+
+test-all: test test-rest
 
 # Every mode x method x shares x accumulation x packing x clipping x family against one process; 16 minutes on two cores.
 equality: install-dev
@@ -39,6 +45,10 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/zensical build --strict --config-file mkdocs.yml
+
+docs: install-dev
+	$(BIN)/zensical build --strict --clean --config-file mkdocs.yml
 
 format: install-dev
 	$(BIN)/ruff check --fix .

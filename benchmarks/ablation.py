@@ -1,11 +1,11 @@
-"""What single tricks bring: the same run with and without, everything else as it is by default.
+"""Ablations: the same run with and without one optimization, everything else at its default.
 
-Those that a setting can switch off; each run is the train task on random weights and full sequences, 4 x 2048. All of
-them run in one process, which imports and compiles once, and `8b/4` has a quarter of the layers of an 8B model, so that
-its output head weighs more than in a whole one. docs/performance.md shows the newest row of each. Needs a GPU.
+Covers the optimizations that have a setting; each run is the train task on random weights and full sequences, 4 x 2048.
+All run in one process, which imports and compiles once. `8b/4` has a quarter of the layers of an 8B model, so its
+output head takes a larger share than in the full one. docs/performance.md shows the newest row of each. Needs a GPU.
 
     python benchmarks/run.py ablation                             all of them, some minutes
-    python benchmarks/run.py ablation --set tricks=cuda_graph     some, by name, with commas
+    python benchmarks/run.py ablation --set tricks=cuda_graph     some, by name, comma-separated
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH, SEQ_LEN = 4, 2048
 
 @dataclass(frozen=True)
 class Ablation:
-    """`on` and `off` are settings; `both` are those of either run."""
+    """Settings of the run with (`on`) and without (`off`) the optimization, and of both."""
 
     shape: str
     method: str
@@ -53,7 +53,7 @@ ABLATIONS = {
     "cuda_graph": Ablation("1b", "lora", {"train.cuda_graph": "auto"}, {"train.cuda_graph": "off"}, _FP8),
     "selective": Ablation("8b/4", "lora", {"train.activation_checkpointing": "selective"}, {}, _FP8),
     "offload": Ablation("8b/4", "lora", {"train.activation_checkpointing": "offload"}, {}, _FP8),
-    "nf4_fill": Ablation("8b/4", "qlora", {"train.fused": "auto"}, {"train.fused": "off"}),
+    "nf4_to_fp8": Ablation("8b/4", "qlora", {"train.fused": "auto"}, {"train.fused": "off"}),
     "compile": Ablation(
         "1b", "full", {"train.compile": "on"}, {"train.compile": "off"}, {**_FULL, "train.cuda_graph": "on"}
     ),
@@ -79,7 +79,7 @@ def run(*, tricks: str = "all", steps: int = 12) -> dict[str, Any]:
 
 def _measure(folder: Path, name: str, steps: int) -> dict[str, Any]:
     ablation = ABLATIONS[name]
-    always = {
+    common = {
         "model.path": str(folder / "model"),
         "data.path": str(folder / "data.jsonl"),
         "data.cache_dir": str(folder / "cache"),
@@ -94,23 +94,24 @@ def _measure(folder: Path, name: str, steps: int) -> dict[str, Any]:
     }
     row: dict[str, Any] = {"trick": name, "setting": ablation.setting()}
     for side, settings in (("off", ablation.off), ("on", ablation.on)):
-        speed, peak = train(folder / f"{name}-{side}", {**always, **settings})
+        speed, peak = train(folder / f"{name}-{side}", {**common, **settings})
         row |= {f"{side}_tokens_per_second": speed, f"{side}_peak_gib": peak}
         print(f"{name} {side}: {speed:,.0f} tokens/s, {peak:.2f} GiB", flush=True)
     return row
 
 
 def train(output: Path, settings: Mapping[str, object]) -> tuple[float, float]:
-    """A run in this process: its tokens a second (median of the steps after warm-up) and its peak memory in GiB."""
+    """Train in this process; return tokens per second (median of the steps after warm-up) and peak memory in GiB."""
     import torch
 
-    from pantheraml.base.events import EventWriter, read_events
+    from pantheraml.base.event_stream import EventWriter, read_events
+    from pantheraml.base.events import TrainStep
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
     from pantheraml.readers.summary import WARM_UP_STEPS
     from pantheraml.specs.config_file import validate
     from pantheraml.specs.run_dir import RunDir
-    from pantheraml.worker.start import start_task
+    from pantheraml.worker.prepare_and_train import prepare_and_train_task
 
     sections: dict[str, dict[str, object]] = {"parallel": {"mode": "none"}}
     for key, value in settings.items():
@@ -121,12 +122,12 @@ def train(output: Path, settings: Mapping[str, object]) -> tuple[float, float]:
     run.mark()
     run.write_config(config)
     run.write_plan(choose(config, probe()))
-    gc.collect()  # the run before is held by cycles
+    gc.collect()  # reference cycles keep the last model alive
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with EventWriter(output) as emit:
-        start_task(output, emit)
-    taken = [event for event in read_events(output) if event["kind"] == "train.step"][WARM_UP_STEPS:]
-    speed = statistics.median(event["tokens"] / event["seconds"] for event in taken)
-    shutil.rmtree(output)  # weights and optimizer states: some runs of a full fine-tune fill a disk
+        prepare_and_train_task(output, emit)
+    steps = [event for event in read_events(output) if isinstance(event, TrainStep)][WARM_UP_STEPS:]
+    speed = statistics.median(event.tokens / event.seconds for event in steps)
+    shutil.rmtree(output)  # weights and optimizer states of full fine-tunes would fill the disk
     return speed, torch.cuda.max_memory_allocated() / 2**30

@@ -1,18 +1,17 @@
-"""Whether training over quantised weights comes to what training over bf16 weights comes to, on real text.
+"""Compare fine-tuning over quantized weights with fine-tuning over bf16 weights, on real text.
 
 A small Llama is trained from scratch on prose (docstrings), then fine-tuned with LoRA on code (the standard library),
-with the frozen weights in bf16 and in each quantised form, three seeds each, by the same code that `pantheraml train`
-runs. Reported are the evaluation loss against bf16's with the same seed, and the cosine between the gradients of all
-adapter weights at the first step: as it is (where the gradient of A is zero, since B is), and with a random B. For nf4,
-whose products are in fp8, also both of its parts: what rounding the weights alone changes, with products as bf16 has
-them, and what is ours, the products, over the same weights. `nf4-quantised` is nf4 over what `pantheraml quantise`
-makes of the base with the text of the fine-tune. Or, with `method=full`, all weights are trained, by products in bf16
-and in fp8.
+with the frozen weights in bf16 and in each quantized format, three seeds each, by the same code that `pantheraml train`
+runs. Reported are the evaluation loss relative to bf16 with the same seed, and the cosine between the gradients of all
+adapter weights at the first step: with B zero (where the gradient of A is zero) and with a random B. nf4 runs fp8
+matmuls, so its error is also split in two: that of quantized weights with bf16 matmuls, and that of fp8 matmuls over
+the same weights. `nf4-quantized` is nf4 after `pantheraml quantize` has calibrated the base on the text of the
+fine-tune. With `method=full` all weights are trained, with bf16 and with fp8 matmuls.
 
-    python benchmarks/run.py accuracy                     a GPU: some minutes
+    python benchmarks/run.py accuracy                     on a GPU: some minutes
     python benchmarks/run.py accuracy --set method=full --set precisions=bf16,fp8
-    python benchmarks/run.py accuracy --set size=cpu      a CPU: a quarter of an hour, by the kernels' references
-    python benchmarks/run.py accuracy --set size=tiny     a CPU: a minute, to see that it works
+    python benchmarks/run.py accuracy --set size=cpu      on a CPU: a quarter of an hour, with the reference kernels
+    python benchmarks/run.py accuracy --set size=tiny     on a CPU: a minute, as a smoke test
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+
+from pantheraml.base.events import silent  # isort: skip
 from table import Column, Table, markdown_table, percent
 
 NEEDS_GPU = True
@@ -39,20 +40,19 @@ NEEDS_GPU = True
 LARGEST_DIFFERENCE = 0.005
 SMALLEST_COSINE = 0.99
 
-QUANTISED = "-quantised"
-PRECISIONS = ("bf16", "fp8", "nf4", f"nf4{QUANTISED}", "int8")
-"""What frozen weights can be kept in, as `model.precision` names it; rounded by `pantheraml quantise` or as they are
-loaded."""
+QUANTIZED = "-quantized"
+PRECISIONS = ("bf16", "fp8", "nf4", f"nf4{QUANTIZED}", "int8")
+"""Formats of frozen weights, as in `model.precision`; calibrated by `pantheraml quantize`, or quantized when loaded."""
 
 REFERENCE = "bf16"
 
 METHODS = {"lora": 5e-4, "full": 1e-4}
-"""With their learning rates."""
+"""Learning rate by method."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything; widths are multiples of 128, so that every fused kernel applies."""
+    """Sizes of data, model and run; widths are multiples of 128, so that every fused kernel applies."""
 
     prose_megabytes: float = 8
     code_megabytes: float = 4
@@ -100,61 +100,61 @@ def run(
     *,
     size: str = "small",
     seeds: int = 3,
-    precisions: str = "bf16,fp8,nf4,nf4-quantised,int8",
+    precisions: str = "bf16,fp8,nf4,nf4-quantized,int8",
     workers: int = 1,
     method: str = "lora",
 ) -> dict[str, Any]:
-    """`workers`: seeds that are fine-tuned beside each other; such a small model does not fill a GPU."""
+    """`workers`: number of seeds fine-tuned in parallel; such a small model does not fill a GPU."""
     names = precisions.split(",")
     if names[0] != REFERENCE or not set(names) <= set(PRECISIONS):
-        raise SystemExit(f"precisions begins with {REFERENCE}; known: {', '.join(PRECISIONS)}")
+        raise SystemExit(f"precisions must start with {REFERENCE}; known: {', '.join(PRECISIONS)}")
     if method not in METHODS:
-        raise SystemExit(f"method is one of {', '.join(METHODS)}")
+        raise SystemExit(f"method must be one of {', '.join(METHODS)}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), SIZES[size], method)
         facts = bench.train_base()
-        if any(name.endswith(QUANTISED) for name in names):
-            facts |= bench.quantise_base()
+        if any(name.endswith(QUANTIZED) for name in names):
+            facts |= bench.quantize_base()
         if workers == 1:
             results = [row for seed in range(seeds) for row in bench.fine_tunes(names, seed)]
         else:
             with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
                 done = pool.map(bench.fine_tunes, [names] * seeds, range(seeds))
                 results = [row for rows in done for row in rows]
-    asked = {"size": size, "method": method, "seeds": seeds, "precisions": precisions}
-    parameters = {**asked, **asdict(SIZES[size]), **facts}
+    requested = {"size": size, "method": method, "seeds": seeds, "precisions": precisions}
+    parameters = {**requested, **asdict(SIZES[size]), **facts}
     return {"parameters": parameters, "results": results}
 
 
-def _against(row: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """The row with its gradients replaced by how they and the loss compare."""
+def _compare(row: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with its gradients replaced by comparisons of gradients and loss with the reference."""
     plain, random_up = row["gradients"]
-    wanted, wanted_random_up = reference["gradients"]
+    expected, expected_random_up = reference["gradients"]
     parts = {}
     if row["unfused"] is not None:
         parts = {
-            "cosine_of_weights": cosine(row["unfused"], wanted),
+            "cosine_of_weights": cosine(row["unfused"], expected),
             "cosine_of_products": cosine(plain, row["unfused"]),
         }
     return {
         **{name: value for name, value in row.items() if name not in ("gradients", "unfused")},
         **parts,
         "relative_difference": row["eval_loss"] / reference["eval_loss"] - 1,
-        "gradient_cosine": cosine(plain, wanted),
-        "gradient_cosine_random_up": cosine(random_up, wanted_random_up),
+        "gradient_cosine": cosine(plain, expected),
+        "gradient_cosine_random_up": cosine(random_up, expected_random_up),
     }
 
 
 def cosine(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Of all gradients as one long vector."""
-    assert one.keys() == other.keys(), "the two models train other weights"
-    product = math.fsum(float((one[name] * other[name]).sum()) for name in one)
+    """Cosine similarity of all gradients, concatenated."""
+    assert one.keys() == other.keys(), "the two models train different weights"
+    dot = math.fsum(float((one[name] * other[name]).sum()) for name in one)
     squares = (math.fsum(float(g.square().sum()) for g in gradients.values()) for gradients in (one, other))
-    return product / math.sqrt(math.prod(squares))
+    return dot / math.sqrt(math.prod(squares))
 
 
 class Bench:
-    """The corpus, the base model, and runs on them, all in one folder."""
+    """Corpus, base model and runs, all in one folder."""
 
     def __init__(self, folder: Path, size: Size, method: str) -> None:
         self.folder, self.size, self.method = folder, size, method
@@ -163,7 +163,7 @@ class Bench:
         self._write_start()
 
     def train_base(self) -> dict[str, Any]:
-        """Train the base on prose; what there is to know about it."""
+        """Train the base on prose, and return facts about it."""
         import torch
 
         config = self._config(
@@ -195,52 +195,52 @@ class Bench:
             "base_seconds": time.perf_counter() - begin,
         }
 
-    def quantise_base(self) -> dict[str, Any]:
-        """As `pantheraml quantise` does with the text of the fine-tune; what there is to know about it."""
-        from pantheraml.cli.quantise import TOKENS
+    def quantize_base(self) -> dict[str, Any]:
+        """Calibrate the base on the text of the fine-tune, as `pantheraml quantize` does, and return facts about it."""
+        from pantheraml.cli.quantize import TOKENS
         from pantheraml.devices.probe import probe
         from pantheraml.parallel.process_group import open_world
         from pantheraml.planner.choose import choose
-        from pantheraml.specs.tasks import QuantiseRequest
-        from pantheraml.worker.quantise import quantise
+        from pantheraml.specs.tasks import QuantizeRequest
+        from pantheraml.worker.quantize import quantize
 
         model = {"path": str(self.folder / "base" / "model")}
         train = {"global_batch_size": self.size.batch}
         config = self._config(self.code, {"model": model, "method": {}, "train": train})
-        run = written_run(self.folder / "quantise", config)
+        run = written_run(self.folder / "quantize", config)
         run.write_config(config)
         run.write_plan(plan := choose(config, probe()))
-        request = QuantiseRequest(run_dir=run.path, output=self._quantised, tokens=TOKENS)
+        request = QuantizeRequest(run_dir=run.path, output=self._quantized, tokens=TOKENS)
         with open_world(plan, timeout_seconds=60) as world:
-            done = quantise(run, request, world, _silent)
+            done = quantize(run, request, world, silent)
         _free()
-        return {"quantise_tokens": done.tokens, "quantise_seconds": done.seconds}
+        return {"quantize_tokens": done.tokens, "quantize_seconds": done.seconds}
 
     @property
-    def _quantised(self) -> Path:
-        return self.folder / "quantised"
+    def _quantized(self) -> Path:
+        return self.folder / "quantized"
 
     def fine_tunes(self, precisions: Sequence[str], seed: int) -> list[dict[str, Any]]:
-        """One in each of `precisions`, compared with the first."""
+        """Fine-tune in each of `precisions` and compare with the first."""
         reference: dict[str, Any] | None = None
         compared = []
         for precision in precisions:
             row = self.fine_tune(precision, seed)
             reference = reference or row
-            compared.append(_against(row, reference))
-            told = {key: compared[-1][key] for key in ("precision", "seed", "eval_loss", "gradient_cosine")}
-            print(told, file=sys.stderr, flush=True)  # minutes pass, and the machine may be taken away
+            compared.append(_compare(row, reference))
+            figures = {key: compared[-1][key] for key in ("precision", "seed", "eval_loss", "gradient_cosine")}
+            print(figures, file=sys.stderr, flush=True)  # in case the run is cut short
         return compared
 
     def fine_tune(self, precision: str, seed: int) -> dict[str, Any]:
-        """One fine-tune, and the gradients of its first step, without and with a random B (if there is one)."""
+        """Run one fine-tune; also compute the gradients of its first step, with B zero and random (if there is a B)."""
         import torch
 
         lora = {"rank": self.size.rank, "alpha": 2 * self.size.rank} if self.method == "lora" else {}
         on_gpu = torch.cuda.is_available()
-        packing = precision.removesuffix(QUANTISED)
-        base = self.folder / "base" / "model" if packing == precision else self._quantised
-        # Fused layers train weights in bf16 there, so the reference does, too.
+        packing = precision.removesuffix(QUANTIZED)
+        base = self.folder / "base" / "model" if packing == precision else self._quantized
+        # Fused layers train bf16 weights on a GPU, so the reference does too.
         weights = {"weights": "bf16", "optimizer": "adamw_bf16"} if self.method == "full" and on_gpu else {}
         config = self._config(
             self.code,
@@ -253,7 +253,7 @@ class Bench:
                     "learning_rate": METHODS[self.method],
                     "warmup_steps": self.size.steps // 10,
                     "seed": seed,
-                    # On a CPU, too, fp8 takes the way that it takes on a GPU, by the kernels' references.
+                    # On a CPU, fp8 takes the same code path as on a GPU, with the reference kernels.
                     "fused": "auto" if on_gpu or precision == REFERENCE else "on",
                     **weights,
                 },
@@ -261,7 +261,7 @@ class Bench:
         )
         gradients = first_gradients(config, None), first_gradients(config, 0.02)
         unfused = None
-        if packing == "nf4":  # which then multiplies as bf16 does, over the same weights
+        if packing == "nf4":  # unfused: bf16 matmuls over the same weights
             plain = config.train.model_copy(update={"fused": "off"})
             unfused = first_gradients(config.model_copy(update={"train": plain}), None)
         begin = time.perf_counter()
@@ -289,7 +289,7 @@ class Bench:
         return TrainConfig.model_validate({**sections, "data": data, "train": train})
 
     def _write_start(self) -> None:
-        """A tokenizer trained on both domains, and the model's shape."""
+        """Write a tokenizer trained on both domains, and the model's config."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -323,19 +323,15 @@ class Bench:
         ).save_pretrained(self.folder / "start")
 
 
-def _last(events: Sequence[Mapping[str, Any]], kind: str, field: str) -> float:
-    return float(next(event[field] for event in reversed(events) if event["kind"] == kind))
+def _last(events: Sequence[Any], kind: str, field: str) -> float:
+    return float(next(getattr(event, field) for event in reversed(events) if event.kind == kind))
 
 
-def _silent(kind: str, /, **fields: Any) -> None:
-    """An Emit for those who do not listen."""
-
-
-def train(folder: Path, config: Any) -> list[dict[str, Any]]:
-    """What `pantheraml train` does, in this process: the events of the run."""
-    from pantheraml.base.events import EventWriter, read_events
+def train(folder: Path, config: Any) -> list[Any]:
+    """Train in this process as `pantheraml train` does, and return the events of the run."""
+    from pantheraml.base.event_stream import EventWriter, read_events
     from pantheraml.devices.probe import probe
-    from pantheraml.engine.guard.signals import StopFlag
+    from pantheraml.engine.guard.watchdog import StopFlag
     from pantheraml.parallel.process_group import open_world
     from pantheraml.planner.choose import choose
     from pantheraml.worker.train import train_rank
@@ -348,28 +344,28 @@ def train(folder: Path, config: Any) -> list[dict[str, Any]]:
 
 
 def written_run(folder: Path, config: Any) -> Any:
-    """A run folder with the data of `config`, as the `prepare` task leaves it."""
+    """Create a run folder with the prepared data of `config`, as the `prepare` task does."""
     from pantheraml.data.prepare import prepare
     from pantheraml.models.loader import load_tokenizer
     from pantheraml.specs.run_dir import RunDir
 
     run = RunDir(folder)
     run.mark()
-    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=_silent)
+    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent)
     places = {"train": str(prepared.train), "eval": str(prepared.eval), "format": prepared.format}
     run.data_file.write_text(json.dumps(places))
     return run
 
 
 def first_gradients(config: Any, random_up: float | None) -> dict[str, Any]:
-    """Of every trained weight, on the first global batch; `random_up` is the spread of a B that is not zero."""
+    """Gradients of every trainable weight on the first global batch; `random_up`: standard deviation of a random B."""
     import torch
 
     from pantheraml.data.dataset import TokenDataset
     from pantheraml.data.prepare import prepare
     from pantheraml.devices.probe import probe
-    from pantheraml.engine.feed import Feed
-    from pantheraml.engine.step import Stepper
+    from pantheraml.engine.step.feed import Feed
+    from pantheraml.engine.step.step import Stepper
     from pantheraml.models.adapters import trainable_parameters
     from pantheraml.models.loader import load_tokenizer
     from pantheraml.parallel.process_group import open_world
@@ -377,17 +373,17 @@ def first_gradients(config: Any, random_up: float | None) -> dict[str, Any]:
     from pantheraml.worker.train import build_model
 
     plan = choose(config, probe())
-    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=_silent)
+    prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent)
     with open_world(plan, timeout_seconds=60) as world:
         torch.manual_seed(config.train.seed)
-        model = build_model(config, plan, world, _silent)
+        model = build_model(config, plan, world, silent)
         if random_up is not None:
             generator = torch.Generator().manual_seed(config.train.seed)
             with torch.no_grad():
                 for name, parameter in trainable_parameters(model):
                     if "lora_B" in name:
                         parameter.copy_(random_up * torch.randn(parameter.shape, generator=generator))
-        stepper = Stepper(model, config, world, plan.model_copy(update={"cuda_graph": False}))
+        stepper = Stepper(model, config, world, plan.model_copy(update={"cuda_graph": False})).setup()
         model.train()
         size = config.train.global_batch_size
         feed = Feed(
@@ -407,7 +403,7 @@ def first_gradients(config: Any, random_up: float | None) -> dict[str, Any]:
 
 
 def _free() -> None:
-    """A model holds itself in cycles; the next one needs its memory."""
+    """Free the last model, which has reference cycles: the next one needs its memory."""
     import torch
 
     gc.collect()
@@ -416,7 +412,7 @@ def _free() -> None:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Of the newest for each method and size."""
+    """Summarize the newest record of each method and size."""
     newest = {
         (facts.get("method", "lora"), facts["size"]): record
         for record in reversed(records)
@@ -427,21 +423,23 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _summary(method: str, record: Mapping[str, Any]) -> str:
-    """Means over the seeds, and whether every seed keeps within the bounds."""
+    """Table of means over the seeds, and whether every seed is within the bounds."""
     rows = []
     for precision in record["parameters"]["precisions"].split(","):
         own = [row for row in record["results"] if row["precision"] == precision]
         worst = max(own, key=lambda row: abs(row["relative_difference"]))["relative_difference"]
         cosines = [min(row[name] for row in own) for name in ("gradient_cosine", "gradient_cosine_random_up")]
-        kept = abs(worst) <= LARGEST_DIFFERENCE and min(cosines) >= SMALLEST_COSINE
+        within = abs(worst) <= LARGEST_DIFFERENCE and min(cosines) >= SMALLEST_COSINE
         mean = f"{statistics.mean(row['eval_loss'] for row in own):.4f}"
-        rows.append([precision, mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if kept else "no"])
+        rows.append(
+            [precision, mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if within else "no"]
+        )
     heads = [
-        "frozen weights" if method == "lora" else "products",
+        "frozen weights" if method == "lora" else "matmuls",
         "mean eval loss",
         "worst difference to bf16",
-        "least cosine",
-        "least cosine, random B",
+        "min. gradient cosine",
+        "with random B",
     ]
     bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
     facts = record["parameters"]
@@ -456,8 +454,8 @@ def _summary(method: str, record: Mapping[str, Any]) -> str:
 
 
 ROUNDING = {
-    "nf4": "Rounding each weight to the nearest value that nf4 has",
-    f"nf4{QUANTISED}": "Rounding by the text of the fine-tune (`pantheraml quantise`)",
+    "nf4": "Round-to-nearest nf4",
+    f"nf4{QUANTIZED}": "Calibrated nf4 (`pantheraml quantize`)",
 }
 
 
@@ -473,29 +471,29 @@ def _parts(record: Mapping[str, Any]) -> list[str]:
             weights, products = (min(row[name] for row in own) for name in ("cosine_of_weights", "cosine_of_products"))
             lines += [
                 "",
-                f"{rounding}, with products as bf16 has them, gives a cosine of {weights:.4f} at least. Our products"
-                f" over the same weights have {products:.4f} with those.",
+                f"{rounding} with bf16 matmuls has a cosine of at least {weights:.4f} with bf16; fp8 matmuls over the"
+                f" same weights have {products:.4f} with those.",
             ]
     return lines
 
 
 TABLE = Table(
-    title="Accuracy of quantised weights and products",
+    title="Accuracy of quantization",
     how=(
-        "Fine-tunes of a small Llama that was trained on other text, each against bf16 with the same seed: the"
-        " evaluation loss at the end, and the cosine of the trained weights' gradients at the first step."
+        "Fine-tunes of a small Llama trained on other text, relative to bf16 with the same seed: final evaluation loss,"
+        " and cosine similarity of the trainable weights' gradients at the first step."
     ),
     columns=(
         Column("size", "parameters.size"),
         Column("method", "parameters.method"),
-        Column("weights or products", "precision"),
+        Column("weights or matmuls", "precision"),
         Column("seed", "seed"),
         Column("eval loss", "eval_loss", lambda value: f"{value:.4f}"),
-        Column("against bf16", "relative_difference", lambda value: f"{100 * value:+.2f} %"),
+        Column("relative to bf16", "relative_difference", lambda value: f"{100 * value:+.2f} %"),
         Column("gradient cosine", "gradient_cosine", lambda value: f"{value:.4f}"),
         Column("with random B", "gradient_cosine_random_up", lambda value: f"{value:.4f}"),
-        Column("of the weights alone", "cosine_of_weights", lambda value: f"{value:.4f}"),
-        Column("of the products alone", "cosine_of_products", lambda value: f"{value:.4f}"),
+        Column("weights only", "cosine_of_weights", lambda value: f"{value:.4f}"),
+        Column("matmuls only", "cosine_of_products", lambda value: f"{value:.4f}"),
     ),
     summary=summary,
 )

@@ -1,4 +1,4 @@
-"""How long `pantheraml --help` and `import pantheraml` take, beside an interpreter that does nothing."""
+"""Start-up time of `pantheraml --help` and `import pantheraml`, next to a bare interpreter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from table import Column, Table, milliseconds
 
 TABLE = Table(
-    title="Start of the command line",
-    how="Median wall time of whole processes, taken in turns, after one run of each that is not counted.",
+    title="Command line start-up",
+    how="Median wall time of whole processes, alternating, after one warm-up run of each.",
     columns=(
         Column("`pantheraml --help`", "help_seconds", milliseconds),
         Column("`import pantheraml`", "import_seconds", milliseconds),
@@ -31,7 +31,7 @@ def run(repeats: int = 10) -> dict[str, Any]:
         "python_seconds": [sys.executable, "-c", "pass"],
     }
     times: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(repeats + 1):  # in turns, so that a busy moment of the machine hits all of them
+    for _ in range(repeats + 1):  # alternating, so that a load spike affects all of them
         for name, command in commands.items():
             times[name].append(_seconds(command))
     medians = {name: statistics.median(found[1:]) for name, found in times.items()}

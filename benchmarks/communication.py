@@ -1,6 +1,6 @@
-"""What a process sends in one step, counted in every mode of parallelism with two processes, beside theory.
+"""Collectives and bytes that a process sends per step, counted in every parallel mode with two processes, and theory.
 
-A step of the engine on a small Llama, on CPUs in float32. Counts do not depend on the machine.
+A training step on a small Llama, on CPUs in float32. Counts do not depend on the hardware.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def _kinds(counts: Mapping[str, int]) -> str:
 
 
 TABLE = Table(
-    title="Communication of a step",
-    how="Collectives and sends of one process in one step of the engine, with two processes in float32, counted in"
-    " torch's dispatcher, besides one all-gather of a few numbers; theory follows from the model's shape. Sent:"
-    " what a ring, or a direct send, moves.",
+    title="Communication per step",
+    how="Collectives and sends of one process in one training step, with two processes in float32, counted in torch's"
+    " dispatcher, without one all-gather of a few numbers; theory follows from the model's shape. Sent: bytes that a"
+    " ring, or a direct send, moves.",
     columns=(
         Column("mode", "mode"),
         Column("method", "method"),
         Column("hidden", "parameters.hidden"),
         Column("layers", "parameters.layers"),
-        Column("tokens of a share", "tokens"),
+        Column("tokens per process", "tokens"),
         Column("counted", "counts", _kinds),
         Column("theory", "expected_counts", _kinds),
         Column("tensors", "whole_bytes", _kib),
@@ -48,7 +48,7 @@ def run(
     *, hidden: int = 256, layers: int = 4, vocabulary: int = 2048, seq_len: int = 128, batch: int = 4
 ) -> dict[str, Any]:
     size = {"hidden": hidden, "layers": layers, "vocabulary": vocabulary, "seq_len": seq_len, "batch": batch}
-    # a pipeline with one micro-batch would be cut into two anyway, so that both processes have work
+    # a pipeline would split a single micro-batch into two anyway, so that both processes have work
     cases = [Case(mode, method, passes=2 if mode == "pp" else 1) for method in ("lora", "full") for mode in MODES]
     found = run_ranks("communication", {"size": size, "cases": [asdict(case) for case in cases]})
     shape = Shape(hidden, layers, vocabulary, tokens=batch * seq_len)
@@ -56,7 +56,7 @@ def run(
 
 
 def _row(case: Case, shape: Shape, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the process that sent most."""
+    """Result row of the process that sent most."""
     most = max(ranks, key=lambda rank: rank["sent_bytes"])
     theory = expected(case, shape)
     return {

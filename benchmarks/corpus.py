@@ -1,8 +1,8 @@
-"""Real text that is on every machine that can train: what Python and its packages bring along.
+"""Real text that is available on every host: docstrings and source code of Python and its packages.
 
-Two domains without overlap: prose (the docstrings of installed packages) to train a small model on, and code (the
-standard library's source) to fine-tune it on. The files are taken in an order that depends on their names alone, so the
-same installation gives the same bytes; count and hash of them say whether two results are about the same text.
+Two domains without overlap: prose (docstrings of installed packages) to pretrain a small model, and code (source of the
+standard library) to fine-tune it. The order of files depends only on their names, so the same installation gives the
+same bytes; size and hash tell whether two results used the same text.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 PROSE_PACKAGES = ("torch", "transformers", "numpy", "peft")
 NOT_CODE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 SHORTEST_DOCSTRING = 200
-"""Characters; shorter ones are mostly one line that repeats a name."""
+"""Minimum length in characters; shorter ones mostly repeat a name."""
 PIECE = 1500
-"""Characters of a document, about: a source file is cut at line ends into such pieces, so that none is truncated."""
+"""Approximate length of a document in characters: source files are split at line ends, so that none is truncated."""
 HELD_OUT = 20
-"""One document in this many is for evaluation."""
+"""One document in this many is held out for evaluation."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The files written, and what went into them."""
+    """Written files, and size and hash of their content."""
 
     train: Path
     evaluation: Path
@@ -52,7 +52,7 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def _write(folder: Path, name: str, documents: Iterable[str], limit_bytes: int) -> Domain:
-    """Each document once; packages repeat themselves."""
+    """Write each distinct document once, since packages contain duplicates."""
     domain, seen, size = hashlib.sha256(), set(), 0
     train, evaluation = folder / f"{name}-train.jsonl", folder / f"{name}-eval.jsonl"
     with open(train, "w", encoding="utf-8") as training, open(evaluation, "w", encoding="utf-8") as held_out:
@@ -88,7 +88,7 @@ def _library_files() -> list[Path]:
 
 
 def _shuffled(files: Iterable[tuple[Path, Path]]) -> list[Path]:
-    """In an order that mixes packages, and is the same wherever they are installed."""
+    """Shuffle deterministically, independent of where packages are installed."""
     return [path for path, _ in sorted(files, key=lambda each: hashlib.sha256(each[1].as_posix().encode()).digest())]
 
 
@@ -96,10 +96,10 @@ def _docstrings(files: Iterable[Path]) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in files:
         source = path.read_text(encoding="utf-8", errors="ignore")
-        with warnings.catch_warnings(action="ignore"):  # odd escapes in other people's strings
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in third-party code
             try:
                 tree = ast.parse(source)
-            except SyntaxError:  # templates and files for other versions of Python
+            except SyntaxError:  # templates, and files for other Python versions
                 continue
         for node in ast.walk(tree):
             text = ast.get_docstring(node) if isinstance(node, documented) else None

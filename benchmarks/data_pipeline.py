@@ -1,7 +1,7 @@
-"""How fast, how tightly and in how much memory JSON Lines become packed tokens.
+"""Data preparation: speed, packing efficiency and memory from JSON Lines to packed tokens.
 
-Makes a file of the asked size with log-normal document lengths (always the same bytes), trains a BPE tokenizer on its
-beginning, runs `prepare` in a fresh process, and measures that process and its children from outside.
+Writes a file of the given size with log-normal document lengths (always the same bytes), trains a BPE tokenizer on its
+beginning, runs `prepare` in a new process, and measures that process and its children from outside.
 
     python benchmarks/data_pipeline.py --megabytes 1000 --output result.json
 """
@@ -27,20 +27,20 @@ VOCABULARY_SIZE = 8192
 
 
 def write_documents(path: Path, megabytes: int) -> None:
-    """`{"text": ...}` lines cut from a long stretch of made-up words, some of them frequent and most of them rare."""
+    """Write `{"text": ...}` lines sampled from a long text of made-up words with Zipf-like frequencies."""
     random = np.random.Generator(np.random.Philox(0))
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
     words = ["".join(random.choice(letters, size=random.integers(2, 11))) for _ in range(30_000)]
     frequencies = 1 / (np.arange(len(words)) + 10.0)
     picks = random.choice(len(words), size=2_000_000, p=frequencies / frequencies.sum())
-    stretch = " ".join(words[pick] for pick in picks)
+    text = " ".join(words[pick] for pick in picks)
     left = megabytes * 1_000_000
     with open(path, "w", encoding="utf-8") as file:
         while left > 0:
             lengths = np.exp(random.normal(np.log(MEDIAN_CHARACTERS), SIGMA, 1000)).astype(int).clip(20, 100_000)
-            starts = random.integers(0, len(stretch) - lengths)
+            starts = random.integers(0, len(text) - lengths)
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-                left -= file.write(json.dumps({"text": stretch[start : start + length]}) + "\n")
+                left -= file.write(json.dumps({"text": text[start : start + length]}) + "\n")
                 if left <= 0:
                     break
 
@@ -63,13 +63,14 @@ def train_tokenizer(data: Path, target: Path) -> None:
 
 
 def prepare_once(folder: Path, seq_len: int, workers: int) -> None:
-    """The measured process: prepares the data and prints its `data.ready` event."""
+    """Body of the measured process: prepare the data and print its `data.ready` event."""
     from transformers import PreTrainedTokenizerFast
 
     from pantheraml.data.prepare import prepare
     from pantheraml.specs.train import DataConfig
 
-    def emit(kind: str, /, **fields: Any) -> None:
+    def emit(event: Any, /) -> None:
+        kind, fields = event.kind, event.model_dump()
         if kind == "data.ready":
             print(json.dumps(fields))
 
@@ -81,9 +82,9 @@ def prepare_once(folder: Path, seq_len: int, workers: int) -> None:
 
 
 def peak_memory(process: subprocess.Popen[str]) -> int:
-    """The largest sum of resident memory of a process and its children, until it ends.
+    """Peak resident memory of a process and its children, until it ends.
 
-    Pages that forked children share are counted once per child, so this is an upper bound.
+    Pages shared by forked children count once per child, so this is an upper bound.
     """
     peak = 0
     while process.poll() is None:
@@ -91,13 +92,13 @@ def peak_memory(process: subprocess.Popen[str]) -> int:
             parent = psutil.Process(process.pid)
             peak = max(peak, sum(each.memory_info().rss for each in [parent, *parent.children(recursive=True)]))
         except psutil.NoSuchProcess:
-            continue  # one of them ended between listing and looking
+            continue  # one of them ended in between
         time.sleep(0.05)
     return peak
 
 
 def run(*, megabytes: int = 50, seq_len: int = 2048, workers: int = 0) -> dict[str, Any]:
-    """One measurement: {"parameters": ..., "results": ...}."""
+    """Run one measurement."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "data.jsonl", megabytes)
@@ -134,8 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=50, help="size of the JSON Lines file")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens per packed sequence")
-    parser.add_argument("--workers", type=int, default=0, help="tokenising processes; 0 = one per core")
-    parser.add_argument("--output", type=Path, help="where to write the result; standard output if not given")
+    parser.add_argument("--workers", type=int, default=0, help="tokenizing processes; 0 = one per core")
+    parser.add_argument("--output", type=Path, help="result file (default: standard output)")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.prepare is not None:

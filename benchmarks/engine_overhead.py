@@ -1,9 +1,8 @@
-"""What our training loop costs beside a bare PyTorch loop that does the same work.
+"""Overhead of our training loop over a bare PyTorch loop that does the same work.
 
-The same small Llama, the same batches, the same loss function, the same optimizer. The bare loop only computes; the
-engine besides reads and collates the batches, takes the verdict and writes an event a step. Steps of the two are timed
-in turns, so that both see the same machine; the ratio is the result. It runs once a device: CPU, or the GPU if there is
-one.
+The same small Llama, batches, loss function and optimizer. The bare loop only computes; the engine also reads and
+collates batches, checks the step (guard) and writes an event per step. Steps of the two alternate, so that both see the
+same load; the result is their ratio. Runs on the GPU if there is one, else on the CPU.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from table import Column, Table, milliseconds, percent
 
 TABLE = Table(
     title="Engine overhead",
-    how="Median step of our loop against a bare PyTorch loop on the same model and batches, timed in turns.",
+    how="Median step of our loop relative to a bare PyTorch loop on the same model and batches, alternating.",
     columns=(
         Column("device", "device"),
         Column("parameters", "parameters", lambda value: f"{value / 1e6:.1f} M"),
-        Column("tokens a step", "tokens_per_step"),
+        Column("tokens per step", "tokens_per_step"),
         Column("bare loop", "bare_seconds", milliseconds),
         Column("engine", "engine_seconds", milliseconds),
         Column("overhead", "overhead", percent),
@@ -41,11 +40,11 @@ def run(*, steps: int = 60, hidden: int = 256, layers: int = 4, seq_len: int = 2
 def _measure(folder: Path, *, steps: int, hidden: int, layers: int, seq_len: int, batch: int) -> dict[str, Any]:
     import torch
 
-    from pantheraml.base.events import EventWriter
+    from pantheraml.base.event_stream import EventWriter
     from pantheraml.data.dataset import TokenDataset
-    from pantheraml.engine.guard.signals import StopFlag
+    from pantheraml.engine.guard.watchdog import StopFlag
     from pantheraml.engine.loop import Job, TrainingLoop
-    from pantheraml.engine.step import Stepper
+    from pantheraml.engine.step.step import Stepper
     from pantheraml.parallel.process_group import World
     from pantheraml.specs.run_dir import RunDir
 
@@ -54,7 +53,7 @@ def _measure(folder: Path, *, steps: int, hidden: int, layers: int, seq_len: int
     config, plan, data = _run_parts(folder, steps=2 * steps, seq_len=seq_len, batch=batch, device=device.type)
     dataset = TokenDataset.open(data)
     model = _model(hidden, layers, seq_len).to(device)
-    stepper = Stepper(model, config, world, plan)
+    stepper = Stepper(model, config, world, plan).setup()
     bare = _BareLoop(hidden, layers, seq_len, device, plan.precision)
     bare.take(dataset, batch)
     engine_times: list[float] = []
@@ -95,13 +94,13 @@ def _measure(folder: Path, *, steps: int, hidden: int, layers: int, seq_len: int
 
 
 class _BareLoop:
-    """What one would write by hand: forward, backward, clip, step."""
+    """Hand-written loop: forward, backward, clip, step."""
 
     def __init__(self, hidden: int, layers: int, seq_len: int, device: Any, precision: str) -> None:
         import torch
 
-        from pantheraml.engine.loss import LossModel
-        from pantheraml.engine.step import AUTOCAST
+        from pantheraml.engine.step.loss import LossModel
+        from pantheraml.engine.step.step import AUTOCAST
 
         self.device, self.dtype = device, AUTOCAST.get(precision)
         self.model = LossModel(_model(hidden, layers, seq_len).to(device))
@@ -152,7 +151,7 @@ def _model(hidden: int, layers: int, seq_len: int) -> Any:
 
 
 def _run_parts(folder: Path, *, steps: int, seq_len: int, batch: int, device: str) -> tuple[Any, Any, Path]:
-    """A configuration, its plan, and full-length sequences of random words as prepared data."""
+    """Return a configuration, its plan, and prepared data: full-length sequences of random words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -177,7 +176,7 @@ def _run_parts(folder: Path, *, steps: int, seq_len: int, batch: int, device: st
             "device": device,
         }
     )
-    prepared = prepare(config.data, tokenizer=tokenizer, emit=lambda kind, /, **fields: None)
+    prepared = prepare(config.data, tokenizer=tokenizer, emit=lambda event: None)
     return config, choose(config, probe()), prepared.train
 
 

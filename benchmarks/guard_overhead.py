@@ -1,8 +1,8 @@
-"""What the guard costs: a step with it against the same passes and the same optimizer without any of it.
+"""Overhead of the guard: a step with it, relative to the same passes and optimizer without it.
 
-The bare step neither looks at gradients nor clips them; it reads the loss, as every loop does. The two are taken in
-turns on the same model and batch, now one first and now the other, and the median of the ratios of neighbours is the
-result, so that both see the same machine. One row for each kind of clipping; the default is `global_norm`.
+The bare step neither checks nor clips gradients; it reads the loss, as every loop does. The two alternate on the same
+model and batch, in changing order, so that both see the same load; the result is the median ratio of adjacent steps.
+One row per kind of clipping; the default is `global_norm`.
 
     python benchmarks/run.py guard_overhead --set device=cuda --set shape=1b --set seq_len=2048
 """
@@ -24,13 +24,13 @@ KINDS = ("global_norm", "value", "norm", "adaptive", "percentile", "zclip", "ada
 
 TABLE = Table(
     title="Guard overhead",
-    how="Step with signals, verdict and clipping against one without, taken in turns; median of the ratios."
-    " Seconds on a CPU are those of the process.",
+    how="Step with signals, verdict and clipping relative to one without, alternating; median of the ratios. On a CPU,"
+    " process time.",
     columns=(
         Column("device", "device"),
         Column("method", "method"),
         Column("clipping", "clipping"),
-        Column("trained tensors", "tensors"),
+        Column("trainable tensors", "tensors"),
         Column("bare step", "bare_seconds", milliseconds),
         Column("overhead", "overhead", percent),
     ),
@@ -46,7 +46,7 @@ def run(
     seq_len: int = 512,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """`device`: cpu, cuda, or auto: a GPU if there is one."""
+    """`device`: cpu, cuda, or auto (a GPU if there is one)."""
     import torch
 
     if device == "auto":
@@ -72,12 +72,12 @@ def _measure(folder: Path, kind: str, device: Any, *, method: str, steps: int, s
     import torch
 
     from pantheraml.base.events import silent
-    from pantheraml.engine.judge import Judge
+    from pantheraml.engine.guard.decide import StepJudge
     from pantheraml.parallel.process_group import World
     from pantheraml.specs.run_dir import RunDir
 
     stepper, batches = _step(folder, kind, World(rank=0, size=1, device=device), method=method, seq_len=seq_len)
-    judge = Judge(stepper, RunDir(folder), silent, about={}, keeps=False)
+    judge = StepJudge(stepper, RunDir(folder), silent, about={}, keeps=False)
 
     def guarded(step: int) -> None:
         report = stepper.backward(batches, stop_requested=False)
@@ -91,7 +91,7 @@ def _measure(folder: Path, kind: str, device: Any, *, method: str, steps: int, s
         stepper.clear_gradients()
         total.item()
 
-    # A CPU's neighbours take its time, which a process's own seconds do not count; a GPU is ours alone.
+    # Process time on a CPU excludes other load; a GPU is not shared.
     clock = time.process_time if device.type == "cpu" else time.perf_counter
 
     def seconds(take: Any, step: int) -> float:
@@ -118,18 +118,18 @@ def _measure(folder: Path, kind: str, device: Any, *, method: str, steps: int, s
 
 
 def _step(folder: Path, kind: str, world: Any, *, method: str, seq_len: int) -> tuple[Any, Any]:
-    """A model ready to step, and a batch."""
+    """Return a model ready to step, and a batch."""
     from pantheraml.data.dataset import TokenDataset
     from pantheraml.data.prepare import prepare
     from pantheraml.devices.probe import probe
-    from pantheraml.engine.feed import Feed
-    from pantheraml.engine.step import Stepper
+    from pantheraml.engine.step.feed import Feed
+    from pantheraml.engine.step.step import Stepper
     from pantheraml.models.loader import load_tokenizer
     from pantheraml.planner.choose import choose
     from pantheraml.specs.train import TrainConfig
     from pantheraml.worker.train import build_model
 
-    def silent(kind: str, /, **fields: Any) -> None:
+    def silent(event: Any, /) -> None:
         pass
 
     config = TrainConfig.model_validate(
@@ -144,7 +144,7 @@ def _step(folder: Path, kind: str, world: Any, *, method: str, seq_len: int) -> 
         }
     )
     plan = choose(config, probe())
-    stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
+    stepper = Stepper(build_model(config, plan, world, silent), config, world, plan).setup()
     stepper.model.train()
     data = TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
     with Feed(data, world, seed=0, global_batch=4, micro_batch=4, limit=None) as feed:

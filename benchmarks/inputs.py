@@ -1,7 +1,7 @@
-"""Models with random weights in known shapes, and data in random words: what throughput is measured on.
+"""Inputs of throughput benchmarks: models of known shapes with random weights, and data of random words.
 
-Speed and memory do not depend on what a model has learnt, so nothing needs to be downloaded. Word `t17` is token 17, so
-every system reads the same tokens whichever way it tokenises.
+Speed and memory do not depend on the values of weights, so nothing needs to be downloaded. Word `t17` is token 17, so
+every system reads the same tokens, however it tokenizes.
 
     python benchmarks/inputs.py 8b FOLDER      write a model and its tokenizer (on the GPU if there is one)
 """
@@ -48,14 +48,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES["8b/4"] = SHAPES["8b"] | {"num_hidden_layers": 8}
-"""Beside a tiny one for tests: Llama-3.2-1B's and Llama-3.1-8B's, and a quarter of the latter's layers."""
+"""A tiny one for tests, Llama-3.2-1B, Llama-3.1-8B, and the latter with a quarter of its layers."""
 
 SPECIAL = ("<unk>", "<bos>", "<pad>", "<eos>")
-"""The last tokens of every vocabulary. Padding is a token of its own: some trainers leave it out of the loss."""
+"""Last tokens of every vocabulary. Padding has its own token: some trainers mask it in the loss."""
 
 MEAN_LENGTH = 400
 SIGMA = 0.8
-"""Of the log-normal lengths of uneven documents; the median is then 290 tokens, and one in fifty is over 1,500."""
+"""Parameters of the log-normal document lengths; the median is 290 tokens, and one in fifty is over 1,500."""
 
 
 def write_model(folder: Path, shape: str) -> None:
@@ -109,13 +109,13 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 def write_full_sequences(path: Path, *, shape: str, sequences: int, seq_len: int) -> None:
-    """Every document fills a sequence exactly."""
+    """Write documents that fill a sequence exactly."""
     rng = random.Random(1)
     _write(path, [seq_len] * sequences, _words(shape), rng)
 
 
 def write_uneven_documents(path: Path, *, shape: str, tokens: int, seq_len: int) -> None:
-    """Documents of log-normal lengths, `tokens` in all, none longer than a sequence."""
+    """Write documents of log-normal lengths, `tokens` in total, none longer than a sequence."""
     rng = random.Random(2)
     center = math.log(MEAN_LENGTH) - SIGMA**2 / 2
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""What an op of kernels.py is, the layer that it is measured on, and what the ops have in common."""
+"""Definition of a benchmarked op, the layer shape it is measured on, and helpers shared by the ops."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Inputs = dict[str, Any]
-"""By name. Tensors that require a gradient are what the backward pass is measured on; without any there is none."""
+"""Inputs by name. The backward pass is measured only if some tensors require a gradient."""
 Implementation = Callable[[Inputs], Any]
-"""From inputs to the result; to one tensor, if it is differentiated."""
+"""Function from inputs to the output, which is a single tensor if it is differentiated."""
 
 
 def as_it_is(result: Any) -> tuple[Any, ...]:
@@ -18,10 +18,10 @@ def as_it_is(result: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Op:
-    """`ours` and `reference` do the same work; `exact` is its definition without any rounding (None: the reference).
+    """`ours` and `reference` do the same work; `exact` computes it without rounding (None: the reference).
 
-    `others` are makers: each imports what it needs and returns an implementation, or raises ImportError. `read` makes
-    tensors that can be compared out of a result; its time does not count.
+    `others` are factories: each imports its library and returns an implementation, or raises ImportError. `read`
+    converts an output to comparable tensors and is not timed.
     """
 
     inputs: Inputs
@@ -31,11 +31,11 @@ class Op:
     read: Callable[[Any], tuple[Any, ...]] = as_it_is
     others: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
     not_compiled: str | None = None
-    """Why the reference is not compiled for comparison."""
+    """Why there is no compiled reference, if there is none."""
 
 
 class Layer:
-    """Sizes of a layer, and random bf16 tensors on a device."""
+    """Layer shape, and random bf16 tensors on a device."""
 
     def __init__(self, size: str, device: str) -> None:
         import torch
@@ -59,15 +59,15 @@ class Layer:
 
 
 def either(rows: Any) -> tuple[Any, ...]:
-    """(payload, scales, ...) in e4m3 with a scale per row as the numbers they stand for; a plain tensor as it is."""
+    """Dequantize (qdata, scales, ...) with row scales; return a plain tensor unchanged."""
     if not isinstance(rows, tuple):
         return (rows,)
-    payload, scales = rows[:2]
-    return (payload.float() * scales[:, None],)
+    qdata, scales = rows[:2]
+    return (qdata.float() * scales[:, None],)
 
 
 def e4m3_matrix(layer: Layer, scales: Any, fill: Callable[[Any], None], *, transposed: bool) -> tuple[Any, Any]:
-    """A new e4m3 matrix for gate or up, filled: for the way forward, or transposed, for the way back."""
+    """A new e4m3 matrix for gate or up, filled for the forward pass, or transposed for the backward pass."""
     import torch
 
     shape = (layer.width, layer.inner) if transposed else (layer.inner, layer.width)
@@ -77,7 +77,7 @@ def e4m3_matrix(layer: Layer, scales: Any, fill: Callable[[Any], None], *, trans
     return rows, scales
 
 
-def quantised(rows: Any) -> tuple[Any, Any]:
-    from pantheraml.kernels.quantise_rows import reference_quantise_rows
+def quantized(rows: Any) -> tuple[Any, Any]:
+    from pantheraml.kernels.fp8.quantize_rows import reference_quantize_rows
 
-    return reference_quantise_rows(rows)
+    return reference_quantize_rows(rows)

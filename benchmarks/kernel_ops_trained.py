@@ -1,11 +1,11 @@
-"""The ops of full fine-tunes in fp8: weights that change at every step, and their gradients."""
+"""Ops of full fp8 fine-tuning: casts and gradients of trainable weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from kernel_op import Implementation, Inputs, Layer, Op, e4m3_matrix, either, quantised
+from kernel_op import Implementation, Inputs, Layer, Op, e4m3_matrix, either, quantized
 
 
 def rms_norm_weight_gradient(layer: Layer) -> Op:
@@ -26,9 +26,9 @@ def rms_norm_weight_gradient(layer: Layer) -> Op:
 
 
 def weight_to_e4m3(layer: Layer, *, transposed: bool) -> Op:
-    """Gate or up, as it is trained, to the matrix of a product."""
-    from pantheraml.kernels.trained_weight import reference_weight_to_e4m3, weight_scales
-    from pantheraml.kernels.trained_weight import weight_to_e4m3 as ours
+    """Cast gate or up to the e4m3 operand of a matmul."""
+    from pantheraml.kernels.fp8.weight_cast import reference_weight_to_e4m3, weight_scales
+    from pantheraml.kernels.fp8.weight_cast import weight_to_e4m3 as ours
 
     weight = layer.normal(layer.inner, layer.width)
     scales = weight_scales([weight], layer.inner)
@@ -46,9 +46,9 @@ def weight_to_e4m3(layer: Layer, *, transposed: bool) -> Op:
 
 
 def weight_scales(layer: Layer) -> Op:
-    """One scale for gate and up, which share a matrix."""
-    from pantheraml.kernels.trained_weight import reference_weight_scale as reference
-    from pantheraml.kernels.trained_weight import weight_scales as ours
+    """Shared scale of gate and up, which are one matrix."""
+    from pantheraml.kernels.fp8.weight_cast import reference_weight_scale as reference
+    from pantheraml.kernels.fp8.weight_cast import weight_scales as ours
 
     return Op(
         inputs={name: layer.normal(layer.inner, layer.width) for name in ("gate", "up")},
@@ -57,26 +57,26 @@ def weight_scales(layer: Layer) -> Op:
     )
 
 
-def turned_rows(layer: Layer, *, scaled: bool) -> Op:
-    """The gradient of gate or up turned over, for a product over tokens; `scaled`: with the rows' scales in it."""
+def fp8_transpose(layer: Layer, *, scaled: bool) -> Op:
+    """Transpose the gradient of gate or up for the weight-gradient matmul; `scaled`: fold in the row scales."""
     import torch
 
-    from pantheraml.kernels.turned_rows import reference_turned_rows
-    from pantheraml.kernels.turned_rows import turned_rows as ours
+    from pantheraml.kernels.fp8.transpose import fp8_transpose as ours
+    from pantheraml.kernels.fp8.transpose import reference_fp8_transpose
 
-    payload, scales = quantised(layer.normal(layer.tokens, layer.inner))
+    qdata, scales = quantized(layer.normal(layer.tokens, layer.inner))
     factors = scales if scaled else None
 
     def reference(t: Inputs) -> Any:
         out = torch.empty(layer.inner, layer.tokens, dtype=torch.float8_e4m3fn, device=layer.device)
-        return out, reference_turned_rows(t["payload"], factors, out)
+        return out, reference_fp8_transpose(t["qdata"], factors, out)
 
     return Op(
-        inputs={"payload": payload},
-        ours=lambda t: ours(t["payload"], factors),
+        inputs={"qdata": qdata},
+        ours=lambda t: ours(t["qdata"], factors),
         reference=reference,
-        exact=lambda t: ((t["payload"] * scales[:, None] if scaled else t["payload"]).T, None),
-        read=lambda turned: (turned[0],) if turned[1] is None else either(turned),
+        exact=lambda t: ((t["qdata"] * scales[:, None] if scaled else t["qdata"]).T, None),
+        read=lambda transposed_rows: (transposed_rows[0],) if transposed_rows[1] is None else either(transposed_rows),
     )
 
 
@@ -85,6 +85,6 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "weight_scales": weight_scales,
     "weight_to_e4m3": lambda layer: weight_to_e4m3(layer, transposed=False),
     "weight_to_e4m3, transposed": lambda layer: weight_to_e4m3(layer, transposed=True),
-    "turned_rows": lambda layer: turned_rows(layer, scaled=False),
-    "turned_rows, scaled": lambda layer: turned_rows(layer, scaled=True),
+    "fp8_transpose": lambda layer: fp8_transpose(layer, scaled=False),
+    "fp8_transpose, scaled": lambda layer: fp8_transpose(layer, scaled=True),
 }

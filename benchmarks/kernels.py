@@ -1,12 +1,11 @@
-"""Our kernels against what they replace: the torch reference, eager and compiled, and other libraries' kernels.
+"""Benchmark our kernels against the torch reference, eager and compiled, and other libraries' kernels.
 
-For each op and implementation: its time (forward and backward, where it is differentiable), the memory it takes on top
-of its inputs, and how far its results are from the definition in float32. A kernel of our own is kept where it is at
-least 5 % better. The ops are in kernel_ops.py.
+For each op and implementation: time (forward and backward, if differentiable), memory on top of the inputs, and error
+against the float32 reference. A custom kernel is kept only if it is at least 5 % better. The ops are in kernel_ops.py.
 
-    python benchmarks/run.py kernels                              all of them, on a GPU
-    python benchmarks/run.py kernels --set only=rms_norm          those whose name begins so
-    python benchmarks/run.py kernels --set size=tiny              anywhere, to see that it works
+    python benchmarks/run.py kernels                              all ops, on a GPU
+    python benchmarks/run.py kernels --set only=rms_norm          ops whose name starts with this
+    python benchmarks/run.py kernels --set size=tiny              smoke test on any device
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ def measure_op(name: str, op: Op, repeats: int) -> list[dict[str, Any]]:
     import torch
 
     exact = results(op.exact or op.reference, {key: _float32(value) for key, value in op.inputs.items()}, op)
-    makers: dict[str, Callable[[], Implementation]] = {"ours": lambda: op.ours, "torch, eager": lambda: op.reference}
+    factories: dict[str, Callable[[], Implementation]] = {"ours": lambda: op.ours, "torch, eager": lambda: op.reference}
     if torch.cuda.is_available():
-        makers["torch, compiled"] = lambda: torch.compile(op.reference)
+        factories["torch, compiled"] = lambda: torch.compile(op.reference)
     rows = []
     if torch.cuda.is_available() and op.not_compiled is not None:
-        del makers["torch, compiled"]
+        del factories["torch, compiled"]
         rows.append({"op": name, "implementation": "torch, compiled", "reason": op.not_compiled})
-    for implementation, make in {**makers, **op.others}.items():
+    for implementation, make in {**factories, **op.others}.items():
         row: dict[str, Any] = {"op": name, "implementation": implementation, "shapes": shapes(op.inputs)}
         try:
             rows.append(row | measure(make(), op, exact, repeats))
@@ -67,7 +66,7 @@ def measure_op(name: str, op: Op, repeats: int) -> list[dict[str, Any]]:
 
 
 def _float32(value: Any) -> Any:
-    """Tensors of the same numbers in float32, cut from the graph; anything else as it is."""
+    """Detach floating-point tensors and cast them to float32; return anything else unchanged."""
     import torch
 
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -78,24 +77,26 @@ def _float32(value: Any) -> Any:
 def shapes(inputs: Inputs) -> str:
     import torch
 
-    found = ["x".join(map(str, value.shape)) for value in inputs.values() if isinstance(value, torch.Tensor)]
-    return ", ".join(shape for shape in found if shape)
+    actual = ["x".join(map(str, value.shape)) for value in inputs.values() if isinstance(value, torch.Tensor)]
+    return ", ".join(shape for shape in actual if shape)
 
 
 def call(implementation: Implementation, inputs: Inputs) -> tuple[Any, tuple[Any, ...]]:
-    """What it returns, and the gradients of the inputs that want one. What comes from above is the same for all."""
+    """Output, and gradients of the inputs that require one, for a fixed output gradient."""
     import torch
 
-    trained = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+    differentiated = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.requires_grad]
     out = implementation(inputs)
-    if not trained:
+    if not differentiated:
         return out, ()
-    above = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(out.shape) if out.ndim else None
-    return out, torch.autograd.grad(out, trained, above)
+    output_grad = (
+        torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view(out.shape) if out.ndim else None
+    )
+    return out, torch.autograd.grad(out, differentiated, output_grad)
 
 
 def results(implementation: Implementation, inputs: Inputs, op: Op) -> list[Any]:
-    """Results and gradients as float32 tensors."""
+    """Outputs and gradients as float32 tensors."""
     out, gradients = call(implementation, inputs)
     return [value.detach().float() for value in (*op.read(out), *gradients)]
 
@@ -104,9 +105,9 @@ def measure(implementation: Implementation, op: Op, exact: list[Any], repeats: i
     import torch
 
     cuda = torch.cuda.is_available()
-    found = results(implementation, op.inputs, op)  # compiles and tunes, too
-    error = max(relative_error(*each) for each in zip(found, exact, strict=True))
-    del found
+    actual = results(implementation, op.inputs, op)  # also triggers compilation and autotuning
+    error = max(relative_error(*each) for each in zip(actual, exact, strict=True))
+    del actual
     peak = None
     if cuda:
         torch.cuda.synchronize()
@@ -118,11 +119,11 @@ def measure(implementation: Implementation, op: Op, exact: list[Any], repeats: i
     graph = recorded(several)
     times = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         (graph or several)()
         if cuda:
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / CALLS_A_REPEAT)
+        times.append((time.perf_counter() - start) / CALLS_A_REPEAT)
     return {
         "milliseconds": 1000 * statistics.median(times),
         "peak_gib": peak,
@@ -136,17 +137,17 @@ def calls(implementation: Implementation, op: Op) -> None:
         call(implementation, op.inputs)
 
 
-def relative_error(found: Any, exact: Any) -> float:
-    """Of the whole tensor: the length of the difference over the length of the truth."""
-    return float((found - exact).norm() / exact.norm())
+def relative_error(actual: Any, exact: Any) -> float:
+    """Norm of the difference divided by the norm of the exact tensor."""
+    return float((actual - exact).norm() / exact.norm())
 
 
 TABLE = Table(
     title="Kernels",
     how=(
-        "Median time, forward and backward together where an op is differentiable; recorded: in a CUDA graph, so that"
-        " starting kernels from Python does not count; memory on top of the inputs; the largest relative error (whole"
-        " tensor) of results and gradients against the definition in float32."
+        "Median time, forward and backward together if an op is differentiable; recorded: replayed as a CUDA graph, so"
+        " that kernel launches from Python do not count; memory on top of the inputs; the largest relative error (whole"
+        " tensor) of outputs and gradients against the float32 reference."
     ),
     columns=(
         Column("op", "op"),

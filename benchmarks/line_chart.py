@@ -1,4 +1,4 @@
-"""A chart with lines, as the text of an SVG file: no library, and the same text for the same numbers."""
+"""Line charts as SVG text, without a plotting library; deterministic."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from html import escape
 
 WIDTH, HEIGHT = 860, 360
 LEFT, RIGHT, TOP, BOTTOM = 52, 200, 44, 40
-COLOURS = ("#777777", "#c44e52", "#4c72b0", "#55a868", "#8172b3", "#dd8452", "#937860", "#da8bc3", "#17becf")
-"""Told apart by people who do not see red and green as others do, as far as nine can be."""
+COLORS = ("#777777", "#c44e52", "#4c72b0", "#55a868", "#8172b3", "#dd8452", "#937860", "#da8bc3", "#17becf")
+"""Color-blind friendly, as far as nine colors can be."""
 
 
 @dataclass(frozen=True)
 class Line:
     name: str
     values: Sequence[float | None]
-    """One for each step, the first of which is 1; None is a gap."""
+    """One value per step, from step 1; None is a gap."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class LineChart:
     lines: Sequence[Line]
     y_title: str
     shaded: range = range(0)
-    """Steps (from 1) that are marked."""
+    """Highlighted steps (from 1)."""
     first: int = 1
-    """The step that it begins at."""
+    """First step shown."""
 
     def svg(self) -> str:
         shown = [value for line in self.lines for value in line.values[self.first - 1 :] if value is not None]
@@ -41,13 +41,13 @@ class LineChart:
             *_axes(scale, self.y_title),
         ]
         for number, line in enumerate(self.lines):
-            colour = COLOURS[number % len(COLOURS)]
+            color = COLORS[number % len(COLORS)]
             body += [
-                f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{points}"/>'
-                for points in _stretches(line, scale)
+                f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{points}"/>'
+                for points in _segments(line, scale)
             ]
             y = TOP + 8 + 20 * number
-            body.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{y - 5}" width="14" height="4" fill="{colour}"/>')
+            body.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{y - 5}" width="14" height="4" fill="{color}"/>')
             body.append(f'<text x="{WIDTH - RIGHT + 34}" y="{y + 1}">{escape(line.name)}</text>')
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
@@ -91,8 +91,8 @@ def _axes(scale: _Scale, y_title: str) -> list[str]:
     return [*found, f'<text x="{LEFT}" y="{TOP - 8}" fill="#555555">{escape(y_title)}</text>']
 
 
-def _stretches(line: Line, scale: _Scale) -> list[str]:
-    """The points of each stretch without a gap."""
+def _segments(line: Line, scale: _Scale) -> list[str]:
+    """Point lists of each segment between gaps."""
     found: list[list[str]] = [[]]
     for step, value in enumerate(line.values, start=1):
         if step < scale.first:
@@ -105,6 +105,6 @@ def _stretches(line: Line, scale: _Scale) -> list[str]:
 
 
 def _round_up(value: float) -> float:
-    """To one, two or five times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value)

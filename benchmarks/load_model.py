@@ -1,7 +1,7 @@
-"""Seconds and memory from weights on disk to a packed model on the device, streamed and through the host's memory.
+"""Time and memory to load a quantized model from disk to the device, streamed or through host memory.
 
-A model with random weights in a known shape is written as bf16 safetensors; each way then loads it in a process of its
-own. "Through the host" is what transformers offers: the whole model on the CPU first, packed layer by layer after.
+A model of known shape with random weights is written as bf16 safetensors; each method then loads it in its own process.
+"Through the host" is what transformers offers: load the whole model on the CPU, then quantize it layer by layer.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from typing import Any
 from table import Column, Table
 
 TABLE = Table(
-    title="Loading a model",
-    how="From safetensors on a local disk to the device, each way in a process of its own, after the imports. Warm: the"
-    " files are in the page cache; cold: they are not. Peaks are of the device's memory, and of the host's that is not"
-    " pages of a file.",
+    title="Model loading",
+    how="From safetensors on a local disk to the device, each method in its own process, after the imports. Warm: the"
+    " files are in the page cache; cold: they are not. Host growth: anonymous memory of the process.",
     columns=(
         Column("shape", "parameters.shape"),
-        Column("packed in", "packing"),
-        Column("files", "files"),
+        Column("format", "packing"),
+        Column("page cache", "files"),
         Column("streamed", "streamed_seconds", lambda value: f"{value:.1f} s"),
         Column("through the host", "whole_seconds", lambda value: f"{value:.1f} s"),
-        Column("model", "model_bytes", lambda value: f"{value / 2**30:.2f} GiB"),
+        Column("model size", "model_bytes", lambda value: f"{value / 2**30:.2f} GiB"),
         Column("device peak, streamed", "streamed_device_peak", lambda value: f"{value / 2**30:.2f} GiB"),
         Column("host growth, streamed", "streamed_host_growth", lambda value: f"{value / 2**30:.2f} GiB"),
         Column("host growth, through the host", "whole_host_growth", lambda value: f"{value / 2**30:.2f} GiB"),
@@ -57,11 +56,11 @@ def run(*, shape: str = "8b", packings: tuple[str, ...] = ("fp8", "nf4"), cold: 
 
 
 def _prepare(folder: Path, *, cold: bool) -> None:
-    """Read all weight files, and for a cold start drop them from the page cache again."""
+    """Read all weight files; for a cold start, drop them from the page cache again."""
     for file in folder.glob("*.safetensors"):
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
+            os.fsync(descriptor)  # dirty pages cannot be dropped
             while os.read(descriptor, 1 << 26):
                 pass
             if cold:
@@ -78,7 +77,7 @@ def _measured(folder: Path, packing: str, way: str) -> dict[str, Any]:
 
 
 def child(folder: str, packing: str, way: str) -> None:
-    """In a process of its own: load, and print what it took."""
+    """Load the model and print time and memory. Runs in its own process."""
     import threading
     import time
 
@@ -86,11 +85,11 @@ def child(folder: str, packing: str, way: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from pantheraml.models.loader import load_model
-    from pantheraml.models.quantise.packed import pack_linears
+    from pantheraml.models.quantize.quantized_linear import quantize_linears
     from pantheraml.specs.train import ModelConfig
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.zeros(1, device=device)  # the device's own start is not the model's
+    torch.zeros(1, device=device)  # initialize the device before timing
     done, seen = threading.Event(), [_anonymous()]
 
     def watch() -> None:
@@ -103,10 +102,10 @@ def child(folder: str, packing: str, way: str) -> None:
     try:
         if way == "streamed":
             config = ModelConfig(path=folder)
-            model: Any = load_model(config, dtype=torch.bfloat16, device=device, quantise=packing)  # type: ignore[arg-type]
+            model: Any = load_model(config, dtype=torch.bfloat16, device=device, quantize=packing)  # type: ignore[arg-type]
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-            pack_linears(model, packing, dtype=torch.bfloat16, device=device)  # type: ignore[arg-type]
+            quantize_linears(model, packing, dtype=torch.bfloat16, device=device)  # type: ignore[arg-type]
             model.to(device)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -121,7 +120,7 @@ def child(folder: str, packing: str, way: str) -> None:
 
 
 def _anonymous() -> int:
-    """Bytes of this process that are not pages of a file."""
+    """Anonymous resident memory of this process, in bytes."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) << 10
 

@@ -1,7 +1,7 @@
-"""Time and memory of the optimizer's step on the parameters of a Llama of 1.2 billion, on one GPU.
+"""Time and memory of an optimizer step on the parameters of a 1.2B Llama, on one GPU.
 
-Norm, clip and step together, for every kind of optimizer state and of trained weights; the bandwidth is that of the
-bytes that have to be moved at least.
+Norm, clip and step together, for every optimizer and dtype of trainable weights; bandwidth counts the minimum of bytes
+that must be moved.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ NEEDS_GPU = True
 
 TABLE = Table(
     title="Optimizer step",
-    how="Norm, clip and step on the parameters of a Llama of 1.2 billion; mean of the rounds.",
+    how="Norm, clip and step on the parameters of a 1.2B Llama; mean of the rounds.",
     columns=(
         Column("optimizer", "optimizer"),
         Column("weights", "weights"),
         Column("time", "seconds", lambda value: f"{1000 * value:.2f} ms"),
         Column("bandwidth", "bytes_per_second", lambda value: f"{value / 1e9:,.0f} GB/s"),
-        Column("allocated in the step", "extra_bytes", lambda value: f"{value / 2**20:.2f} MiB"),
+        Column("allocated during the step", "extra_bytes", lambda value: f"{value / 2**20:.2f} MiB"),
     ),
 )
 
@@ -54,15 +54,15 @@ def parameters(weights: str) -> list[tuple[str, Any]]:
 def measure(kind: str, weights: str, rounds: int) -> dict[str, Any]:
     import torch
 
-    from pantheraml.engine.optim import build_optimizer, clip
-    from pantheraml.parallel.local import local_squares
+    from pantheraml.engine.optim.optimizer import build_optimizer, clip
+    from pantheraml.parallel.local_shards import local_squared_norm
     from pantheraml.specs.train import TrainSettings
 
     trained = parameters(weights)
     optimizer = build_optimizer(trained, TrainSettings.model_validate({"optimizer": kind}))
 
     def step() -> None:
-        clip(optimizer, trained, local_squares(trained, trained, ranks=1).sqrt().item(), 1.0)
+        clip(optimizer, trained, local_squared_norm(trained, trained, ranks=1).sqrt().item(), 1.0)
         optimizer.step()
 
     step()

@@ -1,10 +1,10 @@
-"""Attention over packed documents, and over whole rows by torch's kernels: forward and backward of one layer.
+"""Attention kernels over packed documents and over full rows: forward and backward of one layer.
 
 The heads of Llama-3.1-8B in bf16. Documents have log-normal lengths and fill the rows; "mask" is torch's attention with
-the [B, 1, S, S] mask that transformers makes for them (the making is not counted), "boundaries" is our document
-attention, by the kernel that it chooses. The rows' kernels are timed one by one, so that `DENSE_BACKENDS` can be put in
-the order of the results, and so are those for packed documents: torch's, cuDNN's where torch has it, and FlashAttention
-4 where it is installed. Needs a GPU.
+the [B, 1, S, S] mask that transformers builds for them (not timed), "boundaries" is our document attention with the
+kernel it chooses. The kernels for full rows are timed one by one, so that `DENSE_BACKENDS` can be ordered by the
+results, and so are those for packed documents: torch's, cuDNN's if torch has it, and FlashAttention 4 if installed.
+Needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from table import Column, Table
 
 TABLE = Table(
     title="Attention",
-    how="One layer's attention, forward and backward, heads of Llama-3.1-8B in bf16; median of the repeats; recorded:"
-    " in a CUDA graph. Started from Python, FlashAttention 4 takes longer than the others.",
+    how="One attention layer, forward and backward, heads of Llama-3.1-8B in bf16; median of the repeats; graph:"
+    " replayed as a CUDA graph. Launched from Python, FlashAttention 4 takes longer than the others.",
     columns=(
         Column("rows", "parameters.rows"),
         Column("sequence", "parameters.width"),
@@ -30,7 +30,7 @@ TABLE = Table(
         Column("attention", "attention"),
         Column("forward", "forward_seconds", lambda value: "-" if value is None else f"{1000 * value:.3f} ms"),
         Column("with backward", "seconds", lambda value: "-" if value is None else f"{1000 * value:.3f} ms"),
-        Column("recorded", "recorded", lambda value: "yes" if value else "no"),
+        Column("graph", "recorded", lambda value: "yes" if value else "no"),
         Column("peak memory", "peak_bytes", lambda value: "-" if value is None else f"{value / 2**20:.0f} MiB"),
         Column("note", "note", lambda value: value or ""),
     ),
@@ -59,7 +59,7 @@ def run(
     tensors = _tensors(rows, width, device)
     results = []
     ways = _packed_ways(lengths, device)
-    last = ways.pop("cuDNN")  # in a CUDA graph it reads where it may not, after which nothing runs (torch 2.11)
+    last = ways.pop("cuDNN")  # in a CUDA graph: illegal memory access, after which nothing runs (torch 2.11)
     for name, attend in ways.items():
         results.append({**packed, "attention": f"documents: {name}", **_measure(attend, tensors, repeats)})
     backends = {
@@ -76,7 +76,7 @@ def run(
 
 
 def _row(width: int, mean: int, seed: int) -> list[int]:
-    """Document lengths that fill one row; the last is cut."""
+    """Document lengths that fill one row; the last is truncated."""
     import numpy as np
 
     draw = np.random.default_rng(seed)
@@ -87,8 +87,8 @@ def _row(width: int, mean: int, seed: int) -> list[int]:
 
 
 def _tensors(rows: int, width: int, device: str) -> tuple[Any, Any, Any]:
-    """Query, key and value as views of one buffer, as a merged projection leaves them; cut from it, because a CUDA
-    graph cannot begin after an operation that is not in it."""
+    """Query, key and value as views of one buffer, as after a merged projection; detached from it, because a captured
+    backward cannot continue into operations outside the graph."""
     import torch
 
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
     import torch
     import torch.nn.functional as F
 
-    from pantheraml.models.attention import DocumentLayout, _variable_length
+    from pantheraml.models.attention import DocumentLayout, _varlen_attention
 
     flat = [length for row in lengths for length in row]
     boundaries = torch.tensor([0, *itertools.accumulate(flat)], dtype=torch.int32, device=device)
@@ -120,7 +120,7 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
 
     def torchs(query: Any, key: Any, value: Any) -> Any:
         layout = DocumentLayout(boundaries, max(flat))
-        return _variable_length(query, key, value, layout, window=None, scaling=None)
+        return _varlen_attention(query, key, value, layout, window=None, scaling=None)
 
     def cudnn(query: Any, key: Any, value: Any) -> Any:
         flattened = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
@@ -160,7 +160,7 @@ def _rows_by(backend: Any) -> Attend:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend(query: Any, key: Any, value: Any) -> Any:
-        grouped = backend != SDPBackend.EFFICIENT_ATTENTION  # which does not know grouped heads
+        grouped = backend != SDPBackend.EFFICIENT_ATTENTION  # does not support grouped heads
         if not grouped:
             key, value = (t.repeat_interleave(HEADS // KEY_HEADS, dim=1) for t in (key, value))
         with sdpa_kernel(backend):
@@ -182,16 +182,16 @@ def _measure(attend: Attend, tensors: tuple[Any, Any, Any], repeats: int, *, rec
 
     try:
         forward_seconds, _ = _seconds(forward, repeats, record)
-        seconds, is_recorded = _seconds(both, repeats, record)
-    except (RuntimeError, ImportError) as err:  # a kernel that this torch, this device or this machine does not have
+        seconds, is_captured = _seconds(both, repeats, record)
+    except (RuntimeError, ImportError) as err:  # kernel not available in this torch or on this device
         missing = {"forward_seconds": None, "seconds": None, "peak_bytes": None}
         return missing | {"note": (str(err).strip() or type(err).__name__).splitlines()[0]}
-    times: dict[str, Any] = {"forward_seconds": forward_seconds, "seconds": seconds, "recorded": is_recorded}
+    times: dict[str, Any] = {"forward_seconds": forward_seconds, "seconds": seconds, "recorded": is_captured}
     return times | {"peak_bytes": _peak_bytes(both), "note": None}
 
 
 def _seconds(call: Callable[[], None], repeats: int, record: bool) -> tuple[float, bool]:
-    """Of one call, and whether in a CUDA graph; each repeat times several."""
+    """Seconds per call, and whether in a CUDA graph; each repeat times several calls."""
 
     def calls() -> None:
         for _ in range(CALLS_A_REPEAT):
@@ -211,7 +211,7 @@ def _seconds(call: Callable[[], None], repeats: int, record: bool) -> tuple[floa
 
 
 def _peak_bytes(call: Callable[[], None]) -> int | None:
-    """Beyond the inputs; None on a CPU, which does not count."""
+    """Peak memory on top of the inputs; None on a CPU."""
     import torch
 
     if not torch.cuda.is_available():

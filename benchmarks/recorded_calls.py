@@ -1,4 +1,4 @@
-"""Calls as a CUDA graph, so that starting kernels from Python is not what is measured."""
+"""Capture calls as a CUDA graph, so that kernel launches from Python are not part of the measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def recorded(calls: Callable[[], None]) -> Callable[[], None] | None:
-    """They must have run before. None: they ask the GPU for something on their way, or there is none."""
+    """Return the replay of `calls`, which must have run before. None if they synchronize, or without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -16,7 +16,7 @@ def recorded(calls: Callable[[], None]) -> Callable[[], None] | None:
         with torch.cuda.graph(graph):
             calls()
     except RuntimeError:
-        torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
+        torch.cuda.set_stream(stream)  # a failed capture leaves its own stream set
         torch.cuda.synchronize()
         return None
     graph.replay()

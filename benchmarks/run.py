@@ -1,13 +1,13 @@
-"""Runs a benchmark and writes what it measured, where and with what; makes the pages about them.
+"""Run a benchmark and write its results with hardware and versions; generate the pages from all results.
 
     python benchmarks/run.py cli_start [--set repeats=20]     run one; writes benchmarks/results/cli_start-DATE.json
-    python benchmarks/run.py --all                            run all that can run here, each with its defaults
-    python benchmarks/run.py --list                           name all
+    python benchmarks/run.py --all                            run all that this host supports, with their defaults
+    python benchmarks/run.py --list                           list all
     python benchmarks/run.py --table                          write docs/benchmarks.md, performance.md and stability.md
 
-A benchmark is a module beside this one with `run(**parameters)`, which returns {"parameters": {...}, "results": {...}}
-(or a list of results, one table row each), and `TABLE`, which says how they are shown (without it: as they are). One
-that makes no sense without a GPU says `NEEDS_GPU = True`. Suites, which compare systems, are run by suite.py.
+A benchmark is a module next to this one with `run(**parameters)`, which returns {"parameters": {...}, "results": {...}}
+(or a list of results, one table row each), and `TABLE`, their presentation (default: all fields, unformatted). One that
+requires a GPU sets `NEEDS_GPU = True`. Suites, which compare systems, are run by suite.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 STABILITY = HERE.parent / "docs" / "stability.md"
+README = HERE.parent / "README.md"
 HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
     *(
         "corpus",
+        "readme_table",
         "inputs",
         "kernel_op",
         "kernel_ops",
@@ -50,9 +52,10 @@ NOT_BENCHMARKS = {
 }
 PACKAGES = ("torch", "transformers", "peft", "pantheraml")
 
-sys.path.insert(0, str(HERE))  # benchmarks are scripts beside this one, not a package
+sys.path.insert(0, str(HERE))  # benchmarks are scripts next to this one, not a package
 
 import performance_page  # noqa: E402
+import readme_table  # noqa: E402
 import stability_page  # noqa: E402
 from table import Table, history, plain_table, render  # noqa: E402
 
@@ -62,7 +65,7 @@ def names() -> list[str]:
 
 
 def possible() -> list[str]:
-    """All that can run here; those that cannot are named."""
+    """Return the benchmarks that can run on this host, and print those that cannot."""
     from pantheraml.devices.probe import probe
 
     found, has_gpu = [], bool(probe().gpus)
@@ -70,7 +73,7 @@ def possible() -> list[str]:
         if has_gpu or not vars(importlib.import_module(name)).get("NEEDS_GPU", False):
             found.append(name)
         else:
-            print(f"{name}: left out, it needs a GPU")
+            print(f"{name}: skipped, it needs a GPU")
     return found
 
 
@@ -88,14 +91,14 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str | None:
-    """As Linux names it; None where it does not."""
+    """Return the CPU model from /proc/cpuinfo, or None."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def versions(*further: str) -> dict[str, str | None]:
-    """From the installed metadata: a benchmark's runner imports nothing heavy. None: not installed."""
+    """Return package versions from installed metadata, without importing anything heavy. None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*PACKAGES, *further):
         try:
@@ -106,7 +109,7 @@ def versions(*further: str) -> dict[str, str | None]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit, and whether the tree differed from it. Result files do not count: measuring writes them."""
+    """Return the commit, and whether the tree is dirty. Result files do not count: measuring writes them."""
     head = _git("rev-parse", "HEAD")
     changes = _git(
         "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/history", ":!docs/benchmarks.md"
@@ -123,7 +126,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def measure(name: str, parameters: dict[str, Any]) -> Path:
-    """Run one benchmark and write its file."""
+    """Run one benchmark and write its result file."""
     before = {**commit(), "load_before": os.getloadavg()[0]}
     now = datetime.now(UTC)
     measured = importlib.import_module(name).run(**parameters)
@@ -142,19 +145,36 @@ def measure(name: str, parameters: dict[str, Any]) -> Path:
     return path
 
 
+OLD_NAMES = {
+    "quantis": "quantiz",
+    "turned_rows": "fp8_transpose",
+    "fp8_product": "fp8_matmul",
+    "nf4_fill": "nf4_to_fp8",
+    "it passes: run again": "transient NaN: rerun",
+    "no NaN at all": "no NaN",
+}
+"""Substrings of names in older result files, and their current spelling."""
+
+
+def _with_current_names(text: str) -> str:
+    for old, new in OLD_NAMES.items():
+        text = text.replace(old, new)
+    return text
+
+
 def records() -> list[dict[str, Any]]:
-    """All results, oldest first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    """Read all result files, oldest first."""
+    found = [json.loads(_with_current_names(path.read_text("utf-8"))) for path in sorted(RESULTS.glob("*.json"))]
     return sorted(found, key=lambda record: str(record["date"]))
 
 
 def page() -> str:
-    """What docs/benchmarks.md should hold, from all result files."""
+    """Render docs/benchmarks.md."""
     return render(_tables(), _published())
 
 
 def histories() -> dict[Path, str]:
-    """What the CSV files should hold, one for each benchmark."""
+    """Render the CSV files, one per benchmark."""
     return {HISTORY / f"{name}.csv": history(name, table, _published()) for name, table in _tables().items()}
 
 
@@ -168,10 +188,10 @@ def _tables() -> dict[str, Table]:
 
 
 def write_pages() -> list[Path]:
-    """docs/benchmarks.md, the CSV files, docs/performance.md, and docs/stability.md with its pictures."""
+    """Write every generated page and plot; of README.md only the table of ratios changes."""
     found = records()
     texts = {PAGE: page(), PERFORMANCE: performance_page.page(found), STABILITY: stability_page.page(found)}
-    texts |= histories()
+    texts |= histories() | {README: readme_table.with_ratios(README.read_text("utf-8"), found)}
     texts |= {STABILITY.parent / "images" / name: svg for name, svg in stability_page.pictures(found).items()}
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
@@ -180,7 +200,7 @@ def write_pages() -> list[Path]:
 
 
 def table_of(name: str, records: list[dict[str, Any]]) -> Table:
-    """The module's own description, or one made from its first line and the fields of its results."""
+    """Return the module's `TABLE`, or a default from its docstring and result fields."""
     module = importlib.import_module(name if (HERE / f"{name}.py").exists() else f"suites.{name}")
     own: Table | None = vars(module).get("TABLE")
     if own is not None:
@@ -190,16 +210,16 @@ def table_of(name: str, records: list[dict[str, Any]]) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run benchmarks and publish their results.")
-    parser.add_argument("name", nargs="?", help="which benchmark to run")
-    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="a parameter of that benchmark")
-    parser.add_argument("--all", action="store_true", help="run every benchmark that can run here")
+    parser.add_argument("name", nargs="?", help="benchmark to run")
+    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="set a parameter of that benchmark")
+    parser.add_argument("--all", action="store_true", help="run every benchmark that this host supports")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     parser.add_argument(
         "--table", action="store_true", help="write docs/benchmarks.md, performance.md and stability.md"
     )
     given = parser.parse_args(arguments)
     if given.name is not None and given.name not in names():
-        parser.error(f"there is no benchmark {given.name!r}; known: {', '.join(names())}")
+        parser.error(f"unknown benchmark {given.name!r}; known: {', '.join(names())}")
     if given.set and given.name is None:
         parser.error("--set needs the name of one benchmark")
     if given.list:

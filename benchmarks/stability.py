@@ -1,9 +1,8 @@
-"""What the guard does to a run that meets trouble: some batches of noise, or a layer that gives NaN.
+"""Effect of the guard on a run with noise batches, or with a layer that returns NaN.
 
-A small model learns to count. In the run `spike` a few steps in the middle are given batches of random words, which
-means a high loss and large gradients that point nowhere; in the run `nan` one step's hidden states are NaN, either
-whenever they are computed (a bad sample) or once (a bit that flipped). Everything is seeded, so that curves differ by
-the guard's settings alone.
+A small model learns to count. In the run `spike` a few steps get batches of random words, with a high loss and large,
+uninformative gradients; in the run `nan` one step's hidden states are NaN, either every time they are computed (a bad
+sample) or once (a bit flip). Everything is seeded, so that curves differ only by the guard's settings.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SHAPE = "tiny"
 SEQ_LEN = 32
 BATCH = 8
 WARMUP = 15
-"""Steps in which the kinds of clipping that learn do so."""
+"""Warm-up steps of clipping methods with a history."""
 
 UNGUARDED = {"clipping": "none", "on_spike": "ignore", "on_nonfinite": "detect"}
 SPIKE_CASES: dict[str, dict[str, Any]] = {
@@ -37,27 +36,27 @@ SPIKE_CASES: dict[str, dict[str, Any]] = {
     "percentile": {**UNGUARDED, "clipping": "percentile", "clip_percentile": 50},
     "zclip": {**UNGUARDED, "clipping": "zclip"},
     "adagc": {**UNGUARDED, "clipping": "adagc"},
-    # the loss still falls steeply, so that its recent spread is wide
+    # the loss still falls steeply, so its recent variance is large
     "on_spike: skip": {"clipping": "none", "on_spike": "skip", "spike_zscore": 3.0, "max_skipped_steps": 10},
 }
 NAN_CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "off": (True, UNGUARDED),
     "on_nonfinite: skip": (True, {"on_nonfinite": "skip"}),
     "on_nonfinite: zero": (True, {"on_nonfinite": "zero"}),
-    "it passes: run again": (False, {}),
-    "no NaN at all": (False, {}),
+    "transient NaN: rerun": (False, {}),
+    "no NaN": (False, {}),
 }
-"""Whether the NaN is there each time the step is run, and the settings."""
+"""Whether the NaN recurs when the step is rerun, and the settings."""
 
 TABLE = Table(
     title="Stability",
-    how="A small model that meets batches of noise (spike) or NaN; mean loss of steps before, worst and last after.",
+    how="A small model with noise batches (spike) or NaN; mean loss of the steps before, the worst and the last after.",
     columns=(
         Column("run", "run"),
         Column("case", "case"),
         Column("before", "before", lambda loss: f"{loss:.3f}"),
         Column("worst after", "worst", lambda loss: f"{loss:.3f}"),
-        Column("in the end", "end", lambda loss: f"{loss:.3f}"),
+        Column("final", "end", lambda loss: f"{loss:.3f}"),
     ),
 )
 
@@ -77,15 +76,15 @@ def run(*, steps: int = 115, at: int = 80, noisy_steps: int = 5, learning_rate: 
         for case, settings in SPIKE_CASES.items():
             losses = _losses(folder, settings, steps, learning_rate, noise=noise)
             results.append(_result("spike", case, losses, noise))
-        for case, (stays, settings) in NAN_CASES.items():
-            broken = nothing if case == "no NaN at all" else range(at, at + 1)
-            losses = _losses(folder, settings, steps, learning_rate, broken=broken, stays=stays)
+        for case, (recurs, settings) in NAN_CASES.items():
+            broken = nothing if case == "no NaN" else range(at, at + 1)
+            losses = _losses(folder, settings, steps, learning_rate, broken=broken, recurs=recurs)
             results.append(_result("nan", case, losses, range(at, at + 1)))
     return {"parameters": given, "results": results}
 
 
 def _result(run: str, case: str, losses: list[float], trouble: range) -> dict[str, Any]:
-    """Numbers that are not finite are None."""
+    """Result row; non-finite losses are None."""
     after = losses[trouble.stop :]
     return {
         "run": run,
@@ -102,7 +101,7 @@ def _finite(loss: float) -> float | None:
 
 
 def _write_counting(path: Path) -> None:
-    """Documents that count up from somewhere, by one or by two."""
+    """Write documents that count up from a random number, by one or by two."""
     draw, words = random.Random(3), int(SHAPES[SHAPE]["vocab_size"]) - 8
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(512):
@@ -119,24 +118,24 @@ def _losses(
     *,
     noise: range = range(0),
     broken: range = range(0),
-    stays: bool = True,
+    recurs: bool = True,
 ) -> list[float]:
-    """Of each step, as it was taken."""
+    """Train and return the loss of each step."""
     from pantheraml.base.events import silent
-    from pantheraml.engine.judge import Judge
+    from pantheraml.engine.guard.decide import StepJudge
     from pantheraml.specs.run_dir import RunDir
 
     stepper, feeds = _parts(folder, stability)
-    judge = Judge(stepper, RunDir(folder), silent, about={}, keeps=False)
+    judge = StepJudge(stepper, RunDir(folder), silent, about={}, keeps=False)
     losses = []
     with feeds["counting"] as counting, feeds["noise"] as noisy:
         for step in range(steps):
             batches = (noisy if step in noise else counting).step(step)
             with _nan(stepper.model) if step in broken else nullcontext():
                 report = stepper.backward(batches, stop_requested=False)
-                if stays:
+                if recurs:
                     verdict, report = judge.judge(step + 1, batches, report, checkpoint=None)
-            if not stays:
+            if not recurs:
                 verdict, report = judge.judge(step + 1, batches, report, checkpoint=None)
             losses.append(report.numbers.loss)
             if verdict.action == "skip":
@@ -157,15 +156,15 @@ def _nan(model: Any) -> Iterator[None]:
 
 
 def _parts(folder: Path, stability: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A model ready to step, and the batches that it learns from and stumbles over."""
+    """Return a model ready to step, and feeds of normal and of noise batches."""
     import torch
 
     from pantheraml.base.events import silent
     from pantheraml.data.dataset import TokenDataset
     from pantheraml.data.prepare import prepare
     from pantheraml.devices.probe import probe
-    from pantheraml.engine.feed import Feed
-    from pantheraml.engine.step import Stepper
+    from pantheraml.engine.step.feed import Feed
+    from pantheraml.engine.step.step import Stepper
     from pantheraml.models.loader import load_tokenizer
     from pantheraml.parallel.process_group import World
     from pantheraml.planner.choose import choose
@@ -184,7 +183,7 @@ def _parts(folder: Path, stability: dict[str, Any]) -> tuple[Any, dict[str, Any]
     )
     plan, world = choose(config, probe()), World(rank=0, size=1, device=torch.device("cpu"))
     torch.manual_seed(0)
-    stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
+    stepper = Stepper(build_model(config, plan, world, silent), config, world, plan).setup()
     stepper.model.train()
     feeds = {}
     for name in ("counting", "noise"):

@@ -1,11 +1,11 @@
-"""Runs a suite: systems side by side on one machine, every case in a process of its own.
+"""Run a suite: compare systems on one host, every case in its own process.
 
     pantheraml bench --suite h200                    run all of it
-    pantheraml bench --suite h200 --minutes 9        start nothing that will not end in that time
-    pantheraml bench --suite h200 --resume           go on with the newest result file: what is not measured yet
+    pantheraml bench --suite h200 --minutes 9        time budget: start no case that would exceed it
+    pantheraml bench --suite h200 --resume           continue the newest result file with the missing cases
 
-The result file is written after every case, so that nothing is lost when time runs out. It has a row for every case of
-the suite, also for those that failed, were skipped or had no time, with the reason.
+The result file is written after every case, so that nothing is lost when time runs out. It has a row for every case,
+including those that failed, were skipped or did not run, with the reason.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # benchmarks are scripts beside this one, not a package
+sys.path.insert(0, str(HERE))  # benchmarks are scripts next to this one, not a package
 
 import run as runner  # noqa: E402
 from suites.case import Case  # noqa: E402
 from suites.process import tail  # noqa: E402
-from suites.run_case import Starts, run_case  # noqa: E402
-from suites.workshop import Workshop  # noqa: E402
+from suites.run_case import CaseLauncher, run_case  # noqa: E402
+from suites.workshop import SuiteFolder  # noqa: E402
 
 PEERS = ("trl", "datasets", "liger-kernel", "unsloth", "unsloth-zoo", "bitsandbytes", "xformers", "torchao", "triton")
 EXTRAS = ("flash-attn-4", "nvidia-cutlass-dsl")
 DONE = "measured"
 LOG_LINES = 15
-"""Of a failed case's log, shown at once: the machine may be gone when somebody asks."""
+"""Lines of a failed case's log to print; the host may be gone later."""
 
 
 def suite_names() -> list[str]:
-    """The modules in `suites` that have cases."""
+    """Return the modules in `suites` that have cases."""
     found = sorted(path.stem for path in (HERE / "suites").glob("*.py"))
     return [name for name in found if "CASES" in vars(importlib.import_module(f"suites.{name}"))]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which cases, and for how long."""
+    """Which cases to run, and the time budget."""
 
     only: tuple[str, ...]
     minutes: float | None
@@ -58,13 +58,15 @@ class Wanted:
 
 
 class ResultFile:
-    """A suite's record on disk, with a row for every case from the start."""
+    """Result file of a suite, with a row for every case from the start."""
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.path, self.record = path, record
 
     @classmethod
-    def new(cls, folder: Path, suite: str, cases: tuple[Case, ...], commit: str | None, shop: Workshop) -> ResultFile:
+    def new(
+        cls, folder: Path, suite: str, cases: tuple[Case, ...], commit: str | None, work: SuiteFolder
+    ) -> ResultFile:
         now = datetime.now(UTC)
         record = {
             "benchmark": suite,
@@ -75,10 +77,10 @@ class ResultFile:
             "load_before": os.getloadavg()[0],
             "hardware": runner.hardware(),
             "versions": runner.versions(*PEERS, *EXTRAS)
-            | versions_in(shop.peers, PEERS)
-            | versions_in(shop.extras, EXTRAS),
+            | versions_in(work.peers, PEERS)
+            | versions_in(work.extras, EXTRAS),
             "parameters": {"lora_rank": 16, "lora_alpha": 16},
-            "results": [case.row(status="not run", reason="its turn did not come") for case in cases],
+            "results": [case.row(status="not run", reason="not reached") for case in cases],
         }
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder / f"{suite}-{now:%Y%m%dT%H%M%SZ}.json", record)
@@ -103,7 +105,9 @@ class ResultFile:
         aside.rename(self.path)
 
 
-def run_suite(cases: tuple[Case, ...], wanted: Wanted, file: ResultFile, starts: Starts, commit: str | None) -> None:
+def run_suite(
+    cases: tuple[Case, ...], wanted: Wanted, file: ResultFile, launcher: CaseLauncher, commit: str | None
+) -> None:
     end = None if wanted.minutes is None else time.monotonic() + 60 * wanted.minutes
     file.write()
     chosen = [case for case in cases if wanted.names(case) and (wanted.again or file.status(case) != DONE)]
@@ -113,15 +117,15 @@ def run_suite(cases: tuple[Case, ...], wanted: Wanted, file: ResultFile, starts:
                 file.put(case.row(status="not run", reason=f"no time left of {wanted.minutes:g} minutes"))
             continue
         print(f"{case.name} ...", file=sys.stderr, flush=True)
-        row = run_case(case, commit, starts, coming=chosen[place + 1 :])
+        row = run_case(case, commit, launcher, coming=chosen[place + 1 :])
         file.put(row)
         print(f"{case.name}: {describe(row)}", file=sys.stderr, flush=True)
         if row["status"] in ("failed", "timed out"):
-            print(tail(starts.workshop.log(case.name), lines=LOG_LINES), file=sys.stderr, flush=True)
+            print(tail(launcher.suite_folder.log(case.name), lines=LOG_LINES), file=sys.stderr, flush=True)
 
 
 def versions_in(folder: Path | None, names: tuple[str, ...]) -> dict[str, str]:
-    """Of the packages there; cases that have the folder on their path take them from it."""
+    """Versions of packages in `folder`, which take precedence for cases that see it."""
     found = () if folder is None else importlib.metadata.distributions(path=[str(folder)])
     named = {each.name.replace("_", "-").lower(): each.version for each in found}
     return {name: named[name] for name in names if name in named}
@@ -151,25 +155,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=runner.RESULTS)
     given = parser.parse_args(arguments)
     if given.suite not in suite_names():
-        parser.error(f"there is no suite {given.suite!r}; known: {', '.join(suite_names())}")
+        parser.error(f"unknown suite {given.suite!r}; known: {', '.join(suite_names())}")
     cases: tuple[Case, ...] = importlib.import_module(f"suites.{given.suite}").CASES
     wanted = Wanted(tuple(given.only), given.minutes, given.again)
     chosen = [case for case in cases if wanted.names(case)]
     if not chosen:
-        parser.error(f"no case of {given.suite} is named {' or '.join(given.only)}; --list shows them")
+        parser.error(f"no case of {given.suite} matches {' or '.join(given.only)}; --list shows them")
     for folder in (given.peers, given.extras):
         if folder is not None and not folder.is_dir():
-            parser.error(f"there is no folder {folder}")
+            parser.error(f"no such folder: {folder}")
     if given.list:
         show_list(chosen, as_json=given.json)
         return 0
     file = ResultFile.newest(given.results, given.suite) if given.resume else None
     commit = given.commit or runner.commit()["commit"]
     peers, extras = (None if folder is None else folder.resolve() for folder in (given.peers, given.extras))
-    shop = Workshop(given.work.resolve() / given.suite, given.device, peers, extras)
-    file = file or ResultFile.new(given.results, given.suite, cases, commit, shop)
-    with Starts(shop) as starts:
-        run_suite(cases, wanted, file, starts, commit)
+    work = SuiteFolder(given.work.resolve() / given.suite, given.device, peers, extras)
+    file = file or ResultFile.new(given.results, given.suite, cases, commit, work)
+    with CaseLauncher(work) as launcher:
+        run_suite(cases, wanted, file, launcher, commit)
     if given.results == runner.RESULTS:
         runner.write_pages()
     rows = [row for row in file.record["results"] if row["case"] in {case.name for case in chosen}]

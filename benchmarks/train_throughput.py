@@ -1,7 +1,7 @@
-"""Tokens per second and peak memory of `pantheraml train` on a GPU, with random weights in a known model's shape.
+"""Tokens per second and peak memory of `pantheraml train` on a GPU, with random weights in a known shape.
 
-The model (Llama-3.2-1B's or Llama-3.1-8B's shape, bf16) and full-length sequences of random tokens are made in a
-temporary folder; then the command line trains on them as it would on anything else. Needs a GPU.
+The model (shape of Llama-3.2-1B or Llama-3.1-8B, bf16) and full-length sequences of random tokens are written to a
+temporary folder, and the command line trains on them. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TABLE = Table(
         Column("compiled", "compiled"),
         Column("tokens/s", "tokens_per_second", lambda value: f"{value:,.0f}"),
         Column("peak memory", "peak_memory_bytes", lambda value: f"{value / 2**30:.1f} GiB"),
-        Column("start to first step", "seconds_to_first_step", lambda value: f"{value:.0f} s"),
+        Column("time to first step", "seconds_to_first_step", lambda value: f"{value:.0f} s"),
         Column("first loss", "first_loss", lambda value: f"{value:.3f}"),
         Column("last loss", "final_loss", lambda value: f"{value:.3f}"),
     ),
@@ -75,9 +75,10 @@ def run(
 
 
 def train(folder: Path, name: str, method: str, settings: Mapping[str, object]) -> dict[str, Any]:
-    """`pantheraml train` on `model` and `data.jsonl` in `folder`, into `name` there: what came of it."""
-    always = {"data.cache_dir": folder / "cache", "method.rank": 16, "method.alpha": 16}
-    words = [word for key, value in {**always, **settings}.items() for word in ("--set", f"{key}={value}")]
+    """Run `pantheraml train` on `model` and `data.jsonl` in `folder`, with output to `name` there; return the
+    results."""
+    common = {"data.cache_dir": folder / "cache", "method.rank": 16, "method.alpha": 16}
+    words = [word for key, value in {**common, **settings}.items() for word in ("--set", f"{key}={value}")]
     places = {"--model": folder / "model", "--data": folder / "data.jsonl", "--output": folder / name}
     fixed = [str(word) for pair in places.items() for word in pair]
     command = [sys.executable, "-m", "pantheraml.cli.main", "train", *fixed, "--method", method, *words]
@@ -86,12 +87,13 @@ def train(folder: Path, name: str, method: str, settings: Mapping[str, object]) 
 
 
 def _read(run: Path) -> dict[str, Any]:
-    from pantheraml.base.events import read_events
+    from pantheraml.base.event_stream import read_events
+    from pantheraml.base.events import RunStarted, TrainStep
 
     summary = json.loads((run / "run.json").read_text())
     events = read_events(run)
-    begin = next(event["time"] for event in events if event["kind"] == "run.started")
-    first = next(event["time"] for event in events if event["kind"] == "train.step")
+    begin = next(event.time for event in events if isinstance(event, RunStarted))
+    first = next(event.time for event in events if isinstance(event, TrainStep))
     names = ("precision", "tokens_per_second", "peak_memory_bytes", "first_loss", "final_loss")
     plan = json.loads((run / "plan.json").read_text())
     choices = {"frozen_weights": plan["frozen_weights"], "compiled": plan["compile"]}

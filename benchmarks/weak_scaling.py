@@ -1,9 +1,9 @@
-"""How much of a second core a second process brings: twice the batch in two processes, against one process alone.
+"""Weak scaling: twice the batch in two processes, relative to one process.
 
-One thread for each process, on CPUs: two processes of one thread on two cores stand for two GPUs that share nothing but
-what they send. Ideal is that a step with twice the global batch takes as long as before. The same is measured for plain
-PyTorch DDP on the same model, and for two processes that do not talk at all, which is what the machine itself allows.
-`--set cores=0,1` keeps each process on a core of its own, with all its threads.
+One thread per process, on CPUs: two single-threaded processes on two cores stand for two GPUs that share only what they
+send. Ideally a step with twice the global batch takes as long as before. The same is measured for plain PyTorch DDP on
+the same model, and for two processes that do not communicate, which shows what the host allows. `--set cores=0,1` pins
+each process, with all its threads, to its own core.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from ranks.launch import run_ranks
 from table import Column, Table, milliseconds, percent
 
 TARGETS = {"lora": 0.95, "full": 0.85}
-"""Of the ideal."""
+"""Target efficiency by method."""
 
 TABLE = Table(
     title="Weak scaling",
-    how="Step of one process with one thread, over that of two such processes with twice the global batch; median over"
-    " turns in one run, and in brackets the same of the fastest turns, which other work has disturbed least. Ours: the"
-    " engine's step under DDP. Plain: PyTorch's DDP around the same model. Machine: two processes that do not talk."
-    " Against plain DDP: above 1 is faster, or less work; the spread is that between the"
-    " quartiles of rounds, and a difference smaller than that says nothing.",
+    how="Step time of one single-threaded process divided by that of two with twice the global batch; median over"
+    " rounds, and in brackets the same for the fastest rounds, which other load has disturbed least. Ours: the engine's"
+    " step under DDP. Plain: PyTorch's DDP around the same model. Host: two processes that do not communicate. Relative"
+    " to plain DDP: above 1 is faster, or less CPU time; the spread is the interquartile range over rounds, and smaller"
+    " differences are not significant.",
     columns=(
         Column("method", "method"),
-        Column("trained", "trained", lambda value: f"{value / 1e6:.2f} M"),
-        Column("tokens of a process", "tokens"),
-        Column("step alone", "alone_seconds", milliseconds),
-        Column("step of two", "together_seconds", milliseconds),
+        Column("trainable", "trained", lambda value: f"{value / 1e6:.2f} M"),
+        Column("tokens per process", "tokens"),
+        Column("step, one process", "alone_seconds", milliseconds),
+        Column("step, two processes", "together_seconds", milliseconds),
         Column("ours", "efficiency", percent),
         Column("(fastest)", "fastest_efficiency", percent),
         Column("target", "target", percent),
         Column("plain DDP", "plain_efficiency", percent),
         Column("(fastest)", "fastest_plain_efficiency", percent),
-        Column("machine", "machine_efficiency", percent),
+        Column("host", "machine_efficiency", percent),
         Column("(fastest)", "fastest_machine_efficiency", percent),
-        Column("speed against plain DDP", "against_plain", lambda value: f"{value:.3f}x"),
-        Column("its spread", "against_plain_spread", lambda value: f"{value:.3f}"),
-        Column("processor time against plain DDP", "cpu_against_plain", lambda value: f"{value:.3f}x"),
+        Column("speed relative to plain DDP", "against_plain", lambda value: f"{value:.3f}x"),
+        Column("spread", "against_plain_spread", lambda value: f"{value:.3f}"),
+        Column("CPU time relative to plain DDP", "cpu_against_plain", lambda value: f"{value:.3f}x"),
     ),
 )
 

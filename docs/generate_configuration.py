@@ -15,6 +15,21 @@ Made by `python docs/generate_configuration.py`; do not edit. The same names ser
 """
 
 
+MOST_USED = (
+    "model.path",
+    "data.path",
+    "data.seq_len",
+    "method.kind",
+    "method.rank",
+    "train.max_steps",
+    "train.global_batch_size",
+    "train.learning_rate",
+    "train.activation_checkpointing",
+    "checkpoint.every_steps",
+)
+"""Keys that people set in most runs; the defaults of the others rarely need a change."""
+
+
 def kind(field: dict[str, Any]) -> str:
     """A field's type in words."""
     if "anyOf" in field:
@@ -50,9 +65,21 @@ def rows(schema: dict[str, Any], fields: dict[str, Any], required: list[str]) ->
     return lines
 
 
+def most_used(schema: dict[str, Any]) -> str:
+    """A table of the keys that most runs set, with links to their sections."""
+    lines = ["## The ten keys that most runs set", "", "| key | default | meaning |", "|---|---|---|"]
+    for key in MOST_USED:
+        section, name = key.split(".")
+        owner = resolved(schema, schema["properties"][section])
+        field = resolved(schema, owner["properties"][name])
+        first = field["description"].replace("\n", " ").partition(". ")[0].rstrip(".")
+        lines.append(f"| [`{key}`](#{section}) | {default(field, name in owner.get('required', []))} | {first}. |")
+    return "\n".join([*lines, ""])
+
+
 def render() -> str:
     schema = json_schema()
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, most_used(schema), "## All keys\n"]
     plain = {}
     for section, field in schema["properties"].items():
         full = resolved(schema, field)
@@ -62,7 +89,7 @@ def render() -> str:
             )
         else:
             plain[section] = field
-    parts.insert(1, "\n".join(rows(schema, plain, [])) + "\n")
+    parts.insert(3, "\n".join(rows(schema, plain, [])) + "\n")
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Writes the table of docs/families.md: what each causal family of the installed transformers makes of packed rows."""
+"""Write the table of docs/families.md: packing support of each causal family in the installed transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from pantheraml.models.packing import Verdict, judge
+from pantheraml.models.packing_check import PackingSupport, check_packing_support
 from pantheraml.specs.train import DataConfig
 
 PAGE = Path(__file__).with_name("families.md")
@@ -28,7 +28,7 @@ LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "reformer": {"is_decoder": True},
 }
-"""What published checkpoints have in their config.json, and the family's defaults lack."""
+"""Values that published checkpoints set in config.json and the family's defaults lack."""
 
 HOW = {
     "boundaries": "packed",
@@ -38,30 +38,30 @@ HOW = {
 
 
 def families() -> Iterator[tuple[str, Any]]:
-    """Every family by name, and its config, or why it has none."""
+    """Yield every family's name with its default config, or the exception that building it raised."""
     for name in sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING}):
         changes = dict(LIKE_PUBLISHED.get(name, {}))
         try:
             config = AutoConfig.for_model(name, **changes)
-            if getattr(config, "is_decoder", None) is False:  # of encoders, the decoder that they can be
+            if getattr(config, "is_decoder", None) is False:  # encoders: check their decoder variant
                 config = AutoConfig.for_model(name, **changes, is_decoder=True)
             yield name, config
-        except Exception as err:  # noqa: BLE001 - defaults that a family itself refuses
+        except Exception as err:  # noqa: BLE001 - defaults that the family itself rejects
             yield name, err
 
 
-def verdict_of(config: Any) -> Verdict:
+def verdict_of(config: Any) -> PackingSupport:
     if isinstance(config, Exception):
         line = (str(config).strip().splitlines() or [""])[-1].strip()
-        return Verdict((), f"its default config cannot be used ({line})")
-    return judge(config, longest=SEQ_LEN)
+        return PackingSupport((), f"its default config cannot be used ({line})")
+    return check_packing_support(config, longest=SEQ_LEN)
 
 
-def row(name: str, verdict: Verdict) -> str:
+def row(name: str, verdict: PackingSupport) -> str:
     if verdict.refused is not None:
         result, reason = "refused", verdict.refused
-    elif verdict.ways:
-        result, reason = HOW[verdict.ways[0]], ""
+    elif verdict.modes:
+        result, reason = HOW[verdict.modes[0]], ""
     else:
         result, reason = "not packed", verdict.reason or ""
     reason = reason.replace("|", "\\|").replace("<", "&lt;")
@@ -69,7 +69,7 @@ def row(name: str, verdict: Verdict) -> str:
 
 
 def render() -> str:
-    """What is between the marks."""
+    """Render the text between the markers."""
     lines = [
         f"transformers {transformers.__version__}, `data.seq_len={SEQ_LEN}`:",
         "",
@@ -81,7 +81,7 @@ def render() -> str:
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """Before, between and after the marks."""
+    """Split a page into the text before, between and after the markers."""
     before, _, rest = page.partition(BEGIN + "\n")
     table, _, after = rest.partition("\n" + END)
     return before, table, after

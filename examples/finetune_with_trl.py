@@ -1,4 +1,4 @@
-"""Fine-tune a model with TRL's SFTTrainer over a fast model.
+"""Fine-tune a model with TRL's SFTTrainer over a `FastLanguageModel`.
 
 python examples/finetune_with_trl.py --model my-model --data my-data.jsonl --output my-adapter
 """
@@ -44,7 +44,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model(arguments.output)
-    print(f"the adapter is in {arguments.output}")
+    print(f"Saved the adapter to {arguments.output}")
 
 
 if __name__ == "__main__":

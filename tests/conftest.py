@@ -1,4 +1,4 @@
-"""Shared by all tests: a test that leaves processes, threads, a process group or a changed environment behind fails."""
+"""Shared by all tests: fail a test that leaks processes, threads, a process group or environment variables."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-# Processes that Python and torch.compile keep for the life of the interpreter.
+# Processes that Python and torch.compile keep alive until the interpreter exits.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
 
 LEAVE_SECONDS = 60.0
-"""For children and threads on their way out. Where there are none it costs nothing, and a busy machine is slow."""
+"""Time for children and threads to exit; generous, for busy hosts. Costs nothing if there are none."""
 
-# set by pytest itself and by torch when an optimizer is first imported
+# set by pytest itself, and by torch when an optimizer is first imported
 IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--equality", choices=["chosen", "full"], default="chosen", help="how much of the equality matrix to go through"
+        "--equality", choices=["chosen", "full"], default="chosen", help="how much of the equality matrix to run"
     )
 
 
 def pytest_configure() -> None:
-    """A shell starts what runs in the background with Ctrl-C ignored, and so would be all that tests start: a shell
-    that finds a signal ignored cannot trap it."""
+    """Restore SIGINT: shells start background jobs with it ignored, subprocesses would inherit that, and a shell cannot
+    trap a signal that it finds ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection() -> None:
-    """Importing tests leaves no garbage to speak of, and to look for some takes a sixth of its time."""
+    """Disable the garbage collector during collection: it finds almost nothing and takes a sixth of the time."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What was imported by now is never garbage: a collection that need not look at it takes 10 ms instead of 600."""
+    """Freeze imported objects, which never become garbage: a collection then takes 10 ms instead of 600."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def _children() -> set[int]:
-    """Child processes that are alive; zombies nobody waited for count too, multiprocessing's own helpers do not."""
-    found = set()
+    """Return the pids of child processes, including zombies, but not multiprocessing's own helpers."""
+    pids = set()
     for child in psutil.Process().children(recursive=True):
         try:
             command = " ".join(child.cmdline())
         except psutil.Error:
             continue
         if not any(helper in command for helper in HELPERS):
-            found.add(child.pid)
-    return found
+            pids.add(child.pid)
+    return pids
 
 
 def _threads() -> set[str]:
@@ -71,10 +71,10 @@ def no_leaks() -> Iterator[None]:
     deadline = time.monotonic() + LEAVE_SECONDS
     while (_children() - children or _threads() - threads) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _children() - children, "the test left processes behind"
-    assert not _threads() - threads, "the test left threads behind"
+    assert not _children() - children, "the test leaked processes"
+    assert not _threads() - threads, "the test leaked threads"
     changed = {k: v for k, v in os.environ.items() if environment.get(k) != v and not k.startswith(IGNORED)}
     assert not changed, f"the test changed the environment: {changed}"
     torch = __import__("sys").modules.get("torch")
     if torch is not None and torch.distributed.is_available():
-        assert not torch.distributed.is_initialized(), "the test left a process group behind"
+        assert not torch.distributed.is_initialized(), "the test leaked a process group"

@@ -1,4 +1,4 @@
-"""Runs for tests that drive the training worker directly, without the command line around it."""
+"""Helpers for tests that run the training worker directly, without the command line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pantheraml.base.events import EventWriter, read_events
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import EventBase
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.order import step_samples
 from pantheraml.data.prepare import prepare
-from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.guard.watchdog import StopFlag
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.process_group import open_world
 from pantheraml.specs.parallel import ParallelDims
@@ -20,10 +21,11 @@ from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import train_rank
+from tests.event_log import raw_events
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Two configurations, section by section."""
+    """Merge two configurations, section by section."""
     return {key: {**base.get(key, {}), **changes.get(key, {})} for key in base.keys() | changes.keys()}
 
 
@@ -36,7 +38,7 @@ def make_plan(
     device: Literal["cpu", "cuda"] = "cpu",
     precision: str = "fp32",
 ) -> Plan:
-    """A plan without a planner, so that a test may ask for more processes than there are cores."""
+    """Build a plan without the planner, so that a test may use more processes than there are cores."""
     values = {
         "device": device,
         "device_ids": (0,) if device == "cuda" else (),
@@ -60,28 +62,28 @@ def make_plan(
 
 
 def make_run(path: Path, config: TrainConfig, plan: Plan) -> RunDir:
-    """A run folder that is ready for the `train` task."""
+    """Create a run folder that is ready for the `train` task."""
     run = RunDir(path)
     run.mark()
     prepared = prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent)
-    eval_place = None if prepared.eval is None else str(prepared.eval)
-    places: dict[str, Any] = {"train": str(prepared.train), "eval": eval_place, "format": prepared.format}
-    places["sources"] = [list(source) for source in prepared.sources]
-    run.data_file.write_text(json.dumps(places))
+    eval_path = None if prepared.eval is None else str(prepared.eval)
+    data: dict[str, Any] = {"train": str(prepared.train), "eval": eval_path, "format": prepared.format}
+    data["sources"] = [list(source) for source in prepared.sources]
+    run.data_file.write_text(json.dumps(data))
     run.write_config(config)
     run.write_plan(plan)
     return run
 
 
 def train_here(run: RunDir) -> list[dict[str, Any]]:
-    """Train in this process; the events of the run."""
+    """Train in this process and return the events of the run."""
     with open_world(run.plan(), timeout_seconds=60) as world, EventWriter(run.path) as emit:
         train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file))
-    return read_events(run.path)
+    return raw_events(run.path)
 
 
-def silent(kind: str, /, **fields: Any) -> None:
-    """An Emit for those who do not listen."""
+def silent(event: EventBase, /) -> None:
+    """An Emit that drops everything."""
 
 
 def values(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
@@ -89,7 +91,7 @@ def values(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
 
 
 def seed_with(config: TrainConfig, sample: int, *, step: int) -> int:
-    """The first seed that puts `sample` into `step` (from 0): the order goes by how data is prepared, too."""
+    """Return the first seed that puts `sample` into `step` (from 0); the order also depends on the fingerprint."""
     data = TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
     batch = config.train.global_batch_size
     return next(

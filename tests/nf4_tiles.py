@@ -1,4 +1,4 @@
-"""Tiles of weights in nf4 for tests of coordinate descent, and what rounding a weight changes of its products."""
+"""NF4 tiles for tests of coordinate descent, and the objective that rounding minimizes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.nf4 import levels_on
-from pantheraml.kernels.nf4_descent import TILE, as_multiplied
+from pantheraml.kernels.nf4.descent import TILE, effective_weight
+from pantheraml.kernels.nf4.format import levels_on
 
 
 class Tiles(NamedTuple):
@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(count: int = 2) -> Tiles:
-    """Weights that were rounded at random, some of them in blocks of nought, and moments far from diagonal."""
+    """Randomly rounded weights, some with a scale of zero, and moments that are far from diagonal."""
     torch.manual_seed(count)
     codes = torch.randint(0, 16, (count, TILE, TILE), dtype=torch.uint8)
     scales = (0.5 + torch.rand(count, TILE, 1)).expand(-1, -1, TILE).clone()
@@ -31,7 +31,7 @@ def tiles(count: int = 2) -> Tiles:
         rows = torch.randn(count, 3 * TILE, TILE) @ (torch.eye(TILE) + 0.1 * torch.randn(TILE, TILE))
         moments.append(rows.mT @ rows / (3 * TILE))
     inputs, gradients = moments
-    change = as_multiplied(levels_on(codes.device)[codes.int()] * scales) - torch.randn(count, TILE, TILE) / 2
+    change = effective_weight(levels_on(codes.device)[codes.int()] * scales) - torch.randn(count, TILE, TILE) / 2
     curvature = inputs.diagonal(dim1=1, dim2=2)[:, None, :] + gradients.diagonal(dim1=1, dim2=2)[:, :, None]
     return Tiles(codes, change @ inputs + gradients @ change, scales, curvature, inputs, gradients)
 
@@ -49,12 +49,12 @@ def problem(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def correlated(size: int, generator: torch.Generator) -> Tensor:
-    mixed = torch.randn(size, size, generator=generator) * torch.linspace(1, 0.05, size)
-    return mixed @ mixed.T
+    mixing = torch.randn(size, size, generator=generator) * torch.linspace(1, 0.05, size)
+    return mixing @ mixing.T
 
 
 def changed(values: Tensor, weight: Tensor, inputs: Tensor, gradients: Tensor) -> float:
-    """The sum that rounding makes small, of `values` in the place of the weight."""
+    """Objective of `values` as the rounded weight: the change of outputs and input gradients."""
     change = values - weight
-    forth = (change @ inputs * change).sum() / inputs.diagonal().mean()
-    return float(forth + (gradients @ change * change).sum() / gradients.diagonal().mean())
+    outputs = (change @ inputs * change).sum() / inputs.diagonal().mean()
+    return float(outputs + (gradients @ change * change).sum() / gradients.diagonal().mean())

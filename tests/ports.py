@@ -1,4 +1,4 @@
-"""A port of this machine for those who are told of it, and for nobody else."""
+"""Reserve a local port for a test."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Free, and it stays so until somebody listens there who knows its number.
+    """Yield a free port that stays reserved until someone listens on it explicitly.
 
-    It is held by a socket that is bound but does not listen. The kernel then gives the port to nobody who asks for any,
-    as a port is that was free a moment ago; who asks for this very one may have it, as a store does (SO_REUSEADDR).
+    It is held by a socket that is bound but does not listen. The kernel then never hands it out as an ephemeral port,
+    as it may with a port that was merely free a moment ago; a server that asks for this port with SO_REUSEADDR, as a
+    TCPStore does, still gets it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

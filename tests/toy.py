@@ -1,4 +1,4 @@
-"""Small models, tokenizers and data for tests, made on the spot and always the same."""
+"""Small deterministic models, tokenizers and data for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def arithmetic(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompt/completion rows of uneven length."""
+    """Return prompt/completion rows of uneven length."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -31,11 +31,11 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 RARE = "~"
-"""A character that stands in no row of `arithmetic`."""
+"""A character that occurs in no row of `arithmetic`."""
 
 
 def write_poisoned_llama(folder: Path) -> Path:
-    """A Llama that gives NaN for text with a RARE character: the embedding of it is infinite."""
+    """Write a Llama that gives NaN for text with the RARE character, whose embedding is infinite."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -63,7 +63,7 @@ def write_tokenizer(folder: Path, *, chat_template: str | None = None, pad: bool
 
 
 def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A Llama of 2 layers with random weights, and its tokenizer."""
+    """Write a 2-layer Llama with random weights, and its tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -81,7 +81,7 @@ def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def write_qwen3(folder: Path, *, seed: int = 0) -> Path:
-    """A Qwen3 of 2 layers, whose queries and keys are normalised, with tied embeddings."""
+    """Write a 2-layer Qwen3 (QK norm) with tied embeddings."""
     from transformers import Qwen3Config
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -100,11 +100,11 @@ def write_qwen3(folder: Path, *, seed: int = 0) -> Path:
 
 
 def write_gpt2(folder: Path, *, seed: int = 0) -> Path:
-    """A GPT-2 of 2 layers without dropout."""
+    """Write a 2-layer GPT-2 without dropout."""
     from transformers import GPT2Config
 
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(vocab_size=320, n_positions=256, n_embd=32, n_layer=2, n_head=4, **still, eos_token_id=1)
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=320, n_positions=256, n_embd=32, n_layer=2, n_head=4, **dropout, eos_token_id=1)
     return _write(folder, config, seed)
 
 
@@ -127,14 +127,14 @@ EXPERT_SIZES: dict[str, Any] = {
 
 
 def write_mixtral(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A Mixtral of 2 layers and 4 experts that asks for its auxiliary loss."""
+    """Write a 2-layer Mixtral with 4 experts and router auxiliary loss."""
     from transformers import MixtralConfig
 
     return _write(folder, MixtralConfig(**{**EXPERT_SIZES, "num_local_experts": 4, **changes}), seed)
 
 
 def write_qwen3_moe(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A Qwen3-MoE of 2 layers and 6 experts that asks for its auxiliary loss."""
+    """Write a 2-layer Qwen3-MoE with 6 experts and router auxiliary loss."""
     from transformers import Qwen3MoeConfig
 
     own = {"num_experts": 6, "moe_intermediate_size": 16, "head_dim": 8}

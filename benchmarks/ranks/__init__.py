@@ -1,1 +1,1 @@
-"""What the processes of benchmarks with several processes run, and how they are started."""
+"""Multi-process benchmarks: how their processes are launched, and what each runs."""

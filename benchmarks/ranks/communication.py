@@ -1,4 +1,4 @@
-"""Each process of the communication benchmark: a step of the engine in every case, and what it sent."""
+"""Rank script of the communication benchmark: run a training step of every case and count what is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks.small_run import Size, SmallRun, among, config_of, opened, plan_of, p
 from ranks.theory import Case
 
 WARM_UP = 2
-"""DDP decides about its buckets after the first step."""
+"""DDP rebuilds its buckets after the first step."""
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def _sent(folder: Path, size: Size, case: Case, world: World) -> dict[str, Any]:
 
 def _everybody(mine: dict[str, Any], world: World) -> list[dict[str, Any]]:
     found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, mine, group=world.patient_group)
+    dist.all_gather_object(found, mine, group=world.long_timeout_group)
     return found
 
 

@@ -1,7 +1,7 @@
-"""Counts what a process sends to its peers, where torch itself sends it: below DDP, FSDP2, DTensor and pipelines.
+"""Count collectives and sends in torch's dispatcher, below DDP, FSDP2, DTensor and pipelines.
 
-Everything that talks to a process group passes torch's dispatcher as an operator of `c10d` or `_c10d_functional`; on a
-CPU backward passes run in the thread that asks for them, so a dispatch mode sees those of the reducer too.
+All process group communication passes the dispatcher as an operator of `c10d` or `_c10d_functional`; on a CPU, backward
+runs in the calling thread, so a dispatch mode sees the DDP reducer's operators too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SENT: dict[str, Callable[[float], float]] = {
     SEND: lambda others: 1.0,
     BROADCAST: lambda others: 1.0,
 }
-"""Bytes that a process sends for each byte of the whole tensor, where `others` is (n - 1)/n: by a ring, or directly."""
+"""Bytes sent per byte of the full tensor, by a ring or directly; `others` is (n - 1)/n."""
 
 
 class _Operator(NamedTuple):
     kind: str
     whole: int
-    """Which argument is the whole tensor: what goes in to be reduced or traded, what comes out of a gather."""
+    """Index of the argument that is the full tensor: input of a reduction or all-to-all, output of a gather."""
 
 
 _OPERATORS = {
@@ -60,7 +60,7 @@ class Transfer(NamedTuple):
 
 
 class Sent(TorchDispatchMode):
-    """What this process's collectives and sends move while the mode is on, in order."""
+    """Collectives and sends of this process while the mode is active, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Sent(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a DTensor first becomes plain tensors and the collectives between them
+            return NotImplemented  # let DTensor decompose into plain tensors and collectives first
         result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if name == _FUNCTIONAL_GATHER:
@@ -92,7 +92,7 @@ class Sent(TorchDispatchMode):
         return dict(total)
 
     def sent_bytes(self, processes: int) -> int:
-        """By this process, if every transfer is among `processes`."""
+        """Bytes sent by this process, if every transfer is among `processes`."""
         others = (processes - 1) / processes
         return round(sum(_SENT[transfer.kind](others) * transfer.whole_bytes for transfer in self.transfers))
 

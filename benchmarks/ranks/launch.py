@@ -1,4 +1,4 @@
-"""Starting the processes of a benchmark; imports nothing heavy."""
+"""Launch the processes of a benchmark; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 
 
 def run_ranks(module: str, request: Mapping[str, Any], *, processes: int = 2) -> Any:
-    """`module` of this folder in `processes` processes of one thread each; what rank 0 wrote into its answer."""
+    """Run `module` of this folder in single-threaded processes, and return the answer that rank 0 wrote."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")

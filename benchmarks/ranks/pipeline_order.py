@@ -1,6 +1,6 @@
-"""Each process of the pipeline benchmark: what it does in a step of a pipeline, and in which order.
+"""Rank script of the pipeline benchmark: record the order of a process's forwards and backwards in a step.
 
-The order is recorded from the engine, layer by layer. How long processes wait for each other follows from all of them.
+The order is recorded with hooks on the layers. The idle time follows from the orders of all processes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pantheraml.data.batch import Batch
-from pantheraml.engine.pipeline_run import PipelineRun
+from pantheraml.engine.step.pipeline_step import PipelineRun
 
 TOKENS = 8
 
 
 class Work(NamedTuple):
-    """One stage's forward or backward pass over one micro-batch."""
+    """One stage's forward or backward over one micro-batch."""
 
     stage: int
     micro_batch: int
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 def main() -> None:
-    """A pipeline of the first `processes` for each case; rank 0 writes how long its processes wait."""
+    """Run a pipeline of the first `processes` for each case; rank 0 writes the idle slots."""
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
@@ -48,21 +48,21 @@ def main() -> None:
 
 
 def waited(*, processes: int, micro_batches: int, stages_per_process: int) -> dict[str, Any] | None:
-    """Turns of each of `processes` in a step; None on others. A collective of all."""
+    """Work and idle slots of each of `processes` in a step; None on other ranks. A collective of all."""
     group = dist.new_group(list(range(processes)))
     if dist.get_rank() >= processes:
         return None
-    everybody: list[Any] = [None] * processes
-    dist.all_gather_object(everybody, _order(group, micro_batches, stages_per_process), group=group)
+    orders: list[Any] = [None] * processes
+    dist.all_gather_object(orders, _order(group, micro_batches, stages_per_process), group=group)
     return {
-        "works": [len(order) for order in everybody],
-        "idle_turns": idle_turns(everybody),
-        "idle_turns_if_backward_takes_two": idle_turns(everybody, backward_turns=2),
+        "works": [len(order) for order in orders],
+        "idle_turns": idle_turns(orders),
+        "idle_turns_if_backward_takes_two": idle_turns(orders, backward_turns=2),
     }
 
 
 def _order(group: dist.ProcessGroup, micro_batches: int, stages_per_process: int) -> list[Work]:
-    """Of this process. Every stage is one layer, so that a layer's passes are its stage's."""
+    """Order of this process. Every stage is one layer, so a layer's passes are its stage's."""
     rank, processes = dist.get_rank(group), dist.get_world_size(group)
     stages = processes * stages_per_process
     torch.manual_seed(0)
@@ -85,10 +85,10 @@ def _order(group: dist.ProcessGroup, micro_batches: int, stages_per_process: int
 
 
 def _record(layer: nn.Module, stage: int, found: list[Work]) -> None:
-    begun = itertools.count()
+    counter = itertools.count()
 
     def passed(_module: nn.Module, _args: Any, hidden: Tensor) -> None:
-        number = next(begun)
+        number = next(counter)
         found.append(Work(stage, number, backward=False))
         hidden.register_hook(lambda _gradient: found.append(Work(stage, number, backward=True)))
 
@@ -101,11 +101,11 @@ def _batch() -> Batch:
     return Batch(ids, ids, positions, None, max_length=TOKENS, tokens=TOKENS, target_count=TOKENS)
 
 
-def idle_turns(everybody: Sequence[Sequence[Work]], *, backward_turns: int = 1) -> list[int]:
-    """How many turns each process waits until the last is done, if a stage's forward pass takes one turn, its backward
-    pass `backward_turns`, and sending none. A process keeps to its order, and goes on as soon as it can."""
-    last = max(work.stage for order in everybody for work in order)
-    left = [deque(order) for order in everybody]
+def idle_turns(orders: Sequence[Sequence[Work]], *, backward_turns: int = 1) -> list[int]:
+    """Idle slots of each process until the last is done, if a forward takes one slot, a backward `backward_turns`, and
+    sends none. A process keeps its order, and continues as soon as its inputs are ready."""
+    last = max(work.stage for order in orders for work in order)
+    left = [deque(order) for order in orders]
     ready: dict[Work, int] = {}
     now, busy = [0] * len(left), [0] * len(left)
     while any(left):
@@ -117,7 +117,7 @@ def idle_turns(everybody: Sequence[Sequence[Work]], *, backward_turns: int = 1) 
                 now[rank] = max([now[rank], *(ready[need] for need in _needs(work, last))]) + turns
                 busy[rank] += turns
                 ready[work] = now[rank]
-        assert len(ready) > before, "the processes wait for each other for ever"
+        assert len(ready) > before, "deadlock"
     return [max(now) - own for own in busy]
 
 

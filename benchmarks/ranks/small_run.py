@@ -1,4 +1,4 @@
-"""A small Llama with random weights and full sequences of random tokens: a run that a few CPU cores can divide."""
+"""A small run for a few CPU cores: a Llama with random weights, and full sequences of random tokens."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from inputs import write_full_sequences, write_tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pantheraml.base.events import EventBase
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
-from pantheraml.engine.feed import Feed, StepBatches
-from pantheraml.engine.schedule import learning_rate
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.optim.schedule import learning_rate
+from pantheraml.engine.step.feed import Feed, StepBatches
+from pantheraml.engine.step.step import Stepper
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.layout import ALONE, make_layout
 from pantheraml.parallel.process_group import World, open_world
@@ -37,7 +37,7 @@ class Size:
     vocabulary: int
     seq_len: int
     batch: int
-    """Sequences for each process that sees its own."""
+    """Sequences per data-parallel process."""
 
     @property
     def tokens(self) -> int:
@@ -62,7 +62,7 @@ def write_inputs(folder: Path, size: Size, *, sequences: int = 32) -> None:
 
 
 def config_of(folder: Path, size: Size, method: str, *, shares: int, stages: int = 1) -> TrainConfig:
-    """For a global batch of `shares` times `size.batch` sequences; `stages` of a pipeline on each process."""
+    """Config for a global batch of `shares` times `size.batch` sequences, with `stages` pipeline stages per process."""
     return TrainConfig.model_validate(
         {
             "model": {"path": str(folder / "model"), "precision": "fp32"},
@@ -103,7 +103,7 @@ def plan_of(config: TrainConfig, dims: ParallelDims, *, micro_batch: int) -> Pla
 
 @contextmanager
 def opened(processes: int) -> Iterator[World]:
-    """All processes of the benchmark; how they divide the work is for `among` to say."""
+    """The world of all benchmark processes; `among` gives it a parallel layout."""
     nothing = TrainConfig.model_validate({"model": {"path": "-"}, "data": {"path": "-"}, "device": "cpu"})
     plan = plan_of(nothing, ParallelDims(replicate=processes), micro_batch=1)
     with open_world(plan, timeout_seconds=300) as world:
@@ -119,15 +119,15 @@ def by_itself(world: World) -> World:
 
 
 def prepared(config: TrainConfig, world: World) -> TokenDataset:
-    """Made by rank 0, opened by all."""
+    """Prepare the data on rank 0, then open it on all ranks."""
     if world.is_main:
         prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent)
     world.wait_for_main()
     return TokenDataset.open(prepare(config.data, tokenizer=load_tokenizer(config.model), emit=silent).train)
 
 
-def silent(kind: str, /, **fields: Any) -> None:
-    """An Emit for those who do not listen."""
+def silent(event: EventBase, /) -> None:
+    """Discard an event."""
 
 
 def model_of(config: TrainConfig, plan: Plan, world: World) -> nn.Module:
@@ -135,12 +135,12 @@ def model_of(config: TrainConfig, plan: Plan, world: World) -> nn.Module:
 
 
 class SmallRun:
-    """Steps of the engine, one after another."""
+    """Runs training steps one by one."""
 
     def __init__(self, config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset) -> None:
         """A collective of all ranks of `world`."""
         self._config = config
-        self.stepper = Stepper(model_of(config, plan, world), config, world, plan)
+        self.stepper = Stepper(model_of(config, plan, world), config, world, plan).setup()
         self._feed = Feed(
             dataset,
             world,
@@ -152,7 +152,7 @@ class SmallRun:
         self._done = 0
 
     def batches(self) -> StepBatches:
-        """Of the next step."""
+        """Batches of the next step."""
         return self._feed.step(self._done)
 
     def step(self) -> None:
@@ -166,4 +166,4 @@ class SmallRun:
     def __exit__(self, *_: object) -> None:
         self._feed.__exit__(None, None, None)
         del self.stepper
-        gc.collect()  # a model holds itself in cycles
+        gc.collect()  # the model has reference cycles

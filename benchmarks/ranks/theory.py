@@ -1,7 +1,7 @@
-"""What a step has to send between two processes, from the shape of the model alone: one line for each mode.
+"""Expected communication of a step between two processes, from the model's shape: one function per mode.
 
-Bytes are those of whole tensors, as `counting` counts them: what goes into a reduction or a trade, what comes out of a
-gather. The few numbers that processes tell each other at the end of a step are left out.
+Bytes are those of full tensors, as `counting` counts them: inputs of a reduction or all-to-all, outputs of a gather.
+The all-gather of a few numbers at the end of a step is left out.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 FLOAT = 4
 RANK = 16
-"""Of the adapters."""
+"""Rank of the adapters."""
 LINEAR_LAYERS = 7
-"""Of a decoder layer: query, key, value, output, gate, up, down."""
+"""Linear layers of a decoder layer: query, key, value, output, gate, up, down."""
 PROCESSES = 2
 
 
@@ -22,9 +22,9 @@ class Case:
     mode: str
     method: str
     passes: int = 1
-    """Micro-batches of a step for each process (pipeline: for all)."""
+    """Micro-batches per step and process (pipeline: for all processes)."""
     stages: int = 1
-    """Pipeline stages of a process."""
+    """Pipeline stages per process."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shape:
     layers: int
     vocabulary: int
     tokens: int
-    """That a process is given in a step; in modes that share them, all processes together."""
+    """Tokens per step and process; in modes that share tokens, of all processes together."""
 
     @property
     def activations(self) -> int:
@@ -41,17 +41,17 @@ class Shape:
 
     @property
     def layer(self) -> int:
-        """Weights; keys and values are half as wide as queries, the MLP three times."""
+        """Bytes of a layer's weights; keys and values are half as wide as queries, the MLP three times."""
         return FLOAT * (12 * self.hidden**2 + 2 * self.hidden)
 
     @property
     def around(self) -> int:
-        """Weights outside the layers: embedding, head, last norm."""
+        """Bytes of weights outside the layers: embedding, head, last norm."""
         return FLOAT * (2 * self.vocabulary * self.hidden + self.hidden)
 
     @property
     def adapters(self) -> int:
-        """Of a layer: inputs and outputs of its linear layers are 19 times `hidden` together."""
+        """Adapter bytes of a layer: inputs and outputs of its linear layers add up to 19 times `hidden`."""
         return FLOAT * RANK * 19 * self.hidden
 
     def trained(self, method: str) -> int:
@@ -59,32 +59,32 @@ class Shape:
 
 
 class Expected:
-    """Transfers of one process: how many of each kind, and their bytes."""
+    """Expected transfers of one process: count and bytes of each kind."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.whole_bytes: Counter[str] = Counter()
 
     def add(self, kind: str, count: int, whole_bytes: int) -> None:
-        """`count` transfers of `whole_bytes` together."""
+        """Add `count` transfers of `whole_bytes` in total."""
         self.counts[kind] += count
         self.whole_bytes[kind] += whole_bytes
 
 
 def expected(case: Case, shape: Shape) -> Expected:
-    """With gradients in one bucket, and all rows of the output head in one chunk."""
+    """Expected transfers, with gradients in one bucket and the output head in one chunk."""
     found = Expected()
     _MODES[case.mode](found, case, shape)
     return found
 
 
 def _ddp(found: Expected, case: Case, shape: Shape) -> None:
-    """The gradients, once a step however many passes it has."""
+    """All-reduce of the gradients, once per step."""
     found.add("all-reduce", 1, shape.trained(case.method))
 
 
 def _fsdp(found: Expected, case: Case, shape: Shape) -> None:
-    """In every pass each layer forward and backward and the rest once; the gradients once a step."""
+    """Per micro-batch: all-gather each layer in forward and backward, and the rest once. Per step: reduce-scatter."""
     extra = shape.adapters if case.method == "lora" else 0
     gathered = 2 * shape.layers * (shape.layer + extra) + shape.around
     found.add("all-gather", case.passes * (2 * shape.layers + 1), case.passes * gathered)
@@ -93,26 +93,27 @@ def _fsdp(found: Expected, case: Case, shape: Shape) -> None:
 
 
 def _tp(found: Expected, case: Case, shape: Shape) -> None:
-    """Activations: four times a layer, after the embedding, and before the head on the way back.
+    """All-reduces of activations: four per layer, one after the embedding, and one before the head in backward.
 
-    Of each adapter one half is whole on both processes; the gradients of all those are summed once a step.
+    One half of each adapter is replicated; the gradients of all of them are all-reduced once per step.
     """
     times = 4 * shape.layers + 2
     if case.method == "lora":
-        times -= 1  # nothing before the first layer is trained, so no gradient goes there
+        times -= 1  # nothing before the first layer is trainable, so it needs no input gradient
         found.add("all-reduce", 1, shape.layers * FLOAT * RANK * LINEAR_LAYERS * shape.hidden)
     found.add("all-reduce", case.passes * times, times * shape.activations)
     found.add("all-gather", case.passes, PROCESSES * 2 * FLOAT * shape.tokens)
 
 
 def _pp(found: Expected, case: Case, shape: Shape) -> None:
-    """Every border between stages is crossed forward and backward; each of two processes sends half of that."""
-    borders = PROCESSES * case.stages - 1
-    found.add("send", case.passes * borders, borders * shape.activations)
+    """Sends over every stage boundary, forward and backward; each of two processes sends half of them."""
+    boundaries = PROCESSES * case.stages - 1
+    found.add("send", case.passes * boundaries, boundaries * shape.activations)
 
 
 def _cp(found: Expected, case: Case, shape: Shape) -> None:
-    """Queries, keys and values, twice as wide together as the results, which go back; both ways. Then as under DDP."""
+    """All-to-alls of queries, keys and values, together twice as wide as the outputs, and of the outputs; then as
+    DDP."""
     found.add("all-to-all", case.passes * 4 * shape.layers, 2 * shape.layers * 3 * shape.activations // PROCESSES)
     _ddp(found, case, shape)
 

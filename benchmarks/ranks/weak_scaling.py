@@ -1,8 +1,8 @@
-"""Each process of the weak scaling benchmark: the same steps alone and together, by the engine and by plain DDP.
+"""Rank script of the weak scaling benchmark: the same steps in one process and in two, by the engine and by plain DDP.
 
-Every turn begins with a meeting, takes a few steps of one kind, and ends with its slowest process. Turns of all kinds
-follow one another again and again, each round in the opposite order of the one before: all see the same machine.
-The processor time of a turn is that of all processes and threads; other work on the machine hardly enters it.
+Every turn starts with a barrier, runs a few steps of one kind, and ends with the slowest process. Turns of all kinds
+alternate, each round in the reverse order of the last, so that all see the same load. CPU time of a turn covers all
+processes and threads; other load hardly affects it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pantheraml.base.env import process_rank
 from pantheraml.data.dataset import TokenDataset
-from pantheraml.engine.feed import read_batch
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.step.feed import read_batch
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.parallel import ParallelDims
 from ranks.small_run import (
@@ -41,7 +41,7 @@ from ranks.small_run import (
 )
 
 Turn = Callable[[], None]
-"""One step of this process; does nothing where the process only waits."""
+"""One step of this process; a no-op if it only waits."""
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     size = Size(**request["size"])
     if request["cores"] is not None:
-        _stay_on(request["cores"][process_rank().local_rank])
+        _pin_to(request["cores"][process_rank().local_rank])
     with opened(2) as world:
         if world.is_main:
             write_inputs(folder, size)
@@ -60,21 +60,21 @@ def main() -> None:
         world.wait_for_main()
 
 
-def _stay_on(core: int) -> None:
-    """Before there are threads, which inherit it: those that send gradients compute on the same core."""
+def _pin_to(core: int) -> None:
+    """Pin the process to `core`, before it has threads, which inherit the affinity."""
     os.sched_setaffinity(0, {core})
 
 
 def _measure(folder: Path, size: Size, method: str, world: World, request: dict[str, Any]) -> dict[str, Any]:
     dims = ParallelDims(replicate=world.size)
     one, two = (config_of(folder, size, method, shares=shares) for shares in (1, world.size))
-    lonely, shared = plan_of(one, ParallelDims(), micro_batch=size.batch), plan_of(two, dims, micro_batch=size.batch)
+    single, shared = plan_of(one, ParallelDims(), micro_batch=size.batch), plan_of(two, dims, micro_batch=size.batch)
     dataset, here = prepared(one, world), by_itself(world)
     with (
-        SmallRun(one, lonely, here, dataset) as alone,
+        SmallRun(one, single, here, dataset) as alone,
         SmallRun(two, shared, among(world, dims), dataset) as together,
     ):
-        plain_alone = _PlainLoop(LossModel(model_of(one, lonely, here)), dataset, size, world)
+        plain_alone = _PlainLoop(LossModel(model_of(one, single, here)), dataset, size, world)
         wrapped = DistributedDataParallel(LossModel(model_of(two, shared, here)))
         plain_together = _PlainLoop(wrapped, dataset, size, world)
         turns: dict[str, Turn] = {
@@ -84,27 +84,27 @@ def _measure(folder: Path, size: Size, method: str, world: World, request: dict[
             "together": together.step,
             "plain_together": plain_together.step,
         }
-        taken = _take_turns(turns, world, repeats=request["repeats"], steps=request["steps"])
-    return {"method": method, "trained": plain_alone.trained, **_ratios(taken)}
+        times = _take_turns(turns, world, repeats=request["repeats"], steps=request["steps"])
+    return {"method": method, "trained": plain_alone.trained, **_ratios(times)}
 
 
 def _wait() -> None:
-    """The other process works alone."""
+    """No-op while the other process runs alone."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """By a step."""
+class StepTime:
+    """Time per step."""
 
     seconds: float
-    """Of the slowest process."""
+    """Wall time of the slowest process."""
     cpu_seconds: float
-    """Of all processes."""
+    """CPU time of all processes."""
 
 
-def _take_turns(turns: dict[str, Turn], world: World, *, repeats: int, steps: int) -> dict[str, list[Taken]]:
-    """By round; the first is not counted."""
-    taken: dict[str, list[Taken]] = {name: [] for name in turns}
+def _take_turns(turns: dict[str, Turn], world: World, *, repeats: int, steps: int) -> dict[str, list[StepTime]]:
+    """Times of each turn by round, without the first round."""
+    times: dict[str, list[StepTime]] = {name: [] for name in turns}
     order = list(turns)
     for _ in range(repeats + 1):
         for name in order:
@@ -114,25 +114,25 @@ def _take_turns(turns: dict[str, Turn], world: World, *, repeats: int, steps: in
                 turns[name]()
             mine = [(time.perf_counter() - begin) / steps, (time.process_time() - cpu) / steps]
             rows = world.gather(mine)
-            taken[name].append(Taken(float(rows[:, 0].max()), float(rows[:, 1].sum())))
+            times[name].append(StepTime(float(rows[:, 0].max()), float(rows[:, 1].sum())))
         order.reverse()
-    return {name: found[1:] for name, found in taken.items()}
+    return {name: found[1:] for name, found in times.items()}
 
 
-def _ratios(taken: dict[str, list[Taken]]) -> dict[str, float]:
-    """Medians of times, and of the ratios within a round; and the ratios of the fastest turns of all."""
+def _ratios(times: dict[str, list[StepTime]]) -> dict[str, float]:
+    """Medians of times and of the ratios within a round, and ratios of the fastest turns."""
 
     def ratios(over: str, under: str, what: str = "seconds") -> list[float]:
-        return [getattr(a, what) / getattr(b, what) for a, b in zip(taken[over], taken[under], strict=True)]
+        return [getattr(a, what) / getattr(b, what) for a, b in zip(times[over], times[under], strict=True)]
 
     def fastest(over: str, under: str) -> float:
-        """Other work on the machine only ever makes a turn longer, and those of two processes more often so."""
-        return min(one.seconds for one in taken[over]) / min(one.seconds for one in taken[under])
+        """Ratio of the fastest turns: other load only makes turns longer, more so with two processes."""
+        return min(one.seconds for one in times[over]) / min(one.seconds for one in times[under])
 
     against = ratios("plain_together", "together")
     return {
-        "alone_seconds": statistics.median(one.seconds for one in taken["alone"]),
-        "together_seconds": statistics.median(one.seconds for one in taken["together"]),
+        "alone_seconds": statistics.median(one.seconds for one in times["alone"]),
+        "together_seconds": statistics.median(one.seconds for one in times["together"]),
         "efficiency": statistics.median(ratios("alone", "together")),
         "plain_efficiency": statistics.median(ratios("plain_alone", "plain_together")),
         "machine_efficiency": statistics.median(ratios("alone", "apart")),
@@ -146,7 +146,7 @@ def _ratios(taken: dict[str, list[Taken]]) -> dict[str, float]:
 
 
 def _spread(values: list[float]) -> float:
-    """Between the first and the third quartile: how far one round is from another."""
+    """Interquartile range over rounds."""
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -154,7 +154,7 @@ def _spread(values: list[float]) -> float:
 
 
 class _PlainLoop:
-    """What one would write by hand: forward, backward, clip, step, on one batch."""
+    """Hand-written loop on one batch: forward, backward, clip, step."""
 
     def __init__(self, model: nn.Module, dataset: TokenDataset, size: Size, world: World) -> None:
         self._model = model

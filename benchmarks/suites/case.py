@@ -1,4 +1,4 @@
-"""A case: one system doing one piece of work. A suite is a list of them, most important first."""
+"""A case: one system in one setting. A suite is a list of cases, most important first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 System = Literal["pantheraml", "unsloth", "liger", "hf"]
 
-# what a path through a system imports; a case whose packages are not there is skipped, with that as its reason
+# packages that a system and path import; a case is skipped if one is missing
 PACKAGES: dict[tuple[str, str], tuple[str, ...]] = {
     ("pantheraml", "cli"): (),
     ("pantheraml", "trl"): ("trl", "datasets"),
@@ -18,8 +18,8 @@ PACKAGES: dict[tuple[str, str], tuple[str, ...]] = {
     ("hf", "trl"): ("trl", "datasets"),
 }
 
-QUANTISED = "-quantised"
-"""At the end of a model's name: the model of that shape, written anew by `pantheraml quantise`."""
+QUANTIZED = "-quantized"
+"""Suffix of a model's name: the model of that shape, quantized by `pantheraml quantize`."""
 
 FIELDS = (
     "case",
@@ -45,8 +45,8 @@ FIELDS = (
     "date",
     "commit",
 )
-"""The fields of a result row, all of them in every row; what was not measured is None. `seconds` are those from the
-case's turn to its end, without what its process did before."""
+"""Fields of a result row; those not measured are None. `seconds` counts from the case's turn to its end, without its
+preparation."""
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,29 @@ class Case:
     system: System
     path: Literal["cli", "trl"]
     model: str
-    """A shape of `inputs.py`, or one with QUANTISED behind it."""
+    """A shape of `inputs.py`, optionally with the suffix QUANTIZED."""
     method: Literal["lora", "qlora", "full"]
     precision: Literal["bf16", "fp8", "nf4", "fp32"]
-    """Of the weights that are not trained; of all weights in a full fine-tune."""
+    """Format of frozen weights; in a full fine-tune, of all weights."""
     minutes: float
-    """How long it should take, start and all: what a time budget counts with. Three times that long is a failure."""
+    """Expected time including start-up, used for time budgets. The timeout is three times that."""
     checkpointing: str = "none"
-    """In the system's own words: what it is given as its setting."""
+    """Value of the system's own setting."""
     data: Literal["full", "uneven"] = "full"
     """full: every sequence is full. uneven: documents of log-normal lengths, packed in the system's own way."""
     batch: int = 4
     seq: int = 2048
     steps: int = 13
     cache: Literal["kept", "fresh"] = "kept"
-    """Whether compiled kernels of earlier cases of this system may be used, or all of them are removed before."""
+    """Whether to keep or clear this system's cache of compiled kernels."""
     alone: bool = False
-    """Nothing is started beside it: how long its start takes is a target of its own."""
+    """Start no other case meanwhile: its start-up time is a target."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Command line only: further `--set`."""
+    """Additional `--set` options (command line only)."""
 
     @property
     def shape(self) -> str:
-        return self.model.removesuffix(QUANTISED)
+        return self.model.removesuffix(QUANTIZED)
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -87,11 +87,11 @@ class Case:
 
     @property
     def can_wait(self) -> bool:
-        """Whether its process may be there before its turn; a cache is emptied while no process has it open."""
+        """Whether its process may start ahead of its turn; a cache is cleared only while no process uses it."""
         return self.path == "trl" and self.cache == "kept"
 
     def row(self, *, status: str, reason: str | None = None, **measured: Any) -> dict[str, Any]:
-        """A result row. `status` is measured, failed, out of memory, timed out, skipped or not run."""
+        """Return a result row. `status` is measured, failed, out of memory, timed out, skipped or not run."""
         fixed = {"case": self.name, "status": status, "reason": reason, "cache": None}
         own = dataclasses.asdict(self) | fixed | measured
         return {name: own.get(name) for name in FIELDS}

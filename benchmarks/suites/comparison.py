@@ -1,4 +1,4 @@
-"""What a suite's rows say about us and the peers: ratios against targets, and starts against limits."""
+"""Compare our cases of a suite with the peers: ratios against targets, start-up times against limits."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One of our cases against peers: speed against the fastest of them, memory against the leanest."""
+    """One of our cases against its peers: speed against the fastest, memory against the leanest."""
 
     setting: str
     ours: str
     peers: tuple[str, ...]
     speed: float | None
-    """At least this many times the fastest peer's tokens/s; None: not compared."""
+    """Minimum ratio to the fastest peer's tokens/s; None: not compared."""
     memory: float | None
-    """At most this share of the leanest peer's peak; None: not compared."""
+    """Maximum ratio to the leanest peer's peak; None: not compared."""
 
 
 @dataclass(frozen=True)
@@ -57,56 +57,58 @@ class Targets:
     starts: tuple[StartLimit, ...]
 
     def markdown(self, records: Sequence[Mapping[str, Any]]) -> str:
-        """Both tables, of records that are newest first; a cell whose cases were not measured says so.
+        """Render both tables; `records` are newest first. Cells of cases that were not measured say so.
 
-        Systems are compared within the newest record that has us and a peer: machines differ from one day to the next.
+        Systems are compared within the newest record that has our case and a peer: hosts differ from day to day.
         """
         runs = [measured_rows(record) for record in records]
         newest = newest_rows(records)
-        compared = [_compared(each, _same_run(each, runs) or newest, newest) for each in self.comparisons]
-        started = [_started(each, newest) for each in self.starts]
+        compared = [_comparison_row(each, _same_run(each, runs) or newest, newest) for each in self.comparisons]
+        started = [_start_row(each, newest) for each in self.starts]
         heads = ["setting", "our case", "tokens/s", "fastest peer", "ratio", "target", "peak", "leanest peer", "ratio"]
         return "\n".join(
             [
                 *markdown_table([*heads, "target"], compared),
                 "",
-                *markdown_table(["start to first step", "our case", "measured", "limit"], started),
+                *markdown_table(["time to first step", "our case", "measured", "limit"], started),
             ]
         )
 
 
 def measured_rows(record: Mapping[str, Any]) -> dict[str, Row]:
-    """By case."""
+    """Measured rows by case."""
     return {row["case"]: row for row in record["results"] if row["status"] == "measured"}
 
 
 def newest_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
-    """The newest measurement of each case; `records` are newest first."""
+    """Return the newest measurement of each case; `records` are newest first."""
     found: dict[str, Row] = {}
     for record in records:
         found = measured_rows(record) | found
     return found
 
 
-def _same_run(wanted: Comparison, runs: Sequence[Mapping[str, Row]]) -> Mapping[str, Row] | None:
-    return next((rows for rows in runs if wanted.ours in rows and any(peer in rows for peer in wanted.peers)), None)
+def _same_run(comparison: Comparison, runs: Sequence[Mapping[str, Row]]) -> Mapping[str, Row] | None:
+    return next(
+        (rows for rows in runs if comparison.ours in rows and any(peer in rows for peer in comparison.peers)), None
+    )
 
 
-def _compared(wanted: Comparison, rows: Mapping[str, Row], newest: Mapping[str, Row]) -> list[str]:
-    """`rows` are of one run, `newest` of any: a peer that is not in the one may be ahead in another."""
-    ours = rows.get(wanted.ours)
-    peers = [{**rows[name], "from": name} for name in wanted.peers if name in rows]
-    others = [name for name in wanted.peers if name not in rows]
+def _comparison_row(comparison: Comparison, rows: Mapping[str, Row], newest: Mapping[str, Row]) -> list[str]:
+    """`rows` are of one run, `newest` of any run, for peers that are missing from `rows`."""
+    ours = rows.get(comparison.ours)
+    peers = [{**rows[name], "from": name} for name in comparison.peers if name in rows]
+    others = [name for name in comparison.peers if name not in rows]
     peers += [{**newest[name], "from": f"{name}, another run"} for name in others if name in newest]
-    yes = "yes" if len(peers) == len(wanted.peers) else "so far yes"
-    cells = [wanted.setting, wanted.ours]
+    yes = "yes" if len(peers) == len(comparison.peers) else "so far yes"
+    cells = [comparison.setting, comparison.ours]
     for field, target, best, form in (
-        ("tokens_per_second", wanted.speed, max, "{:,.0f}"),
-        ("peak_gib", wanted.memory, min, "{:.1f} GiB"),
+        ("tokens_per_second", comparison.speed, max, "{:,.0f}"),
+        ("peak_gib", comparison.memory, min, "{:.1f} GiB"),
     ):
         peer = best(peers, key=_by(field)) if peers and target is not None else None
-        against = _against(ours, peer, field, form, target, at_least=best is max, yes=yes)
-        cells += [_figure(ours, field, form), *against]
+        ratio = _ratio_cells(ours, peer, field, form, target, at_least=best is max, yes=yes)
+        cells += [_figure(ours, field, form), *ratio]
     return cells
 
 
@@ -114,10 +116,10 @@ def _by(field: str) -> Callable[[Row], Any]:
     return lambda row: row[field]
 
 
-def _against(
+def _ratio_cells(
     ours: Row | None, peer: Row | None, field: str, form: str, target: float | None, *, at_least: bool, yes: str
 ) -> list[str]:
-    """The peer's figure, the ratio to it, and the target with whether it was reached."""
+    """Cells: the peer's figure, the ratio to it, and the target with whether it was reached."""
     if target is None:
         return ["–", "–", "–"]
     bound = f"{'at least' if at_least else 'at most'} {target:g}"
@@ -133,7 +135,7 @@ def _figure(row: Row | None, field: str, form: str) -> str:
     return "not measured" if row is None or row[field] is None else form.format(row[field])
 
 
-def _started(limit: StartLimit, rows: Mapping[str, Row]) -> Sequence[str]:
+def _start_row(limit: StartLimit, rows: Mapping[str, Row]) -> Sequence[str]:
     row = rows.get(limit.case)
     measured = _figure(row, "seconds_to_first_step", "{:.0f} s")
     reached = "" if row is None else f": {'yes' if row['seconds_to_first_step'] <= limit.seconds else 'no'}"

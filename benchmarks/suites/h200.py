@@ -1,7 +1,7 @@
-"""The peers and us on one H200: every setting of the comparison, in the order of worth.
+"""Suite of one H200: PantheraML and its peers in every setting of the comparison, most important first.
 
-GPU time runs out, and what has been measured by then should be what matters most: what a target names first, then
-our second path through TRL, then peers that are neither the fastest nor the leanest.
+GPU time is limited, so cases are ordered by worth: those that a target names, then our path through TRL, then peers
+that are neither the fastest nor the leanest.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from table import Table
 
-from suites.case import QUANTISED, Case
+from suites.case import QUANTIZED, Case
 from suites.comparison import COLUMNS, Comparison, StartLimit, Targets
 
 LEAN = "offload"
-"""Our leanest mode: what a layer starts from waits in page-locked host memory, the rest is computed again. Over fp8
-weights `full`, where it stays on the GPU, is lean enough, and such a step can be recorded."""
+"""Our leanest mode: layer inputs in pinned host memory, everything else recomputed. Over fp8 weights `full`, which
+keeps the inputs on the GPU, is lean enough, and allows CUDA graphs."""
 
 OURS = Case("", system="pantheraml", path="cli", model="8b", method="lora", precision="fp8", minutes=1.2)
 OURS_TRL = replace(OURS, path="trl")
@@ -31,7 +31,7 @@ OURS_1B, OURS_TRL_1B, UNSLOTH_1B, LIGER_1B, HF_1B = (
 )
 
 CASES = (
-    # 8B LoRA, 4 x 2048: the headline, and how long a start takes without and with compiled kernels
+    # 8B LoRA, 4 x 2048: the headline, and start-up time without and with compiled kernels
     replace(OURS, name="ours-8b-lora-fp8", cache="fresh", minutes=1.5, alone=True),
     replace(UNSLOTH, name="unsloth-8b-lora"),
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8"),
@@ -43,7 +43,7 @@ CASES = (
     replace(UNSLOTH, name="unsloth-8b-lora-lean", checkpointing="unsloth"),
     replace(OURS_NF4, name="ours-8b-qlora-lean"),
     replace(UNSLOTH, name="unsloth-8b-qlora-lean", method="qlora", precision="nf4", checkpointing="unsloth"),
-    replace(OURS_NF4, name="ours-8b-qlora-lean-quantised", model="8b" + QUANTISED),
+    replace(OURS_NF4, name="ours-8b-qlora-lean-quantized", model="8b" + QUANTIZED),
     # uneven documents, packed
     replace(OURS, name="ours-8b-lora-uneven", data="uneven"),
     replace(UNSLOTH, name="unsloth-8b-lora-uneven", data="uneven"),
@@ -79,11 +79,11 @@ CASES = (
     replace(OURS_TRL, name="ours-trl-8b-lora-fp8-4096", batch=2, seq=4096),
     replace(UNSLOTH, name="unsloth-8b-lora-4096", batch=2, seq=4096),
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8-4096", batch=2, seq=4096),
-    # our second path, and the other peers
+    # our path through TRL, and the other peers
     replace(OURS_TRL, name="ours-trl-8b-lora-uneven", data="uneven"),
     replace(OURS_TRL, name="ours-trl-8b-lora-lean", checkpointing="full"),
     replace(OURS_TRL_NF4, name="ours-trl-8b-qlora-lean"),
-    replace(OURS_TRL_NF4, name="ours-trl-8b-qlora-lean-quantised", model="8b" + QUANTISED),
+    replace(OURS_TRL_NF4, name="ours-trl-8b-qlora-lean-quantized", model="8b" + QUANTIZED),
     replace(OURS_TRL, name="ours-trl-8b-lora-bf16", precision="bf16"),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-fp8"),
     replace(OURS_TRL_1B, name="ours-trl-1b-lora-bf16", precision="bf16"),
@@ -99,7 +99,7 @@ CASES = (
     replace(HF_1B, name="hf-1b-full", method="full"),
 )
 
-QLORA_QUANTISED = "8B QLoRA 4x2048, lean, over what `pantheraml quantise` wrote"
+QLORA_QUANTIZED = "8B QLoRA 4x2048, lean, calibrated (`pantheraml quantize`)"
 
 TARGETS = Targets(
     comparisons=(
@@ -127,19 +127,17 @@ TARGETS = Targets(
         Comparison("8B LoRA 4x2048, lean", "ours-trl-8b-lora-lean", ("unsloth-8b-lora-lean",), 1.8, 0.8),
         Comparison("8B QLoRA 4x2048, lean", "ours-8b-qlora-lean", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
         Comparison("8B QLoRA 4x2048, lean", "ours-trl-8b-qlora-lean", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
-        Comparison(QLORA_QUANTISED, "ours-8b-qlora-lean-quantised", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
-        Comparison(QLORA_QUANTISED, "ours-trl-8b-qlora-lean-quantised", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
+        Comparison(QLORA_QUANTIZED, "ours-8b-qlora-lean-quantized", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
+        Comparison(QLORA_QUANTIZED, "ours-trl-8b-qlora-lean-quantized", ("unsloth-8b-qlora-lean",), 1.5, 1.0),
         Comparison("1B LoRA 4x2048", "ours-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
         Comparison("1B LoRA 4x2048", "ours-trl-1b-lora-fp8", ("unsloth-1b-lora",), 1.7, 1.0),
         Comparison("1B LoRA 4x2048, both bf16", "ours-1b-lora-bf16", ("unsloth-1b-lora",), 1.15, None),
         Comparison("1B LoRA 4x2048, both bf16", "ours-trl-1b-lora-bf16", ("unsloth-1b-lora",), 1.15, None),
         Comparison("1B full 4x2048", "ours-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
-        Comparison(
-            "1B full 4x2048, products in fp8", "ours-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
-        ),
+        Comparison("1B full 4x2048, fp8 matmuls", "ours-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
         Comparison("1B full 4x2048", "ours-trl-1b-full", ("liger-1b-full", "unsloth-1b-full"), 1.3, None),
         Comparison(
-            "1B full 4x2048, products in fp8", "ours-trl-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
+            "1B full 4x2048, fp8 matmuls", "ours-trl-1b-full-fp8", ("liger-1b-full", "unsloth-1b-full"), 1.3, None
         ),
         Comparison("1B full 4x2048, lean", "ours-1b-full-lean", ("liger-1b-full", "unsloth-1b-full"), None, 1.0),
         Comparison("1B full 4x2048, lean", "ours-trl-1b-full-lean", ("liger-1b-full", "unsloth-1b-full"), None, 1.0),
@@ -159,19 +157,19 @@ TARGETS = Targets(
         ),
     ),
     starts=(
-        StartLimit("8B LoRA, nothing compiled yet", "ours-8b-lora-fp8", 60),
-        StartLimit("8B LoRA, compiled before", "ours-8b-lora-fp8-warm", 30),
+        StartLimit("8B LoRA, cold kernel cache", "ours-8b-lora-fp8", 60),
+        StartLimit("8B LoRA, warm kernel cache", "ours-8b-lora-fp8-warm", 30),
     ),
 )
 
 TABLE = Table(
-    title="One H200: us and the peers",
+    title="One H200: PantheraML and its peers",
     how=(
-        "Random weights in Llama-3.1-8B's and Llama-3.2-1B's shapes, random tokens, LoRA of rank 16 on all linear"
-        " layers, fused AdamW; every case in a process of its own, peers through TRL's SFTTrainer; ours with the extra"
-        " `flash` from commit `fdbe8ad` on, but for `05ea92db5` and `a7a1573ae`. Tokens that are not padding per"
-        " second: median of the steps after the third (TRL's clock waited for the GPU up to commit `3fa1d81`). Peak:"
-        " the most that torch had allocated while training. First step: from the start of the process."
+        "Random weights in the shapes of Llama-3.1-8B and Llama-3.2-1B, random tokens, LoRA of rank 16 on all linear"
+        " layers, fused AdamW; each case in its own process, peers through TRL's SFTTrainer; ours with the extra"
+        " `flash` from commit `fdbe8ad` on, except `05ea92db5` and `a7a1573ae`. Tokens per second, without padding:"
+        " median of the steps after the third (TRL cases synchronized with the GPU up to commit `3fa1d81`). Peak: the"
+        " maximum that torch allocated in training. First step: from the start of the process."
     ),
     columns=COLUMNS,
     summary=TARGETS.markdown,

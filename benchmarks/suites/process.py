@@ -1,4 +1,4 @@
-"""A process of a suite: its output goes to a log, it can be told that its turn has come, and nothing of it stays."""
+"""A process of a suite: logs its output, waits for its turn, and is killed with all its children."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Process:
-    """Started at once; one that waits for its turn reads a line from its input, which ends if the suite does."""
+    """Starts immediately; to wait for its turn, it reads a line from stdin, which closes if the suite ends."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str], cwd: Path | None = None) -> None:
         self.began = time.time()
@@ -29,10 +29,10 @@ class Process:
             )
 
     def run(self, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> int | None:
-        """Its turn: the exit code, or None if it took too long; then it and all that it started are ended."""
+        """Give it its turn; return the exit code, or None on timeout. Afterwards it and its children are killed."""
         try:
             assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended already, and says how
+            with contextlib.suppress(BrokenPipeError):  # it has exited already
                 self._process.stdin.write(b"\n")
             meanwhile()
             return self._process.wait(seconds)
@@ -42,7 +42,7 @@ class Process:
             self.end()
 
     def end(self) -> None:
-        """If it still runs, with all that it started."""
+        """Kill it and its children, if it still runs."""
         assert self._process.stdin is not None
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -51,14 +51,14 @@ class Process:
 
 
 def tail(log: Path, lines: int | None = None) -> str:
-    """The last `lines` lines that are not empty (None: all of them); nothing if there is no log."""
+    """Return the last `lines` non-empty lines (None: all); empty if there is no log."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     found = [line for line in text.splitlines() if line.strip()]
     return "\n".join(found if lines is None else found[-lines:])
 
 
 def last_line(log: Path) -> str:
-    """Where programs say what went wrong; a traceback ends with it."""
+    """Return the last error line of the log, as at the end of a traceback."""
     lines = tail(log).splitlines()
-    said = next((line for line in reversed(lines) if "Error:" in line or "Exception" in line), None)
-    return (said or (lines[-1] if lines else "no output")).strip()[:300]
+    error = next((line for line in reversed(lines) if "Error:" in line or "Exception" in line), None)
+    return (error or (lines[-1] if lines else "no output")).strip()[:300]

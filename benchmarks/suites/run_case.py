@@ -1,8 +1,8 @@
-"""Runs one case in a process of its own, with a time limit, and says how it ended. Imports nothing heavy.
+"""Run one case in its own process, with a timeout, and return its result row. Imports nothing heavy.
 
-A quarter of a case's time goes into imports, and a GPU waits meanwhile. So the process of the next case through TRL is
-started while another case runs: it imports its packages, reads its data, and waits for its turn (`trl_run.py`). What
-goes through our own command line is started in its turn: how long that takes is one of the things measured.
+A quarter of a case's time is spent in imports, while the GPU idles. So the process of the next case through TRL is
+started while another case runs: it imports its packages, reads its data, and waits for its turn (`trl_run.py`). Cases
+through our own command line are not started ahead: their start-up time is part of the measurement.
 """
 
 from __future__ import annotations
@@ -18,78 +18,79 @@ from pathlib import Path
 from typing import Any, Self
 
 from pantheraml.base.errors import OutOfMemoryError
-from pantheraml.base.events import read_events
+from pantheraml.base.event_stream import read_events
+from pantheraml.base.events import TrainStep
 from suites.case import Case
 from suites.process import Process, last_line
-from suites.workshop import ModelNotMade, Workshop
+from suites.workshop import ModelCreationError, SuiteFolder
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 3.0
-"""A case that takes this many times as long as expected is ended."""
+"""Timeout of a case, as a multiple of its expected time."""
 
 
-class Starts:
-    """Starts cases, one of them before its turn. As a context: whoever still waits at its end is ended."""
+class CaseLauncher:
+    """Starts cases, one of them ahead of its turn. On exit, a process that still waits is killed."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self.workshop = workshop
+    def __init__(self, suite_folder: SuiteFolder) -> None:
+        self.suite_folder = suite_folder
         self._waiting: tuple[Case, Process] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._send_home()
+        self._kill_waiting()
 
     def take(self, case: Case) -> Process:
-        """The process of `case`: the one that waits, if it is that, or a new one."""
+        """Return the process of `case`: the waiting one, or a new one."""
         if self._waiting is not None and self._waiting[0] == case:
             process, self._waiting = self._waiting[1], None
             return process
         return self._start(case)
 
-    def start_ahead(self, coming: Sequence[Case]) -> None:
-        """The first of `coming` that can wait for its turn, if it is not there yet."""
-        following = next((case for case in coming if case.can_wait and not self.workshop.missing(case)), None)
+    def start_next(self, coming: Sequence[Case]) -> None:
+        """Start the first of `coming` that can wait for its turn, unless it is started already."""
+        following = next((case for case in coming if case.can_wait and not self.suite_folder.missing(case)), None)
         if self._waiting is not None and self._waiting[0] == following:
             return
-        self._send_home()
+        self._kill_waiting()
         if following is not None:
             self._waiting = following, self._start(following)
 
-    def _send_home(self) -> None:
+    def _kill_waiting(self) -> None:
         if self._waiting is not None:
             self._waiting[1].end()
             self._waiting = None
 
     def _start(self, case: Case) -> Process:
-        shop = self.workshop
-        model, data, output = shop.model(case.model), shop.data(case), shop.output(case)
+        folder = self.suite_folder
+        model, data, output = folder.model(case.model), folder.data(case), folder.output(case)
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True)
         if case.path == "cli":
-            command = cli_command(case, model, data, output, shop.device)
+            command = cli_command(case, model, data, output, folder.device)
         else:
             command = trl_command(case, model, data, output)
-        return Process(command, shop.log(case.name), shop.environment(case), cwd=output)
+        return Process(command, folder.log(case.name), folder.environment(case), cwd=output)
 
 
-def run_case(case: Case, commit: str | None, starts: Starts, coming: Sequence[Case] = ()) -> dict[str, Any]:
-    """The case's result row, whatever happened; `coming` are those after it, of which one is started meanwhile."""
-    shop = starts.workshop
-    missing = shop.missing(case)
+def run_case(case: Case, commit: str | None, launcher: CaseLauncher, coming: Sequence[Case] = ()) -> dict[str, Any]:
+    """Run the case and return its result row, also on failure; one of the `coming` cases is started meanwhile."""
+    folder = launcher.suite_folder
+    missing = folder.missing(case)
     if missing:
         return case.row(status="skipped", reason=f"not installed: {', '.join(missing)}")
     stamp: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit}
     try:
-        shop.make_model(case.model)
-    except ModelNotMade as err:
+        folder.make_model(case.model)
+    except ModelCreationError as err:
         return case.row(status="failed", reason=str(err), **stamp)
-    stamp["cache"] = shop.use_cache(case)
-    process, turn = starts.take(case), time.time()
-    status = process.run(PATIENCE * 60 * case.minutes, lambda: None if case.alone else starts.start_ahead(coming))
+    stamp["cache"] = folder.use_cache(case)
+    process, turn = launcher.take(case), time.time()
+    status = process.run(PATIENCE * 60 * case.minutes, lambda: None if case.alone else launcher.start_next(coming))
     stamp["seconds"] = time.time() - turn
-    log, output = shop.log(case.name), shop.output(case)
+    log, output = folder.log(case.name), folder.output(case)
     if status is None:
         return case.row(status="timed out", reason=f"stopped after {stamp['seconds']:.0f} s", **stamp)
     if status == OutOfMemoryError.exit_code:
@@ -135,9 +136,9 @@ def trl_command(case: Case, model: Path, data: Path, output: Path) -> list[str]:
 
 
 def read_run(folder: Path, began: float) -> dict[str, Any]:
-    """Of a run of ours, what `run.json` and the events say."""
+    """Read the measurements of our own run from `run.json` and the events."""
     summary = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    first = next(event["time"] for event in read_events(folder) if event["kind"] == "train.step")
+    first = next(event.time for event in read_events(folder) if isinstance(event, TrainStep))
     return {
         "tokens_per_second": summary["tokens_per_second"],
         "peak_gib": summary["peak_memory_bytes"] / 2**30,
@@ -148,6 +149,6 @@ def read_run(folder: Path, began: float) -> dict[str, Any]:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Of `trl_run.py`, which measures itself."""
+    """Read the result of `trl_run.py`."""
     measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return measured

@@ -1,4 +1,4 @@
-"""A suite small enough for a CPU: it shows that a suite runs, and measures nothing worth knowing."""
+"""Smoke test suite, small enough for a CPU; its figures are meaningless."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from table import Table
 
-from suites.case import QUANTISED, Case
+from suites.case import QUANTIZED, Case
 from suites.comparison import COLUMNS, Comparison, StartLimit, Targets
 
 OURS = Case(
@@ -26,7 +26,7 @@ HF = replace(OURS, name="hf-tiny-lora", system="hf", path="trl")
 CASES = (
     OURS,
     replace(OURS, name="ours-tiny-uneven", method="full", precision="fp32", data="uneven", seq=512, steps=4),
-    replace(OURS, name="ours-tiny-quantised", model="tiny" + QUANTISED, method="qlora", precision="nf4"),
+    replace(OURS, name="ours-tiny-quantized", model="tiny" + QUANTIZED, method="qlora", precision="nf4"),
     HF,
     replace(HF, name="ours-trl-tiny-lora", system="pantheraml"),
     replace(HF, name="unsloth-tiny-lora", system="unsloth"),
@@ -37,4 +37,4 @@ TARGETS = Targets(
     starts=(StartLimit("tiny LoRA", "ours-tiny-lora", 60),),
 )
 
-TABLE = Table(title="Smoke", how="A tiny model on whatever there is.", columns=COLUMNS, summary=TARGETS.markdown)
+TABLE = Table(title="Smoke", how="A tiny model on any device.", columns=COLUMNS, summary=TARGETS.markdown)

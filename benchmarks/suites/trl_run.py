@@ -1,13 +1,13 @@
-"""One run of TRL's SFTTrainer: a peer, or our fast model in its place; a process of its own.
+"""One run of TRL's SFTTrainer in its own process, with a peer's model or with ours.
 
-    python trl_run.py JOB      a JSON file: the case, its model and data, when it started, where the result goes
+    python trl_run.py JOB      a JSON file: the case, its model and data, start time, path of the result
 
-It is started while another case still runs: it imports what it needs, reads its data, and waits for a line on its input
-before it loads a model. (What a system does to the GPU when it is imported is its own; a CUDA context, at most.) Its
-`seconds_to_first_step` are those of its preparation and those from its turn on, without the waiting between them.
+It is started while another case still runs: it imports its packages, reads its data, and waits for a line on stdin
+before it loads a model. (Importing a system may touch the GPU, with a CUDA context at most.) `seconds_to_first_step`
+counts its preparation and the time from its turn on, without the wait in between.
 
-All systems get the same call: `FastLanguageModel` where they have one (Unsloth's shape, which ours shares), else
-AutoModelForCausalLM and PEFT. Weights are in bf16, adapters as PEFT makes them, and the loss is logged at every step.
+All systems get the same call: `FastLanguageModel` if they have one (Unsloth's API, which ours shares), else
+AutoModelForCausalLM and PEFT. Weights are bf16, adapters as PEFT creates them, and the loss is logged at every step.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ LORA = {
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
 FAST = {"unsloth": "unsloth", "pantheraml": "pantheraml"}
-"""The module whose FastLanguageModel a system is; it is imported before trl and transformers, which it may patch."""
+"""Module with the system's FastLanguageModel; imported before trl and transformers, which it may patch."""
 FURTHER = {"liger": "liger_kernel.transformers"}
-"""What a system's trainer imports when it is made."""
+"""Module that a system's trainer imports when it is created."""
 OUT_OF_MEMORY, SUITE_IS_GONE = 15, 1
 LEAST_FILL = 0.8
-"""Packed batches hold at least this share of batch times sequence."""
+"""Minimum fill of packed batches."""
 
 
 def prepare(job: dict[str, Any]) -> Any:
-    """What needs neither the model nor a GPU: all imports, and the data, which is returned."""
+    """Import everything and return the data; needs neither the model nor a GPU."""
     case = job["case"]
     if case["system"] in FAST:
         fast_class(case)
     if case["system"] in FURTHER:
         importlib.import_module(FURTHER[case["system"]])
-    # what transformers and trl would import at first use; all models of the suites are Llama's
+    # lazy imports of transformers and trl; all models of the suites are Llamas
     for name in ("torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.sft_trainer"):
         importlib.import_module(name)
     return dataset(case, job["data"])
@@ -60,17 +60,17 @@ def load_fast(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
 
     fast = fast_class(case)
     checkpointing: Any = {"none": False, "full": True}.get(case["checkpointing"], case["checkpointing"])
-    wanted: dict[str, Any] = {"local_files_only": True} if case["system"] == "unsloth" else {}
+    options: dict[str, Any] = {"local_files_only": True} if case["system"] == "unsloth" else {}
     if case["method"] == "full":
-        wanted |= {"full_finetuning": True, "use_gradient_checkpointing": checkpointing}
+        options |= {"full_finetuning": True, "use_gradient_checkpointing": checkpointing}
     if case["precision"] == "fp8":
-        wanted |= {"load_in_fp8": True}
+        options |= {"load_in_fp8": True}
     model, tokenizer = fast.from_pretrained(
         folder,
         max_seq_length=case["seq"],
         dtype=torch.bfloat16,
         load_in_4bit=case["precision"] == "nf4",
-        **wanted,
+        **options,
     )
     if case["method"] != "full":
         model = fast.get_peft_model(
@@ -83,9 +83,9 @@ def load_plain(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    quantised: Any = None
+    quantized: Any = None
     if case["precision"] == "nf4":
-        quantised = BitsAndBytesConfig(
+        quantized = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=torch.bfloat16,
@@ -96,12 +96,12 @@ def load_plain(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
         dtype=torch.bfloat16,
         device_map={"": 0} if torch.cuda.is_available() else None,
         attn_implementation="sdpa",
-        quantization_config=quantised,
+        quantization_config=quantized,
     )
     if case["method"] != "full":
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-        if quantised is not None:
+        if quantized is not None:
             checkpointing = case["checkpointing"] != "none"
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
@@ -109,13 +109,13 @@ def load_plain(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
 
 
 def dataset(case: dict[str, Any], path: str) -> Any:
-    """Full sequences as tokens, so that no trainer needs to prepare them; uneven documents as text, which it packs."""
+    """Full sequences as tokens, which no trainer needs to prepare; uneven documents as text, which it packs."""
     from datasets import Dataset
 
     texts = [json.loads(line)["text"] for line in Path(path).read_text(encoding="utf-8").splitlines()]
     if case["data"] == "uneven":
         return Dataset.from_dict({"text": texts})
-    ids = [[int(word[1:]) for word in [*text.split(), "t0"]] for text in texts]  # t0 in the place of an end token
+    ids = [[int(word[1:]) for word in [*text.split(), "t0"]] for text in texts]  # t0 instead of an end token
     return Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
 
@@ -148,7 +148,7 @@ def trainer(case: dict[str, Any], model: Any, tokenizer: Any, data: Any, clock: 
 
 
 def counting(collate: Callable[..., Any], tokens: list[int]) -> Callable[..., Any]:
-    """The collator, which also writes down how many tokens each batch really has, before any padding."""
+    """Wrap the collator to record the number of tokens of each batch, before padding."""
 
     def counted(examples: Any, *rest: Any, **named: Any) -> Any:
         tokens.append(sum(len(example["input_ids"]) for example in examples))
@@ -158,15 +158,15 @@ def counting(collate: Callable[..., Any], tokens: list[int]) -> Callable[..., An
 
 
 class Clock:
-    """When steps end, on the GPU where there is one.
+    """Records the end of each step, with CUDA events if there is a GPU.
 
-    A clock that waited for the GPU at every step would then have it wait for the host, which it need not where a
-    trainer has queued the next step in time. Only the first end is waited for."""
+    Synchronizing at every step would make the GPU wait for the host, although a trainer may have queued the next step
+    in time. Only the first step is synchronized."""
 
     def __init__(self) -> None:
         self._marks: list[Any] = []
         self.first = 0.0
-        """The time of day when the first step had ended."""
+        """Wall-clock time at the end of the first step."""
 
     def mark(self) -> None:
         import torch
@@ -183,7 +183,7 @@ class Clock:
             self.first = time.time()
 
     def seconds(self) -> list[float]:
-        """Of each step."""
+        """Duration of each step."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if pairs and not isinstance(pairs[0][0], float):
             self._marks[-1].synchronize()
@@ -192,7 +192,7 @@ class Clock:
 
 
 def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
-    """`began`: when it would have been started, had it not waited."""
+    """Train and return the measurements; `began` is the start time, corrected for the wait."""
     import torch
     from transformers import TrainerCallback
 
@@ -211,17 +211,17 @@ def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
     model, tokenizer = load(case, job["model"])
     run = trainer(case, model, tokenizer, data, Steps(), job["output"])
     tokens: list[int] = []
-    # On the instance: a collator of another class would change what the trainer does.
+    # Patched on the instance: a collator of another class would change the trainer's behavior.
     run.data_collator.torch_call = counting(run.data_collator.torch_call, tokens)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     run.train()
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    # batches are collated ahead of their step, in order: the counts have at least as many entries as there are steps
+    # batches are collated ahead, in order: there are at least as many counts as steps
     speeds = [count / seconds for count, seconds in zip(tokens, clock.seconds(), strict=False)]
     fill = statistics.mean(tokens) / (case["batch"] * case["seq"])
     return {
-        # A trainer may turn packing off, with no more than a line in its log: then the row must say what it measured.
+        # A trainer may silently disable packing: then the row must say so.
         "reason": f"not packed: batches are {fill:.0%} full" if fill < LEAST_FILL else None,
         "tokens_per_second": statistics.median(speeds[WARM_UP_STEPS:]),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,

@@ -1,4 +1,4 @@
-"""Where the cases of a suite find what they need: models and data, made once, logs, caches, other people's packages."""
+"""Working folder of a suite: models and data, created once, logs, caches, and packages of other systems."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from pathlib import Path
 from inputs import write_full_sequences, write_uneven_documents
 
 from pantheraml.base import env
-from suites.case import QUANTISED, Case
+from suites.case import QUANTIZED, Case
 from suites.process import Process, last_line
 
 MODEL_SECONDS = 300
-QUANTISE_SECONDS = 1200
+QUANTIZE_SECONDS = 1200
 TEXT = {"sequences": 32, "seq_len": 2048}
-"""What models are quantised by: as many tokens as `pantheraml quantise` takes if nobody says otherwise."""
+"""Calibration text: as many tokens as the default of `pantheraml quantize`."""
 
 
-class ModelNotMade(RuntimeError):
-    """A case's inputs are missing; its row says why."""
+class ModelCreationError(RuntimeError):
+    """The model of a case could not be created; its row gives the reason."""
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """The folder in which cases run: models and data are made once, compiled kernels are kept per system."""
+class SuiteFolder:
+    """Folder in which cases run: models and data are created once, compiled kernels are cached per system."""
 
     folder: Path
     device: str | None = None
-    """cpu, so that a test needs no GPU; None: whatever there is."""
+    """`cpu` for tests without a GPU; None: the default device."""
     peers: Path | None = None
-    """A folder of packages that cases through TRL find and ours on the command line do not: libraries import what they
-    see, and our users need not have it. None: all is installed in one place."""
+    """Folder of packages visible only to cases through TRL: libraries import what they find, and users of our command
+    line need not have them. None: everything is installed in one place."""
     extras: Path | None = None
-    """A folder of packages that our cases find and others do not: those of our optional extras."""
+    """Folder of packages visible only to our cases: those of our optional extras."""
 
     def model(self, name: str) -> Path:
-        """Where it is, or will be."""
+        """Path of a model, whether it exists or not."""
         return self.folder / "models" / name
 
     def make_model(self, name: str) -> None:
-        """If it is not there; on the GPU. A folder under its final name is whole."""
+        """Create the model if it does not exist, on the GPU. A folder under its final name is complete."""
         place = self.model(name)
         if place.exists():
             return
         aside = place.with_suffix(".unfinished")
         shutil.rmtree(aside, ignore_errors=True)
-        shape = name.removesuffix(QUANTISED)
+        shape = name.removesuffix(QUANTIZED)
         if shape == name:
             command, seconds = (
                 [sys.executable, str(Path(__file__).parents[1] / "inputs.py"), shape, str(aside)],
@@ -58,20 +58,20 @@ class Workshop:
             )
         else:
             self.make_model(shape)
-            command, seconds = self.quantise_command(shape, aside), QUANTISE_SECONDS
+            command, seconds = self.quantize_command(shape, aside), QUANTIZE_SECONDS
         log = self.log(f"model-{name}")
         if Process(command, log, self._environment("models", [])).run(seconds) != 0:
-            raise ModelNotMade(f"the {name} model could not be made: {last_line(log)}")
+            raise ModelCreationError(f"could not create the {name} model: {last_line(log)}")
         aside.rename(place)
 
-    def quantise_command(self, shape: str, output: Path) -> list[str]:
-        """By random text, which is written first: what a model was quantised by changes neither speed nor memory."""
+    def quantize_command(self, shape: str, output: Path) -> list[str]:
+        """Command that quantizes on random text, since the calibration text affects neither speed nor memory."""
         text = self.folder / "data" / f"{shape}-text.jsonl"
         text.parent.mkdir(parents=True, exist_ok=True)
         write_full_sequences(text, shape=shape, **TEXT)
         places = ["--model", str(self.model(shape)), "--data", str(text), "--output", str(output)]
         where = [] if self.device is None else ["--device", self.device]
-        return [sys.executable, "-m", "pantheraml.cli.main", "quantise", "--json", *places, *where]
+        return [sys.executable, "-m", "pantheraml.cli.main", "quantize", "--json", *places, *where]
 
     def data(self, case: Case) -> Path:
         place = self.folder / "data" / f"{case.shape}-{case.data}-{case.batch}x{case.seq}x{case.steps}.jsonl"
@@ -95,9 +95,9 @@ class Workshop:
         return place
 
     def use_cache(self, case: Case) -> str:
-        """cold or warm: whether a case of this system had its turn since its cache was last empty. From now on it had.
+        """Mark the cache as used; return `cold` or `warm`, whether a case of this system ran since it was last emptied.
 
-        A process that only waits may make the folder already, so that being there says nothing.
+        A waiting process may create the folder already, so its existence alone does not tell.
         """
         cache = self._cache(case.system)
         if case.cache == "fresh":
@@ -109,7 +109,7 @@ class Workshop:
         return state
 
     def missing(self, case: Case) -> list[str]:
-        """The packages that it needs and that are not there."""
+        """Required packages that are not installed."""
         return [name for name in case.packages if not self._has(name)]
 
     def environment(self, case: Case) -> dict[str, str]:
@@ -117,17 +117,17 @@ class Workshop:
         return self._environment(case.system, [str(folder) for folder, sees in more if folder is not None and sees])
 
     def _has(self, package: str) -> bool:
-        beside = [] if self.peers is None else [str(self.peers)]
-        return PathFinder.find_spec(package, beside) is not None or importlib.util.find_spec(package) is not None
+        paths = [] if self.peers is None else [str(self.peers)]
+        return PathFinder.find_spec(package, paths) is not None or importlib.util.find_spec(package) is not None
 
     def _cache(self, system: str) -> Path:
         return self.folder / "caches" / system
 
     def _environment(self, system: str, more_packages: list[str]) -> dict[str, str]:
-        """No network, no telemetry, and every cache of compiled code where it can be kept or removed."""
+        """Environment without network and telemetry, with all kernel caches in this folder."""
         cache = self._cache(system)
         given = os.environ.get("PYTHONPATH", "")
-        paths = [str(Path(entry).resolve()) for entry in given.split(os.pathsep) if entry]  # cases have other folders
+        paths = [str(Path(entry).resolve()) for entry in given.split(os.pathsep) if entry]  # cases run in other folders
         return env.child_environment(
             PYTHONPATH=os.pathsep.join([*paths, *more_packages]) or None,
             PYTHONUNBUFFERED="1",

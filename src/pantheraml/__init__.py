@@ -1,7 +1,7 @@
-"""PantheraML: fine-tuning of language models on one, several or many GPUs.
+"""PantheraML: fine-tuning of language models on one or many GPUs.
 
-Importing this package imports neither torch nor transformers: the names that need them are loaded at first use, and
-the command line leaves them to worker processes.
+Importing this package imports neither torch nor transformers: names that need them are loaded on first use, and the
+command line leaves them to worker processes.
 """
 
 import importlib
@@ -18,14 +18,14 @@ __version__ = "0.1.0"
 
 __all__ = ["FastLanguageModel", "MultiGPUConfig", "MultiGPUMode", "TrainConfig", "__version__", "enable_multi_gpu"]
 
-_LOADED_AT_FIRST_USE = {"FastLanguageModel": "pantheraml.api", "enable_multi_gpu": "pantheraml.multigpu"}
+_LAZY = {"FastLanguageModel": "pantheraml.api", "enable_multi_gpu": "pantheraml.multigpu"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOADED_AT_FIRST_USE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # by name, because `import` would make the light half of the package depend on torch
-    return getattr(importlib.import_module(_LOADED_AT_FIRST_USE[name]), name)
+    # by name: an `import` would make the torch-free half of the package depend on torch
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
-"""Several GPUs for people's own scripts and notebooks: one process per GPU, without a launcher on the command line.
+"""Multi-GPU for your own scripts and notebooks: one process per GPU, without a launcher on the command line.
 
 A script calls `enable_multi_gpu()` (or passes `enable_multi_gpu=True` to `FastLanguageModel.from_pretrained`, or is
-started with PANTHERAML_ENABLE_MULTIGPU=1) and is started again as one rank per GPU. A notebook, which cannot be started
-again, calls `launch(function)`.
+started with PANTHERAML_ENABLE_MULTIGPU=1) and is relaunched as one rank per GPU. A notebook, which cannot be
+relaunched, calls `launch(function)`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = log.get(__name__)
 
 
 def enable_multi_gpu(num_gpus: int | None = None) -> None:
-    """From here on the script runs as one process per GPU.
+    """Run the script as one process per GPU from here on.
 
-    A script that was started alone is started again from its beginning as that many ranks, and this call does not
-    return in the process that made it; so call it first. In a rank, whoever started it, it does nothing. `num_gpus`
-    None: PANTHERAML_NPROC, else every visible GPU; with fewer than two the script goes on as it is. On a machine
-    without GPUs the number must be given. PANTHERAML_RELAUNCH=0 forbids the new start.
+    A script started as a single process is relaunched from its beginning as that many ranks, and this call does not
+    return in the process that made it; so call it first. In a rank, started by any launcher, it does nothing.
+    `num_gpus` None: PANTHERAML_NPROC, else every visible GPU; with fewer than two the script continues as it is. On a
+    host without GPUs the number is required. PANTHERAML_RELAUNCH=0 disables the relaunch.
     """
     if env.launched_rank() is not None:
         if env.was_relaunched():
@@ -37,35 +37,35 @@ def enable_multi_gpu(num_gpus: int | None = None) -> None:
         return
     if env.was_relaunched():
         raise LaunchError(
-            "This process was started again as a rank, but its rank is not in the environment any more.",
-            todo="Leave RANK, LOCAL_RANK and WORLD_SIZE as they are.",
+            "This process was relaunched as a rank, but its rank is missing from the environment.",
+            fix="Do not unset RANK, LOCAL_RANK and WORLD_SIZE.",
         )
-    processes, reason = _processes(num_gpus if num_gpus is not None else env.processes_requested())
+    processes, reason = _process_count(num_gpus if num_gpus is not None else env.processes_requested())
     if processes == 1:
-        logger.warning("several GPUs are switched on, but the script goes on as one process: %s", reason)
+        logger.warning("multi-GPU is enabled, but the script continues as one process: %s", reason)
     elif not env.relaunch_allowed():
-        logger.warning("%s, but the script goes on as one process: PANTHERAML_RELAUNCH=0", reason)
+        logger.warning("%s, but the script continues as one process: PANTHERAML_RELAUNCH=0", reason)
     else:
-        logger.info("starting again as %d processes: %s", processes, reason)
+        logger.info("relaunching as %d processes: %s", processes, reason)
         relaunch(processes)
 
 
 def launch(function: Callable[..., Any], *arguments: Any, nproc: int | None = None) -> list[Any]:
-    """Run `function(*arguments)` in `nproc` new processes that are ranks of each other, and return what each returned.
+    """Run `function(*arguments)` in `nproc` new processes, the ranks of one group, and return the result of each.
 
-    Made for notebooks. A function of a module is imported afresh in every process. One that was written in the notebook
-    exists nowhere else, so processes are forked, which is possible until the GPU was used for the first time.
-    `nproc` None: one per visible GPU. If a rank fails, the others are ended, and a WorkerError names it.
+    Made for notebooks. A function of a module is imported in every process. One defined in the notebook exists nowhere
+    else, so processes are forked, which is possible until CUDA is initialized. `nproc` None: one per visible GPU. If a
+    rank fails, the others are terminated and a WorkerError names it.
     """
     if env.launched_rank() is not None:
-        raise LaunchError("This process is a rank already.", todo="Call the function itself.")
-    # not above: a script that only starts itself again need not wait for torch
-    from pantheraml.parallel.agent import run_function
+        raise LaunchError("This process is already a rank.", fix="Call the function directly.")
+    # imported here: a script that only relaunches itself need not wait for torch
+    from pantheraml.rendezvous.elastic_agent import run_function
 
-    processes, _ = _processes(nproc)
+    processes, _ = _process_count(nproc)
     ended = run_function(function, arguments, processes=processes, start=_start_method(function, arguments))
     if ended.stopped_by is not None:
-        raise InterruptedRunError(f"Stopped by {ended.stopped_by.name}; the {processes} processes were ended.")
+        raise InterruptedRunError(f"Stopped by {ended.stopped_by.name}; the {processes} processes were terminated.")
     if ended.failure is not None:
         error = WorkerError(str(ended.failure))
         if ended.failure.traceback is not None:
@@ -74,32 +74,32 @@ def launch(function: Callable[..., Any], *arguments: Any, nproc: int | None = No
     return [ended.values[rank] for rank in range(processes)]
 
 
-def _processes(asked: int | None) -> tuple[int, str]:
-    """How many, and why."""
+def _process_count(requested: int | None) -> tuple[int, str]:
+    """Return the number of processes, and the reason."""
     devices = probe()
     gpus = len(devices.gpus)
-    if asked is None:
+    if requested is None:
         return max(1, gpus), f"{gpus} GPUs are visible" if gpus else devices.note or "no GPU is visible"
-    if asked < 1:
-        raise ConfigError(f"{asked} is not a number of processes.")
-    if gpus and asked > gpus:
+    if requested < 1:
+        raise ConfigError(f"{requested} is not a valid number of processes.")
+    if gpus and requested > gpus:
         raise DeviceError(
-            f"{asked} processes were asked for, but {gpus} GPU(s) are visible.", todo=f"Ask for {gpus} or less."
+            f"{requested} processes were requested, but {gpus} GPU(s) are visible.", fix=f"Request {gpus} or fewer."
         )
-    return asked, f"{asked} were asked for"
+    return requested, f"{requested} were requested"
 
 
 def _start_method(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Literal["spawn", "fork"]:
     import torch
 
     name = getattr(function, "__qualname__", repr(function))
-    # Code from standard input claims to be from a file "<stdin>", which a spawned process would look for.
+    # Code from standard input has the file name "<stdin>", which a spawned process would try to open.
     from_stdin = getattr(sys.modules["__main__"], "__file__", None) is not None
     if main_file() is None and (from_stdin or function.__module__ == "__main__"):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise LaunchError(
-                f"{name} exists in this session only, and the GPU is in use here already: no process can inherit both.",
-                todo="Restart the session and call launch first, or put the function into a module and import it.",
+                f"{name} is defined in this session only, and CUDA is already initialized here: it cannot be forked.",
+                fix="Restart the session and call launch first, or import the function from a module.",
             )
         return "fork"
     try:
@@ -107,6 +107,6 @@ def _start_method(function: Callable[..., Any], arguments: tuple[Any, ...]) -> L
     except (pickle.PicklingError, AttributeError, TypeError) as err:
         raise LaunchError(
             f"{name} and its arguments cannot be sent to other processes: {err}.",
-            todo="Use a function at the top of a module, and arguments that can be pickled (names, paths, numbers).",
+            fix="Use a top-level function of a module, and picklable arguments (names, paths, numbers).",
         ) from err
     return "spawn"

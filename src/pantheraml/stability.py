@@ -1,11 +1,11 @@
-"""Numerical stability for people's own training loops: the guard of `pantheraml train` around a step of theirs.
+"""Numerical stability for your own training loop: the guard of `pantheraml train` around your step.
 
     wrapper = create_training_wrapper(GradientClippingConfig(clipping="zclip"), NaNHandlingConfig(on_nonfinite="skip"))
     for batch in batches:
         result = wrapper(model, model(**batch).loss, optimizer)
 
-A call is one step: the backward pass, one verdict that all processes share, clipping, the optimizer's step. It leaves
-no gradients behind.
+A call is one step: backward, one verdict shared by all ranks, gradient clipping, the optimizer step. It leaves no
+gradients behind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, TrainingError
-from pantheraml.engine.guard.groups import Norms
-from pantheraml.engine.guard.operation import operation_with_nan
-from pantheraml.engine.guard.own_loop import OwnLoopGuard, stopped, trained_parameters
-from pantheraml.engine.guard.verdict import Action, Anomaly, Verdict, suspect
-from pantheraml.engine.several_gpus import SeveralGPUs, is_compiled
+from pantheraml.engine.guard.nan_origin import trace_nan_backward
+from pantheraml.engine.guard.norms import Norms
+from pantheraml.engine.guard.own_loop import OwnLoopGuard, stop_error, trained_parameters
+from pantheraml.engine.guard.policy import Action, Anomaly, Verdict, find_suspect
+from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper, is_compiled
 from pantheraml.parallel.data import uses_reentrant_checkpointing
-from pantheraml.specs.own_loop import (
+from pantheraml.specs.own_loop_configs import (
     GradientClippingConfig,
     NaNHandlingConfig,
     PerformanceOptimizationConfig,
@@ -51,32 +51,32 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class StabilityResult:
-    """What became of a step; the same on every process but for `operation`."""
+    """Outcome of a step; the same on every rank except for `operation`."""
 
     step: int
     action: Action
-    """step, zero (taken, with 0 for gradient values that are not finite) or skip."""
+    """step, zero (taken, with 0 for non-finite gradient values) or skip."""
     cause: str
     anomaly: Anomaly | None
-    """What is wrong with the step; None if nothing is."""
+    """Kind of anomaly; None if the step is fine."""
     loss: float
-    """The mean over processes."""
+    """Mean over ranks."""
     grad_norm: float
-    """Of all gradients as one, before clipping."""
+    """Global gradient norm before clipping."""
     rate_factor: float
-    """What the optimizer's learning rate is multiplied by for this step and those to come."""
+    """Factor on the optimizer's learning rate, for this step and later ones."""
     tensor: str | None = None
-    """The gradient that an anomaly shows in, by name."""
+    """Name of the parameter whose gradient shows the anomaly."""
     operation: str | None = None
-    """With `debug`: the operation whose backward pass gave NaN in this process."""
+    """With `debug`: the operation whose backward returned NaN on this rank."""
     groups: Norms | None = None
-    """Norms of gradients and weights, layer by layer; each `group_norms_every`-th step."""
+    """Per-layer norms of gradients and weights; every `group_norms_every`-th step."""
     update_ratio: float | None = None
-    """Norm of the update over that of the weights; each `update_ratio_every`-th step that is taken."""
+    """Norm of the update over that of the weights; every `update_ratio_every`-th step that is taken."""
 
 
 class NumericalStabilityManager:
-    """Watches over one model. Each configuration may be left out, and is read when the manager is made."""
+    """Guards one model. Each configuration is optional, and read when the manager is created."""
 
     def __init__(
         self,
@@ -90,16 +90,16 @@ class NumericalStabilityManager:
             clipping, nan_config or NaNHandlingConfig(), debug_config or PyTorchDebuggingConfig()
         )
         self._max_grad_norm = clipping.max_grad_norm
-        self._gpus = SeveralGPUs((performance_config or PerformanceOptimizationConfig()).to_multi_gpu_config())
+        self._gpus = MultiGPUWrapper((performance_config or PerformanceOptimizationConfig()).to_multi_gpu_config())
         self._guard: OwnLoopGuard | None = None
         self._model: nn.Module | None = None
         self._learnt: Mapping[str, Any] | None = None
         self._steps = self._skipped = 0
 
     def __call__(self, model: nn.Module, loss: Tensor, optimizer: Optimizer) -> StabilityResult:
-        """Take one step by `loss`, or leave it; a verdict to stop is an error. A collective.
+        """Take one step on `loss`, or skip it; a verdict to stop raises. A collective.
 
-        Gradients that are there already are added to. Loss and gradients must not be scaled (fp16's GradScaler).
+        Existing gradients are accumulated into. Loss and gradients must not be scaled (fp16's GradScaler).
         """
         guard = self._guard = self._guard or self._prepare(model)
         self._check(guard, model, loss)
@@ -108,16 +108,16 @@ class NumericalStabilityManager:
         step = self._steps + 1
         tensor = operation = None
         if verdict.anomaly is not None:
-            found = suspect(guard.parameters, verdict.anomaly)
-            tensor = found and found.name
+            suspect = find_suspect(guard.parameters, verdict.anomaly)
+            tensor = suspect and suspect.name
             logger.warning("step %s: %s (%s)", step, verdict.action, verdict.cause)
         if self._settings.debug and verdict.anomaly == "nonfinite":
             operation = _operation(model, guard, loss)
-        groups = guard.groups.of_copies() if guard.groups.due(step) else None
+        groups = guard.groups.replicated_norms() if guard.groups.due(step) else None
         if verdict.action in ("step", "zero"):
             norm = guard.zero_nonfinite() if verdict.action == "zero" else numbers.grad_norm
             guard.clip(optimizer, norm)
-            with guard.updates.measuring(), _rate(optimizer, verdict.rate_factor):
+            with guard.updates.measuring(), _scaled_lr(optimizer, verdict.rate_factor):
                 optimizer.step()
         optimizer.zero_grad()
         guard.drop_gradients()
@@ -140,7 +140,7 @@ class NumericalStabilityManager:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt of losses and norms so far, for a checkpoint: plain values, the same on every process."""
+        """Loss and norm statistics, for a checkpoint: plain values, the same on every rank."""
         learnt = self._learnt if self._guard is None else self._guard.to_state()
         return {"steps": self._steps, "skipped": self._skipped, "learnt": learnt}
 
@@ -149,32 +149,32 @@ class NumericalStabilityManager:
         self._guard = None
 
     def wrap_model_for_multi_gpu(self, model: nn.Module) -> nn.Module:
-        """`model` under DDP where processes have met, under DataParallel where that was asked for, else as it is."""
+        """Wrap `model` in DDP if a process group exists, in DataParallel if requested, else return it as it is."""
         return self._gpus.wrap(model)
 
     def get_multi_gpu_status(self) -> dict[str, Any]:
-        """Mode, devices and memory now; cheap enough for every step. What is not known is None."""
+        """Return mode, devices and memory; cheap enough for every step. Unknown values are None."""
         status = self._gpus.status()
-        utilisation = status.pop("gpu_utilization")
+        utilization = status.pop("gpu_utilization")
         steps = {"steps": self._steps, "skipped_steps": self._skipped}
-        return {**status, "training_stats": {"gpu_utilization": utilisation, **steps}}
+        return {**status, "training_stats": {"gpu_utilization": utilization, **steps}}
 
     def get_optimal_batch_size(self, base_batch_size: int) -> int:
-        """The global batch that gives each copy of the wrapped model `base_batch_size` samples."""
+        """Return the global batch size that gives each replica of the wrapped model `base_batch_size` samples."""
         if base_batch_size < 1:
-            raise ConfigError(f"{base_batch_size} is not a batch size.", todo="Give one sample or more.")
+            raise ConfigError(f"{base_batch_size} is not a valid batch size.", fix="Pass 1 or more.")
         return base_batch_size * self._gpus.copies
 
     def synchronize_gpus(self) -> None:
-        """Wait until the GPUs of this process have done what they were given, and all processes are here."""
-        self._gpus.synchronise()
+        """Wait for this process's GPUs to finish, and for all ranks."""
+        self._gpus.synchronize()
 
     def _prepare(self, model: nn.Module) -> OwnLoopGuard:
         world = self._gpus.peers(model)
         if self._settings.debug and is_compiled(model):
             raise ConfigError(
-                "PyTorchDebuggingConfig(debug=True) needs every operation, and a compiled model has them no more.",
-                todo="Debug the model uncompiled.",
+                "PyTorchDebuggingConfig(debug=True) needs single operations, which a compiled model does not have.",
+                fix="Debug the model uncompiled.",
             )
         guard = OwnLoopGuard(self._settings, self._max_grad_norm, _unwrapped(model), world)
         if self._learnt is not None:
@@ -187,15 +187,15 @@ class NumericalStabilityManager:
         same = len(now) == len(known) and all(one is other for (_, one), (_, other) in zip(now, known, strict=True))
         if model is not self._model or not same:
             raise ConfigError(
-                "The model, or which of its parameters train, is not what it was in the step before.",
-                todo="Make a new wrapper for each model, and whenever parameters are frozen or set free.",
+                "The model, or its set of trainable parameters, has changed since the last step.",
+                fix="Create a new wrapper for each model, and whenever parameters are frozen or unfrozen.",
             )
         if loss.numel() != 1:
-            raise ConfigError(f"The loss has {loss.numel()} values.", todo="Give one, such as loss.mean().")
+            raise ConfigError(f"The loss has {loss.numel()} values.", fix="Pass a scalar, such as loss.mean().")
         if not loss.requires_grad:
             raise ConfigError(
-                "The loss does not depend on any parameter that is trained.",
-                todo="Give the loss as the model computes it: not detached, and not under torch.no_grad().",
+                "The loss does not depend on any trainable parameter.",
+                fix="Pass the loss as the model computes it: not detached, and not under torch.no_grad().",
             )
 
 
@@ -205,12 +205,12 @@ def create_training_wrapper(
     debug_config: PyTorchDebuggingConfig | None = None,
     performance_config: PerformanceOptimizationConfig | None = None,
 ) -> NumericalStabilityManager:
-    """A manager, to be called with `(model, loss, optimizer)` in every step."""
+    """Create a manager, to be called with `(model, loss, optimizer)` in every step."""
     return NumericalStabilityManager(clipping_config, nan_config, debug_config, performance_config)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """So that names are those of one process."""
+    """Return the module inside DDP or DataParallel, so that names have no prefix."""
     return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
 
 
@@ -221,28 +221,28 @@ def _backward(loss: Tensor, *, keep_graph: bool) -> None:
         if "backward through the graph a second time" not in str(err):
             raise
         raise ConfigError(
-            "The backward pass of this loss has been run already.",
-            todo="Leave loss.backward() and optimizer.step() to the wrapper, and give it every loss once.",
+            "backward() was already called on this loss.",
+            fix="Leave loss.backward() and optimizer.step() to the wrapper, and pass each loss once.",
         ) from err
 
 
 def _operation(model: nn.Module, guard: OwnLoopGuard, loss: Tensor) -> str | None:
-    """Of this process's own backward pass, run once more: nothing is sent, and gradients stay what they are."""
+    """Rerun this rank's backward to find the operation; no communication, and gradients are unchanged."""
     parameters = [parameter for _, parameter in guard.parameters]
     try:
-        # DDP may have been set up for reentrant checkpointing, and must not take this for a pass of the step
+        # DDP may be set up for reentrant checkpointing, and must not count this as a backward of the step
         if not uses_reentrant_checkpointing(model):
-            return operation_with_nan(lambda: torch.autograd.grad(loss, parameters, allow_unused=True))
+            return trace_nan_backward(lambda: torch.autograd.grad(loss, parameters, allow_unused=True))
     except RuntimeError as err:
         if "use_reentrant=True" not in str(err):
             raise
-    logger.warning("which operation gave NaN cannot be told under reentrant checkpointing")
+    logger.warning("reentrant checkpointing: cannot tell which operation returned NaN")
     return None
 
 
 @contextmanager
-def _rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """For a step: what a schedule has set stays its own."""
+def _scaled_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Scale the learning rates for one step, then restore those of the scheduler."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups if factor != 1.0 else ():
         group["lr"] = group["lr"] * factor
@@ -254,7 +254,7 @@ def _rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
 
 
 def _stopped(step: int, verdict: Verdict, tensor: str | None, operation: str | None) -> TrainingError:
-    error = stopped(step, verdict, settings="NaNHandlingConfig")
+    error = stop_error(step, verdict, settings="NaNHandlingConfig")
     if tensor is not None:
         error.where = f"the gradient of {tensor}"
     if operation is not None:

@@ -1,7 +1,7 @@
-"""What each of three processes runs for test_aggregation: all cases in one process group, measured against one process.
+"""Rank script of test_aggregation: all cases on three ranks of one process group, compared with one process.
 
-A case computes in DDP over uneven shares, and again without it from the same samples; it returns plain numbers, which
-go to a file per rank for the test to judge.
+A case runs DDP over uneven batch shares, and again without DDP on the same samples. It returns plain numbers, written
+to one file per rank for the test to check.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pantheraml.base.errors import DriftError
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.parallel import aggregate
-from pantheraml.parallel.consistency import check_copies
+from pantheraml.parallel.consistency import check_replicas
 from pantheraml.parallel.data import without_sync, wrap
 from pantheraml.parallel.process_group import World
-from pantheraml.parallel.shard_batch import Adaptive, shards, split, weighted_shares
+from pantheraml.parallel.shard_batch import AdaptiveShares, shards, split, weighted_shares
 from tests.distributed.aggregation_runs import train_all
 
 SAMPLES = 10
@@ -42,7 +42,7 @@ Gradients = dict[str, Tensor]
 @dataclass(frozen=True)
 class Settings:
     bucket_cap_mb: float = 0.01
-    """Small, so that even a toy has several buckets."""
+    """Small, so that even a toy model has several DDP buckets."""
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
     broadcast_buffers: bool = True
@@ -78,7 +78,7 @@ def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def summed_gradients(model: LossModel, ids: Sequence[int]) -> Gradients:
-    """In one process."""
+    """Summed gradients in a single process."""
     names, parameters = zip(*named(model), strict=True)
     total = torch.stack([loss_sum(model, int(index)) for index in ids]).sum()
     return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
@@ -86,7 +86,7 @@ def summed_gradients(model: LossModel, ids: Sequence[int]) -> Gradients:
 
 def difference(found: Gradients, expected: Gradients) -> float:
     assert found.keys() == expected.keys()
-    # torch's maximum of a NaN is NaN, Python's may be anything
+    # unlike Python's max, torch's propagates NaN
     return float(
         torch.stack([(found[name] - expected[name]).norm() / expected[name].norm() for name in expected]).max()
     )
@@ -97,7 +97,7 @@ def own_gradients(model: nn.Module) -> Gradients:
 
 
 def backward(ddp: nn.Module, ids: Sequence[int], factor: float) -> float:
-    """Sample by sample, the summed loss; a rank without samples computes one for nothing, to take part."""
+    """Backward of the summed loss, sample by sample; a rank without samples runs a dummy one to join collectives."""
     counted, ids = float(len(ids) > 0), ids if len(ids) else [0]
     total = 0.0
     for place, index in enumerate(ids):
@@ -115,11 +115,11 @@ class Step:
 
 
 def aggregated(world: World, model: LossModel, method: str, **options: Any) -> Step:
-    """Two steps' worth of backward passes (DDP rebuilds its buckets after the first); what the second one gave."""
+    """Run the backward passes of two steps (DDP rebuilds its buckets after the first); return the second result."""
     shares: list[int] = options.pop("shares", SHARES)
     settings = options.pop("settings", Settings())
     ddp = wrap(model, world, settings)
-    finish = aggregate.attach(ddp, aggregate.method_named(method), **options)
+    finish = aggregate.attach(ddp, aggregate.parse_method(method), **options)
     ids = np.arange(SAMPLES)
     mine = split(ids, shares)[world.rank]
     factor = world.size / target_tokens(ids)
@@ -132,7 +132,7 @@ def aggregated(world: World, model: LossModel, method: str, **options: Any) -> S
 
 
 def rank_sums(model: LossModel, shares: Sequence[int] = SHARES) -> list[tuple[Gradients, int]]:
-    """Each rank's summed gradient and its token count, in one process."""
+    """Summed gradient and token count of each rank, computed in one process."""
     parts = split(np.arange(SAMPLES), shares)
     return [(summed_gradients(model, ids), target_tokens(ids)) if len(ids) else ({}, 0) for ids in parts]
 
@@ -147,7 +147,7 @@ def weighted_mean(sums: Sequence[tuple[Gradients, int]], weights: Sequence[float
 
 
 def by_value(sums: Sequence[tuple[Gradients, int]], reduce: Callable[[np.ndarray], np.ndarray]) -> Gradients:
-    """`reduce` over the ranks' mean token gradients, with numpy."""
+    """Apply `reduce` to the ranks' per-token gradients, with numpy."""
     here = [(gradients, count) for gradients, count in sums if count]
     return {
         name: torch.from_numpy(np.asarray(reduce(np.stack([(g[name] / count).numpy() for g, count in here]))))
@@ -161,7 +161,7 @@ def middle(rows: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def nan_on(world: World, model: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
-    """NaN in one value of the first layer, whose bucket is among the last to be sent."""
+    """Put NaN into one value of the first layer, whose bucket is reduced last."""
     (parameter,) = (p for name, p in named(model) if name.endswith("layers.0.self_attn.q_proj.weight"))
 
     def poison(gradient: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def case_methods(world: World) -> dict[str, Any]:
         "weighted": weighted_mean(sums, WEIGHTS),
         "weighted_mean": weighted_mean(sums, WEIGHTS),
         "median": by_value(sums, middle),
-        "trimmed_mean": by_value(sums, middle),  # of three values less the ends, the middle one
+        "trimmed_mean": by_value(sums, middle),  # a trimmed mean of three values is the middle one
     }
     found = {}
     for method, gradients in expected.items():
@@ -241,7 +241,7 @@ def case_leave_out(world: World) -> dict[str, Any]:
 
 
 def case_nonfinite_shows(world: World) -> dict[str, Any]:
-    """Nothing may hide a NaN that is not left out."""
+    """A NaN must stay visible unless its rank is excluded."""
     found = {}
     for name, bad, leave_out in (("not configured", [BAD_RANK], False), ("all ranks", [0, 1, 2], True)):
         for method in ("mean", "median", "trimmed_mean"):
@@ -257,7 +257,7 @@ def case_nonfinite_shows(world: World) -> dict[str, Any]:
 
 
 class Traffic(TorchDispatchMode):
-    """Collectives by name, and the bytes of the tensors that each rank hands in."""
+    """Counts collectives by name, and the bytes that each rank passes in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,8 +281,8 @@ def case_traffic(world: World) -> dict[str, Any]:
             model = make_model(lora=lora)
             ddp = wrap(model, world, Settings(), constant_buffers=[name for name, _ in model.named_buffers()])
             weights = WEIGHTS if method == "weighted" else None
-            finish = aggregate.attach(ddp, aggregate.method_named(method), weights=weights)
-            for _ in range(3):  # before its second step, DDP settles its buckets
+            finish = aggregate.attach(ddp, aggregate.parse_method(method), weights=weights)
+            for _ in range(3):  # DDP rebuilds its buckets before the second step
                 ddp.zero_grad(set_to_none=True)
                 with Traffic() as traffic:
                     backward(ddp, [0, 1, 2], 1.0)
@@ -296,19 +296,19 @@ def case_traffic(world: World) -> dict[str, Any]:
 
 
 def case_adaptive(world: World) -> dict[str, Any]:
-    """Rank 0 takes eight times as long as the others: it gets less, and the training stays that of one process."""
+    """Rank 0 is eight times slower than the others: it gets fewer samples, and training still matches one process."""
     global_batch = 12
     model, alone = make_model(), make_model()
     ddp = wrap(model, world, Settings())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.02) for each in (model, alone)]
-    adaptive = Adaptive(world.size, global_batch=global_batch, window=2)
+    adaptive = AdaptiveShares(world.size, global_batch=global_batch, window=2)
     found: dict[str, Any] = {"shares": [], "gradients": [], "losses": []}
     for step in range(6):
         ids = np.arange(global_batch) + step
         weights, total = adaptive.weights_at(step), target_tokens(ids)
         mine = [int(part[0]) for part in shards(ids, world.size, micro_batch=1, weights=weights)[world.rank]]
         loss = backward(ddp, mine, world.size / total)
-        seconds = len(mine) * (8.0 if world.rank == 0 else 1.0)  # a real clock would also measure what else is running
+        seconds = len(mine) * (8.0 if world.rank == 0 else 1.0)  # a real clock would also measure other load
         gathered = world.gather([loss, float(target_tokens(mine)), seconds])
         adaptive.observe(step, gathered[:, 1].tolist(), gathered[:, 2].tolist())
         expected = {name: gradient / total for name, gradient in summed_gradients(alone, ids).items()}
@@ -362,14 +362,14 @@ def add_a_parameter(model: LossModel, rank: int) -> None:
 def verdict(
     world: World, change: Callable[[LossModel, int], None], group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """What the check says after `change`."""
+    """Result of the consistency check after `change`."""
     model = make_model()
     for parameter in model.parameters():
         parameter.grad = parameter.detach() * 2
     change(model, world.rank)
     gradients = [(name, parameter.grad) for name, parameter in named(model)]
     try:
-        check_copies(named(model), gradients, step=3, device=world.device, group=group)
+        check_replicas(named(model), gradients, step=3, device=world.device, group=group)
     except DriftError as err:
         return err.what
     return None
@@ -400,7 +400,7 @@ def main() -> None:
     results = {name: case(world) for name, case in CASES.items()}
     results["runs"] = train_all(world, Path(sys.argv[1]))
     Path(sys.argv[1], f"rank{world.rank}.json").write_text(json.dumps(results))
-    gc.collect()  # a gloo group that DDP's reducer is the last to hold may never end (torch 2.13)
+    gc.collect()  # a gloo group whose last reference is DDP's reducer may never shut down (torch 2.13)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of three ranks that aggregate gradients as they are configured, and what one process would come to."""
+"""Full runs on three ranks with configured gradient aggregation, and the expected values from one process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base.env import set_for_this_process
 from pantheraml.base.errors import DriftError
-from pantheraml.base.events import EventWriter
+from pantheraml.base.event_stream import EventWriter
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.order import step_samples
-from pantheraml.engine.feed import StepBatches, read_batch
-from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.guard.watchdog import StopFlag
+from pantheraml.engine.step.feed import StepBatches, read_batch
+from pantheraml.engine.step.step import Stepper
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.process_group import World
@@ -47,19 +47,19 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     "weighted": {"parallel": {"aggregation": "weighted", "aggregation_weights": WEIGHTS}},
     "a fault that passes": {"parallel": LEAVE_OUT, "faults": [fail_at(BAD_RANK, 1, "nan")]},
     "a fault that stays": {"parallel": LEAVE_OUT, "model": "poisoned"},
-    # a loss that is above its mean by anything at all, and weights that stay what they are
+    # any loss above its mean is a spike, and weights do not change
     "spike": {
         "stability": {"spike_warmup_steps": 2, "spike_zscore": 1e-9},
         "train": {"learning_rate": 1e-12, "max_steps": 6},
     },
     "drift": {"parallel": {"check_every": 1}, "train": {"max_steps": 4}},
-    # shares follow what was measured in ten steps
+    # shares follow the measurements of ten steps
     "slow": {"parallel": {"batch_shares": "adaptive"}, "train": {"max_steps": 14}},
 }
 
 
 def write_inputs(root: Path) -> None:
-    """Models and data, and a folder for every run."""
+    """Write models and data, and create a folder for every run."""
     rows = toy.arithmetic(40)
     rows[BAD_ROW]["prompt"] += toy.RARE
     toy.write_jsonl(root / "data.jsonl", rows)
@@ -96,7 +96,7 @@ def _seed(root: Path) -> int:
 
 
 def train_all(world: World, root: Path) -> dict[str, str | None]:
-    """The error that each run ended with on this rank."""
+    """Errors that the runs ended with on this rank."""
     set_for_this_process("PANTHERAML_FAULTS", "1")
     layout = make_layout(ParallelDims(replicate=world.size), "cpu")
     here = World(world.rank, world.size, world.device, dist.new_group(backend="gloo"), layout)
@@ -116,7 +116,7 @@ def train_all(world: World, root: Path) -> dict[str, str | None]:
 
 @contextmanager
 def drifting() -> Iterator[None]:
-    """After the second step of the optimizer one weight is another one."""
+    """Change one weight after the second optimizer step."""
     taken = [0]
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -134,7 +134,7 @@ def drifting() -> Iterator[None]:
 
 @contextmanager
 def slowed() -> Iterator[None]:
-    """Every decoder layer takes much longer, also on a machine that is busy with other things."""
+    """Slow down every decoder layer, by far more than other load could."""
     begun = [0.0]
 
     def before_forward(module: nn.Module, args: Any) -> None:
@@ -154,7 +154,7 @@ def slowed() -> Iterator[None]:
 
 
 TROUBLE = {"drift": drifting, "slow": slowed}
-"""Of the bad rank."""
+"""Faults of the bad rank."""
 
 
 # In one process -------------------------------------------------------------------------------------------------------
@@ -162,21 +162,21 @@ TROUBLE = {"drift": drifting, "slow": slowed}
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a step."""
+    """One rank's share of a step."""
 
     samples: list[int]
     tokens: int
     loss: float
-    """Per token, as the gradient is."""
+    """Loss per token, like the gradient."""
     gradient: Tensor
 
 
 def shares_of(root: Path, name: str, step: int) -> list[Share]:
-    """By a process that takes the shares of the ranks one after another, with the weights that the run began with."""
+    """Compute the ranks' shares one after another in one process, with the initial weights of the run."""
     run = RunDir(root / name)
     config, (data, _) = run.config(), open_data(run)
     alone, plan = World(0, 1, torch.device("cpu")), make_plan(config, micro=2)
-    stepper = Stepper(build_model(config, plan, alone, silent), config, alone, plan)
+    stepper = Stepper(build_model(config, plan, alone, silent), config, alone, plan).setup()
     ids = step_samples(data.fingerprint, config.train.seed, len(data), BATCH, step - 1, None)
     return [share_of(stepper, data, part) for part in shards(ids, RANKS, micro_batch=2)]
 

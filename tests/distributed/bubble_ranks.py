@@ -1,4 +1,4 @@
-"""Each process of the test about waiting in a pipeline: what the benchmark's own counting finds."""
+"""Rank script of test_pipeline_bubble: runs the benchmark's own counting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def main() -> None:
-    sys.path.insert(0, str(BENCHMARKS))  # benchmarks are scripts beside each other, not a package
+    sys.path.insert(0, str(BENCHMARKS))  # benchmarks are scripts, not a package
     from ranks.pipeline_order import Work, idle_turns, waited
 
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from lives as long as the session: no test may leave one behind."""
+"""Fixture of the fork server for ranks, which lives as long as the test session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.distributed.launching import LIMIT_SECONDS, SERVER
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test of a file waits for a few launches."""
+    """Longer timeouts: the first test of a file waits for several launches."""
     for item in items:
         if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(3 * LIMIT_SECONDS))

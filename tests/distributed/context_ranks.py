@@ -1,6 +1,6 @@
-"""What each of four processes of the context-parallel test runs: every case, whole in one process and cut over several.
+"""Rank script of test_context_parallel: every case in one process and context parallel, on four ranks.
 
-Writes, for each case, how far the two are apart in each of a few steps, and which collectives a step took.
+Writes, for each case, the differences in each of a few steps, and the collectives of a step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import NO_LOSS, TokenSequence
-from pantheraml.engine.checkpointing import apply_checkpointing
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.engine.parallelize import Traits, parallelize
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.models.adapters import apply_method
 from pantheraml.models.attention import use_context_parallel
 from pantheraml.models.loader import load_model
-from pantheraml.parallel.context import cut_sequence
+from pantheraml.parallel.context import shard_sequence
 from pantheraml.parallel.layout import Layout, make_layout
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.multi_gpu import MultiGPUConfig
@@ -40,7 +40,7 @@ from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
 
 WORLD, STEPS, VOCABULARY, LAYERS = 4, 3, 320, 2
 
-SPREAD = {"initializer_range": 0.1}  # wide enough for attention to be more than an average
+SPREAD = {"initializer_range": 0.1}  # wide enough for attention not to be a plain average
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, **SPREAD}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, Callable[..., Any]] = {
@@ -55,7 +55,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 
 
 class Collectives(TorchDispatchMode):
-    """Counts them by name. (Torch's CommDebugMode cannot follow modules that run again in the backward pass.)"""
+    """Counts collectives by name. (torch's CommDebugMode cannot handle modules that are recomputed in backward.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +73,11 @@ class Case:
     context: int
     method: Literal["full", "lora", "dora"] = "full"
     packed: bool = True
-    quantise: Literal["nf4", "int8", "fp8"] | None = None
+    quantize: Literal["nf4", "int8", "fp8"] | None = None
     dtype: torch.dtype = torch.float32
     checkpointing: Checkpointing = "none"
     changes: dict[str, Any] = field(default_factory=dict)
-    """What differs in the model's config."""
+    """Changes to the model's config."""
 
 
 CASES = {
@@ -100,12 +100,12 @@ CASES = {
     "mistral window full packed x2": Case("mistral", 2),
     "mistral window lora padded x4": Case("mistral", 4, "lora", packed=False),
     "gpt2 full packed x2": Case("gpt2", 2),
-    "nf4 lora packed x2": Case("llama", 2, "lora", quantise="nf4"),
-    "int8 lora packed x2": Case("llama", 2, "lora", quantise="int8"),
-    "fp8 lora packed x4": Case("llama", 4, "lora", quantise="fp8"),
+    "nf4 lora packed x2": Case("llama", 2, "lora", quantize="nf4"),
+    "int8 lora packed x2": Case("llama", 2, "lora", quantize="int8"),
+    "fp8 lora packed x4": Case("llama", 4, "lora", quantize="fp8"),
 }
 
-# name -> family, changes in its config, degree, words that the refusal must contain
+# name -> family, changes to its config, degree, words that the error must contain
 REFUSALS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "heads": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}, 4, "2, 3, 6"),
     "dropout": ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout"),
@@ -116,13 +116,13 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 def make_model(case: Case, folder: Path) -> nn.Module:
     torch.manual_seed(0)
-    if case.quantise is not None:
+    if case.quantize is not None:
         where = ModelConfig(path=str(folder))
-        model = load_model(where, dtype=case.dtype, device=torch.device("cpu"), quantise=case.quantise)
+        model = load_model(where, dtype=case.dtype, device=torch.device("cpu"), quantize=case.quantize)
     else:
         model = AutoModelForCausalLM.from_config(FAMILIES[case.family](**case.changes), dtype=case.dtype)
     adapted = apply_method(model, MethodConfig(kind=case.method, rank=4), seed=1)
-    with torch.no_grad():  # an adapter's second half starts at zero, and would hide the gradient of its first
+    with torch.no_grad():  # LoRA's B starts at zero, which would hide the gradient of A
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.02)
@@ -130,7 +130,7 @@ def make_model(case: Case, folder: Path) -> nn.Module:
 
 
 def make_batch(case: Case, generator: np.random.Generator) -> Batch:
-    """Two rows: documents of uneven length, side by side, or one in each and the last quarter nothing but padding."""
+    """Two rows: packed documents of uneven length, or one document each with the last quarter padding."""
     rows = [[9, 13, 3, 6], [1, 22]] if case.packed else [[21], [6]]
     sequences = []
     for lengths in rows:
@@ -148,8 +148,8 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def part_of(batch: Batch, group: dist.ProcessGroup) -> Batch:
-    cut = {name: cut_sequence(getattr(batch, name), group) for name in ("input_ids", "position_ids", "targets")}
+def own_part(batch: Batch, group: dist.ProcessGroup) -> Batch:
+    cut = {name: shard_sequence(getattr(batch, name), group) for name in ("input_ids", "position_ids", "targets")}
     count = int((cut["targets"] != NO_LOSS).sum())
     return Batch(**cut, boundaries=batch.boundaries, max_length=batch.max_length, tokens=-1, target_count=count)
 
@@ -158,8 +158,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor; a tensor that is nothing but rounding counts by the largest one."""
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest relative difference of any tensor; tensors of pure rounding noise are relative to the largest tensor."""
     assert found.keys() == expected.keys()
     floor = 1e-6 * max(float(tensor.norm()) for tensor in expected.values())
     return max(float((found[name] - e).norm()) / max(float(e.norm()), floor) for name, e in expected.items())
@@ -173,7 +173,7 @@ def run_case(case: Case, folder: Path, layout: Layout) -> dict[str, Any]:
     for model in (whole, parts):
         apply_checkpointing(model, case.checkpointing)
     one, many = LossModel(whole), LossModel(parts)
-    # Not Adam, which would blow up gradients that are nothing but rounding, such as that of GPT-2's key biases.
+    # Not Adam, which amplifies gradients that are pure rounding noise, such as those of GPT-2's key biases.
     trained = [[p for p in model.parameters() if p.requires_grad] for model in (one, many)]
     optimizers = [torch.optim.SGD(parameters, lr=0.02, momentum=0.9) for parameters in trained]
     losses, grads, counts = [], [], []
@@ -184,7 +184,7 @@ def run_case(case: Case, folder: Path, layout: Layout) -> dict[str, Any]:
         expected = sum((loss_of(one, batch) for batch in batches), torch.zeros(())) / tokens
         expected.backward()
         with Collectives() as forward:
-            loss = loss_of(many, part_of(batches[layout.data_rank], group)) / tokens
+            loss = loss_of(many, own_part(batches[layout.data_rank], group)) / tokens
         with Collectives() as backward:
             loss.backward()
         counts.append([dict(mode.counts) for mode in (forward, backward)])
@@ -194,12 +194,12 @@ def run_case(case: Case, folder: Path, layout: Layout) -> dict[str, Any]:
         for parameter in many.parameters():
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
-        grads.append(apart(gradients(many), gradients(one)))
+        grads.append(largest_difference(gradients(many), gradients(one)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     weights = [{n: p.detach() for n, p in m.named_parameters() if p.requires_grad} for m in (many, one)]
-    return {"losses": losses, "grads": grads, "weights": apart(*weights), "counts": counts}
+    return {"losses": losses, "grads": grads, "weights": largest_difference(*weights), "counts": counts}
 
 
 def run_refusal(name: str, layouts: dict[int, Layout]) -> str | None:
@@ -212,8 +212,8 @@ def run_refusal(name: str, layouts: dict[int, Layout]) -> str | None:
     return None
 
 
-def refused_beside_tensor(rank: int) -> str | None:
-    """What a run says that would cut 2 heads both by tensor and by context parallelism."""
+def rejected_with_tensor_parallel(rank: int) -> str | None:
+    """Error of a run that would split 2 heads by both tensor and context parallel."""
     two_heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     layout = make_layout(ParallelDims(context=2, tensor=2), "cpu")
     world = World(rank, WORLD, torch.device("cpu"), layout=layout)
@@ -226,18 +226,18 @@ def refused_beside_tensor(rank: int) -> str | None:
     return None
 
 
-def whole_rows_stay(layout: Layout) -> float:
-    """How far a call that tells no documents, on a model whose sequences are cut, is from the model as it was."""
+def unsharded_rows_difference(layout: Layout) -> float:
+    """Difference of a call without documents, on a context parallel model, to the original model."""
     plain = make_model(Case("llama", 4), Path())
     cut = copy.deepcopy(plain)
     use_context_parallel(cut, layout.group("context"))
-    ids = torch.arange(7)[None]  # a width that no degree divides
+    ids = torch.arange(7)[None]  # a width not divisible by any degree
     with torch.no_grad():
         return float((cut(input_ids=ids).logits - plain(input_ids=ids).logits).abs().max())
 
 
-def mixing_refused(layout: Layout) -> bool:
-    """Whether a model that mixes tokens outside of attention is refused, also where the first part is the same."""
+def mixing_rejected(layout: Layout) -> bool:
+    """Whether a model that mixes tokens outside of attention is rejected, even if the first part is equal."""
     model: Any = make_model(Case("llama", 4), Path())
 
     def mix(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -258,13 +258,13 @@ def main() -> None:
     layouts = {degree: make_layout(ParallelDims(replicate=WORLD // degree, context=degree), "cpu") for degree in (2, 4)}
     found: dict[str, Any] = {name: run_case(case, folder, layouts[case.context]) for name, case in CASES.items()}
     found["refusals"] = {name: run_refusal(name, layouts) for name in REFUSALS}
-    found["refused beside tensor"] = refused_beside_tensor(dist.get_rank())
-    found["whole rows"] = whole_rows_stay(layouts[4])
-    found["mixing refused"] = mixing_refused(layouts[4])
-    everybody: list[Any] = [None] * WORLD
-    dist.all_gather_object(everybody, found)
+    found["rejected with tensor"] = rejected_with_tensor_parallel(dist.get_rank())
+    found["unsharded rows"] = unsharded_rows_difference(layouts[4])
+    found["mixing rejected"] = mixing_rejected(layouts[4])
+    ranks: list[Any] = [None] * WORLD
+    dist.all_gather_object(ranks, found)
     if dist.get_rank() == 0:
-        target.write_text(json.dumps(everybody))
+        target.write_text(json.dumps(ranks))
     dist.destroy_process_group()
 
 

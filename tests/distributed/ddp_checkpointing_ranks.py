@@ -1,8 +1,8 @@
-"""What each process runs for test_ddp_checkpointing: LoRA under DDP with every kind of activation checkpointing.
+"""Rank script of test_ddp_checkpointing: LoRA under DDP with every kind of activation checkpointing.
 
-`engine FOLDER` trains in our own wrapper, and writes what differs from one process without checkpointing;
-`trl FOLDER MODEL` trains by TRL's SFTTrainer, in as many processes as were started, and writes the losses; and once
-more with the guard, in a step of which the gradient of the last process is NaN.
+`engine FOLDER` trains in the engine's DDP wrapper, and writes the differences to one process without checkpointing;
+`trl FOLDER MODEL` trains with TRL's SFTTrainer on all launched ranks, and writes the losses; then once more with the
+guard, with a NaN gradient on the last rank in one step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from trl import SFTConfig, SFTTrainer
 
 from pantheraml import FastLanguageModel
 from pantheraml.base.env import process_rank
-from pantheraml.engine.checkpointing import apply_checkpointing
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.memory.checkpointing import apply_checkpointing
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.hooks.guard_callback import GuardCallback
 from pantheraml.parallel import aggregate
 from pantheraml.parallel.data import decide_static_graph, uses_reentrant_checkpointing, without_sync, wrap
@@ -52,10 +52,10 @@ class Settings:
 
 def torch_checkpointing(model: Any, *, reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()  # else reentrant checkpointing sees frozen inputs, and gives no gradient
+    model.enable_input_require_grads()  # otherwise reentrant checkpointing sees frozen inputs and computes no gradient
 
 
-# name -> how to checkpoint, how many micro-batches a rank has, how gradients are aggregated
+# name -> checkpointing, micro-batches per rank, gradient aggregation
 CASES: dict[str, tuple[Prepare, int, aggregate.Method]] = {
     "reentrant": (partial(torch_checkpointing, reentrant=True), 1, "mean"),
     "reentrant accumulated": (partial(torch_checkpointing, reentrant=True), 3, "mean"),
@@ -83,7 +83,7 @@ def loss_sum(module: nn.Module, index: int) -> Tensor:
 
 
 def trained(model: nn.Module, step: Callable[[int], None]) -> dict[str, Tensor]:
-    """The adapter after some steps, `step` giving the gradients of each."""
+    """The adapter after some steps; `step` computes the gradients."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
     for number in range(STEPS):
@@ -105,7 +105,7 @@ def trained_alone(samples: int) -> dict[str, Tensor]:
 
 
 def trained_together(world: World, name: str, settings: Settings) -> tuple[dict[str, Tensor], bool, str]:
-    """The adapter, and what was decided about the static graph."""
+    """The adapter, and the decision on the static graph."""
     prepare, micro_batches, method = CASES[name]
     plain = make_model()
     prepare(plain)
@@ -145,7 +145,7 @@ def run_engine(folder: Path) -> None:
         assert found.keys() == expected.keys()
         furthest = torch.stack([(found[key] - expected[key]).norm() / expected[key].norm() for key in expected]).max()
         results[name] = {"difference": float(furthest), "static_graph": static, "reason": reason}
-    try:  # what the static graph is there to prevent
+    try:  # the error that the static graph prevents
         trained_together(world, "reentrant", Settings(find_unused_parameters=True))
     except RuntimeError as err:
         results["error"] = str(err)
@@ -165,9 +165,9 @@ def our_model(folder: Path, loading: Mapping[str, Any] = {}, **arguments: Any) -
 
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 
-# name -> the model, and what its trainer is told
+# name -> the model, and the settings of its trainer
 TRL_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
-    # transformers looks for unused parameters of every PEFT model unless told otherwise
+    # transformers sets find_unused_parameters for every PEFT model by default
     "reentrant": (plain_model, {**REENTRANT, "ddp_find_unused_parameters": False}),
     "not reentrant": (plain_model, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
     "ours, asked for reentrant": (our_model, REENTRANT),
@@ -176,7 +176,7 @@ TRL_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "ours, nf4": (partial(our_model, loading={"load_in_4bit": True}), {}),
 }
 
-# name -> the guard, and what is in place of a gradient
+# name -> the guard, and the value that replaces a gradient
 GUARDED: dict[str, tuple[dict[str, Any], float]] = {
     "lower_rate": ({"on_nonfinite": "lower_rate", "rate_factor": 0.5}, math.nan),
     "zero": ({"on_nonfinite": "zero"}, math.nan),
@@ -216,13 +216,15 @@ def train_by_trl(
 
 
 def train_guarded(model_folder: Path, output: Path, guard: GuardCallback, bad: float) -> dict[str, Any]:
-    """Of every process: what the guard decided, and the weights in the end. A gradient of the last one is `bad`."""
+    """Verdicts and final weights of every rank. A gradient of the last rank is set to `bad`."""
     place, model = process_rank(), plain_model(model_folder)
     passes = [0]
 
     def spoil(gradient: Tensor) -> Tensor:
         passes[0] += 1
-        return torch.full_like(gradient, bad) if passes[0] == 3 else gradient  # the first of two in step 2
+        return (
+            torch.full_like(gradient, bad) if passes[0] == 3 else gradient
+        )  # the first of two micro-batches in step 2
 
     if place.rank == place.world_size - 1:
         next(value for name, value in model.named_parameters() if "lora_B" in name).register_hook(spoil)
@@ -254,8 +256,9 @@ def run_trl(folder: Path, model_folder: Path) -> None:
 
 
 def leave_group() -> None:
-    """DDP's reducer must not be the last to hold a gloo group: it would join the group's threads with Python's lock
-    held, while one of them waits for that lock to free a tensor, and the process never ends (seen in torch 2.13)."""
+    """Release the process group before DDP's reducer: if the reducer holds the last reference to a gloo group, it joins
+    the group's threads while holding the GIL, one of them waits for the GIL to free a tensor, and the process deadlocks
+    (seen in torch 2.13)."""
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

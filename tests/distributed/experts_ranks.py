@@ -1,4 +1,4 @@
-"""What each process runs of the test of experts' auxiliary losses: each case alone and together, in one group."""
+"""Rank script of test_expert_balance: each case in one process and on all ranks, in one process group."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main() -> None:
         here = World(rank=0, size=1, device=world.device)
         for number, family in enumerate(families):
             for mode, dims in MODES.items():
-                # four passes of one rank and three of the other, and one of each
+                # four passes on one rank and three on the other; and one on each
                 for micro in (1, 4):
                     config = config_of(root, family, packed=(number + micro) % 2 == 0)
                     expected = steps(config, here, ParallelDims(), None)

@@ -1,4 +1,4 @@
-"""Ranks that do not end as they should."""
+"""Rank script of test_launching: ranks that fail or hang."""
 
 from __future__ import annotations
 

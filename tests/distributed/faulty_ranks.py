@@ -1,4 +1,4 @@
-"""The processes of `rank_main`, in runs that may ask for failures."""
+"""`rank_main` for runs with fault injection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What each process of the sharding tests runs: every case against one process, all in one process group.
+"""Rank script of test_fsdp: every case against one process, all in one process group.
 
-Each rank also computes the one-process run by itself, so that rank 0 can compare and write down plain numbers.
+Each rank also computes the single-process run, so that rank 0 can compare and write plain numbers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pantheraml.engine.checkpointing import apply_checkpointing
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.memory.checkpointing import apply_checkpointing
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.models.adapters import apply_method, trainable_parameters
-from pantheraml.models.quantise.packed import pack_linears, packed_buffers
-from pantheraml.parallel.borders import SharedGradients
+from pantheraml.models.quantize.quantized_linear import quantize_linears, quantized_buffers
 from pantheraml.parallel.fsdp import shard_parameters, without_sync
-from pantheraml.parallel.gather import full_tensors, load_full, spread_like
+from pantheraml.parallel.gather import full_tensors, load_full, shard_like
 from pantheraml.parallel.layout import Layout
-from pantheraml.parallel.local import hand_over_gradients, local_parts, local_squares
+from pantheraml.parallel.local_shards import local_shards, local_squared_norm, move_gradients_to_shards
 from pantheraml.parallel.tensor import shard_tensors
+from pantheraml.parallel.tp_mappings import PartialGradients
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import MethodConfig
 from tests.distributed.layouts import layout_of
@@ -47,12 +47,12 @@ class Case:
     dtype: str = "float64"
     accumulation: int = 1
     sync_each: bool = False
-    """Exchange gradients after every micro-batch instead of the last."""
+    """Reduce gradients after every micro-batch instead of the last."""
     checkpointing: Any = "none"
     dims: dict[str, int] = field(default_factory=lambda: {"shard": 2})
 
 
-# Sizes are odd wherever a family allows it, so that shards are uneven, and some empty (LoRA of rank 1).
+# Sizes are odd where the family allows it, so that shards are uneven, and some empty (LoRA of rank 1).
 CASES: dict[str, Case] = {
     "llama full accumulated": Case(accumulation=4),
     "llama full float32, sent each time": Case(dtype="float32", accumulation=4, sync_each=True),
@@ -77,10 +77,10 @@ CASES: dict[str, Case] = {
 
 
 def build(case: Case) -> nn.Module:
-    """The model of a case, the same numbers every time."""
+    """Build the model of a case, with the same weights every time."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": 1}
-    # wider than usual: with tiny hidden states the norms would blow rounding errors up from step to step
+    # wider than usual: with tiny hidden states the norms would amplify rounding errors from step to step
     sizes["initializer_range"] = 0.3
     degree = case.dims.get("tensor", 1)
     llama: dict[str, Any] = {
@@ -105,13 +105,13 @@ def build(case: Case) -> nn.Module:
     model = model.to(dtype)
     model.config.use_cache = False
     if case.packing is not None:
-        pack_linears(model, case.packing, dtype=dtype, device=torch.device("cpu"))
+        quantize_linears(model, case.packing, dtype=dtype, device=torch.device("cpu"))
     if case.method == "full":
         return apply_method(model, MethodConfig(kind="full"), seed=0)
     adapted = apply_method(
         model, MethodConfig(kind=case.method, rank=1, alpha=1.0, target_modules="all-linear"), seed=0
     )  # type: ignore[arg-type]
-    with torch.no_grad():  # adapters start at zero output, where half of the gradients vanish
+    with torch.no_grad():  # adapters start at zero output, where half of the gradients are zero
         for name, parameter in trainable_parameters(adapted):
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape) * 0.1)
@@ -121,7 +121,7 @@ def build(case: Case) -> nn.Module:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """Sequences and targets, with very different numbers of targets in each."""
+    """Sequences with very different numbers of targets."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
     targets = ids[:, 1:].clone()
@@ -134,22 +134,22 @@ TARGETS = int((data()[1] >= 0).sum())
 
 
 class Run:
-    """A few steps of training, of one process or of a sharded run; what is left can be compared."""
+    """A few training steps, in one process or sharded, with comparable results."""
 
     def __init__(self, case: Case, layout: Layout, *, sharded: bool) -> None:
         self.case, self.layout, self.sharded = case, layout, sharded
         self.model = build(case)
         self.loss_model = LossModel(self.model)
         apply_checkpointing(self.model, case.checkpointing)
-        self.shared: SharedGradients | None = None
+        self.shared: PartialGradients | None = None
         if sharded:
             if layout.dims.tensor > 1:
                 self.shared = shard_tensors(self.model, layout.submesh("tensor"))
             assert layout.mesh is not None
             mesh = layout.mesh["replicate", "shard"] if layout.dims.replicate > 1 else layout.mesh["shard"]
-            shard_parameters(self.loss_model, decoder_layers(self.model), mesh, packed_buffers=packed_buffers)
+            shard_parameters(self.loss_model, decoder_layers(self.model), mesh, quantized_buffers=quantized_buffers)
         self.parameters = trainable_parameters(self.model)
-        self.parts = local_parts(self.parameters)
+        self.parts = local_shards(self.parameters)
         self.optimizer = torch.optim.AdamW([p for _, p in self.parts], lr=1e-2, eps=1e-6, fused=True)
         self.gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
@@ -178,9 +178,11 @@ class Run:
             else:
                 total += self.backward(batch)
         if self.shared is not None:
-            self.shared.add_up()
-        hand_over_gradients(self.parameters, self.parts)
-        squares = local_squares(self.parameters, self.parts, ranks=self.layout.dims.world_size if self.sharded else 1)
+            self.shared.all_reduce()
+        move_gradients_to_shards(self.parameters, self.parts)
+        squares = local_squared_norm(
+            self.parameters, self.parts, ranks=self.layout.dims.world_size if self.sharded else 1
+        )
         counted = total if self.layout.counts_loss or not self.sharded else 0.0
         both = torch.stack([torch.tensor(counted, dtype=torch.float64), squares])
         if self.sharded:
@@ -200,12 +202,12 @@ class Run:
         return loss.item()
 
     def whole(self, local: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
-        """Local tensors, one for each parameter, put together on rank 0; copies."""
+        """Gather local tensors, one per parameter, on rank 0; copies."""
         by_name = dict(self.parameters)
         found = [(name, tensor) for name, tensor in local if tensor is not None]
         if not self.sharded:
             return {name: tensor.detach().clone() for name, tensor in found}
-        spread = [(name, spread_like(tensor, by_name[name])) for name, tensor in found]
+        spread = [(name, shard_like(tensor, by_name[name])) for name, tensor in found]
         return {name: tensor.clone() for name, tensor in full_tensors(spread, self.layout)}
 
     def moments(self) -> list[tuple[str, Tensor]]:
@@ -223,7 +225,7 @@ class Run:
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor; names and shapes have to be the same."""
+    """Largest relative difference of any tensor; names and shapes must be equal."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     floor = 1e-6 * max(float(tensor.double().norm()) for tensor in expected.values())
     largest = 0.0
@@ -239,11 +241,11 @@ def relative(found: list[float], expected: list[float]) -> float:
 
 
 def held_bytes(run: Run) -> int:
-    """Memory of the decoder layers' weights, plain and packed, what fills uneven shards up included; not of adapters,
-    whose one row has to be filled up to one on each rank."""
+    """Memory of the decoder layers' weights, plain and quantized, including the padding of uneven shards; without
+    adapters, whose single row is padded to one on each rank."""
     layers = nn.ModuleList(decoder_layers(run.model))
     named = [(name, parameter) for name, parameter in layers.named_parameters() if "lora_" not in name]
-    tensors = [part for _, part in local_parts(named)]
+    tensors = [part for _, part in local_shards(named)]
     return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *layers.buffers()])
 
 
@@ -252,7 +254,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def compare(case: Case, layout: Layout) -> dict[str, Any]:
-    """All numbers of one case; on rank 0 they are complete."""
+    """All numbers of a case; complete on rank 0."""
     one, many = Run(case, layout, sharded=False), Run(case, layout, sharded=True)
     start = {name: tensor.clone() for name, tensor in full_tensors(many.parameters, layout)}
     held = held_bytes(many) / held_bytes(one)
@@ -283,14 +285,14 @@ def compare(case: Case, layout: Layout) -> dict[str, Any]:
 
 
 def roll_back(run: Run, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> float:
-    """Put back what rank 0 has, right after an evaluation: what was put back has to be what computes next."""
+    """Restore the state of rank 0 right after an evaluation; the next step must use the restored weights."""
     shared: list[Any] = [weights, moments]
     dist.broadcast_object_list(shared, src=0)
     for _, moment in run.moments():
         moment.fill_(-1.0)
     by_name = dict(run.parameters)
     load_full(run.parameters, shared[0])
-    load_full([(name, spread_like(moment, by_name[name])) for name, moment in run.moments()], shared[1])
+    load_full([(name, shard_like(moment, by_name[name])) for name, moment in run.moments()], shared[1])
     return run.evaluate()
 
 
@@ -300,11 +302,11 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def gather_stages() -> dict[str, bool]:
-    """Tensors of two pipeline stages, each sharded over two ranks, plain or in parts, with a name that both have."""
+    """Tensors of two pipeline stages, each over two ranks, replicated or sharded, with one name that both have."""
     layout = layout_of(ParallelDims(pipeline=2, shard=2), "cpu")
     whole = {name: torch.randn(5 + number, 3) for number, name in enumerate(("shared", "first", "second", "plain"))}
     whole["narrow"] = torch.randn(3, 2).bfloat16()
-    mine = ("shared", "first") if layout.place["pipeline"] == 0 else ("second", "plain", "narrow", "shared")
+    mine = ("shared", "first") if layout.coordinates["pipeline"] == 0 else ("second", "plain", "narrow", "shared")
     named = [
         (name, whole[name] if name == "plain" else distribute_tensor(whole[name], layout.submesh("shard"), [Shard(0)]))
         for name in mine

@@ -1,4 +1,4 @@
-"""What each process of the guard's distributed test runs: every case of its number of processes, in one group."""
+"""Rank script of test_guard: every case for a given world size, in one process group."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base.errors import DriftError
-from pantheraml.base.events import EventWriter
+from pantheraml.base.event_stream import EventWriter
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
-from pantheraml.engine.feed import Feed, StepBatches
-from pantheraml.engine.guard.evidence import gather_evidence
-from pantheraml.engine.guard.incident import culprit, investigate
-from pantheraml.engine.guard.operation import failed_operation
-from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.judge import Judge
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.guard.decide import StepJudge
+from pantheraml.engine.guard.incident import culprit, gather_evidence, investigate
+from pantheraml.engine.guard.nan_origin import find_nan_operation
+from pantheraml.engine.guard.watchdog import StopFlag
+from pantheraml.engine.step.feed import Feed, StepBatches
+from pantheraml.engine.step.step import Stepper
 from pantheraml.engine.trial import Trial, difference, trial
 from pantheraml.models.loader import load_tokenizer
-from pantheraml.parallel.consistency import peers_with_copies
+from pantheraml.parallel.consistency import replica_groups
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.run_dir import RunDir
@@ -54,7 +53,7 @@ MODES = {
 TWO = ("ddp x2", "fsdp x2", "tp x2", "pp x2")
 STEPS = 3
 
-# Each is set so that it clips in every step after the first, by much.
+# Each is set to clip strongly in every step after the first.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "value": {"clip_value": 1e-3},
     "norm": {},
@@ -66,14 +65,14 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 LEARNERS = ("zclip", "adagc")
 CASES = [
     *((mode, kind) for mode in (*TWO, "fsdp 2 x tp 2") for kind in ("adaptive", "adagc")),
-    # The rest goes by values or by the global norm alone, which other tests compare in every mode.
+    # The rest use only values or the global norm, which other tests compare in every mode.
     *(("fsdp x2", kind) for kind in ("value", "norm", "percentile")),
     ("pp x2", "zclip"),
 ]
 
 
 def config_of(root: Path, model: str = "qwen3", **changes: dict[str, Any]) -> TrainConfig:
-    """The model has tied embeddings, which two stages of a pipeline hold."""
+    """The model has tied embeddings, which two pipeline stages hold."""
     base = {
         "model": {"path": str(root / model)},
         "data": {"path": str(root / "data.jsonl"), "seq_len": 64, "packing": False, "cache_dir": str(root / "cache")},
@@ -104,13 +103,13 @@ def clipped(kind: str, mode: str | None, root: Path, world: World) -> Trial:
     return trial(build_model(config, plan, here, silent), config, plan, here, dataset_of(config), steps=STEPS)
 
 
-def learnt(kind: str, mode: str, root: Path, world: World) -> list[dict[str, Any]]:
-    """What every rank would save after two steps."""
+def guard_states(kind: str, mode: str, root: Path, world: World) -> list[dict[str, Any]]:
+    """Guard state of every rank after two steps."""
     config = config_of(root, stability={"clipping": kind, "clip_warmup_steps": 1, **KINDS[kind]})
     dims = MODES[mode]
     here = replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=4)
-    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan).setup()
     with Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=4, limit=None) as feed:
         for step in range(2):
             report = stepper.backward(feed.step(step), stop_requested=False)
@@ -119,16 +118,16 @@ def learnt(kind: str, mode: str, root: Path, world: World) -> list[dict[str, Any
     state = stepper.guard.to_state()
     stepper.guard.from_state(state)
     assert stepper.guard.to_state() == state
-    return everyones(state, world)
+    return gathered(state, world)
 
 
 def poisoned(mode: str, root: Path, world: World) -> dict[str, Any]:
-    """A run up to the step with the bad sample, whose gradient is then zeroed where it is not finite."""
+    """Run up to the step with the bad sample; its non-finite gradient values are then zeroed."""
     config = config_of(root, "poisoned", method={"kind": "lora", "rank": 4}, stability={"on_nonfinite": "zero"})
     dims, data = MODES[mode], dataset_of(config)
     here = replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=2)
-    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan).setup()
     stepper.model.train()
     (token,) = load_tokenizer(config.model).encode(toy.RARE)
     (bad,) = [index for index in range(len(data)) if token in data.sequence(index).input_ids]
@@ -144,26 +143,26 @@ def poisoned(mode: str, root: Path, world: World) -> dict[str, Any]:
     assert found is not None
     return {
         "bad": bad,
-        "holders": everyones(bad in [int(i) for ids in batches.own_samples for i in ids], world),
-        "verdicts": everyones(asdict(verdict), world),
+        "holders": gathered(bad in [int(i) for ids in batches.own_samples for i in ids], world),
+        "verdicts": gathered(asdict(verdict), world),
         "culprit": asdict(found),
-        "culprits": everyones(asdict(found), world),
-        "finite": everyones(all(bool(part.isfinite().all()) for _, part in stepper.parts), world),
+        "culprits": gathered(asdict(found), world),
+        "finite": gathered(all(bool(part.isfinite().all()) for _, part in stepper.parts), world),
         "finite next": after.numbers.finite,
     }
 
 
 def retried(mode: str, root: Path, world: World) -> dict[str, Any]:
-    """Steps in one of which a layer of rank 1 gave NaN, once; against the same steps undisturbed."""
-    told: list[dict[str, Any]] = []
-    disturbed = _retried(mode, root, world, told, at=1)
-    undisturbed = _retried(mode, root, world, told, at=None)
-    return {"told": everyones(told, world), "equal": everyones(torch.equal(disturbed, undisturbed), world)}
+    """Steps in which a layer of rank 1 outputs NaN once, against the same steps without it."""
+    events: list[dict[str, Any]] = []
+    disturbed = _retried(mode, root, world, events, at=1)
+    undisturbed = _retried(mode, root, world, events, at=None)
+    return {"events": gathered(events, world), "equal": gathered(torch.equal(disturbed, undisturbed), world)}
 
 
-def _retried(mode: str, root: Path, world: World, told: list[dict[str, Any]], *, at: int | None) -> Tensor:
-    """The weights of this rank after the last step."""
-    stepper, judge, feed = _judged(mode, root, world, told)
+def _retried(mode: str, root: Path, world: World, events: list[dict[str, Any]], *, at: int | None) -> Tensor:
+    """Weights of this rank after the last step."""
+    stepper, judge, feed = _judged(mode, root, world, events)
     layer = next(module for module in stepper.model.modules() if isinstance(module, GradientCheckpointingLayer))
     with feed:
         for step in range(STEPS):
@@ -172,24 +171,22 @@ def _retried(mode: str, root: Path, world: World, told: list[dict[str, Any]], *,
 
 
 def _judged(
-    mode: str, root: Path, world: World, told: list[dict[str, Any]], precision: str = "fp32", **changes: Any
-) -> tuple[Stepper, Judge, Feed]:
-    """Adapters under a judge, who tells `told`."""
+    mode: str, root: Path, world: World, events: list[dict[str, Any]], precision: str = "fp32", **changes: Any
+) -> tuple[Stepper, StepJudge, Feed]:
+    """Stepper and judge of an adapter; events are appended to `events`."""
     config = config_of(root, "llama", method={"kind": "lora", "rank": 4, "dropout": 0.2}, **changes)
     dims = MODES[mode]
     here = replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=2, precision=precision)
     torch.manual_seed(here.layout.data_rank)
-    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan).setup()
     stepper.model.train()
-    judge = Judge(
-        stepper, RunDir(root), lambda kind, /, **fields: told.append({"kind": kind, **fields}), about={}, keeps=True
-    )
+    judge = StepJudge(stepper, RunDir(root), lambda event: events.append(event.model_dump()), about={}, keeps=True)
     return stepper, judge, Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=2, limit=None)
 
 
 def _take(
-    stepper: Stepper, judge: Judge, feed: Feed, step: int, during: AbstractContextManager[None] | None = None
+    stepper: Stepper, judge: StepJudge, feed: Feed, step: int, during: AbstractContextManager[None] | None = None
 ) -> None:
     batches = feed.step(step)
     with during or nullcontext():
@@ -215,11 +212,11 @@ def once_nan(layer: nn.Module) -> Iterator[None]:
 
 
 def in_fp16(mode: str, root: Path, world: World) -> dict[str, Any]:
-    """Steps in the second of which gradients of rank 1 are NaN, in the first passes or in all; and in none."""
+    """Steps in the second of which gradients of rank 1 are NaN: in the first passes, in all, or in none."""
     found: dict[str, Any] = {}
     for name, passes in (("never", 0), ("once", 1), ("always", 100)):
-        told: list[dict[str, Any]] = []
-        stepper, judge, feed = _judged(mode, root, world, told, precision="fp16", stability={"on_nonfinite": "skip"})
+        events: list[dict[str, Any]] = []
+        stepper, judge, feed = _judged(mode, root, world, events, precision="fp16", stability={"on_nonfinite": "skip"})
         stepper.scaler.scale(torch.ones(()))  # makes its tensors
         stepper.set_loss_scale(4.0)
         layer = next(module for module in stepper.model.modules() if isinstance(module, GradientCheckpointingLayer))
@@ -228,20 +225,20 @@ def in_fp16(mode: str, root: Path, world: World) -> dict[str, Any]:
                 with nan_gradients(layer, 2 * passes) if step == 1 and world.rank == 1 else nullcontext():
                     _take(stepper, judge, feed, step)
         weights = torch.cat([part.detach().flatten() for _, part in stepper.parts])
-        verdicts = [(event["anomaly"], event["action"]) for event in told if event["kind"] == "verdict"]
+        verdicts = [(event["anomaly"], event["action"]) for event in events if event["kind"] == "verdict"]
         found[name] = {"weights": weights, "verdicts": verdicts, "scale": stepper.loss_scale}
     return {
-        "equal": everyones(torch.equal(found["never"]["weights"], found["once"]["weights"]), world),
-        "skipped": everyones(not torch.equal(found["never"]["weights"], found["always"]["weights"]), world),
-        "finite": everyones(bool(found["always"]["weights"].isfinite().all()), world),
-        "verdicts": everyones({name: case["verdicts"] for name, case in found.items()}, world),
-        "scales": everyones([case["scale"] for case in found.values()], world),
+        "equal": gathered(torch.equal(found["never"]["weights"], found["once"]["weights"]), world),
+        "skipped": gathered(not torch.equal(found["never"]["weights"], found["always"]["weights"]), world),
+        "finite": gathered(bool(found["always"]["weights"].isfinite().all()), world),
+        "verdicts": gathered({name: case["verdicts"] for name, case in found.items()}, world),
+        "scales": gathered([case["scale"] for case in found.values()], world),
     }
 
 
 @contextmanager
 def nan_gradients(layer: nn.Module, passes: int) -> Iterator[None]:
-    """The layer gives back NaN in so many passes from now on."""
+    """Make the layer's gradient NaN in the next `passes` passes."""
     left = [passes]
 
     def spoil(gradient: Tensor) -> Tensor:
@@ -270,10 +267,10 @@ LOOSE: Mapping[str, Mapping[str, Any]] = {
 
 
 def clean(mode: str, root: Path, world: World) -> dict[str, list[bool]]:
-    """Whether weights are those of steps without a guard, to the bit, on every rank."""
+    """Whether weights are bit-equal to those of steps without a guard, on every rank."""
     bare = _clean(mode, root, world, OFF)
     guarded = {kind: _clean(mode, root, world, {"clipping": kind, **settings}) for kind, settings in LOOSE.items()}
-    return {kind: everyones(torch.equal(bare, weights), world) for kind, weights in guarded.items()}
+    return {kind: gathered(torch.equal(bare, weights), world) for kind, weights in guarded.items()}
 
 
 def _clean(mode: str, root: Path, world: World, stability: Mapping[str, Any]) -> Tensor:
@@ -284,11 +281,11 @@ def _clean(mode: str, root: Path, world: World, stability: Mapping[str, Any]) ->
     return torch.cat([part.detach().flatten() for _, part in stepper.parts])
 
 
-# What a step exchanges ------------------------------------------------------------------------------------------------
+# Collectives of a step ------------------------------------------------------------------------------------------------
 
 
-class Exchanges(TorchDispatchMode):
-    """Counts what this process sends to its peers, by torch's names of operators and types."""
+class CollectiveCounter(TorchDispatchMode):
+    """Counts collectives of this process, by operator name and dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,40 +293,40 @@ class Exchanges(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes plain tensors and the collectives between them first
+            return NotImplemented  # a DTensor op first decomposes into plain tensors and collectives
         if func.namespace in ("c10d", "_c10d_functional"):
             kinds = {str(leaf.dtype) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
             self.counts[" ".join([func.name().partition(".")[0], *sorted(kinds)])] += 1
         return func(*args, **(kwargs or {}))
 
 
-def layered(mode: str | None, root: Path, world: World, *, every: int) -> dict[str, Any]:
-    """Norms layer by layer after a step's passes, and what a whole step exchanges."""
+def group_norms(mode: str | None, root: Path, world: World, *, every: int) -> dict[str, Any]:
+    """Group norms after the passes of a step, and the collectives of a full step."""
     config = config_of(root, stability={"group_norms_every": every})
     dims = ParallelDims() if mode is None else MODES[mode]
     here = World(0, 1, world.device) if mode is None else replace(world, layout=layout_of(dims, "cpu"))
     plan = make_plan(config, dims=dims, micro=4)
-    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan)
-    told: list[dict[str, Any]] = []
-    judge = Judge(stepper, RunDir(root), lambda kind, /, **fields: told.append(fields), about={}, keeps=True)
+    stepper = Stepper(build_model(config, plan, here, silent), config, here, plan).setup()
+    events: list[dict[str, Any]] = []
+    judge = StepJudge(stepper, RunDir(root), lambda event: events.append(event.model_dump()), about={}, keeps=True)
     with Feed(dataset_of(config), here, seed=0, global_batch=7, micro_batch=4, limit=None) as feed:
-        _take(stepper, judge, feed, 0)  # the first one is not like the others: DDP and pipelines prepare in it
-        with Exchanges() as exchanges:
+        _take(stepper, judge, feed, 0)  # skip the first step, in which DDP and pipelines initialize
+        with CollectiveCounter() as exchanges:
             _take(stepper, judge, feed, 1)
-    return {"groups": [event["groups"] for event in told], "exchanges": exchanges.counts}
+    return {"groups": [event["groups"] for event in events], "exchanges": exchanges.counts}
 
 
-# What ranks find out together -----------------------------------------------------------------------------------------
+# Joint findings -------------------------------------------------------------------------------------------------------
 
 
-def found_out(mode: str, root: Path, world: World) -> dict[str, Any]:
-    """Of a step in which something is wrong on rank 1 alone."""
+def joint_findings(mode: str, root: Path, world: World) -> dict[str, Any]:
+    """Findings about a step in which only rank 1 is faulty."""
     stepper, _, feed = _judged(mode, root, world, [], parallel={"check_every": 1})
     with feed:
         batches = feed.step(0)
     stepper.backward(batches, stop_requested=False)
     found: dict[str, Any] = {"in step": _drift(stepper, world)}
-    for group, names in peers_with_copies(stepper.parameters, stepper.world.layout):
+    for group, names in replica_groups(stepper.parameters, stepper.world.layout):
         part = dict(stepper.parts)[min(names)]
         if world.rank == 1:
             part.data.view(-1)[0] += 1e-6
@@ -337,24 +334,24 @@ def found_out(mode: str, root: Path, world: World) -> dict[str, Any]:
         if world.rank == 1:
             part.data.view(-1)[0] -= 1e-6
     name, last = stepper.parts[-1]
-    last_names = everyones(name, world)
+    last_names = gathered(name, world)
     for anomaly, value in (("jump", 1e6), ("nonfinite", math.nan)):
         if world.rank == 1:
             assert last.grad is not None
             last.grad.view(-1)[0] = value
         evidence = gather_evidence(stepper.parts, batches, anomaly, stepper.world)  # type: ignore[arg-type]
-        found[anomaly] = everyones(evidence.tensor, world)
+        found[anomaly] = gathered(evidence.tensor, world)
     found["expected"] = last_names[1]
-    found["operation"] = everyones(_bad_operation(stepper, batches, world), world)
+    found["operation"] = gathered(_bad_operation(stepper, batches, world), world)
     return found
 
 
 def _drift(stepper: Stepper, world: World) -> list[str | None]:
     try:
-        stepper.check_copies(1)
+        stepper.check_replicas(1)
     except DriftError as err:
-        return everyones(err.what, world)
-    return everyones(None, world)
+        return gathered(err.what, world)
+    return gathered(None, world)
 
 
 def _bad_operation(stepper: Stepper, batches: StepBatches, world: World) -> str | None:
@@ -363,7 +360,7 @@ def _bad_operation(stepper: Stepper, batches: StepBatches, world: World) -> str 
     if world.rank != 1:
         handle.remove()
     try:
-        return failed_operation(stepper, batches)
+        return find_nan_operation(stepper, batches)
     finally:
         handle.remove()
 
@@ -379,7 +376,7 @@ class BadGradient(torch.autograd.Function):
 
 
 def rollback_run(root: Path, name: str, dims: ParallelDims) -> RunDir:
-    """A run that comes to the bad sample when it has checkpoints behind it."""
+    """A run that reaches the bad sample after it has saved checkpoints."""
     config = config_of(
         root,
         "poisoned",
@@ -398,7 +395,7 @@ def rolled_back(mode: str, root: Path, world: World) -> None:
         train_rank(run, run.config(), run.plan(), here, events if world.is_main else silent, StopFlag(run.stop_file))
 
 
-def everyones(value: Any, world: World) -> list[Any]:
+def gathered(value: Any, world: World) -> list[Any]:
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, value)
     return found
@@ -422,19 +419,21 @@ def main() -> None:
                 results[f"{mode} poisoned"] = poisoned(mode, root, world)
                 results[f"{mode} retried"] = retried(mode, root, world)
                 for every in (0, 1):
-                    own = layered(mode, root, world, every=every)
-                    results[f"{mode} layered {every}"] = everyones(own, world)
+                    own = group_norms(mode, root, world, every=every)
+                    results[f"{mode} group_norms {every}"] = gathered(own, world)
             if world.is_main:
-                results["alone layered"] = layered(None, root, world, every=1)
+                results["alone group_norms"] = group_norms(None, root, world, every=1)
             world.wait_for_main()
             for mode in ("ddp x2", "fsdp x2"):
                 results[f"{mode} fp16"] = in_fp16(mode, root, world)
                 results[f"{mode} clean"] = clean(mode, root, world)
             for mode in (*TWO, "cp x2"):
-                results[f"{mode} found out"] = found_out(mode, root, world)
+                results[f"{mode} joint findings"] = joint_findings(mode, root, world)
             rolled_back("fsdp x2", root, world)
             for kind in LEARNERS:
-                results[f"learnt {kind}"] = {mode: learnt(kind, mode, root, world) for mode in ("fsdp x2", "pp x2")}
+                results[f"guard_states {kind}"] = {
+                    mode: guard_states(kind, mode, root, world) for mode in ("fsdp x2", "pp x2")
+                }
         if world.is_main:
             (root / f"results-{size}.json").write_text(json.dumps(results))
         world.wait_for_main()

@@ -1,4 +1,4 @@
-"""Starting the processes of a distributed test."""
+"""Launch the ranks of a distributed test."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pantheraml.base.env import child_environment
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_SECONDS = 900.0
-"""For the ranks of one launch to end: the longest takes less than a minute, on a machine that does nothing else."""
+"""Timeout of one launch: the longest takes less than a minute on an idle machine."""
 
 
 class RankServer:
-    """The process that ranks are forked from."""
+    """Fork server for ranks."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, script: str, processes: int, *arguments: object, timeout: float = LIMIT_SECONDS) -> None:
-        """Run `main` of `tests/distributed/SCRIPT.py` as ranks of one process group; fails with what they wrote."""
+        """Run `main` of `tests/distributed/SCRIPT.py` as ranks of one process group; on failure, show their output."""
         with tempfile.NamedTemporaryFile("r", prefix="ranks-", encoding="utf-8", errors="replace") as log:
             request = {"script": script, "processes": processes, "arguments": [*map(str, arguments)], "log": log.name}
             code = self._ask(request, timeout)
             assert code == 0, f"exit code {code}\n{log.read()[-8000:]}"
 
     def _ask(self, request: dict[str, object], timeout: float) -> int:
-        """The exit code of the ranks; TimeoutError if they take longer. Nobody is left in either case."""
+        """Return the exit code of the ranks, or raise TimeoutError. No process is left running in either case."""
         process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -56,7 +56,7 @@ class RankServer:
             self._process = None
 
     def start(self) -> subprocess.Popen[str]:
-        """If it does not run yet, or not any more."""
+        """Start the server, unless it is running."""
         self._process = self._process or self._started()
         return self._process
 
@@ -67,8 +67,8 @@ class RankServer:
                 OMP_NUM_THREADS="1",
                 TOKENIZERS_PARALLELISM="false",
                 HF_HUB_OFFLINE="1",
-                JE_ARROW_MALLOC_CONF="background_thread:false",  # of pyarrow's allocator, which a fork would lose
-                PYTORCH_NVML_BASED_CUDA_CHECK="1",  # the other way to look for a GPU leaves none to a forked process
+                JE_ARROW_MALLOC_CONF="background_thread:false",  # pyarrow's; a fork would lose the thread
+                PYTORCH_NVML_BASED_CUDA_CHECK="1",  # the default check initializes CUDA, which breaks forked processes
             ),
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,

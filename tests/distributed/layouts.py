@@ -1,4 +1,4 @@
-"""The layouts of ranks that go through many cases: one of each kind, however many cases it has."""
+"""Cached layouts for rank scripts with many cases: one per kind."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import functools
 from pantheraml.parallel.layout import make_layout
 
 layout_of = functools.cache(make_layout)
-"""Threads of a process group live as long as its process, and hundreds of them keep the cores from the others."""
+"""The threads of a process group live as long as the process, and hundreds of them would take up the cores."""

@@ -1,8 +1,8 @@
 """The equality matrix: modes x methods x shares x accumulation x packing x clipping x families, as data.
 
-`chosen` is what every test run goes through: each mode with each method, the other properties dealt out so that every
-value of each meets every mode; and each other method and kind of number in the modes that change most about it. `full`
-is the whole product (`make equality`).
+`chosen` is the default selection: each mode with each method, the other properties distributed so that every value of
+each meets every mode; plus each further method and dtype in the modes that affect it most. `full` is the full product
+(`make equality`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SPECIAL = {
     "full float64": ("full", "float64"),
     "lora float64": ("lora", "float64"),
 }
-"""Name -> method, numbers."""
+"""Name -> method, dtype."""
 CHOSEN_SPECIALS = {
     "ddp x2": ("int8", "fp8", "full float64"),
     "tp x2": ("fp8",),
@@ -73,7 +73,7 @@ class Case:
     packed: bool
     clipped: bool
     numbers: str = "float32"
-    """What all computes in; or, under float32 adapters, what the base is packed in."""
+    """Compute dtype; or, under float32 adapters, the quantization format of the base model."""
 
     def __str__(self) -> str:
         words = [
@@ -94,12 +94,12 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """GPT-2 has no plan for tensor parallelism."""
+        """GPT-2 has no tensor parallel plan."""
         return not (self.family == "gpt2" and self.dims.tensor > 1)
 
     @property
     def global_batch(self) -> int:
-        """Four samples a share or more, so that there can be four passes; uneven: the last share has one less."""
+        """At least four samples per share, so that there can be four passes; uneven: the last share has one fewer."""
         return max(8, 4 * self.dims.data) - (0 if self.even else 1)
 
     def config(self, root: Path) -> TrainConfig:
@@ -124,7 +124,7 @@ class Case:
         )
 
     def plan(self, config: TrainConfig, *, alone: bool = False) -> Plan:
-        """Four passes, or one; a rank of an uneven batch then has fewer. `alone`: of one process, in one pass."""
+        """Four passes or one; fewer on a rank with an uneven share. `alone`: a single process with one pass."""
         share = -(-self.global_batch // self.dims.data)
         micro = share // 4 if self.accumulated else share
         plan = make_plan(config) if alone else make_plan(config, dims=self.dims, micro=max(1, micro))
@@ -132,7 +132,7 @@ class Case:
         return plan.model_copy(update={"frozen_weights": packed})
 
     def reference(self) -> tuple[Any, ...]:
-        """Cases with the same one compare with the same run of one process."""
+        """Key of the single-process run that this case is compared with."""
         own = tuple(value for name, value in asdict(self).items() if name not in ("mode", "accumulated"))
         return (*own, self.global_batch)
 
@@ -141,16 +141,16 @@ def full() -> list[Case]:
     switches = itertools.product((True, False), repeat=4)
     product = itertools.product(MODES, FAMILIES, METHODS, switches)
     cases = [Case(mode, family, method, *values) for mode, family, method, values in product]
-    return [case for case in cases if case.possible] + _special({mode: tuple(SPECIAL) for mode in MODES})
+    return [case for case in cases if case.possible] + _special_cases({mode: tuple(SPECIAL) for mode in MODES})
 
 
 def chosen() -> list[Case]:
-    return [*_dealt_out(), *_special(CHOSEN_SPECIALS)]
+    return [*_distributed_switches(), *_special_cases(CHOSEN_SPECIALS)]
 
 
-def _dealt_out() -> Iterator[Case]:
-    """Two cases for every mode and method, each the other's opposite in all four switches; one in the products whose
-    parts are modes themselves."""
+def _distributed_switches() -> Iterator[Case]:
+    """Two cases per mode and method, with opposite values of all four switches; one for combined modes whose parts are
+    modes themselves."""
     for number, (mode, method) in enumerate(itertools.product(PLAIN_MODES | OTHER_PRODUCTS, METHODS)):
         switches = [bool(number >> bit & 1) for bit in range(4)]
         turns = (switches, [not value for value in switches])
@@ -160,8 +160,8 @@ def _dealt_out() -> Iterator[Case]:
             yield case if case.possible else Case(mode, "llama", method, *values)
 
 
-def _special(wanted: dict[str, tuple[str, ...]]) -> list[Case]:
-    """One case each, with uneven shares and several passes, packed and clipped in turn."""
+def _special_cases(wanted: dict[str, tuple[str, ...]]) -> list[Case]:
+    """One case each, with uneven shares and several passes, alternating packing and clipping."""
     cases = []
     for row, (mode, names) in enumerate(wanted.items()):
         for column, name in enumerate(names):
@@ -174,7 +174,7 @@ def _special(wanted: dict[str, tuple[str, ...]]) -> list[Case]:
 def write_inputs(root: Path) -> None:
     toy.write_jsonl(root / "data.jsonl", toy.arithmetic(120))
     toy.write_llama(root / "llama", num_hidden_layers=2)
-    # so wide that halves of its rows are whole nf4 blocks
+    # wide enough that half rows consist of whole nf4 blocks
     toy.write_llama(root / "wide llama", hidden_size=128, intermediate_size=128, num_hidden_layers=2)
     toy.write_qwen3(root / "qwen3")
     toy.write_gpt2(root / "gpt2")

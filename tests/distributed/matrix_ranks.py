@@ -1,4 +1,4 @@
-"""What each process of the equality matrix runs: every case of its number of processes, in one process group."""
+"""Rank script of test_equality_matrix: every case for a given world size, in one process group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def steps_of(case: Case, config: TrainConfig, plan: Plan, world: World) -> Trial
 
 
 def references(cases: list[Case], root: Path, world: World) -> dict[tuple[Any, ...], Trial]:
-    """What one process comes to in each case: all on rank 0, after every rank has made some of them."""
+    """Single-process results of each case, gathered on rank 0; the ranks compute some each."""
     wanted = {case.reference(): case for case in cases}
     places = {reference: root / f"reference-{world.size}-{number}" for number, reference in enumerate(wanted)}
     for number, (reference, case) in enumerate(wanted.items()):

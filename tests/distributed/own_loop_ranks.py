@@ -1,4 +1,4 @@
-"""What each process of the test of people's own loops runs: a process group of their own, and several small loops."""
+"""Rank script of test_own_loop: custom training loops with their own process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> nn.Module:
 
 
 def loss_of(trained: nn.Module, step: int, ranks: int, rank: int) -> Tensor:
-    """Of this rank's rows of a global batch."""
+    """Loss of this rank's rows of a global batch."""
     inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
     loss: Tensor = (trained(inputs) - inputs.sum(1, keepdim=True)).square().mean()
     return loss
@@ -62,8 +62,8 @@ def clipped(kind: str, ranks: int, rank: int) -> list[float]:
     return weights(trained)
 
 
-def spoilt(how: str, rank: int) -> dict[str, Any]:
-    """Steps in the second of which rank 1 alone computes a NaN."""
+def with_nan(how: str, rank: int) -> dict[str, Any]:
+    """Steps in the second of which only rank 1 computes NaN."""
     wrapper, trained = manager(on_nonfinite="skip"), model()
     wrapped = wrapper.wrap_model_for_multi_gpu(trained)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
@@ -71,7 +71,7 @@ def spoilt(how: str, rank: int) -> dict[str, Any]:
     for step in range(3):
         loss = loss_of(wrapped, step, 2, rank)
         if rank == 1 and step == 1:
-            # a loss that is NaN all by itself leaves every gradient as it is
+            # a NaN loss without backward leaves the gradients unchanged
             loss = loss * math.nan if how == "gradient" else loss + torch.tensor(math.nan)
         results.append({**asdict(wrapper(wrapped, loss, optimizer)), "groups": None})
     wrapper.synchronize_gpus()
@@ -96,7 +96,7 @@ def stopped(rank: int) -> str:
 
 
 def unwrapped(enabled: bool, rank: int) -> str:
-    """A model that nobody has wrapped, although there are peers."""
+    """An unwrapped model with several ranks."""
     wrapper = stability.create_training_wrapper(
         performance_config=stability.PerformanceOptimizationConfig(enable_multi_gpu=enabled),
         nan_config=stability.NaNHandlingConfig(on_nonfinite="skip"),
@@ -110,7 +110,7 @@ def unwrapped(enabled: bool, rank: int) -> str:
 
 
 class Checkpointed(nn.Module):
-    """Of reentrant checkpointing as transformers sets it up."""
+    """Model with reentrant checkpointing, as transformers sets it up."""
 
     gradient_checkpointing = True
 
@@ -129,7 +129,7 @@ def ddp_options(**settings: Any) -> list[Any]:
 
 
 def config_options(**settings: Any) -> list[bool]:
-    """What a run's section `parallel` gives DDP: gradients in its buckets, and buffers of rank 0 in every pass."""
+    """DDP options from a run's `parallel` section: gradients as bucket views, buffers broadcast in every pass."""
     rank, trained = dist.get_rank(), model()
     trained.register_buffer("own", torch.zeros(1))
     wrapped = wrap(trained, World(rank=rank, size=2, device=torch.device("cpu")), MultiGPUConfig(**settings))
@@ -146,8 +146,8 @@ def main() -> None:
         rank = dist.get_rank()
         found = {
             "clipped": {kind: clipped(kind, 2, rank) for kind in ("global_norm", "zclip", "adagc")},
-            "gradient": spoilt("gradient", rank),
-            "loss": spoilt("loss", rank),
+            "gradient": with_nan("gradient", rank),
+            "loss": with_nan("loss", rank),
             "stopped": stopped(rank),
             "unwrapped": [unwrapped(True, rank), unwrapped(False, rank)],
             "ddp": [

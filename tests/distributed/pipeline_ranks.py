@@ -1,7 +1,7 @@
-"""What each process of the pipeline test runs: every case, against one process that holds the whole model.
+"""Rank script of test_pipeline: every case, against one process that holds the full model.
 
-Called with a folder, a device type and names of cases (none: all). Each process writes what it found to `rank<N>.json`
-in the folder. On one GPU all processes share it, and gloo carries what they send.
+Arguments: a folder, a device type and names of cases (none: all). Each rank writes its findings to `rank<N>.json` in
+the folder. A single GPU is shared by all ranks, which then communicate through gloo.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import NO_LOSS, TokenSequence
-from pantheraml.engine.checkpointing import apply_checkpointing
-from pantheraml.engine.loss import LossModel
-from pantheraml.engine.pipeline_run import PipelineRun
+from pantheraml.engine.memory.checkpointing import apply_checkpointing
+from pantheraml.engine.step.loss import LossModel
+from pantheraml.engine.step.pipeline_step import PipelineRun
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.attention import use_document_attention
-from pantheraml.models.quantise.packed import pack_linears
+from pantheraml.models.quantize.quantized_linear import quantize_linears
 from pantheraml.parallel.layout import Layout, make_layout
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import MethodConfig
@@ -58,18 +58,18 @@ class Case:
     pipeline: int = 2
     stages_per_process: int = 1
     replicate: bool = False
-    """Two pipelines beside each other, which see other samples."""
+    """Two data parallel pipelines."""
     layers: int = 4
     packed: bool = True
     rows: tuple[int, ...] = (2, 2, 2, 2)
-    """Of each micro-batch of a step."""
+    """Rows of each micro-batch of a step."""
     base: str | None = None
     dtype: torch.dtype = torch.float32
     checkpointing: str = "none"
     masked: bool = False
-    """Attention with a mask instead of documents' boundaries."""
+    """Attention with a mask instead of document boundaries."""
     autocast: bool = False
-    """Products in bfloat16."""
+    """Matmuls in bfloat16."""
     dropout: float = 0.0
     targets: str | list[str] = "all-linear"
 
@@ -116,30 +116,30 @@ CASES = [
 
 
 def build(case: Case, device: torch.device) -> nn.Module:
-    """The same model at every call."""
+    """Build the same model at every call."""
     torch.manual_seed(3)
     values = {**FAMILIES[case.family], "num_hidden_layers": case.layers}
     config = AutoConfig.for_model(case.family.rpartition(" ")[2], **values)
-    attention = "eager" if case.family == "gemma2" else "sdpa"  # it caps scores
+    attention = "eager" if case.family == "gemma2" else "sdpa"  # it uses softcapping
     model = AutoModelForCausalLM.from_config(config, dtype=case.dtype, attn_implementation=attention)
     if case.base == "nf4":
-        pack_linears(model, "nf4", dtype=case.dtype, device=device)
+        quantize_linears(model, "nf4", dtype=case.dtype, device=device)
     if not case.masked and attention == "sdpa":
         assert use_document_attention(model) is None
     method = MethodConfig(kind=case.kind, rank=4, dropout=case.dropout, target_modules=case.targets)
     adapted = apply_method(model, method, seed=5)
     adapted.to(device)
-    if case.dtype == torch.float64:  # adapters are float32 whatever the base is
+    if case.dtype == torch.float64:  # adapters are float32 whatever the base dtype
         adapted.to(case.dtype)
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # at zero, half of the gradients would be zero too
+        if "lora_B" in name:  # with B at zero, half of the gradients would be zero
             nn.init.normal_(parameter, std=0.1)
     apply_checkpointing(adapted, case.checkpointing)
     return adapted.train()
 
 
 def make_batches(case: Case, step: int, share: int) -> list[Batch]:
-    """The micro-batches of a data rank: other widths in every step and for every rank, if padded."""
+    """Micro-batches of a data rank; if padded, widths differ between steps and ranks."""
     rng = np.random.default_rng([7, step, share])
     made = []
     for rows in case.rows[: len(case.rows) - share] or case.rows:
@@ -168,7 +168,7 @@ def whole_loss(model: LossModel, batch: Batch, case: Case) -> Tensor:
 
 
 def descend(model: nn.Module) -> None:
-    """An optimizer's step that carries a gradient's error into the weight in proportion."""
+    """SGD step, which changes weights in proportion to the gradient's error."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -192,11 +192,11 @@ def run_case(case: Case, layout: Layout, device: torch.device) -> dict[str, Any]
     gc.collect()
     alive = {id(module) for ref in everything if (module := ref()) is not None}
     shares = range(2) if case.replicate else range(1)
-    mine = layout.place["replicate"] if case.replicate else 0
+    mine = layout.coordinates["replicate"] if case.replicate else 0
     reference = LossModel(whole)
     found: dict[str, Any] = {
         "tolerance": case.tolerance,
-        "last": layout.place["pipeline"] == case.pipeline - 1,
+        "last": layout.coordinates["pipeline"] == case.pipeline - 1,
         "leaked": len(alive - {id(module) for module in model.modules()}),
         "names": [name for name, _ in trainable_parameters(model)],
         "all names": [name for name, _ in trainable_parameters(whole)],
@@ -231,7 +231,7 @@ def run_case(case: Case, layout: Layout, device: torch.device) -> dict[str, Any]
 
 
 def count_sends(layout: Layout, stages_per_process: int) -> dict[str, int]:
-    """What a step sends once its shapes are known; 4 micro-batches."""
+    """Sends of a step with 4 micro-batches, once its shapes are known."""
     case = Case("sends", stages_per_process=stages_per_process)
     device = torch.device("cpu")
     run = PipelineRun(
@@ -246,11 +246,11 @@ def count_sends(layout: Layout, stages_per_process: int) -> dict[str, int]:
 
 
 def accumulated(layout: Layout) -> float:
-    """Two calls add up, over a data group too: the largest difference to one call with both batches."""
+    """Largest difference between two accumulated calls and one call with both batches, also over a data group."""
     case, device = Case("accumulated", family="tied llama", replicate=True), torch.device("cpu")
     worst = 0.0
     gradients = []
-    batches = make_batches(case, 0, layout.place["replicate"])
+    batches = make_batches(case, 0, layout.coordinates["replicate"])
     for parts in ([batches], [batches[:1], batches[1:]]):
         model = build(case, device)
         run = PipelineRun(model, layout.group("pipeline"), device=device, data_group=layout.group("replicate"))
@@ -263,7 +263,7 @@ def accumulated(layout: Layout) -> float:
 
 
 def dropped(layout: Layout) -> dict[str, float]:
-    """Dropout falls alike when a layer is run again: the largest difference, and that to another draw."""
+    """Largest difference with recomputed dropout, and with another dropout mask."""
     device, gradients = torch.device("cpu"), []
     for checkpointing, seed in (("none", 11), ("full", 11), ("full", 12)):
         case = Case("dropped", kind="lora", dropout=0.3, checkpointing=checkpointing)
@@ -280,7 +280,7 @@ def dropped(layout: Layout) -> dict[str, float]:
 
 
 def refused(layout: Layout) -> dict[str, str]:
-    """Family -> why it is not cut; each process finds out for itself, before it sends anything."""
+    """Family -> reason for the rejection, which each rank finds on its own before it communicates."""
     reasons = {}
     for family, changes in (("gptj", {"rotary_dim": 4}), ("xglm", {"activation_function": "gelu"}), ("opt", {})):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, num_hidden_layers=2, **changes))
@@ -300,8 +300,8 @@ def main() -> None:
         line = make_layout(ParallelDims(pipeline=4), "cpu")
         findings: dict[str, Any] = {"cases": {}}
         for number, case in enumerate(case for case in CASES if not names or case.name in names):
-            # a case of two processes is for one half of the four; the other half takes the next one
-            if case.pipeline == 2 and not case.replicate and number % 2 != square.place["replicate"]:
+            # a case of two ranks runs on one half of the four; the other half takes the next one
+            if case.pipeline == 2 and not case.replicate and number % 2 != square.coordinates["replicate"]:
                 continue
             findings["cases"][case.name] = run_case(case, line if case.pipeline == 4 else square, device)
         if not names:

@@ -1,4 +1,4 @@
-"""What each process of a distributed test runs: every run folder named on the command line, in one process group."""
+"""Rank script: trains every run folder named on the command line, in one process group."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from pantheraml.base.events import EventWriter
-from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.engine.guard.watchdog import StopFlag
 from pantheraml.parallel.process_group import open_world
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.worker.train import train_rank
@@ -18,7 +18,7 @@ def main() -> None:
     with open_world(runs[0].plan(), timeout_seconds=300) as world:
         for run in runs:
             with EventWriter(run.path, rank=world.rank) as events:
-                emit = events if world.is_main else lambda kind, /, **fields: None
+                emit = events if world.is_main else lambda event: None
                 train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file))
 
 

@@ -1,8 +1,8 @@
-"""`python -m tests.distributed.rank_server`: imports the scripts of distributed tests once, and forks their ranks.
+"""`python -m tests.distributed.rank_server`: fork server that imports the rank scripts once and forks their ranks.
 
-An import of torch, transformers and peft takes a core five seconds, and a test has up to eight ranks. A request is a
-line of JSON on standard input, the exit code its answer on standard output. Ranks stay in this process's session, so
-that one signal to its group ends everything.
+Importing torch, transformers and peft takes five seconds of CPU time, and a test has up to eight ranks. A request is a
+line of JSON on stdin; the response on stdout is the exit code. Ranks stay in this process's session, so that one signal
+to its process group ends them all.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main() -> None:
 
 
 def run_ranks(script: str, processes: int, arguments: list[str]) -> int:
-    """0, or the exit code of the first rank to fail, after which nobody is left."""
+    """Return 0, or the exit code of the first rank to fail, after killing the others."""
     module = importlib.import_module(f"tests.distributed.{script}")
     gc.collect()
-    gc.freeze()  # what was imported is never garbage; ranks that look for some need not go through it
+    gc.freeze()  # imported modules are never garbage, so ranks need not scan them
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{script} starts {threads - 1} threads when it is imported, which a fork would lose"
     store, port = host_store()
@@ -48,7 +48,7 @@ def run_ranks(script: str, processes: int, arguments: list[str]) -> int:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """The process id of a child that works, and ends as any program does; what it says goes to the log."""
+    """Fork a child that runs `work` and exits like a program, with output to the log; return its process id."""
     pid = os.fork()
     if pid == 0:
         die_with_parent()
@@ -60,7 +60,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def host_store() -> tuple[int, int]:
-    """A process with the store through which ranks meet, and its port: a store has threads, which forks would lose."""
+    """Fork a process for the rendezvous store and return its port: a store has threads, which forks would lose."""
     reading, writing = os.pipe()
 
     def serve() -> None:
@@ -76,7 +76,7 @@ def host_store() -> tuple[int, int]:
 
 
 def be_rank(rank: int, processes: int, port: int, script_main: Callable[[], None], arguments: list[str]) -> None:
-    """What torchrun tells a rank, and the script from its beginning."""
+    """Set the environment variables of torchrun and run the script."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in {**place, **meeting, "TORCHELASTIC_RESTART_COUNT": 0}.items():

@@ -1,7 +1,7 @@
-"""What each process of the resume test runs: legs of runs, in one process group, each with its division of the work.
+"""Rank script of test_resume: legs of runs, in one process group, each with its own parallel layout.
 
-A leg is a start of a run: on the processes that its `dims` ask for (all, or the first alone), up to a step at which it
-is asked to stop, or to the end.
+A leg is one start of a run: on the ranks of its `dims` (all, or only the first), up to the step at which a stop is
+requested, or to the end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from pantheraml.base import env
-from pantheraml.base.events import EventWriter
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import EventBase
 from pantheraml.checkpoint.store import CheckpointStore
-from pantheraml.engine.feed import StepBatches
-from pantheraml.engine.guard.signals import StopFlag
+from pantheraml.engine.guard.watchdog import StopFlag
 from pantheraml.engine.loop import Job, TrainingLoop
-from pantheraml.engine.step import Begun, Stepper
+from pantheraml.engine.step.feed import StepBatches
+from pantheraml.engine.step.step import Begun, Stepper
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.run_dir import RunDir
@@ -30,8 +31,8 @@ from tests.distributed.layouts import layout_of
 from tests.harness import make_plan, silent
 
 
-class Witness(Stepper):
-    """A stepper that remembers which samples it was given."""
+class RecordingStepper(Stepper):
+    """Stepper that records the samples of each step."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -52,16 +53,17 @@ def run_leg(run: RunDir, leg: dict[str, Any], world: World) -> None:
     with ExitStack() as stack:
         events = stack.enter_context(EventWriter(run.path, rank=world.rank))
 
-        def emit(kind: str, /, **fields: Any) -> None:
-            events(kind, **fields)
+        def emit(event: EventBase, /) -> None:
+            kind, fields = event.kind, event.model_dump()
+            events(event)
             if kind == "train.step" and fields["step"] + 1 == leg["stop_at"]:
-                run.stop_file.touch()  # seen at the next step, which is the last
+                run.stop_file.touch()  # noticed in the next step, which is the last
 
-        tell = emit if world.is_main else silent
-        stepper = Witness(build_model(config, plan, world, silent), config, world, plan)
+        emit_events = emit if world.is_main else silent
+        stepper = RecordingStepper(build_model(config, plan, world, silent), config, world, plan).setup()
         train_data, eval_data = open_data(run)
         stop = StopFlag(run.stop_file)
-        loop = TrainingLoop(Job(config, plan, run.path, stepper, train_data, eval_data, "model", tell, stop))
+        loop = TrainingLoop(Job(config, plan, run.path, stepper, train_data, eval_data, "model", emit_events, stop))
         loop.resume()
         first = loop.progress.step
         if first + 1 == leg["stop_at"]:
@@ -70,7 +72,7 @@ def run_leg(run: RunDir, leg: dict[str, Any], world: World) -> None:
         stopped_by = loop.run()
         assert (stopped_by == "request") == (leg["stop_at"] is not None), stopped_by
         if stopped_by != "request":
-            save_result(run, config, stepper, tell)
+            save_result(run, config, stepper, emit_events)
     if world.is_main:
         with open(run.path / "samples.jsonl", "a") as file:
             for step, samples in enumerate(stepper.samples, start=first + 1):

@@ -1,7 +1,7 @@
-"""What each process of the saving test runs: every mode of its number of processes saves one and the same state.
+"""Rank script of test_saving: every mode for a given world size saves the same state.
 
-The state is there before the model is divided: a whole model's is what its files hold, an adapter's is drawn from the
-names of its weights. So nothing that is compared has been put together from parts before.
+The state is fixed before the model is sharded: that of a full model comes from its files, that of an adapter is
+generated from the names of its weights. So the expected values were never gathered from shards.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.step.step import Stepper
 from pantheraml.models.adapters import trained_form
-from pantheraml.models.trained import export_merged
+from pantheraml.models.load_finetuned import export_merged
 from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
@@ -41,9 +41,9 @@ MODES = {
 KINDS = ("full", "tied full", "lora", "dora")
 
 ODD = {"hidden_size": 30, "intermediate_size": 50, "num_attention_heads": 2, "head_dim": 10, "vocab_size": 323}
-"""Halves of these are odd, so that the quarters of fsdp x tp are uneven."""
+"""Half of each is odd, so that the quarters under FSDP x TP are uneven."""
 RANK = 3
-"""Of adapters: of four shards one is empty."""
+"""LoRA rank: one of four shards is empty."""
 
 
 def write_inputs(root: Path) -> None:
@@ -63,7 +63,7 @@ def config_of(kind: str, root: Path) -> TrainConfig:
     )
 
 
-def place_of(mode: str, kind: str, root: Path) -> Path:
+def stack_position(mode: str, kind: str, root: Path) -> Path:
     return root / "saved" / mode / kind
 
 
@@ -72,7 +72,7 @@ def save(mode: str, kind: str, root: Path, world: World) -> None:
     plan = make_plan(config, dims=world.layout.dims)
     model = build_model(config, plan, world, silent)
     fix_adapters(model)
-    save_result(RunDir(place_of(mode, kind, root)), config, Stepper(model, config, world, plan), silent)
+    save_result(RunDir(stack_position(mode, kind, root)), config, Stepper(model, config, world, plan).setup(), silent)
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def fix_adapters(model: nn.Module) -> None:
 
 
 def merge(mode: str, kind: str, root: Path) -> None:
-    config, place = config_of(kind, root), place_of(mode, kind, root)
+    config, place = config_of(kind, root), stack_position(mode, kind, root)
     form = trained_form(config.method)
     cpu = torch.device("cpu")
     export_merged(config.model, config.method, place / form, dtype=torch.float32, device=cpu, output=place / "merged")
@@ -99,7 +99,7 @@ def main() -> None:
         for mode, kind in saved:
             save(mode, kind, root, replace(world, layout=layouts[mode]))
         world.wait_for_main()
-    # Each has some to merge; outside of the group, in which transformers would let nobody but rank 0 write.
+    # Each rank merges some, outside of the process group: inside, transformers lets only rank 0 write.
     for mode, kind in saved[world.rank :: size]:
         merge(mode, kind, root)
 

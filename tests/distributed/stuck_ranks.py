@@ -1,5 +1,7 @@
-"""Four ranks, in two groups of two in either of two ways; the last one comes late, and the others write down where they
-are meanwhile. Rank 0 also tells how long the collectives of every group may take."""
+"""Rank script of test_stuck: four ranks in overlapping groups of two.
+
+The last rank is late, and the others dump their collectives meanwhile. Rank 0 also writes the timeouts of all groups.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pantheraml.engine.guard.collectives import recorded_collectives
-from pantheraml.engine.guard.watch import StepWatch
+from pantheraml.engine.guard.watchdog import StackDumpWatchdog, recorded_collectives
 from pantheraml.launch.flight_record import RankRecord, read_records
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import TrainConfig
-from pantheraml.worker.train import join
+from pantheraml.worker.train import join_world
 from tests.harness import make_plan
 
 TIMEOUT = 200
@@ -39,13 +40,13 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def begun(record: RankRecord) -> int:
-    """How many collectives a rank has begun, of all groups."""
+    """Number of collectives that a rank has started, over all groups."""
     return sum(record.begun(group) or 0 for group in {one.group for one in record.collectives})
 
 
 def recorded_after(count: int, *, waits: bool) -> RankRecord:
-    """Once this rank has begun so many, and all are done but the last if it `waits` in that: on a busy machine it is
-    there only after the alarm."""
+    """Dump once this rank has started `count` collectives and all are done, except the last if it `waits` in that: on a
+    busy machine it may get there only after the alarm."""
 
     def is_there() -> bool:
         record = recorded_collectives("gloo")
@@ -60,7 +61,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = TrainConfig.model_validate({"model": {"path": "none"}, "data": {"path": "none"}})
     plan = make_plan(config, dims=ParallelDims(replicate=2, tensor=2))
-    with join(MultiGPUConfig(timeout_seconds=TIMEOUT), plan) as world:
+    with join_world(MultiGPUConfig(timeout_seconds=TIMEOUT), plan) as world:
         tensor, replicate = world.layout.group("tensor"), world.layout.group("replicate")
         both = world.layout.group("replicate", "tensor")
         for group in (tensor, replicate):
@@ -71,7 +72,7 @@ def main() -> None:
             assert dist.group.WORLD is not None
             (folder / "timeouts.json").write_text(json.dumps({"main": timeout_of(dist.group.WORLD), **found}))
         count = begun(recorded_collectives("gloo")) + {3: 0, 2: 1}.get(world.rank, 2)
-        with StepWatch(
+        with StackDumpWatchdog(
             folder / "stacks",
             rank=world.rank,
             timeout_seconds=0.5,

@@ -1,7 +1,7 @@
-"""What each process of the tensor-parallel tests runs: every case, against the same model in one piece.
+"""Rank script of test_tensor_parallel: every case, against the same model unsharded.
 
-Four processes. Most cases cut a model in two, and two pairs of processes share them out; some cut it in four. The first
-process writes, for each case, the worst that any process saw.
+Four ranks. Most cases shard a model over two, and two pairs of ranks divide them up; some shard it over four. Rank 0
+writes, for each case, the worst result of any rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.kernels.linear_cross_entropy import head as head_op
 from pantheraml.models.adapters import apply_method
-from pantheraml.models.quantise.fp8 import FP8Linear
-from pantheraml.models.quantise.packed import PackedLinear, pack_linears
+from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.quantized_linear import QuantizedLinear, quantize_linears
 from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.tensor import shard_tensors
 from pantheraml.specs.parallel import ParallelDims
@@ -42,7 +42,7 @@ from pantheraml.specs.train import MethodConfig
 
 STEPS = 3
 RATE = 0.03
-"""Small: at 0.5, with random weights, a difference in the last bit grows twentyfold from step to step."""
+"""Small: at 0.5, with random weights, a difference in the last bit grows twentyfold per step."""
 VOCABULARY = 96
 TOKENS = 20
 
@@ -62,7 +62,7 @@ class Case:
 LORA = {"kind": "lora", "rank": 4}
 DORA = {"kind": "dora", "rank": 4}
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-"""Wide enough that halves of a row are whole nf4 blocks."""
+"""Wide enough that half rows consist of whole nf4 blocks."""
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 CASES = {
@@ -111,7 +111,7 @@ def make_model(case: Case) -> nn.Module:
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
     if case.packing is not None:
-        pack_linears(model, case.packing, dtype=case.dtype, device=torch.device("cpu"))
+        quantize_linears(model, case.packing, dtype=case.dtype, device=torch.device("cpu"))
     if case.checkpointing is not None:
         reentrant = case.checkpointing == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -126,7 +126,7 @@ def make_model(case: Case) -> nn.Module:
 
 
 def make_batch(step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Two micro-batches of a step, one of them mostly without targets."""
+    """Two micro-batches of a step, one of them with few targets."""
     generator = torch.Generator().manual_seed(step)
     ids, targets = torch.randint(0, VOCABULARY, (2, 2, 2, TOKENS), generator=generator)
     targets[0, :, : TOKENS // 3] = -100
@@ -135,7 +135,7 @@ def make_batch(step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def backward(loss_model: LossModel, step: int) -> float:
-    """Gradients of the mean token loss of a step; that loss."""
+    """Backward of the mean token loss of a step; return the loss."""
     batch = make_batch(step)
     count = sum(int((targets >= 0).sum()) for _, _, targets in batch)
     total = 0.0
@@ -146,15 +146,15 @@ def backward(loss_model: LossModel, step: int) -> float:
     return total
 
 
-def train(model: nn.Module, step_taken: Callable[[], None], add_up: Callable[[], None] = lambda: None) -> list[float]:
-    """Losses of some steps of SGD on the parts of the parameters that are here; gradients of the last step are left."""
+def train(model: nn.Module, step_taken: Callable[[], None], reduce: Callable[[], None] = lambda: None) -> list[float]:
+    """Losses of some SGD steps on the local shards; gradients of the last step are kept."""
     loss_model, losses = LossModel(model), []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for step in range(STEPS):
         for parameter in trained:
             parameter.grad = None
         losses.append(backward(loss_model, step))
-        add_up()
+        reduce()
         step_taken()
         with torch.no_grad():
             for parameter in trained:
@@ -193,13 +193,13 @@ def compare(case: Case, mesh: DeviceMesh) -> dict[str, float]:
             gradient = parameter.grad
             assert isinstance(gradient, DTensor)
             assert gradient.placements == parameter.placements, name
-            # of a replicated gradient, this is the copy that is here: it has to be right everywhere
+            # for a replicated gradient this is the local copy, which must be right on every rank
             differences.append(difference(whole(gradient), wanted[name]))
 
     before = head_op.CHUNK_ELEMENTS
     head_op.CHUNK_ELEMENTS = case.chunk_elements or before
     try:
-        losses = train(model, check_gradients, shared.add_up)
+        losses = train(model, check_gradients, shared.all_reduce)
     finally:
         head_op.CHUNK_ELEMENTS = before
     logits = [m(input_ids=make_batch(9)[0][0], use_cache=False).logits.detach() for m in (model, alone)]
@@ -217,14 +217,14 @@ def named(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def held(model: nn.Module) -> int:
-    """Bytes in memory for weights, packed ones too."""
-    buffers = [b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers(recurse=False)]
+    """Memory of the weights in bytes, including quantized ones."""
+    buffers = [b for m in model.modules() if isinstance(m, QuantizedLinear) for b in m.buffers(recurse=False)]
     storages = {t.untyped_storage().data_ptr(): t for t in (*map(local, model.parameters()), *buffers)}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 def count_collectives(case: Case, mesh: DeviceMesh) -> dict[str, dict[str, int]]:
-    """Of one micro-batch."""
+    """Collectives of one micro-batch."""
     model = make_model(case)
     shared = shard_tensors(model, mesh)
     loss_model = LossModel(model)
@@ -235,17 +235,17 @@ def count_collectives(case: Case, mesh: DeviceMesh) -> dict[str, dict[str, int]]
     with CommDebugMode() as back:  # type: ignore[no-untyped-call]
         loss.backward()
     with CommDebugMode() as end:  # type: ignore[no-untyped-call]
-        shared.add_up()
+        shared.all_reduce()
     for name, seen in (("forward", forward), ("backward", back), ("end", end)):
         counts[name] = {str(op).rpartition(".")[2]: number for op, number in seen.get_comm_counts().items()}
     return counts
 
 
 def compare_fp8(mesh: DeviceMesh) -> dict[str, list[float]]:
-    """How far logits and gradients are from those of the same weights in plain arithmetic: cut, and in one piece.
+    """Errors of logits and gradients relative to the same weights without fp8: sharded and unsharded.
 
-    Activations are rounded to e4m3 by the largest of a row, and a rank that has part of a row rounds by that of its
-    part, so the two cannot be equal. They can be equally good.
+    Activations are scaled to e4m3 by the maximum of a row, and a rank with part of a row uses the maximum of its part,
+    so the two cannot be equal. They can be equally accurate.
     """
     plain, alone, cut = (make_model(FP8) for _ in range(3))
     for name, layer in list(plain.named_modules()):
@@ -258,7 +258,7 @@ def compare_fp8(mesh: DeviceMesh) -> dict[str, list[float]]:
     for model in (plain, alone, cut):
         backward(LossModel(model), 0)
         if model is cut:
-            shared.add_up()
+            shared.all_reduce()
         gradients = torch.cat([whole(parameter.grad).flatten() for _, parameter in named(model)])
         results.append((model(input_ids=make_batch(0)[0][0], use_cache=False).logits.detach(), gradients))
     (logits, gradients), *others = results
@@ -279,17 +279,17 @@ def main() -> None:
             results[name] = compare(case, pair)
             if name in COUNTED:
                 results[name]["collectives"] = count_collectives(case, pair)
-    everybody: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everybody, results)
+    ranks_results: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks_results, results)
     fp8 = compare_fp8(pair)
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps({"fp8": fp8, **{name: worst(everybody, name) for name in CASES}}))
+        Path(sys.argv[1]).write_text(json.dumps({"fp8": fp8, **{name: worst(ranks_results, name) for name in CASES}}))
     dist.destroy_process_group()
 
 
-def worst(everybody: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The largest of what processes found about a case."""
-    found = [results[name] for results in everybody if name in results]
+def worst(ranks_results: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Largest value of any rank for a case."""
+    found = [results[name] for results in ranks_results if name in results]
     return {key: max((one[key] for one in found), key=str if key == "collectives" else None) for key in found[0]}
 
 

@@ -1,4 +1,4 @@
-"""Gradients of three ranks become one in every way that is offered, and ranks that drift apart are found out."""
+"""Every gradient aggregation on three ranks, and detection of drifting replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pantheraml.base.events import read_events
 from tests.distributed.aggregation_runs import (
     BAD_RANK,
     WEIGHTS,
@@ -23,7 +22,10 @@ from tests.distributed.aggregation_runs import (
     write_inputs,
 )
 from tests.distributed.launching import run_ranks
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, train_here, values
+
+pytestmark = pytest.mark.extended
 
 TOLERANCE = 1e-5
 WORLD = 3
@@ -31,7 +33,7 @@ WORLD = 3
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks left behind."""
+    """Folder with the results of all ranks."""
     folder = tmp_path_factory.mktemp("aggregation")
     write_inputs(folder)
     run_ranks("aggregation_ranks", WORLD, folder)
@@ -40,13 +42,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict[str, Any]]:
-    """Per rank: case -> what it found."""
+    """Results by rank: case -> numbers."""
     return [json.loads((root / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("layout", ["view", "copy"])
 @pytest.mark.parametrize("method", ["mean", "weighted", "weighted_mean", "median", "trimmed_mean"])
-def test_every_method_is_what_one_process_computes(ranks: list[dict[str, Any]], method: str, layout: str) -> None:
+def test_every_aggregation_matches_one_process(ranks: list[dict[str, Any]], method: str, layout: str) -> None:
     for rank in ranks:
         assert rank["methods"][f"{method} {layout}"] < TOLERANCE
 
@@ -58,20 +60,20 @@ def test_median_of_adapters(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("method", ["mean", "median", "trimmed_mean"])
-def test_a_rank_without_tokens_has_no_say(ranks: list[dict[str, Any]], method: str) -> None:
+def test_rank_without_tokens_has_no_weight(ranks: list[dict[str, Any]], method: str) -> None:
     for rank in ranks:
         assert rank["rank_without_tokens"][method]["difference"] < TOLERANCE
         assert rank["rank_without_tokens"][method]["left_out"] == []
 
 
 @pytest.mark.parametrize("method", ["mean", "weighted", "median"])
-def test_a_nonfinite_rank_is_left_out_of_the_whole_step(ranks: list[dict[str, Any]], method: str) -> None:
+def test_nonfinite_rank_is_excluded_from_the_whole_step(ranks: list[dict[str, Any]], method: str) -> None:
     for rank in ranks:
         assert rank["leave_out"][method]["left_out"] == [1]
         assert rank["leave_out"][method]["difference"] < TOLERANCE
 
 
-def test_nobody_is_left_out_without_cause(ranks: list[dict[str, Any]]) -> None:
+def test_finite_ranks_are_not_excluded(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["leave_out"]["nobody"]["left_out"] == []
         assert rank["leave_out"]["nobody"]["difference"] < TOLERANCE
@@ -79,14 +81,14 @@ def test_nobody_is_left_out_without_cause(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("case", ["not configured", "all ranks"])
 @pytest.mark.parametrize("method", ["mean", "median", "trimmed_mean"])
-def test_a_nan_that_is_not_left_out_stays_to_be_seen(ranks: list[dict[str, Any]], method: str, case: str) -> None:
+def test_nan_stays_visible_unless_excluded(ranks: list[dict[str, Any]], method: str, case: str) -> None:
     for rank in ranks:
         found = rank["nonfinite_shows"][f"{method}, {case}"]
         assert found == {"nans": {"model.model.layers.0.self_attn.q_proj.weight": 1}, "left_out": []}
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_mean_sends_trainable_gradients_once_and_nothing_else(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_mean_sends_only_trainable_gradients_once(ranks: list[dict[str, Any]], kind: str) -> None:
     for rank in ranks:
         found = rank["traffic"][f"mean {kind}"]
         assert {name for name, _ in found["calls"]} == {"allreduce_"}
@@ -96,15 +98,15 @@ def test_the_mean_sends_trainable_gradients_once_and_nothing_else(ranks: list[di
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_weights_cost_one_small_gather(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_weighted_mean_costs_one_small_gather(ranks: list[dict[str, Any]], kind: str) -> None:
     for rank in ranks:
         mean, weighted = rank["traffic"][f"mean {kind}"]["calls"], rank["traffic"][f"weighted {kind}"]["calls"]
         assert weighted == [*mean, ["allgather_", 8]]
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_median_moves_the_bytes_of_an_all_reduce(ranks: list[dict[str, Any]], kind: str) -> None:
-    """Of what it is given, an all-to-all sends (n-1)/n, and an all-gather n-1 times as much: in all 2 (n-1)/n."""
+def test_median_sends_as_many_bytes_as_an_all_reduce(ranks: list[dict[str, Any]], kind: str) -> None:
+    """An all-to-all sends (n-1)/n of its input, an all-gather of 1/n the same again: 2 (n-1)/n in total."""
     for rank in ranks:
         mean, median = rank["traffic"][f"mean {kind}"]["calls"], rank["traffic"][f"median {kind}"]["calls"]
         count = len(mean)
@@ -117,10 +119,10 @@ def test_the_median_moves_the_bytes_of_an_all_reduce(ranks: list[dict[str, Any]]
             assert part == sent // WORLD
 
 
-def test_a_slow_rank_gets_less_and_nothing_else_changes(ranks: list[dict[str, Any]]) -> None:
+def test_slow_rank_gets_fewer_samples_with_equal_results(ranks: list[dict[str, Any]]) -> None:
     shares = ranks[0]["adaptive"]["shares"]
     assert all(rank["adaptive"]["shares"] == shares for rank in ranks)
-    assert shares[:3] == [[4, 4, 4]] * 3  # measured over steps 0 and 1, known for step 3
+    assert shares[:3] == [[4, 4, 4]] * 3  # measured in steps 0 and 1, applied from step 3
     assert 1 <= shares[-1][0] <= 2
     assert all(sum(each) == 12 for each in shares)
     for rank in ranks:
@@ -142,13 +144,13 @@ def test_a_slow_rank_gets_less_and_nothing_else_changes(ranks: list[dict[str, An
         ("inside the group", ["Ranks 0, 1 ", "the gradient of model.model.norm.weight."]),
     ],
 )
-def test_drift_names_rank_and_tensor(ranks: list[dict[str, Any]], case: str, expected: list[str | None]) -> None:
+def test_drift_error_names_rank_and_tensor(ranks: list[dict[str, Any]], case: str, expected: list[str | None]) -> None:
     texts = [rank["consistency"][case] for rank in ranks]
     if expected[0] is None:
         assert texts == expected
         return
     members = texts[:2] if "group" in case else texts
-    assert len(set(members)) == 1, "all ranks raise the same"
+    assert len(set(members)) == 1, "all ranks raise the same error"
     for part in expected:
         assert part in members[0]
 
@@ -158,33 +160,33 @@ def test_drift_names_rank_and_tensor(ranks: list[dict[str, Any]], case: str, exp
 
 @pytest.fixture(scope="module")
 def shares(root: Path) -> list[Share]:
-    """What each rank brings to the first step, found by one process."""
+    """Each rank's share of the first step, computed in one process."""
     return shares_of(root, "median", step=1)
 
 
-def test_runs_aggregate_as_they_are_configured(root: Path, shares: list[Share]) -> None:
+def test_runs_use_the_configured_aggregation(root: Path, shares: list[Share]) -> None:
     mean = weighted_norm(shares, [1, 1, 1])
     for name, expected in (("median", median_norm(shares)), ("weighted", weighted_norm(shares, WEIGHTS))):
-        norms = values(read_events(root / name), "train.step", "grad_norm")
+        norms = values(raw_events(root / name), "train.step", "grad_norm")
         assert norms[0] == pytest.approx(expected, rel=TOLERANCE)
-        assert norms[0] != pytest.approx(mean, rel=100 * TOLERANCE), "which is told from the mean"
+        assert norms[0] != pytest.approx(mean, rel=100 * TOLERANCE), "the case distinguishes them"
 
 
-def test_a_rank_whose_fault_passes_takes_part(root: Path, shares: list[Share]) -> None:
-    events = read_events(root / "a fault that passes")
+def test_rank_with_a_transient_fault_is_not_excluded(root: Path, shares: list[Share]) -> None:
+    events = raw_events(root / "a fault that passes")
     (verdict,) = [event for event in events if event["kind"] == "verdict"]
     assert (verdict["step"], verdict["action"], verdict["anomaly"]) == (1, "retry", "left_out")
     assert (verdict["transient"], verdict["ranks"]) == (True, [BAD_RANK])
-    assert values(events, "aggregation.left_out", "step") == [], "the step that counts had all of them"
+    assert values(events, "aggregation.left_out", "step") == [], "the retried step includes all ranks"
     assert values(events, "incident", "transient") == [True]
     norms = values(events, "train.step", "grad_norm")
     assert norms[0] == pytest.approx(weighted_norm(shares, [1, 1, 1]), rel=TOLERANCE)
 
 
-def test_a_rank_whose_fault_stays_is_left_out_and_explained(root: Path, shares: list[Share]) -> None:
+def test_rank_with_a_persistent_fault_is_excluded_and_explained(root: Path, shares: list[Share]) -> None:
     run, bad = root / "a fault that stays", poisoned_sample(root)
     (holder,) = [rank for rank, share in enumerate(shares) if bad in share.samples]
-    events = read_events(run)
+    events = raw_events(run)
     (verdict,) = [event for event in events if event["kind"] == "verdict"]
     assert (verdict["step"], verdict["action"], verdict["anomaly"]) == (1, "step", "left_out")
     assert (verdict["transient"], verdict["ranks"]) == (False, [holder])
@@ -204,8 +206,8 @@ def test_a_rank_whose_fault_stays_is_left_out_and_explained(root: Path, shares: 
     assert all(bool(torch.isfinite(weight).all()) for weight in adapter.values())
 
 
-def test_a_spike_is_told_of_the_rank_with_the_largest_loss(root: Path) -> None:
-    incident = next(event for event in read_events(root / "spike") if event["kind"] == "incident")
+def test_spike_names_the_rank_with_the_largest_loss(root: Path) -> None:
+    incident = next(event for event in raw_events(root / "spike") if event["kind"] == "incident")
     written = json.loads((root / "spike" / incident["path"]).read_text())
     assert written["verdict"]["anomaly"] == "spike"
     expected = shares_of(root, "spike", incident["step"])
@@ -216,17 +218,17 @@ def test_a_spike_is_told_of_the_rank_with_the_largest_loss(root: Path) -> None:
     assert [origin["sample"] for origin in written["origins"]] == expected[worst].samples
 
 
-def test_a_run_whose_ranks_drift_apart_stops_and_names_the_rank(root: Path, ranks: list[dict[str, Any]]) -> None:
+def test_drifting_run_stops_and_names_the_rank(root: Path, ranks: list[dict[str, Any]]) -> None:
     (what,) = {rank["runs"]["drift"] for rank in ranks}
-    assert what.startswith(f"Rank {BAD_RANK} no longer holds what the other 2 rank(s) hold")
+    assert what.startswith(f"Rank {BAD_RANK} diverged from the other 2 rank(s)")
     assert "at step 3 is in the weight " in what
-    assert values(read_events(root / "drift"), "train.step", "step") == [1, 2], "nothing was taken after it"
+    assert values(raw_events(root / "drift"), "train.step", "step") == [1, 2], "no step was applied after it"
     for rank in ranks:
         assert [name for name, end in rank["runs"].items() if end is not None] == ["drift"]
 
 
-def test_a_slow_rank_gets_less_work_and_the_result_stays(root: Path) -> None:
-    events = read_events(root / "slow")
+def test_slow_rank_gets_less_work_with_the_same_result(root: Path) -> None:
+    events = raw_events(root / "slow")
     tokens = values(events, "train.ranks", "tokens")
     bad = [float(by_rank[BAD_RANK]) / sum(by_rank) for by_rank in tokens]
     even, measured = sum(bad[:10]) / 10, sum(bad[12:]) / 2

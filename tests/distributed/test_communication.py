@@ -1,7 +1,7 @@
-"""What a step sends is what theory says it has to, in every mode: not a tensor more, and each as often as needed.
+"""The communication of a step matches theory in every mode: no tensor more, and each as often as needed.
 
-Counting and theory are the communication benchmark's (`benchmarks/ranks`), which publishes the same numbers for a
-larger model.
+Counting and theory are those of the communication benchmark (`benchmarks/ranks`), which publishes the same numbers for
+a larger model.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import pytest
 
 from tests.distributed.launching import LIMIT_SECONDS
 
+pytestmark = pytest.mark.extended
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 HIDDEN, LAYERS, VOCABULARY, LENGTH, ROWS = 64, 4, 512, 32, 4
 SIZE = {"hidden": HIDDEN, "layers": LAYERS, "vocabulary": VOCABULARY, "seq_len": LENGTH, "batch": ROWS}
 ACTIVATIONS = 4 * ROWS * LENGTH * HIDDEN
 NUMBERS = 1024
-"""Bytes that processes may tell each other about a step at its end."""
+"""Bytes allowed for the all-gather of a step's scalars."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def results() -> dict[Case, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_sends_what_theory_says(results: dict[Case, dict[str, Any]], case: Case) -> None:
+def test_communication_matches_theory(results: dict[Case, dict[str, Any]], case: Case) -> None:
     found = results[case]
     for rank in found["ranks"]:
         assert rank["counts"] == found["counts"]
@@ -84,11 +86,11 @@ def test_a_step_sends_what_theory_says(results: dict[Case, dict[str, Any]], case
 
 
 @pytest.mark.parametrize("passes", [1, 4])
-def test_lora_under_ddp_sends_its_adapters_and_nothing_else(results: dict[Case, dict[str, Any]], passes: int) -> None:
+def test_lora_under_ddp_sends_only_adapter_gradients(results: dict[Case, dict[str, Any]], passes: int) -> None:
     for rank in results[Case("ddp", "lora", passes)]["ranks"]:
         assert rank["counts"] == {"all-reduce": 1}
         assert rank["whole_bytes"] == {"all-reduce": rank["trained_bytes"]}
-        # among two processes an all-reduce sends as many bytes as the tensor has
+        # with two ranks, an all-reduce sends as many bytes as the tensor has
         assert rank["sent_bytes"] == rank["trained_bytes"]
 
 
@@ -97,14 +99,16 @@ def test_fsdp_gathers_a_layer_twice_and_scatters_its_gradient_once(results: dict
     assert counts == {"all-gather": 2 * LAYERS + 1, "reduce-scatter": LAYERS + 1}
 
 
-def test_tensor_parallelism_sends_activations_twice_forward_and_twice_back(results: dict[Case, dict[str, Any]]) -> None:
-    """And once for the embedding and the head each."""
+def test_tensor_parallel_all_reduces_activations_twice_each_in_forward_and_backward(
+    results: dict[Case, dict[str, Any]],
+) -> None:
+    """Plus once each for the embedding and the head."""
     rank = results[Case("tp", "full")]["ranks"][0]
     assert rank["counts"]["all-reduce"] == 4 * LAYERS + 2
     assert rank["whole_bytes"]["all-reduce"] == (4 * LAYERS + 2) * ACTIVATIONS
 
 
-def test_a_pipeline_sends_every_hidden_state_once_each_way(results: dict[Case, dict[str, Any]]) -> None:
+def test_pipeline_sends_every_hidden_state_and_gradient_once(results: dict[Case, dict[str, Any]]) -> None:
     for rank in results[Case("pp", "lora", passes=4)]["ranks"]:
         assert rank["counts"] == {"send": 4}
         assert rank["whole_bytes"]["send"] == ACTIVATIONS

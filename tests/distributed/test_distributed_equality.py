@@ -1,4 +1,4 @@
-"""N processes equal one: the same losses, gradient norms and weights, however the global batch is split."""
+"""N ranks match one: losses, gradient norms and weights, however the global batch is split."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pantheraml.base.events import read_events
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
 from tests.distributed.launching import run_ranks
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, merged, values
 
 TOLERANCE = 1e-5
@@ -27,7 +27,7 @@ OTHER_DDP_SETTINGS = {
     "broadcast_buffers": False,
 }
 
-# name -> what differs from the base configuration, and the micro-batch of the distributed run
+# name -> changes to the base configuration, and the micro-batch size of the distributed run
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "lora packed": ({}, 4),
     "lora packed accumulated": ({}, 1),
@@ -69,7 +69,7 @@ def launch(folder: Path, runs: list[RunDir], world: int) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, RunDir]]:
-    """World size -> case -> finished run. World 1 runs each batch in one piece."""
+    """World size -> case -> finished run. World size 1 runs each batch in one pass."""
     root = tmp_path_factory.mktemp("equality")
     toy.write_llama(root / "model")
     toy.write_jsonl(root / "data.jsonl", toy.arithmetic(150))
@@ -88,7 +88,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Run
 @pytest.mark.parametrize("name", CASES)
 def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]], name: str, world: int) -> None:
     one, many = results[1][name], results[world][name]
-    events, others = read_events(one.path), read_events(many.path)
+    events, others = raw_events(one.path), raw_events(many.path)
     for kind, field in (("train.step", "loss"), ("train.step", "grad_norm"), ("eval.done", "loss")):
         expected = values(events, kind, field)
         assert expected
@@ -106,27 +106,27 @@ def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]]
         assert difference <= 10 * TOLERANCE, key
 
 
-def test_the_epoch_ends_with_every_sample_seen_once(results: dict[int, dict[str, RunDir]]) -> None:
+def test_epoch_sees_every_sample_once(results: dict[int, dict[str, RunDir]]) -> None:
     run = results[1]["one epoch with a short last batch"]
     dataset = TokenDataset.open(Path(json.loads(run.data_file.read_text())["train"]))
     assert len(dataset) % 7, "the case is meant to have a short last batch"
     total = int(dataset.target_tokens(np.arange(len(dataset))).sum())
-    assert sum(values(read_events(run.path), "train.step", "target_tokens")) == total
+    assert sum(values(raw_events(run.path), "train.step", "target_tokens")) == total
 
 
-def test_what_was_decided_about_copies_is_told_with_its_reason(results: dict[int, dict[str, RunDir]]) -> None:
-    told = {
+def test_ddp_decisions_are_reported_with_reasons(results: dict[int, dict[str, RunDir]]) -> None:
+    reported = {
         (world, name): [
             (event["name"], event["value"], event["automatic"], event["reason"])
-            for event in read_events(results[world][name].path)
+            for event in raw_events(results[world][name].path)
             if event["kind"] == "choice"
         ]
         for world in (1, 2)
         for name in ("lora packed", "other DDP settings")
     }
-    assert told[1, "lora packed"] == told[1, "other DDP settings"] == [], "there is one process, and no DDP"
+    assert reported[1, "lora packed"] == reported[1, "other DDP settings"] == [], "there is one process, and no DDP"
     decision = ("parallel.static_graph", False, True)
-    assert told[2, "lora packed"] == [(*decision, "nothing needs it: there is no reentrant checkpointing")]
-    assert told[2, "other DDP settings"] == [
-        (*decision, "parallel.find_unused_parameters says that steps differ in what they use")
+    assert reported[2, "lora packed"] == [(*decision, "not needed without reentrant checkpointing")]
+    assert reported[2, "other DDP settings"] == [
+        (*decision, "parallel.find_unused_parameters is on, so steps may use different parameters")
     ]

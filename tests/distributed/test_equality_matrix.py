@@ -1,6 +1,6 @@
-"""N processes equal one in every mode of parallelism: losses, gradients, and weights after some steps.
+"""N ranks match one in every parallel mode: losses, gradients, and weights after some steps.
 
-`--equality full` (`make equality`) goes through the whole product of properties.
+`--equality full` (`make equality`) covers the full product of properties.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tests.distributed.matrix import Case, chosen, full, write_inputs
 
 @dataclass(frozen=True)
 class Allowed:
-    """How far a mode may be from one process, relatively."""
+    """Allowed relative differences of a mode from one process."""
 
     first_loss: float
     gradient: float
-    """Of the first step."""
+    """In the first step."""
     loss: float
-    """Of any step."""
+    """In any step."""
     weights: float
 
 
@@ -38,13 +38,13 @@ FLOAT64 = Allowed(
     first_loss=1e-12,
     gradient=1e-12,
     loss=1e-12,
-    weights=1e-8,  # Adam's moments are float32 all the same
+    weights=1e-8,  # Adam's moments are float32 regardless
 )
-# Activations keep 3 bits, so where the last bit of a sum falls otherwise, one may move by a sixteenth; from the second
-# step on weights differ too, and with them ever more roundings. Measured: 5e-8, 3e-7; 1e-4 and 3e-3 after three steps.
+# Activations have 3 mantissa bits, so a sum that differs in the last bit may move one by a sixteenth; from the second
+# step on weights differ too, so roundings diverge further. Measured: 5e-8, 3e-7; 1e-4 and 3e-3 after three steps.
 FP8 = Allowed(first_loss=1e-4, gradient=1e-3, loss=1e-3, weights=2e-2)
-# Activations are rounded by the largest of a row, of which a rank here has a part, and the head is not in fp8: what is
-# compared is two different roundings. Measured: 4e-4, 7e-2; 3e-3 and 9e-2 after three steps.
+# Activations are scaled by the maximum of a row, of which a rank here has a part, and the head is not in fp8: this
+# compares two different roundings. Measured: 4e-4, 7e-2; 3e-3 and 9e-2 after three steps.
 FP8_IN_PARTS = Allowed(first_loss=2e-3, gradient=0.15, loss=1e-2, weights=0.2)
 
 
@@ -65,7 +65,7 @@ def _cases(config: pytest.Config) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """Case -> how far it is from one process."""
+    """Case -> differences from one process."""
     root = tmp_path_factory.mktemp("matrix")
     write_inputs(root)
     which = request.config.getoption("equality")
@@ -78,10 +78,10 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 @pytest.mark.timeout(22000)
-def test_a_mode_equals_one_process(results: dict[str, dict[str, Any]], case: Case) -> None:
+def test_parallel_mode_matches_one_process(results: dict[str, dict[str, Any]], case: Case) -> None:
     found, limit = results[str(case)], allowed(case)
     first, expected = found["losses"][0], found["expected"]
-    assert expected[0] > expected[-1] * 1.01, "the case learns nothing, and so compares nothing"
+    assert expected[0] > expected[-1] * 1.01, "a case that does not train compares nothing"
     assert abs(first - expected[0]) <= limit.first_loss * expected[0]
     assert found["gradient"] <= limit.gradient
     assert found["loss"] <= limit.loss

@@ -1,4 +1,4 @@
-"""Mixtures of experts: N processes equal one, with their auxiliary loss and without."""
+"""Mixtures of experts: N ranks match one, with and without the auxiliary loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests import toy
 from tests.distributed.launching import run_ranks
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+def test_experts_on_two_ranks_match_one(tmp_path: Path) -> None:
     toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(80))
     toy.write_mixtral(tmp_path / "mixtral")
     toy.write_qwen3_moe(tmp_path / "qwen3_moe")
@@ -19,5 +19,5 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     assert len(results) == 18
     for name, result in results.items():
         assert max(result["loss"], result["gradient"]) <= 1e-5, (name, result)
-        # AdamW divides by the gradient: where that is rounding alone, an update can be of either sign
+        # AdamW divides by the gradient: where that is rounding noise, an update can have either sign
         assert result["weights"] <= 1e-3, (name, result)

@@ -1,4 +1,4 @@
-"""The guard over several processes: every kind of clipping equals that of one process, and all ranks decide alike.
+"""The guard on several ranks: clipping matches one process, and all ranks reach the same verdict.
 
 `--equality full` adds the cases of four processes.
 """
@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from pantheraml.base.events import read_events
 from pantheraml.specs.parallel import ParallelDims
 from tests.distributed.guard_ranks import CASES, LEARNERS, LOOSE, MODES, TWO, rollback_run, write_inputs
 from tests.distributed.launching import run_ranks
+from tests.event_log import raw_events
 from tests.harness import train_here, values
+
+pytestmark = pytest.mark.extended
 
 TOLERANCE = 1e-5
 
@@ -40,7 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", [case for case in CASES if MODES[case[0]].world_size <= largest], ids=" ".join)
 
 
-def test_clipping_equals_that_of_one_process(results: dict[str, Any], case: tuple[str, str]) -> None:
+def test_clipping_matches_one_process(results: dict[str, Any], case: tuple[str, str]) -> None:
     found = results[" ".join(case)]
     assert found["loss"] <= TOLERANCE
     # Adam divides a gradient by its own size, so one near zero brings its last digits into the weight at full strength
@@ -48,7 +50,7 @@ def test_clipping_equals_that_of_one_process(results: dict[str, Any], case: tupl
 
 
 @pytest.mark.parametrize("mode", TWO)
-def test_a_bad_sample_is_found_on_its_rank(results: dict[str, Any], mode: str) -> None:
+def test_bad_sample_is_found_on_its_rank(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} poisoned"]
     culprit, holders = found["culprit"], found["holders"]
     assert any(holders)
@@ -62,7 +64,7 @@ def test_a_bad_sample_is_found_on_its_rank(results: dict[str, Any], mode: str) -
 
 
 @pytest.mark.parametrize("mode", TWO)
-def test_all_ranks_decide_alike_and_go_on(results: dict[str, Any], mode: str) -> None:
+def test_all_ranks_reach_the_same_verdict_and_continue(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} poisoned"]
     first, second = found["verdicts"]
     assert first == second
@@ -72,50 +74,48 @@ def test_all_ranks_decide_alike_and_go_on(results: dict[str, Any], mode: str) ->
 
 
 @pytest.mark.parametrize("mode", TWO)
-def test_a_fault_of_one_rank_that_passes_leaves_no_trace(results: dict[str, Any], mode: str) -> None:
+def test_transient_fault_of_one_rank_does_not_change_the_result(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} retried"]
     assert found["equal"] == [True, True]
-    for told in found["told"]:
-        (verdict,) = [event for event in told if event["kind"] == "verdict"]
+    for events in found["events"]:
+        (verdict,) = [event for event in events if event["kind"] == "verdict"]
         assert (verdict["step"], verdict["action"], verdict["transient"]) == (2, "retry", True)
 
 
 @pytest.mark.parametrize("mode", ["ddp x2", "fsdp x2"])
-def test_under_fp16_a_nan_of_one_rank_is_met_by_all_alike(results: dict[str, Any], mode: str) -> None:
+def test_fp16_nan_of_one_rank_is_handled_by_all(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} fp16"]
     first, second = found["verdicts"]
     assert first == second
     assert first["never"] == []
     assert first["once"] == [["overflow", "retry"]]
     assert first["always"] == [["overflow", "retry"]] * 2 + [["nonfinite", "skip"]]
-    assert found["equal"] == [True, True], "what passes leaves no trace"
+    assert found["equal"] == [True, True], "a transient fault does not change the result"
     assert found["skipped"] == [True, True]
     assert found["finite"] == [True, True]
-    assert found["scales"] == [[4.0, 4.0, 4.0]] * 2, "it was not the scale's fault"
+    assert found["scales"] == [[4.0, 4.0, 4.0]] * 2, "the loss scale was not the cause"
 
 
 @pytest.mark.parametrize("kind", LOOSE)
 @pytest.mark.parametrize("mode", ["ddp x2", "fsdp x2"])
-def test_clean_steps_with_the_guard_are_bit_equal_to_those_without(
-    results: dict[str, Any], mode: str, kind: str
-) -> None:
+def test_guard_does_not_change_clean_distributed_steps(results: dict[str, Any], mode: str, kind: str) -> None:
     assert results[f"{mode} clean"][kind] == [True, True]
 
 
 @pytest.mark.parametrize("mode", TWO)
-def test_norms_layer_by_layer_are_those_of_one_process(results: dict[str, Any], mode: str) -> None:
-    """The embeddings are the head, too, which two stages of a pipeline hold."""
-    expected = [flat(groups) for groups in results["alone layered"]["groups"]]
+def test_group_norms_match_one_process(results: dict[str, Any], mode: str) -> None:
+    """The embeddings are tied to the head, so two pipeline stages hold them."""
+    expected = [flat(groups) for groups in results["alone group_norms"]["groups"]]
     assert {name.rpartition(".")[0] for name in expected[0]} >= {"layers.0", "layers.1", "embed_tokens", "norm"}
-    for rank in results[f"{mode} layered 1"]:
+    for rank in results[f"{mode} group_norms 1"]:
         assert [flat(groups) for groups in rank["groups"]] == [pytest.approx(norms, rel=1e-4) for norms in expected]
 
 
 @pytest.mark.parametrize("mode", TWO)
-def test_a_step_tells_all_its_numbers_in_one_exchange(results: dict[str, Any], mode: str) -> None:
-    """The loss, the norm, norms layer by layer: with those a step exchanges as often as without. Numbers are float64,
-    and what the passes exchange is not."""
-    for without, with_groups in zip(results[f"{mode} layered 0"], results[f"{mode} layered 1"], strict=True):
+def test_step_gathers_all_numbers_in_one_collective(results: dict[str, Any], mode: str) -> None:
+    """Loss, norm and group norms share one all-gather: with group norms a step has as many collectives as without. The
+    scalars are float64, unlike anything in the passes."""
+    for without, with_groups in zip(results[f"{mode} group_norms 0"], results[f"{mode} group_norms 1"], strict=True):
         assert without["groups"] == []
         assert with_groups["exchanges"] == without["exchanges"]
         numbers = {name: count for name, count in without["exchanges"].items() if "float64" in name}
@@ -123,38 +123,38 @@ def test_a_step_tells_all_its_numbers_in_one_exchange(results: dict[str, Any], m
 
 
 @pytest.mark.parametrize("mode", [*TWO, "cp x2"])
-def test_the_gradient_that_shows_an_anomaly_is_named_by_all(results: dict[str, Any], mode: str) -> None:
-    found = results[f"{mode} found out"]
+def test_all_ranks_name_the_same_suspect_gradient(results: dict[str, Any], mode: str) -> None:
+    found = results[f"{mode} joint findings"]
     assert found["jump"] == found["nonfinite"] == [found["expected"]] * 2
 
 
 @pytest.mark.parametrize("mode", [*TWO, "cp x2"])
-def test_ranks_that_hold_the_same_weights_are_compared(results: dict[str, Any], mode: str) -> None:
-    """Those of a pipeline and of sharding hold none in common; of tensor parallelism, those that are not cut."""
-    found = results[f"{mode} found out"]
+def test_replicated_weights_are_compared(results: dict[str, Any], mode: str) -> None:
+    """None with pipeline and FSDP; with tensor parallel, those that are not sharded."""
+    found = results[f"{mode} joint findings"]
     assert found["in step"] == [None, None]
     drift = found.get("drift", {})
     assert len(drift) == (0 if mode in ("fsdp x2", "pp x2") else 1)
     for name, (ranks, told) in drift.items():
         assert ranks == 2
         assert told[0] == told[1]
-        assert told[0].startswith("Ranks 0, 1 no longer hold the same")
+        assert told[0].startswith("Ranks 0, 1 diverged")
         assert f"the weight {name}." in told[0]
 
 
 @pytest.mark.parametrize("mode", [*TWO, "cp x2"])
-def test_the_operation_that_gave_nan_is_named_with_its_rank_and_line(results: dict[str, Any], mode: str) -> None:
-    first, second = results[f"{mode} found out"]["operation"]
+def test_nan_operation_is_named_with_its_rank_and_line(results: dict[str, Any], mode: str) -> None:
+    first, second = results[f"{mode} joint findings"]["operation"]
     assert first == second
     assert "rank 1: BadGradientBackward gave NaN" in first
     assert "BadGradient.apply(output)" in first
     if mode in ("ddp x2", "fsdp x2"):
-        assert "rank 0" not in first, "the others' backward passes were in order"
+        assert "rank 0" not in first, "no NaN in backward on the other ranks"
 
 
 def test_ranks_roll_back_together(results: dict[str, Any]) -> None:
     root = Path(results["root"])
-    alone, sharded = (read_events(root / f"roll back {mode}") for mode in ("alone", "fsdp x2"))
+    alone, sharded = (raw_events(root / f"roll back {mode}") for mode in ("alone", "fsdp x2"))
     assert values(sharded, "verdict", "action") == values(alone, "verdict", "action") == ["roll_back"]
     told = [[m for m in values(events, "warning", "message") if "rolled back" in m] for events in (alone, sharded)]
     assert told[0] == told[1]
@@ -165,16 +165,16 @@ def test_ranks_roll_back_together(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_all_ranks_would_save_the_same_whatever_the_mode(results: dict[str, Any], kind: str) -> None:
-    """So a checkpoint of one mode resumes in another."""
-    (sharded, other), (first, last) = results[f"learnt {kind}"].values()
+def test_guard_state_is_equal_on_all_ranks_and_layouts(results: dict[str, Any], kind: str) -> None:
+    """So a checkpoint of one layout resumes in another."""
+    (sharded, other), (first, last) = results[f"guard_states {kind}"].values()
     assert sharded == other
     assert first == last
     assert flat(sharded) == pytest.approx(flat(first), rel=1e-4, abs=1e-9)
 
 
 def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers in a state, by name."""
+    """Numbers in a state, by name."""
     found: dict[str, float] = {}
     for key, value in state.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What distributed tests are started with: no failure of a rank goes unnoticed, and none leaves anybody behind."""
+"""The launcher of distributed tests: failures of ranks are reported, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from tests.distributed.launching import RankServer
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture
 def server() -> Iterator[RankServer]:
@@ -18,13 +20,13 @@ def server() -> Iterator[RankServer]:
 
 
 def ranks() -> list[psutil.Process]:
-    """Below the server, which stays."""
+    """Processes below the server."""
     return [grandchild for child in psutil.Process().children() for grandchild in child.children(recursive=True)]
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_heard(server: RankServer) -> None:
-    for way, told in (("raise", "rank 1 is unwell"), ("exit", "exit code 7")):
-        with pytest.raises(AssertionError, match=told):
+def test_failing_rank_ends_the_others_and_is_reported(server: RankServer) -> None:
+    for way, expected in (("raise", "rank 1 is unwell"), ("exit", "exit code 7")):
+        with pytest.raises(AssertionError, match=expected):
             server.run("failing_ranks", 3, way, timeout=300)
         assert not ranks()
         server.run("failing_ranks", 3, "end")
@@ -32,7 +34,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard(server: RankServer) -> N
         server.run("no_such_script", 2)
 
 
-def test_ranks_that_take_too_long_are_ended(server: RankServer) -> None:
+def test_ranks_that_time_out_are_killed(server: RankServer) -> None:
     server.run("failing_ranks", 2, "end")
     with pytest.raises(TimeoutError, match="failing_ranks did not end within 1 s"):
         server.run("failing_ranks", 2, "sleep", timeout=1)

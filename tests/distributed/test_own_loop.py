@@ -1,4 +1,4 @@
-"""People's own loops over two processes: one decision for both, and what one process comes to."""
+"""Custom loops on two ranks: one verdict for both, and results that match one process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["global_norm", "zclip", "adagc"])
-def test_two_processes_come_to_what_one_comes_to(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_own_loop_on_two_ranks_matches_one(ranks: list[dict[str, Any]], kind: str) -> None:
     first, second = (found["clipped"][kind] for found in ranks)
     assert first == second
     assert first == pytest.approx(clipped(kind, 1, 0), rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("how", ["gradient", "loss"])
-def test_a_nan_of_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]], how: str) -> None:
+def test_nan_on_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]], how: str) -> None:
     first, second = (found[how] for found in ranks)
     for found in (first, second):
         assert [result["action"] for result in found["results"]] == ["step", "skip", "step"]
@@ -39,23 +39,23 @@ def test_a_nan_of_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]], h
     assert [found[how]["results"][1]["operation"] is not None for found in ranks] == [False, how == "gradient"]
 
 
-def test_both_stop(ranks: list[dict[str, Any]]) -> None:
+def test_both_ranks_stop(ranks: list[dict[str, Any]]) -> None:
     assert {found["stopped"] for found in ranks} == {"Training stopped at step 1: the loss is not finite on rank 1."}
 
 
 def test_status_and_batch_size(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         status = found["gradient"]["status"]
-        assert (status["current_mode"], status["mode_reason"]) == ("distributed", "2 processes have met")
+        assert (status["current_mode"], status["mode_reason"]) == ("distributed", "the process group has 2 ranks")
         assert status["world_size"] == 2
         assert status["training_stats"]["skipped_steps"] == 1
         assert found["gradient"]["batch"] == 16
 
 
-def test_a_model_that_nobody_wrapped(ranks: list[dict[str, Any]]) -> None:
+def test_unwrapped_model_is_rejected(ranks: list[dict[str, Any]]) -> None:
     for found, action in zip(ranks, ("step", "skip"), strict=True):
         refused, alone = found["unwrapped"]
-        assert refused == "2 processes have met, but nothing takes the mean of their gradients."
+        assert refused == "The process group has 2 ranks, but nothing averages their gradients."
         assert alone == action, "by itself"
 
 

@@ -1,4 +1,4 @@
-"""Stages of a pipeline, in several processes, equal the whole model in one: losses, every gradient, weights."""
+"""Pipeline parallel training matches one process: losses, every gradient, weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 from tests.distributed.launching import run_ranks
 from tests.distributed.pipeline_ranks import CASES, STEPS, Case
 
+pytestmark = pytest.mark.extended
+
 PROCESSES = 4
 
 
 def launch(folder: Path, device: str, *names: str) -> list[dict[str, Any]]:
-    """What each process found in the cases named (none: all)."""
+    """Findings of each rank in the named cases (none: all)."""
     run_ranks("pipeline_ranks", PROCESSES, folder, device, *names)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
 
@@ -26,7 +28,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def of_case(findings: list[dict[str, Any]], case: Case) -> list[dict[str, Any]]:
-    """From the processes that ran it."""
+    """Findings of the ranks that ran the case."""
     found = [process["cases"][case.name] for process in findings if case.name in process["cases"]]
     assert len(found) == case.pipeline * (2 if case.replicate else 1)
     assert all(len(process["steps"]) == STEPS for process in found)
@@ -34,7 +36,7 @@ def of_case(findings: list[dict[str, Any]], case: Case) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_losses_gradients_and_weights_are_those_of_the_whole_model(findings: list[dict[str, Any]], case: Case) -> None:
+def test_pipeline_matches_one_process(findings: list[dict[str, Any]], case: Case) -> None:
     check_equality(findings, case)
 
 
@@ -62,12 +64,12 @@ def test_each_parameter_is_on_one_stage_under_its_name(findings: list[dict[str, 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_on_other_stages_is_freed(findings: list[dict[str, Any]], case: Case) -> None:
+def test_parameters_of_other_stages_are_freed(findings: list[dict[str, Any]], case: Case) -> None:
     assert [process["leaked"] for process in of_case(findings, case)] == [0] * len(of_case(findings, case))
 
 
 @pytest.mark.parametrize("stages_per_process", [1, 2])
-def test_a_step_sends_each_micro_batch_once_over_each_border_and_back(
+def test_micro_batches_cross_each_stage_boundary_once_each_way(
     findings: list[dict[str, Any]], stages_per_process: int
 ) -> None:
     micro_batches, borders = 4, 2 * stages_per_process - 1
@@ -78,21 +80,21 @@ def test_a_step_sends_each_micro_batch_once_over_each_border_and_back(
     assert others == {"c10d::send", "c10d::recv_"}, "a step has no collective of its own"
 
 
-def test_gradients_of_two_calls_add_up(findings: list[dict[str, Any]]) -> None:
+def test_gradients_of_two_calls_accumulate(findings: list[dict[str, Any]]) -> None:
     assert max(process["accumulated"] for process in findings) < 1e-6
 
 
-def test_dropout_falls_alike_when_a_layer_is_run_again(findings: list[dict[str, Any]]) -> None:
+def test_recomputed_layers_use_the_same_dropout_masks(findings: list[dict[str, Any]]) -> None:
     for process in findings:
         assert process["dropped"]["again"] < 1e-6
         assert process["dropped"]["another draw"] > 0.1
 
 
-def test_what_cannot_be_cut_is_refused_with_its_reason(findings: list[dict[str, Any]]) -> None:
+def test_unsupported_model_is_rejected_by_the_pipeline(findings: list[dict[str, Any]]) -> None:
     for process in findings:
         assert process["refused"] == {
-            "gptj": "GPTJModel cannot be cut into pipeline stages: "
+            "gptj": "GPTJModel cannot be split into pipeline stages: "
             "its layers return a tuple instead of hidden states alone.",
-            "xglm": "XGLMModel cannot be cut into pipeline stages: it changes hidden states outside its layers.",
-            "opt": "OPTModel cannot be cut into pipeline stages: its embedding and its list of layers are not found.",
+            "xglm": "XGLMModel cannot be split into pipeline stages: it changes hidden states outside its layers.",
+            "opt": "OPTModel cannot be split into pipeline stages: its embedding or its list of layers was not found.",
         }

@@ -1,4 +1,4 @@
-"""Processes of a pipeline wait for each other no longer than they have to, by the order in which they run stages.
+"""The pipeline bubble matches theory, by the order in which ranks run their stages.
 
 Counting is the benchmark's (`benchmarks/ranks/pipeline_order.py`), which publishes the same for more processes.
 """
@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from pantheraml.parallel.pipeline import bubble_share
+from pantheraml.parallel.pipeline import bubble_fraction
 from tests.distributed.launching import run_ranks
+
+pytestmark = pytest.mark.extended
 
 PROCESSES = 4
 CASES = [
@@ -29,17 +31,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number].values())))
-def test_waiting_is_what_theory_says(found: Any, number: int) -> None:
+def test_pipeline_bubble_matches_theory(found: Any, number: int) -> None:
     case, counted = CASES[number], found[0][number]
     work = 2 * case["stages_per_process"] * case["micro_batches"]
-    assert counted["works"] == [work] * case["processes"], "every stage sees every micro-batch, there and back"
+    assert counted["works"] == [work] * case["processes"], "every stage runs every micro-batch forward and backward"
     for name, turns in (("idle_turns", 2), ("idle_turns_if_backward_takes_two", 3)):
         step = turns * work // 2
         for waited in counted[name]:
             assert waited == turns * (case["processes"] - 1)
-            assert waited / (waited + step) == pytest.approx(bubble_share(**case), rel=1e-12)
+            assert waited / (waited + step) == pytest.approx(bubble_fraction(**case), rel=1e-12)
 
 
-def test_counting_sees_stages_that_wait_for_each_other(found: Any) -> None:
-    """Four micro-batches, one after another through two stages: of four turns each process works in two."""
+def test_bubble_count_detects_a_sequential_pipeline(found: Any) -> None:
+    """Four micro-batches in sequence through two stages: each rank is busy half of the time."""
     assert found[1] == [8, 8]

@@ -1,5 +1,7 @@
-"""A run that was stopped and resumed equals the one that never stopped: bit for bit on the same processes, and within
-the tolerance of equality, with the same samples at every step, on others."""
+"""A stopped and resumed run matches an uninterrupted one.
+
+Bit for bit on the same layout; within tolerance, with the same samples at every step, on another.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pantheraml.base.events import read_events
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
 from tests.distributed.launching import run_ranks
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, merged, values
 
 TOLERANCE = 1e-5
@@ -37,14 +39,14 @@ SCALED: dict[str, Any] = {"model": {"precision": "fp16"}, "stability": {"on_nonf
 
 
 def learning(clipping: str) -> dict[str, Any]:
-    """Clipping that goes by what the steps before were like."""
+    """Settings of clipping kinds with state."""
     return {"stability": {"clipping": clipping, "clip_warmup_steps": 2, "spike_warmup_steps": 2}}
 
 
 T = TypeVar("T")
 Legs = list[tuple[dict[str, int], int | None]]
 
-# What a run differs in, where it runs without a stop, and where it runs with some, each up to which step.
+# Changes to the config, layout of the uninterrupted run, and layouts and end steps of the legs.
 SAME: dict[str, tuple[dict[str, Any], dict[str, int], Legs]] = {
     "one process": (DROPOUT, ALONE, [(ALONE, 3), (ALONE, None)]),
     "one process padded": (merged(PADDED, DROPOUT), ALONE, [(ALONE, 4), (ALONE, 5), (ALONE, None)]),
@@ -85,7 +87,7 @@ def config(changes: dict[str, Any], root: Path) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunDir, RunDir]]:
-    """Name -> the run without a stop, and the one with some."""
+    """Name -> the uninterrupted run, and the resumed one."""
     root = tmp_path_factory.mktemp("resume")
     toy.write_llama(root / "model", num_hidden_layers=2)
     toy.write_jsonl(root / "data.jsonl", toy.arithmetic(60))
@@ -108,7 +110,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunDir, Ru
 
 
 def by_processes(legs: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """The legs in order, as few starts of processes as can be; a leg of one process runs among any."""
+    """Group the legs, in order, into as few launches as possible; a leg of one rank fits into any."""
     found: list[tuple[int, list[dict[str, Any]]]] = []
     for leg in legs:
         processes = max(2, math.prod(leg["dims"].values()))
@@ -124,7 +126,7 @@ def samples(run: RunDir) -> dict[int, list[int]]:
 
 
 def _by_step(pairs: Iterable[tuple[int, T]]) -> dict[int, T]:
-    """Steps that were taken again after damage have to have come to the same."""
+    """Values by step; steps repeated after damage must give equal values."""
     found: dict[int, T] = {}
     for step, value in pairs:
         assert found.setdefault(step, value) == value, step
@@ -137,7 +139,7 @@ def weights(run: RunDir) -> Path:
 
 
 def numbers(run: RunDir) -> dict[str, list[float]]:
-    events = read_events(run.path)
+    events = raw_events(run.path)
     kinds = [("train.step", "loss"), ("train.step", "grad_norm"), ("eval.done", "loss")]
     found = {}
     for kind, field in kinds:
@@ -147,7 +149,7 @@ def numbers(run: RunDir) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_on_the_same_processes_nothing_differs(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
+def test_resume_on_the_same_layout_is_bit_equal(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
     straight, stopped = runs[name]
     assert samples(stopped) == samples(straight)
     assert list(samples(straight)) == list(range(1, STEPS + 1))
@@ -159,16 +161,14 @@ def test_on_the_same_processes_nothing_differs(runs: dict[str, tuple[RunDir, Run
 
 
 def state(run: RunDir) -> dict[str, Any]:
-    """Of the last checkpoint, all that two runs should agree in."""
+    """State of the last checkpoint, as far as two runs should agree."""
     found: dict[str, Any] = json.loads((run.checkpoints / f"step-{STEPS:08d}" / "state.json").read_text())
     assert found["guard"]
     return found
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_on_other_processes_the_same_samples_give_the_same_losses(
-    runs: dict[str, tuple[RunDir, RunDir]], name: str
-) -> None:
+def test_resume_on_another_layout_matches(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
     straight, stopped = runs[name]
     assert samples(stopped) == samples(straight)
     expected = numbers(straight)
@@ -179,39 +179,39 @@ def test_on_other_processes_the_same_samples_give_the_same_losses(
     assert first.keys() == second.keys()
     for key in first:
         difference = np.linalg.norm(first[key] - second[key]) / max(float(np.linalg.norm(first[key])), 1e-12)
-        # as among processes that did not stop: Adam brings the last digits of a gradient near zero into the weight
+        # as without a stop: Adam amplifies the last digits of gradients near zero
         assert difference <= 10 * TOLERANCE, key
 
 
-def test_the_cases_stop_in_the_middle_of_an_epoch_and_of_an_order(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
+def test_cases_stop_in_the_middle_of_a_shuffled_epoch(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
     for straight, _ in runs.values():
         seen = [sample for step in samples(straight).values() for sample in step]
         assert seen != sorted(seen), "the samples are shuffled"
-        assert len(seen) % len(set(seen)), "the last epoch is not whole"
+        assert len(seen) % len(set(seen)), "the last epoch is partial"
         assert len(seen) > len(set(seen)), "there is more than one epoch"
 
 
-def test_adaptive_shares_go_on_from_what_was_measured(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
+def test_adaptive_shares_resume_with_their_measurements(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
     _, stopped = runs["adaptive"]
     state = json.loads((stopped.checkpoints / "step-00000005" / "state.json").read_text())["progress"]["shares"]
     assert len(state["tokens"]) == 2
-    so_far = sum(values(read_events(stopped.path), "train.step", "tokens")[:5])
-    assert sum(state["tokens"]) == so_far, "measurements of both legs, from the run's first step on"
+    so_far = sum(values(raw_events(stopped.path), "train.step", "tokens")[:5])
+    assert sum(state["tokens"]) == so_far, "measurements of both legs"
 
 
 @pytest.mark.parametrize("name", [name for name in SAME if name.endswith("damaged")])
-def test_all_ranks_leave_a_damaged_checkpoint_together(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
-    events = read_events(runs[name][1].path)
+def test_all_ranks_fall_back_from_a_damaged_checkpoint(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
+    events = raw_events(runs[name][1].path)
     (message,) = values(events, "warning", "message")
     assert "step-00000005 is damaged" in message
     assert values(events, "train.started", "first_step")[1] < 6
 
 
-def test_each_rank_saves_what_it_holds_and_no_more(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
+def test_each_rank_saves_only_its_shards(runs: dict[str, tuple[RunDir, RunDir]]) -> None:
     straight, stopped = runs["full ddp fsdp4 mixed alone tensor"]
     whole = (straight.checkpoints / "step-00000006" / "optimizer.safetensors").stat().st_size
     for step in (4, 5):  # of four ranks
         sizes = [file.stat().st_size for file in (stopped.checkpoints / f"step-{step:08d}").glob("optimizer-*")]
         assert len(sizes) == 4
-        assert sum(sizes) < 1.2 * whole, "nothing is saved twice, but for the files' tables of contents"
-        assert max(sizes) < 0.3 * whole, "no rank has much more than its share"
+        assert sum(sizes) < 1.2 * whole, "nothing is saved twice, except the file headers"
+        assert max(sizes) < 0.3 * whole, "shards are balanced"

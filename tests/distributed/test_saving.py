@@ -1,4 +1,4 @@
-"""Adapters, whole models and merged models are saved with the same bytes from every mode of parallelism."""
+"""Adapters, full models and merged models are saved byte-identical from every parallel mode."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.distributed.launching import run_ranks
-from tests.distributed.saving_ranks import ALONE, KINDS, MODES, place_of, write_inputs
+from tests.distributed.saving_ranks import ALONE, KINDS, MODES, stack_position, write_inputs
+
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all modes have saved the same state."""
+    """Folder in which all modes have saved the same state."""
     folder = tmp_path_factory.mktemp("saving")
     write_inputs(folder)
     for size in (1, 2, 4):
@@ -28,8 +30,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != ALONE])
-def test_a_mode_saves_and_merges_the_bytes_of_one_process(root: Path, mode: str, kind: str) -> None:
-    expected, found = (contents(place_of(name, kind, root)) for name in (ALONE, mode))
+def test_saved_and_merged_files_match_one_process(root: Path, mode: str, kind: str) -> None:
+    expected, found = (contents(stack_position(name, kind, root)) for name in (ALONE, mode))
     trained = "model/model.safetensors" if "full" in kind else "adapter/adapter_model.safetensors"
     assert {trained, "merged/model.safetensors", "merged/config.json"} <= expected.keys()
     assert found.keys() == expected.keys()
@@ -37,8 +39,8 @@ def test_a_mode_saves_and_merges_the_bytes_of_one_process(root: Path, mode: str,
 
 
 @pytest.mark.parametrize("kind", ["full", "tied full"])
-def test_one_process_saves_the_weights_that_it_has_read(root: Path, kind: str) -> None:
+def test_one_process_saves_the_weights_it_loaded(root: Path, kind: str) -> None:
     given = load_file(root / kind / "model.safetensors")
-    saved = load_file(place_of(ALONE, kind, root) / "model" / "model.safetensors")
+    saved = load_file(stack_position(ALONE, kind, root) / "model" / "model.safetensors")
     assert given.keys() == saved.keys()
     assert all(np.array_equal(given[name], saved[name]) for name in given)

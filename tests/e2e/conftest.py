@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from pantheraml.base.env import child_environment
-from pantheraml.base.events import read_events
 from tests import toy
+from tests.event_log import raw_events
 from tests.ports import reserved_port
 
 COMMAND = [sys.executable, "-m", "pantheraml.cli.main"]
@@ -102,7 +102,7 @@ class Playground:
 
     def wait_for_event(self, run: str, kind: str, count: int = 1) -> None:
         """Until a run that was started has told of something so many times."""
-        wait_until(lambda: [event["kind"] for event in read_events(self.root / run)].count(kind) >= count)
+        wait_until(lambda: [event["kind"] for event in raw_events(self.root / run)].count(kind) >= count)
 
     def wait_for_steps(self, run: str) -> None:
         """Until it has taken its first one."""
@@ -125,7 +125,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             command = process.cmdline()
-            if "pantheraml.worker" in command and "pantheraml.worker.agent" not in command:
+            if "pantheraml.worker" in command and "pantheraml.worker.entry.elastic" not in command:
                 found.append(process)
     return found
 
@@ -149,17 +149,17 @@ def nobody_left(playground: Playground) -> Iterator[None]:
     """A test that fails half way does not leave its run behind; one that passes has nobody left to end."""
     yield
     _, left = psutil.wait_procs(playground.processes(), timeout=60)  # for those on their way out
-    told = []
+    leftover = []
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
-            told.append(" ".join(process.cmdline()))
+            leftover.append(" ".join(process.cmdline()))
             process.kill()
     psutil.wait_procs(left, timeout=10)
     for command in playground.started:
         if command.returncode is None:
             print(*command.communicate(), sep="\n")  # shown if the test has failed
     playground.started.clear()
-    assert not told, "the test left processes behind"
+    assert not leftover, "the test left processes behind"
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pantheraml.base.events import read_events
 from pantheraml.checkpoint.store import CheckpointStore
 from tests.e2e.conftest import Playground
+from tests.event_log import raw_events
 
 Failing = Callable[..., str]
 
@@ -78,7 +78,7 @@ def test_nan_stops_the_run_which_never_reports_success(playground: Playground, t
     assert result["status"] == "failed"
     assert result["error"]["class"] == "NonFiniteError"
     assert not (playground.root / "runs/nan/adapter").exists()
-    (verdict,) = [e for e in read_events(playground.root / "runs/nan") if e["kind"] == "verdict"]
+    (verdict,) = [e for e in raw_events(playground.root / "runs/nan") if e["kind"] == "verdict"]
     assert verdict["action"] == "stop"
     assert verdict["ranks"] == [0]
     assert len(verdict["samples"]) == 4

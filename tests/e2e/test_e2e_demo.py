@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pantheraml.data.synthetic import TARGET_TASK, split_examples
 from tests.e2e.conftest import Playground
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)

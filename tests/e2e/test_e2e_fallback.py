@@ -1,4 +1,4 @@
-"""A rank whose device is not usable: all ranks decide together, loudly, and nothing hangs."""
+"""A rank with an unusable device: all ranks agree on a fallback, report it, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from pantheraml.base.errors import DeviceError
-from pantheraml.base.events import read_events
 from tests.e2e.conftest import Playground
+from tests.event_log import raw_events
 from tests.harness import values
+
+pytestmark = pytest.mark.extended
 
 BROKEN_DEVICE = """
 import os, sys
@@ -33,21 +35,21 @@ def broken(playground: Playground, tmp_path: Path) -> Playground:
     return replace(playground, environment={**playground.environment, "PYTHONPATH": os.pathsep.join(paths)})
 
 
-def test_rank_0_goes_on_alone_and_says_so(broken: Playground, playground: Playground) -> None:
-    """Also where somebody said which rank gets how much of a batch: the one that is left gets all."""
+def test_rank_0_continues_alone_and_reports_it(broken: Playground, playground: Playground) -> None:
+    """Also with parallel.batch_shares: the remaining rank gets the whole batch."""
     ended = broken.train("fallback-two", *SHORT, "--nproc", "2", "--set", "parallel.batch_shares=[1,3]")
     assert ended.code == 0, ended.err
     reason = "rank 1 cannot use its device: it fell off the bus"
-    assert f"one process goes on instead of 2: {reason}" in ended.err
+    assert f"training continues in one process instead of 2: {reason}" in ended.err
     root: Path = playground.root
-    events = read_events(root / "fallback-two")
+    events = raw_events(root / "fallback-two")
     assert values(events, "run.fallback", "reason") == [reason]
     assert values(events, "run.fallback", "planned_world_size") == [2]
     written = json.loads((root / "fallback-two/run.json").read_text())
     assert (written["fallback_reason"], written["world_size"]) == (reason, 1)
     assert playground.train("fallback-one", *SHORT).code == 0
     losses, expected = (
-        values(read_events(root / name), "train.step", "loss") for name in ("fallback-two", "fallback-one")
+        values(raw_events(root / name), "train.step", "loss") for name in ("fallback-two", "fallback-one")
     )
     assert losses == pytest.approx(expected, rel=1e-5)
 

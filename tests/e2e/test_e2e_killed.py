@@ -1,4 +1,4 @@
-"""A worker that is killed: the run goes on from its last checkpoint and ends as if nothing had happened."""
+"""A killed worker: the run resumes from its last checkpoint, with the same result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import psutil
 import pytest
 
 from pantheraml.base.errors import WorkerKilledError
-from pantheraml.base.events import read_events
 from pantheraml.specs.faults import fail_at
 from tests.e2e.conftest import Playground, result_of, wait_until, workers_of
+from tests.event_log import raw_events
 from tests.harness import values
 
-AGENT = "pantheraml.worker.agent"
+pytestmark = pytest.mark.extended
+
+AGENT = "pantheraml.worker.entry.elastic"
 SETTINGS = [
     *("--set", "train.max_steps=40"),
     *("--set", "checkpoint.every_steps=5"),
@@ -29,14 +31,14 @@ def adapter_hash(playground: Playground, run: str) -> str:
 
 
 def hold(playground: Playground, rank: int, step: int) -> tuple[Playground, list[str]]:
-    """A command line, and its settings, of a run that gets as far as this step, once, and stays there to be killed: one
-    that goes on may be over before a busy machine has come to the killing."""
+    """Command line and settings of a run that hangs at this step, once, to be killed there: otherwise it might finish
+    first on a busy machine."""
     tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
     return tested, ["--set", f'faults=["{fail_at(rank, step, "hang")}"]']
 
 
 def wait_until_held(playground: Playground, run: str) -> None:
-    """And until there is something to go on from."""
+    """And until there is a checkpoint to resume from."""
     wait_until(lambda: list((playground.root / run / "faults").glob("*-hang")))
     playground.wait_for_checkpoint(run)
 
@@ -46,12 +48,12 @@ def rank_of(pid: int, rank: int) -> list[psutil.Process]:
 
 
 def kill(pid: int, rank: int = 0) -> None:
-    """Once it is there."""
+    """Kill a rank once it has started."""
     wait_until(lambda: rank_of(pid, rank))
     rank_of(pid, rank)[0].kill()
 
 
-def test_a_kill_is_survived_at_any_moment(playground: Playground) -> None:
+def test_a_run_survives_kills_at_any_time(playground: Playground) -> None:
     """While the model is loaded, amid the steps, and when the result is about to be saved."""
     run = "runs/killed-1"
     assert playground.train("runs/calm-1", *SETTINGS).code == 0
@@ -68,11 +70,11 @@ def test_a_kill_is_survived_at_any_moment(playground: Playground) -> None:
             worker.kill()
     done = result_of(process)
     assert done.code == 0, done
-    assert len(values(read_events(playground.root / run), "run.restarted", "step")) >= 2
+    assert len(values(raw_events(playground.root / run), "run.restarted", "step")) >= 2
     assert adapter_hash(playground, run) == adapter_hash(playground, "runs/calm-1")
 
 
-def test_the_result_is_that_of_an_undisturbed_run(playground: Playground) -> None:
+def test_a_killed_run_matches_an_undisturbed_one(playground: Playground) -> None:
     calm, killed = "runs/calm-2", "runs/killed-2"
     nproc = ["--nproc", "2"]
     assert playground.train(calm, *SETTINGS, *nproc).code == 0
@@ -83,33 +85,33 @@ def test_the_result_is_that_of_an_undisturbed_run(playground: Playground) -> Non
     done = result_of(process)
     assert done.code == 0, done
     assert "SIGKILL" in done.err
-    assert "The run goes on from step" in done.err
-    events = read_events(playground.root / killed)
+    assert "Resuming from step" in done.err
+    events = raw_events(playground.root / killed)
     assert len(values(events, "train.started", "first_step")) == 2
     assert values(events, "train.started", "first_step")[1] > 1
     assert json.loads((playground.root / killed / "run.json").read_text())["status"] == "succeeded"
     assert adapter_hash(playground, killed) == adapter_hash(playground, calm)
 
 
-def test_an_agent_that_is_killed_is_no_request_to_stop(playground: Playground) -> None:
-    """The kernel tells its ranks by SIGTERM that it is gone, and they save; the run goes on from there."""
+def test_a_killed_agent_is_not_a_stop_request(playground: Playground) -> None:
+    """Its ranks get SIGTERM from the kernel and save; the run resumes from there."""
     run = "runs/killed-agent"
     process = playground.start_training(run, "--set", "train.max_steps=100000", "--nproc", "2")
     playground.wait_for_steps(run)
     (agent,) = [child for child in psutil.Process(process.pid).children() if AGENT in child.cmdline()]
     agent.kill()
     playground.wait_for_event(run, "train.started", 2)
-    (restart,) = [event for event in read_events(playground.root / run) if event["kind"] == "run.restarted"]
+    (restart,) = [event for event in raw_events(playground.root / run) if event["kind"] == "run.restarted"]
     assert "was killed by SIGKILL" in restart["message"]
-    assert restart["step"] > 0, "what the ranks have saved is not lost"
+    assert restart["step"] > 0, "the checkpoint the ranks saved is used"
     process.terminate()
     done = result_of(process)
     assert done.code == 143, done
     assert "Stopped by SIGTERM" in done.err
 
 
-def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:
-    """Rank 1 is gone for good, as far as the run may try: one process takes over the whole batch."""
+def test_a_run_continues_with_fewer_ranks(playground: Playground) -> None:
+    """No retries are left for rank 1: one process takes over the whole batch."""
     tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
     settings = ["train.max_steps=6", "checkpoint.every_steps=2", "checkpoint.background=false", "method.rank=4"]
     given = [part for setting in settings for part in ("--set", setting)]
@@ -117,8 +119,8 @@ def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:
     lost = ["parallel.max_retries=0", "parallel.min_world_size=1", 'faults=["1:4:kill"]']
     done = tested.train("runs/left", *given, "--nproc", "2", *(part for setting in lost for part in ("--set", setting)))
     assert done.code == 0, done
-    assert "with 1 of 2 processes; the global batch, and so the result, stays" in done.err
-    alone, left = (read_events(playground.root / "runs" / name) for name in ("one-process", "left"))
+    assert "with 1 of 2 ranks; the global batch, and so the result, stays" in done.err
+    alone, left = (raw_events(playground.root / "runs" / name) for name in ("one-process", "left"))
     assert values(left, "train.started", "world_size") == [2, 1]
     assert values(left, "train.started", "first_step") == [1, 3]
     losses = [
@@ -128,7 +130,7 @@ def test_a_run_goes_on_with_those_who_are_left(playground: Playground) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_run_that_may_not_start_again_says_what_happened(playground: Playground) -> None:
+def test_a_run_without_retries_reports_the_kill(playground: Playground) -> None:
     never = ["--set", "parallel.max_retries=0"]
     process = playground.start_training("runs/never", "--set", "train.max_steps=100000", *never)
     playground.wait_for_steps("runs/never")

@@ -1,4 +1,4 @@
-"""Every way to start several processes, with real ones, and every way in which that goes wrong: told, never a hang."""
+"""Every way to launch several ranks, with real processes; every failure is reported, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pantheraml.base.events import read_events
 from tests.e2e.conftest import Ended, Playground, result_of, wait_until
+from tests.event_log import raw_events
+
+pytestmark = pytest.mark.extended
 
 PAGE = Path(__file__).parents[2] / "docs/launching.md"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -60,7 +62,7 @@ def starter(playground: Playground) -> Starter:
 
 
 def losses(playground: Playground, run: str) -> list[float]:
-    return [event["loss"] for event in read_events(playground.root / run) if event["kind"] == "train.step"]
+    return [event["loss"] for event in raw_events(playground.root / run) if event["kind"] == "train.step"]
 
 
 # The command line as a rank -------------------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ def test_other_launchers(starter: Starter, own_launch: list[float], launcher: li
     assert ended.code == 0, ended
     assert ended.out.count("Trained weights") == 1, "rank 0 speaks for all"
     assert losses(starter.playground, output) == own_launch
-    events = read_events(starter.playground.root / output)
+    events = raw_events(starter.playground.root / output)
     assert [e["world_size"] for e in events if e["kind"] == "train.started"] == [2]
     own, other = (starter.playground.root / run / "adapter/adapter_model.safetensors" for run in ("runs/own", output))
     assert own.read_bytes() == other.read_bytes()
@@ -120,11 +122,11 @@ def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter, port: 
     assert "Traceback" not in first.err + second.err
 
 
-def test_a_peer_that_never_comes(starter: Starter, port: str) -> None:
+def test_a_missing_rank_is_reported(starter: Starter, port: str) -> None:
     settings = starter.training("runs/lonely", "parallel.timeout_seconds=3")
     ended = starter([sys.executable, "-m", "pantheraml", *settings], **as_rank(0, port))
     assert ended.code == 6, ended
-    assert "1 of 2 processes came within 3 s; missing: rank 1." in ended.err
+    assert "1 of 2 ranks joined within 3 s; missing: rank 1." in ended.err
     assert "Traceback" not in ended.err
     assert not (starter.playground.root / "runs/lonely/data.json").exists(), "ranks meet before data is prepared"
 
@@ -137,7 +139,7 @@ def test_ranks_with_different_settings(starter: Starter, port: str) -> None:
     first = starter(one, **as_rank(0, port))
     second = result_of(started)
     assert first.code == 2, first
-    assert "Rank 1 was started with another configuration" in first.err
+    assert "Rank 1 was started with a different config" in first.err
     assert second.code in (2, 6), second
 
 
@@ -167,7 +169,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_script_starts_itself_once_and_ends_with_the_code_of_its_ranks(starter: Starter) -> None:
+def test_a_script_relaunches_once_with_the_exit_code_of_its_ranks(starter: Starter) -> None:
     body = """
 open(f"here-{rank}", "w").close()
 while rank == "1" and not os.path.exists("here-0"):
@@ -215,7 +217,7 @@ def test_when_a_script_stays_one_process(starter: Starter) -> None:
     assert starter(command, **rank, **hidden).out == "started 0\nrank 0 of 1\n"
 
 
-def test_code_from_standard_input_cannot_start_itself_again(starter: Starter) -> None:
+def test_code_from_standard_input_cannot_be_relaunched(starter: Starter) -> None:
     ended = starter([sys.executable, "-"], LIGHT.format(arguments=2, body=""), CUDA_VISIBLE_DEVICES="")
     assert ended.code == 1
     assert "it was not started from a file" in ended.err

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from pantheraml.base.events import read_events
 from tests.e2e.conftest import Playground, result_of, wait_until
+from tests.event_log import raw_events
 
 OTHER_USER = 65534
 
@@ -116,8 +116,8 @@ def test_another_user_finds_no_way_in(shared: Playground) -> None:
         found = attempts([shared.root / "run", shared.root / "cache", store.parent], listening)
         assert (found["entered"], found["locked"], found["written"]) == ([], [], [])
         assert found["ports"] == listening, "gloo's, on loopback: they can be reached, and what is sent is ignored"
-        steps = len(read_events(shared.root / "run"))
-        wait_until(lambda: len(read_events(shared.root / "run")) > steps + 20)
+        steps = len(raw_events(shared.root / "run"))
+        wait_until(lambda: len(raw_events(shared.root / "run")) > steps + 20)
         run.send_signal(signal.SIGTERM)
         ended = result_of(run)
         assert ended.code == 143, ended

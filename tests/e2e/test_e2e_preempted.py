@@ -1,4 +1,4 @@
-"""Being asked to stop, kindly and less so: what is saved stays whole, and the exit code says who asked."""
+"""Preemption and Ctrl-C: checkpoints stay intact, and the exit code tells them apart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.specs.run_dir import RunDir
 from tests.e2e.conftest import Playground, result_of, wait_until, workers_of
 
+pytestmark = pytest.mark.extended
+
 GRACE_SECONDS = 200
 ENDLESS = ("--set", "train.max_steps=100000", "--set", "train.schedule=constant")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
-def test_a_notice_saves_within_the_grace_period_and_has_a_code_of_its_own(
-    playground: Playground, number: signal.Signals
-) -> None:
+def test_preemption_saves_within_the_grace_period(playground: Playground, number: signal.Signals) -> None:
     run = playground.root / "runs" / number.name
     settings = [*ENDLESS, "--nproc", "2", "--set", f"parallel.grace_seconds={GRACE_SECONDS}"]
     process = playground.start_training(f"runs/{number.name}", *settings)
@@ -40,7 +40,7 @@ def test_a_notice_saves_within_the_grace_period_and_has_a_code_of_its_own(
     assert RunDir(run).last_checkpoint() == json.loads((run / "run.json").read_text())["steps"]
 
 
-def test_a_second_ctrl_c_ends_it_at_once_and_breaks_no_checkpoint(playground: Playground) -> None:
+def test_a_second_ctrl_c_ends_at_once_and_keeps_checkpoints_intact(playground: Playground) -> None:
     run = playground.root / "runs/hurry"
     settings = [*ENDLESS, "--set", "checkpoint.every_steps=1", "--set", "parallel.grace_seconds=10000"]
     process = playground.start_training("runs/hurry", *settings)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pantheraml.base.events import read_events
 from tests.e2e.conftest import Playground
+from tests.event_log import raw_events
 from tests.harness import values
+
+pytestmark = pytest.mark.extended
 
 SETTINGS = ("--set", "train.schedule=constant", "--set", "checkpoint.every_steps=2", "--set", "method.rank=4")
 
@@ -30,24 +32,24 @@ def test_a_run_goes_on_with_another_number_of_processes_and_past_damage(playgrou
     alone = ["--nproc", "1", "--set", "parallel.shard=1", "--set", "train.max_steps=6"]
     resumed = playground("resume", "runs/moved", *alone)
     assert resumed.code == 0, resumed
-    losses = values(read_events(moved), "train.step", "loss")
-    assert losses == pytest.approx(values(read_events(whole), "train.step", "loss"), rel=1e-5)
-    assert values(read_events(moved), "train.started", "world_size") == [2, 1]
-    assert values(read_events(moved), "train.started", "first_step") == [1, 4]
+    losses = values(raw_events(moved), "train.step", "loss")
+    assert losses == pytest.approx(values(raw_events(whole), "train.step", "loss"), rel=1e-5)
+    assert values(raw_events(moved), "train.started", "world_size") == [2, 1]
+    assert values(raw_events(moved), "train.started", "first_step") == [1, 4]
 
     adapter = (moved / "adapter/adapter_model.safetensors").read_bytes()
     flip(moved, 6)
     again = playground.train("runs/moved", *SETTINGS, *alone, "--resume", "auto")
     assert again.code == 0, again
-    (message,) = values(read_events(moved), "warning", "message")
-    assert "step-00000006 is damaged: weights.safetensors has another checksum" in message
+    (message,) = values(raw_events(moved), "warning", "message")
+    assert "step-00000006 is damaged: weights.safetensors fails its checksum" in message
     assert "continues from step 4" in message
     assert (moved / "adapter/adapter_model.safetensors").read_bytes() == adapter
     for step in (4, 6):
         flip(moved, step)
     refused = playground("resume", "runs/moved")
     assert refused.code == 27, refused
-    assert "No checkpoint of this run is whole" in refused.err
+    assert "No checkpoint of this run is intact" in refused.err
     assert "Traceback" not in refused.err
 
 
@@ -64,8 +66,8 @@ def test_a_change_that_breaks_the_promise_has_to_be_insisted_on(playground: Play
     assert (run / "config.yaml").read_text() == settings, "a refused change changes nothing"
     done = playground(*more, "--allow-change", "train.learning_rate")
     assert done.code == 0, done
-    assert values(read_events(run), "train.step", "learning_rate")[2:] == [0.001, 0.001]
-    assert "although train.learning_rate was" in values(read_events(run), "warning", "message")[0]
+    assert values(raw_events(run), "train.step", "learning_rate")[2:] == [0.001, 0.001]
+    assert "although train.learning_rate was" in values(raw_events(run), "warning", "message")[0]
     assert playground("resume", "runs/changed", "--set", "train.learning_rate=0.1").code == 7, "leave is for one start"
 
 
@@ -83,4 +85,4 @@ def test_other_data_is_refused_and_the_run_still_knows_its_own(playground: Playg
         assert [(run / name).read_text() for name in ("config.yaml", "plan.json")] == [settings, plan]
     done = playground("resume", "runs/own-data", *more)
     assert done.code == 0, done
-    assert values(read_events(run), "train.step", "step") == [1, 2, 3, 4]
+    assert values(raw_events(run), "train.step", "step") == [1, 2, 3, 4]

@@ -10,10 +10,10 @@ from dataclasses import replace
 import psutil
 
 from pantheraml.base.errors import PreemptedError
-from pantheraml.base.events import read_events
 from pantheraml.specs.faults import fail_at
 from pantheraml.specs.run_dir import RunDir
 from tests.e2e.conftest import PATIENCE_SECONDS, Playground, result_of, workers_of
+from tests.event_log import raw_events
 
 
 def run_json(playground: Playground, run: str) -> dict[str, object]:
@@ -22,7 +22,7 @@ def run_json(playground: Playground, run: str) -> dict[str, object]:
 
 
 def losses(playground: Playground, run: str) -> dict[int, float]:
-    events = read_events(playground.root / run)
+    events = raw_events(playground.root / run)
     return {event["step"]: event["loss"] for event in events if event["kind"] == "train.step"}
 
 
@@ -150,7 +150,7 @@ def test_early_stopping_and_best_weights(playground: Playground) -> None:
     assert ended.code == 0, ended
     summary = json.loads(ended.out)
     assert summary["steps"] < 60, "such a learning rate never gets better for long"
-    events = read_events(playground.root / "runs/early")
+    events = raw_events(playground.root / "runs/early")
     assert next(e for e in events if e["kind"] == "train.finished")["stopped_by"] == "early_stopping"
     best = min((e for e in events if e["kind"] == "eval.done"), key=lambda e: e["loss"])
     assert f"step-{best['step']:08d}" in {p.name for p in (playground.root / "runs/early/checkpoints").iterdir()}

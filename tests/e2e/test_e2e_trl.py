@@ -24,7 +24,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from pantheraml import FastLanguageModel
 from pantheraml.base.env import child_environment
 from pantheraml.models.causal_lm import TokenScoreOutput
-from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.models.quantize.fp8 import FP8Linear
 from tests import toy
 from tests.e2e.conftest import COMMAND_SECONDS
 

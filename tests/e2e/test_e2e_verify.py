@@ -7,20 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pantheraml.base.env import child_environment
 from pantheraml.base.errors import ConfigError, EqualityError, UnsupportedModelError
 from tests import toy
 from tests.e2e.conftest import COMMAND_SECONDS
 
+pytestmark = pytest.mark.extended
+
 MEAN_OF_MEANS = """
 import sys
 if "verify" in sys.orig_argv and "pantheraml.worker" in sys.orig_argv:
     import dataclasses
-    from pantheraml.engine import step
+    from pantheraml.engine.step import step
     passes = step.Stepper._passes
     def mean_of_means(self, batches):
         # each rank's mean over its own tokens, and the mean of those, as if all had the same number: a common mistake
-        ranks, own = self._parallelised.mean_over, step._targets(batches)
+        ranks, own = self._parallelized.mean_over, step._targets(batches)
         return passes(self, dataclasses.replace(batches, target_tokens=ranks * own))
     step.Stepper._passes = mean_of_means
 """
@@ -82,7 +86,9 @@ def test_the_user_s_own_run_is_compared(tmp_path: Path) -> None:
     shares = {mode["mode"]: mode["batch_shares"] for mode in found["modes"]}
     assert shares == {"ddp": [2, 5], "fsdp": [2, 5], "tp": None, "pp": None, "cp": None}
     dropout, aggregation = found["notes"]
-    assert dropout == "compared without dropout (embd_pdrop, method.dropout, resid_pdrop): each process draws its own"
+    assert (
+        dropout == "compared without dropout (embd_pdrop, method.dropout, resid_pdrop): each rank has its own RNG state"
+    )
     assert aggregation.startswith("compared with parallel.aggregation=mean")
     refused = verify("--nproc", "2", "--config", str(tmp_path / "run.yaml"), "--modes", "tp")
     assert refused.returncode == UnsupportedModelError.exit_code

@@ -1,4 +1,4 @@
-"""GPU tests need a GPU, and only `make gpu-test` runs them with one; elsewhere they are skipped as a whole."""
+"""GPU tests run with `make gpu-test`; without a GPU all of them are skipped."""
 
 from __future__ import annotations
 

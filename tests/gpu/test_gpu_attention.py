@@ -1,7 +1,7 @@
-"""Document attention's kernels on a real GPU against each document alone in float32.
+"""Document attention's kernels on a GPU against each document alone in float32.
 
-bf16 keeps 8 bits, so an output or a gradient is off by about 0.3 % of its norm; a token too many or too few in a
-window, or a look into a neighbour, moves it by many times the tolerance of 1 %.
+bf16 has 8 bits of precision, so an output or gradient is off by about 0.3 % of its norm; one token too many or too few
+in a window, or attention to a neighboring document, exceeds the tolerance of 1 % many times over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import TokenSequence, as_ints
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.models.attention import DocumentLayout, document_attention, use_document_attention
 from tests.gpu.waiting import no_waiting
 
@@ -31,35 +31,37 @@ def layout(lengths: list[int], *, empty: int = 0, longest: int | None = None) ->
 
 
 def merged(heads: int, key_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[B, S, (H + 2 K) D] as a merged projection of query, key and value leaves it."""
+    """[B, S, (H + 2 K) D], the output of a fused QKV matmul."""
     torch.manual_seed(0)
     shape = (ROWS, WIDTH, (heads + 2 * key_heads) * head_dim)
     return torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True)
 
 
 def split(buffer: Tensor, heads: int, key_heads: int, head_dim: int) -> list[Tensor]:
-    """Views, not contiguous, in transformers' layout [B, H, S, D]."""
+    """Non-contiguous views in transformers' layout [B, H, S, D]."""
     parts = buffer.split([heads * head_dim, key_heads * head_dim, key_heads * head_dim], dim=-1)
     return [part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in parts]
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None, scale: float) -> Tensor:
-    """Softmax written out, one document at a time; [B, S, H, D]."""
+def per_document(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None, scale: float
+) -> Tensor:
+    """Explicit softmax, one document at a time; [B, S, H, D]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     flat = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value)]  # [H, T, D]
     parts = []
     for q, k, v in zip(*(tensor.split(lengths, dim=1) for tensor in flat), strict=True):
-        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
-        seen = seen if window is None else seen.triu(1 - window)
-        parts.append((scale * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v)
+        mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+        mask = mask if window is None else mask.triu(1 - window)
+        parts.append((scale * q @ k.mT).masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v)
     return torch.cat(parts, dim=1).transpose(0, 1).unflatten(0, (ROWS, WIDTH))
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    return float((found.float() - expected).detach().norm() / expected.detach().norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    return float((actual.float() - expected).detach().norm() / expected.detach().norm())
 
 
 def check(
@@ -77,15 +79,15 @@ def check(
     exact = buffer.detach().float().requires_grad_()
     arguments = {"scaling": scale, "sliding_window": window, **documents.arguments()}
     out, _ = attention(nn.Module(), *split(buffer, *shape), None, **arguments)
-    expected = alone(*split(exact, *shape), lengths, window, scale)
+    expected = per_document(*split(exact, *shape), lengths, window, scale)
     direction = torch.randn_like(expected)
     out.backward(direction.to(dtype))
     expected.backward(direction)
     assert buffer.grad is not None
     assert exact.grad is not None
     assert distance(out, expected) < tolerance
-    for found, wanted in zip(split(buffer.grad, *shape), split(exact.grad, *shape), strict=True):
-        assert distance(found, wanted) < tolerance
+    for actual, expected_grad in zip(split(buffer.grad, *shape), split(exact.grad, *shape), strict=True):
+        assert distance(actual, expected_grad) < tolerance
 
 
 @pytest.mark.parametrize("shape", [(32, 8, 128), (8, 8, 64), (8, 1, 256), (6, 2, 80)])
@@ -95,7 +97,7 @@ def test_packed_documents(shape: tuple[int, int, int], window: int | None, dtype
     check(shape, layout(LENGTHS), LENGTHS, window=window, dtype=dtype)
 
 
-def test_empty_documents_and_a_longest_that_is_too_long_change_nothing() -> None:
+def test_empty_documents_and_loose_max_length() -> None:
     check((32, 8, 128), layout(LENGTHS, empty=25, longest=WIDTH), LENGTHS)
 
 
@@ -105,11 +107,11 @@ def test_whole_rows(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_float32_goes_by_a_mask(window: int | None) -> None:
+def test_float32_uses_a_mask(window: int | None) -> None:
     check((8, 2, 64), layout(LENGTHS), LENGTHS, window=window, dtype=torch.float32, tolerance=1e-5)
 
 
-# torch.compile looks at tensors in ways that make torch warn; as errors, those warnings would stop it
+# torch.compile triggers warnings in torch, which would be errors here
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("lengths", [LENGTHS, [WIDTH] * ROWS])
 def test_compiled_whole(lengths: list[int]) -> None:
@@ -118,7 +120,7 @@ def test_compiled_whole(lengths: list[int]) -> None:
     check((8, 2, 64), documents, lengths, attention=compiled)
 
 
-def test_a_document_changes_no_other() -> None:
+def test_documents_do_not_affect_each_other() -> None:
     shape = (32, 8, 128)
     before = merged(*shape).detach()
     after = before.clone()
@@ -160,8 +162,8 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("told", [True, False])
-def test_a_model_under_autocast(family: str, told: bool) -> None:
+@pytest.mark.parametrize("with_boundaries", [True, False])
+def test_a_model_under_autocast(family: str, with_boundaries: bool) -> None:
     """Against the same weights in float32 with transformers' mask, on the CPU."""
     torch.manual_seed(0)
     model = models()[family]()
@@ -169,30 +171,30 @@ def test_a_model_under_autocast(family: str, told: bool) -> None:
     exact = LossModel(model)
     expected = exact(on_cpu.input_ids, on_cpu.position_ids, on_cpu.targets)
     expected.backward()
-    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    expected_grad = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model = model.to("cuda")
     model.zero_grad()
     assert use_document_attention(model) is None
-    here = on_cpu.to(torch.device("cuda"))
-    documents = (here.boundaries, here.max_length) if told else ()
+    on_gpu = on_cpu.to(torch.device("cuda"))
+    documents = (on_gpu.boundaries, on_gpu.max_length) if with_boundaries else ()
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = LossModel(model)(here.input_ids, here.position_ids, here.targets, *documents)
+        loss = LossModel(model)(on_gpu.input_ids, on_gpu.position_ids, on_gpu.targets, *documents)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=2e-3)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert distance(parameter.grad.cpu(), wanted[name]) < 5e-2, name
+        assert distance(parameter.grad.cpu(), expected_grad[name]) < 5e-2, name
 
 
-def test_the_forward_pass_does_not_wait_for_the_gpu() -> None:
+def test_forward_does_not_sync() -> None:
     model = models()["llama"]().to("cuda", torch.bfloat16)
     assert use_document_attention(model) is None
     loss_model = LossModel(model)
-    here = batch().pin_memory().to(torch.device("cuda"))
-    inputs = {"input_ids": here.input_ids, "position_ids": here.position_ids, "use_cache": False}
-    ways = DocumentLayout(here.boundaries, here.max_length).arguments(), {"max_length_q": 256}
-    for given in ways:  # the first call may set things up
-        loss_model.model.model(**inputs, **given)
+    on_gpu = batch().pin_memory().to(torch.device("cuda"))
+    inputs = {"input_ids": on_gpu.input_ids, "position_ids": on_gpu.position_ids, "use_cache": False}
+    layouts = DocumentLayout(on_gpu.boundaries, on_gpu.max_length).arguments(), {"max_length_q": 256}
+    for document_args in layouts:  # warm-up
+        loss_model.model.model(**inputs, **document_args)
     with no_waiting():
-        for given in ways:
-            loss_model.model.model(**inputs, **given).last_hidden_state.sum().backward()
+        for document_args in layouts:
+            loss_model.model.model(**inputs, **document_args).last_hidden_state.sum().backward()

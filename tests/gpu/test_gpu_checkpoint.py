@@ -1,4 +1,4 @@
-"""Copies for a checkpoint on a real GPU: page-locked, and not touched by what the device does next."""
+"""Host copies for a checkpoint on a GPU: pinned, and unaffected by later device work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from pantheraml.checkpoint.host_copy import HostCopies
 
 
-def test_a_copy_holds_what_was_there_when_it_was_taken() -> None:
+def test_host_copy_is_unaffected_by_later_writes() -> None:
     device = torch.device("cuda")
     copies, live = HostCopies(device), torch.randn(4096, 4096, device=device)
     for _ in range(3):

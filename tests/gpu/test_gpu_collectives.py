@@ -1,4 +1,4 @@
-"""What NCCL's flight recorder says of a collective that its GPU has not come to. One GPU is enough to hold it up."""
+"""NCCL's flight recorder on a collective that its GPU has not started. One GPU is enough to delay it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pantheraml.engine.guard.collectives import recorded_collectives
+from pantheraml.engine.guard.watchdog import recorded_collectives
 from pantheraml.launch.flight_record import RankRecord
 
 ABOUT_A_SECOND = 2_000_000_000
@@ -24,26 +24,26 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def newest_group(found: RankRecord) -> str:
-    return found.collectives[-1].group
+def newest_group(record: RankRecord) -> str:
+    return record.collectives[-1].group
 
 
-def test_a_collective_that_waits_is_told_of_and_one_that_is_done_is_not(group: None) -> None:
+def test_flight_record_shows_the_pending_collective_only(group: None) -> None:
     values = torch.ones(8, device="cuda")
     dist.all_reduce(values)
     torch.cuda.synchronize()
     before = recorded_collectives("nccl")
     torch.cuda._sleep(ABOUT_A_SECOND)  # type: ignore[no-untyped-call]
     dist.all_reduce(values)
-    held_up = recorded_collectives("nccl")
+    pending = recorded_collectives("nccl")
     torch.cuda.synchronize()
     after = recorded_collectives("nccl")
 
     assert before.current is None
     assert after.current is None
-    assert held_up.current is not None
-    assert held_up.current.name == "all_reduce"
-    assert "default_pg" in held_up.current.group
-    begun = before.begun(newest_group(before))
-    assert begun is not None
-    assert held_up.current.number == after.begun(newest_group(after)) == begun + 1
+    assert pending.current is not None
+    assert pending.current.name == "all_reduce"
+    assert "default_pg" in pending.current.group
+    last_started = before.begun(newest_group(before))
+    assert last_started is not None
+    assert pending.current.number == after.begun(newest_group(after)) == last_started + 1

@@ -1,4 +1,4 @@
-"""The context that is made before torch is the one that torch uses."""
+"""A CUDA context created before torch is imported is the one that torch uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import ctypes
-from pantheraml.devices.context import DRIVER, open_context
+from pantheraml.devices.cuda_context import DRIVER, open_context
 def active():
     flags, state = ctypes.c_uint(), ctypes.c_int()
     assert ctypes.CDLL(DRIVER).cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(state)) == 0
@@ -18,6 +18,6 @@ print(torch.ones(3, device="cuda").sum().item())
 """
 
 
-def test_torch_uses_the_context_that_is_there() -> None:
+def test_torch_uses_the_existing_cuda_context() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "1", "3.0"], done.stderr

@@ -1,6 +1,6 @@
-"""FlashAttention 4's kernels on a real GPU, called as operators and chosen by document attention.
+"""FlashAttention 4's kernels on a GPU, called as operators and selected by document attention.
 
-The references and tolerances are those of test_gpu_attention.py: each document alone in float32, 1 % of the norm.
+References and tolerances are those of test_gpu_attention.py: each document alone in float32, 1 % of the norm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pantheraml.engine.checkpointing import _selective_contexts
+from pantheraml.engine.memory.checkpointing import _selective_contexts
 from pantheraml.models import flash
 from pantheraml.models.attention import DocumentLayout, document_attention
 from tests.gpu.test_gpu_attention import LENGTHS, ROWS, WIDTH, check, layout, merged, split
@@ -38,7 +38,7 @@ pytestmark = [
 
 
 class Counted:
-    """The package, and how often each of its functions was called."""
+    """The package, counting calls of its functions."""
 
     def __init__(self, package: Any) -> None:
         self._inner, self.forward, self.backward = package, 0, 0
@@ -54,7 +54,7 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """Only what follows the trial of the kernels is counted if that was before."""
+    """Counts only calls after the trial of the kernels, if that came before."""
     counted = Counted(flash._package())
     monkeypatch.setattr(flash, "_package", lambda: counted)
     return counted
@@ -66,7 +66,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 def test_against_each_document_alone(
     shape: tuple[int, int, int], window: int | None, packed: bool, counted: Counted
 ) -> None:
-    """Two windows and two scales share kernels, so that a number compiled into them would be seen."""
+    """Two windows and two scales share kernels, so that a constant compiled into them would show."""
     lengths = FEW if packed else [WIDTH] * ROWS
     documents = layout(lengths) if packed else DocumentLayout(None, WIDTH)
     check(shape, documents, lengths, window=window)
@@ -88,7 +88,7 @@ def test_empty_documents(empty: int, window: int | None, counted: Counted) -> No
 
 @pytest.mark.parametrize("ends", [25, flash.MANY + 50])
 def test_empty_documents_anywhere_in_the_operator(ends: int) -> None:
-    """More of them than document attention would send here; some before, between and after the others."""
+    """More than document attention would send here; before, between and after the others."""
     shape, lengths = (32, 8, 128), [0, 0, 1, 130, 0, 7, 256, 118, 511, 0, 1]
     lengths = lengths + [0] * (ends - len(lengths))
 
@@ -99,7 +99,7 @@ def test_empty_documents_anywhere_in_the_operator(ends: int) -> None:
     check(shape, layout(lengths, longest=WIDTH), lengths, attention=attention)
 
 
-def test_many_short_documents_stay_with_torchs_kernel(counted: Counted) -> None:
+def test_many_short_documents_use_the_torch_kernel(counted: Counted) -> None:
     check(SHAPE, layout(LENGTHS, empty=25), LENGTHS)
     assert not counted.forward
 
@@ -116,19 +116,19 @@ def test_odd_sizes_agree_with_torch(rows_and_width: tuple[int, int], monkeypatch
         out = document_attention(nn.Module(), *tensors, None)[0]
         return [out.detach(), *torch.autograd.grad(out, tensors, direction)]
 
-    found = results()
-    monkeypatch.setattr(flash, "serves", lambda *_, **__: False)
-    for here, there in zip(found, results(), strict=True):
-        assert float((here - there).float().norm() / there.float().norm()) < 1e-2
+    actual = results()
+    monkeypatch.setattr(flash, "supports", lambda *_, **__: False)
+    for actual_part, expected_part in zip(actual, results(), strict=True):
+        assert float((actual_part - expected_part).float().norm() / expected_part.float().norm()) < 1e-2
 
 
-def test_a_gradient_of_one_number_for_all() -> None:
-    """Which autograd hands over without memory of its own."""
+def test_expanded_gradient() -> None:
+    """autograd passes it without memory of its own."""
     tensors = split(merged(*SHAPE), *SHAPE)
     out = document_attention(nn.Module(), *tensors, None)[0]
     (expected,) = torch.autograd.grad(out, tensors[:1], torch.ones_like(out), retain_graph=True)
-    (found,) = torch.autograd.grad(out.sum(), tensors[:1])
-    assert torch.allclose(found, expected, atol=1e-2, rtol=1e-2)
+    (actual,) = torch.autograd.grad(out.sum(), tensors[:1])
+    assert torch.allclose(actual, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_under_autocast(counted: Counted) -> None:
@@ -136,16 +136,18 @@ def test_under_autocast(counted: Counted) -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return document_attention(*args, **kwargs)
 
-    check(SHAPE, layout(FEW), FEW, dtype=torch.float32, tolerance=2e-2, attention=attention)  # inputs are rounded, too
+    check(
+        SHAPE, layout(FEW), FEW, dtype=torch.float32, tolerance=2e-2, attention=attention
+    )  # inputs are rounded as well
     assert counted.backward
 
 
-# torch.compile looks at tensors in ways that make torch warn; as errors, those warnings would stop it
+# torch.compile triggers warnings in torch, which would be errors here
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_whole(packed: bool, backend: str, counted: Counted) -> None:
-    """With kernels that are first tried while the compiler looks at the call."""
+    """With kernels first tried while the compiler traces the call."""
     flash._checked.cache_clear()
     lengths = FEW if packed else [WIDTH] * ROWS
     documents = layout(lengths, empty=1) if packed else DocumentLayout(None, WIDTH)
@@ -155,8 +157,8 @@ def test_compiled_whole(packed: bool, backend: str, counted: Counted) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_selective_checkpointing_does_not_attend_twice(packed: bool, counted: Counted) -> None:
-    """Also where the kernels are first tried inside, whose results must not be taken for the layer's."""
+def test_selective_checkpointing_does_not_recompute_attention(packed: bool, counted: Counted) -> None:
+    """Also where the kernels are first tried inside: trial results must not be taken for the layer's."""
     flash._checked.cache_clear()
     lengths = FEW if packed else [WIDTH] * ROWS
     documents = layout(lengths) if packed else DocumentLayout(None, WIDTH)
@@ -173,8 +175,8 @@ def test_selective_checkpointing_does_not_attend_twice(packed: bool, counted: Co
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # the buffer is older than the graph
 @pytest.mark.parametrize("packed", [False, True])
-def test_recorded_and_replayed(packed: bool) -> None:
-    """A graph goes by the boundaries and numbers that are there when it is replayed."""
+def test_capture_and_replay(packed: bool) -> None:
+    """A graph uses the boundaries and values present at replay."""
     buffer = merged(*SHAPE)
     ends = layout([WIDTH] * ROWS, empty=2).boundaries
     assert ends is not None
@@ -197,11 +199,13 @@ def test_recorded_and_replayed(packed: bool) -> None:
     ends.copy_(layout(FEW).boundaries)
     graph.replay()
     replayed = [tensor.clone() for tensor in recorded]
-    for here, there in zip(replayed, step(), strict=True):
-        assert float((here - there).detach().float().norm() / there.detach().float().norm()) < 1e-3
+    for actual_part, expected_part in zip(replayed, step(), strict=True):
+        assert (
+            float((actual_part - expected_part).detach().float().norm() / expected_part.detach().float().norm()) < 1e-3
+        )
 
 
-def test_it_does_not_wait_for_the_gpu() -> None:
+def test_no_sync_with_the_gpu() -> None:
     tensors, arguments = split(merged(*SHAPE), *SHAPE), layout(FEW).arguments()
     document_attention(nn.Module(), *tensors, None, **arguments)[0].sum().backward(retain_graph=True)
     with no_waiting():
@@ -214,10 +218,10 @@ def test_it_says_which_kernels_are_used(caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(2):
         document_attention(nn.Module(), *split(merged(*SHAPE), *SHAPE), None)
     (record,) = (record for record in caplog.records if record.name == flash.__name__)
-    assert "is computed by flash-attn-4" in record.getMessage()
+    assert "uses flash-attn-4" in record.getMessage()
 
 
-def test_a_package_that_fails_leaves_torchs_kernels(
+def test_failing_package_falls_back_to_torch_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> None:
@@ -233,7 +237,7 @@ def test_a_package_that_fails_leaves_torchs_kernels(
     assert "RuntimeError: no compiler" in record.getMessage()
 
 
-def test_not_where_repeatable_sums_are_asked_for(counted: Counted) -> None:
+def test_not_with_deterministic_algorithms(counted: Counted) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         document_attention(nn.Module(), *split(merged(*SHAPE), *SHAPE), None)

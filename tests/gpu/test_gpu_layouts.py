@@ -1,4 +1,4 @@
-"""Fp8 weights in two layouts on a GPU: the numbers of one layout bit for bit, and memory that is accounted for."""
+"""fp8 weights in two layouts on a GPU: bitwise equal to one layout, and memory is accounted for."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pantheraml.engine import out_of_memory
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.memory import oom as out_of_memory
+from pantheraml.engine.step.step import Stepper
 from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.attention import DocumentLayout, use_document_attention
 from pantheraml.models.families import head_loss
-from pantheraml.models.fast import fuse, quantise_head_like_layers, second_layouts, why_one_layout
-from pantheraml.models.quantise.fp8 import FP8Linear
-from pantheraml.models.quantise.packed import pack_linears
+from pantheraml.models.fast import fuse, quantize_head_like_layers, second_layouts, why_one_layout
+from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.quantized_linear import quantize_linears
 from pantheraml.parallel.process_group import World
-from pantheraml.planner import layouts as rule
+from pantheraml.planner import fp8_layout_choice as rule
 from pantheraml.specs.plan import Layouts, Plan
 from pantheraml.specs.train import MethodConfig, TrainConfig
 from pantheraml.worker.train import build_model
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.fixture(autouse=True)
 def _needs_fp8() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("row-wise fp8 products need compute capability 9.0")
+        pytest.skip("row-wise fp8 matmuls need compute capability 9.0")
 
 
 def llama(layouts: Layouts, rank: int = 16) -> Any:
@@ -49,11 +49,11 @@ def llama(layouts: Layouts, rank: int = 16) -> Any:
         num_key_value_heads=4, vocab_size=VOCABULARY, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(GPU, torch.bfloat16).requires_grad_(False)
-    pack_linears(model, "fp8", dtype=torch.bfloat16, device=GPU)
+    quantize_linears(model, "fp8", dtype=torch.bfloat16, device=GPU)
     adapted: Any = apply_method(model, MethodConfig(rank=rank), seed=1)
     change_adapters(adapted, 0)
     assert fuse(adapted, layouts=layouts).fused == LAYERS
-    assert quantise_head_like_layers(adapted.get_base_model(), fused=True)
+    assert quantize_head_like_layers(adapted.get_base_model(), fused=True)
     assert len(second_layouts(adapted)) == (2 * LAYERS if layouts == 2 else 0)
     return adapted.train()
 
@@ -70,7 +70,7 @@ def tokens(seed: int) -> Tensor:
 
 
 def results(model: Any) -> list[Tensor]:
-    """Hidden states, loss, and all gradients. Attention's own backward pass would add up in any order."""
+    """Return hidden states, loss and all gradients. Attention's own backward would be nondeterministic."""
     model.zero_grad()
     base = model.get_base_model()
     with sdpa_kernel(SDPBackend.MATH):
@@ -86,7 +86,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("rank", [16, 5, 72])
-def test_numbers_are_those_of_one_layout(rank: int) -> None:
+def test_two_layouts_match_one(rank: int) -> None:
     twice, once = llama(2, rank), llama(1, rank)
     assert_equal(results(once), results(once))
     for seed in range(3):
@@ -102,44 +102,44 @@ def test_numbers_are_those_of_one_layout(rank: int) -> None:
     assert_equal(results(twice), results(once))
 
 
-def test_nothing_waits_for_the_gpu() -> None:
+def test_no_host_device_sync() -> None:
     model = llama(2)
     body = model.get_base_model()
     assert use_document_attention(body) is None
     inputs = {"input_ids": tokens(1), "position_ids": torch.arange(LENGTH, device=GPU).expand(BATCH, -1)}
     inputs |= DocumentLayout(None, LENGTH).arguments()
     targets = tokens(2)
-    for waiting in (nullcontext(), no_waiting()):  # the first pass compiles
+    for waiting in (nullcontext(), no_waiting()):  # warm-up
         torch.cuda.synchronize()
         with waiting:
             hidden = body.model(**inputs).last_hidden_state
             head_loss(body.lm_head, hidden, targets, BATCH * LENGTH).backward()
 
 
-def asked_for() -> int:
-    """Bytes; what is given may be up to a megabyte more for each tensor."""
+def requested_bytes() -> int:
+    """Requested bytes; the allocator may round each tensor up by as much as 1 MB."""
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
-def test_the_second_layout_takes_one_byte_for_each_weight_of_the_mlps() -> None:
-    taken = {}
-    for layouts in (1, 1, 2):  # what is taken once, and stays, the first takes
+def test_second_layout_memory() -> None:
+    added = {}
+    for layouts in (1, 1, 2):  # warm-up allocates what stays
         gc.collect()
-        before = asked_for()
+        before = requested_bytes()
         model = llama(layouts)
         gc.collect()
-        taken[layouts] = asked_for() - before
+        added[layouts] = requested_bytes() - before
         mlps = [layer for name, layer in model.named_modules() if ".mlp." in name and isinstance(layer, FP8Linear)]
         weights = sum(layer.qweight.numel() for layer in mlps)
         del model
-    more = taken[2] - taken[1]
-    assert 0.99 * weights < more < 1.1 * weights
+    extra = added[2] - added[1]
+    assert 0.99 * weights < extra < 1.1 * weights
 
 
-def test_weights_that_are_large_for_this_gpu_stay_in_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_use_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(1)
     assert why_one_layout(model) is None
-    monkeypatch.setattr(rule, "SHARE", 1e-6)
+    monkeypatch.setattr(rule, "MAX_MEMORY_SHARE", 1e-6)
     assert "more than a quarter" in str(why_one_layout(model))
 
 
@@ -180,14 +180,14 @@ def test_losses_are_the_same(root: Path, graph: str) -> None:
     assert losses[1][-1] < losses[1][0]
 
 
-def test_memory_that_ran_out_is_told_with_its_second_layout(root: Path) -> None:
+def test_out_of_memory_report_includes_second_layouts(root: Path) -> None:
     world = World(rank=0, size=1, device=GPU)
-    found = {}
+    collected = {}
     for layouts in (1, 2):
         config, plan = planned(root, layouts, "off")
-        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
-        found[layouts] = out_of_memory.memory_use(stepper)
+        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan).setup()
+        collected[layouts] = out_of_memory.memory_use(stepper)
         error = out_of_memory.explain(torch.OutOfMemoryError("CUDA out of memory."), config, plan, stepper)
-        assert ("train.fp8_layouts=1 (now 2; saves about" in str(error.todo)) == (layouts == 2)
-    assert found[1].second_layout == 0
-    assert found[2].second_layout > 0
+        assert ("train.fp8_layouts=1 (now 2; saves about" in str(error.fix)) == (layouts == 2)
+    assert collected[1].second_layout == 0
+    assert collected[2].second_layout > 0

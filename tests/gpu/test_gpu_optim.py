@@ -1,4 +1,4 @@
-"""The optimizer's kernels on a GPU: against the reference, and without allocating."""
+"""Optimizer kernels on a GPU: equal to the reference, and without allocations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from pantheraml.engine.adamw_graph import GraphAdamW
-from pantheraml.engine.optim import (
+from pantheraml.engine.optim.graph_adamw import GraphAdamW
+from pantheraml.engine.optim.optimizer import (
     build_optimizer,
     clip,
     load_optimizer_tensors,
@@ -16,7 +16,7 @@ from pantheraml.engine.optim import (
     set_learning_rate,
 )
 from pantheraml.kernels.adamw import AdamWStep, Moments8bit, adamw8bit_, adamw_, reference_adamw8bit_, reference_adamw_
-from pantheraml.parallel.local import local_squares
+from pantheraml.parallel.local_shards import local_squared_norm
 from pantheraml.specs.train import TrainSettings
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -37,8 +37,9 @@ def step(count: int) -> AdamWStep:
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """float32: the last bits. bf16: one spacing at most, in the few places where those bits decide the rounding (more,
-    where two large terms nearly cancel)."""
+    """float32: the last bits. bf16: at most one ulp, in the few places where those bits decide the rounding (more,
+    where two large terms nearly cancel).
+    """
     if ours.dtype == torch.float32:
         torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=3e-8)
         return
@@ -54,8 +55,8 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, moments: torch.dtype) -
     ours, theirs = ([t.clone() for t in (parameter, first, second)] for _ in range(2))
     adamw_(ours[0], gradient, ours[1], ours[2], step(5))
     reference_adamw_(theirs[0], gradient, theirs[1], theirs[2], step(5))
-    for mine, wanted in zip(ours, theirs, strict=True):
-        close(mine, wanted)
+    for mine, expected in zip(ours, theirs, strict=True):
+        close(mine, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,19 +64,19 @@ def test_the_8bit_kernel_is_the_reference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     parameter = torch.randn(SIZE, device="cuda").to(dtype)
     ours, theirs = parameter.clone(), parameter.clone()
-    mine, wanted = Moments8bit.zeros(parameter), Moments8bit.zeros(parameter)
+    mine, reference = Moments8bit.zeros(parameter), Moments8bit.zeros(parameter)
     for count in range(1, 4):
         gradient = (torch.randn(SIZE, device="cuda") * 10 ** (-4 * torch.rand(SIZE, device="cuda"))).to(dtype)
         adamw8bit_(ours, gradient, mine, step(count))
-        reference_adamw8bit_(theirs, gradient, wanted, step(count))
+        reference_adamw8bit_(theirs, gradient, reference, step(count))
     last_bits = 1e-6 if dtype == torch.float32 else 0.0
     assert ((ours - theirs).abs() > last_bits * theirs.abs()).float().mean() < 1e-2
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7, atol=1e-3)
-    for codes, expected in ((mine.first, wanted.first), (mine.root, wanted.root)):
+    for codes, expected in ((mine.first, reference.first), (mine.root, reference.root)):
         differ = (codes.int() - expected.int()).abs()
         assert (differ > 0).float().mean() < 1e-3
         assert ((differ <= 1) | (differ == 128)).all()  # the next cell; the sign of a first moment that is nearly zero
-    torch.testing.assert_close(mine.root_scale, wanted.root_scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(mine.root_scale, reference.root_scale, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_bf16", "adamw8bit"])
@@ -90,26 +91,26 @@ def test_norm_clip_and_step_allocate_next_to_nothing(kind: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        clip(optimizer, parameters, local_squares(parameters, parameters, ranks=1).sqrt().item(), 1.0)
+        clip(optimizer, parameters, local_squared_norm(parameters, parameters, ranks=1).sqrt().item(), 1.0)
         optimizer.step()
     assert torch.cuda.max_memory_allocated() - before < 1 << 20  # one parameter takes 32 MiB
 
 
-def test_a_recorded_step_is_the_step_it_was_recorded_from() -> None:
-    """Other rates, factors and gradients than at the recording; states that were loaded in between."""
+def test_captured_optimizer_step_matches_eager() -> None:
+    """Learning rates, factors and gradients differ from those at capture; state is loaded in between."""
     torch.manual_seed(0)
     shapes = [(64, 16), (16, 64), (300,)]
     start = [torch.randn(shape, device="cuda") for shape in shapes]
     settings = TrainSettings(max_steps=10, learning_rate=1e-2)
-    made = []
+    pairs = []
     for graph in (False, True):
         named = [(str(index), torch.nn.Parameter(values.clone())) for index, values in enumerate(start)]
-        made.append((named, build_optimizer(named, settings, graph=graph)))
-    for _, parameter in made[1][0]:
+        pairs.append((named, build_optimizer(named, settings, graph=graph)))
+    for _, parameter in pairs[1][0]:
         parameter.grad = torch.zeros_like(parameter)
     for count in range(6):
         gradients = [torch.randn(shape, device="cuda") * (count + 1) for shape in shapes]
-        for named, optimizer in made:
+        for named, optimizer in pairs:
             for (_, parameter), gradient in zip(named, gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient.clone()
@@ -119,12 +120,12 @@ def test_a_recorded_step_is_the_step_it_was_recorded_from() -> None:
             set_learning_rate(optimizer, 1e-2 / (count + 1))
             optimizer.step()
             if isinstance(optimizer, GraphAdamW) and count == 1:
-                optimizer.record()
+                optimizer.capture()
             if count == 3:
                 load_optimizer_tensors(
                     optimizer, named, {name: t / 2 for name, t in optimizer_tensors(optimizer, named).items()}
                 )
-    for (_, eager), (_, recorded) in zip(made[0][0], made[1][0], strict=True):
-        torch.testing.assert_close(recorded, eager, rtol=1e-5, atol=1e-6)
-    assert isinstance(made[1][1], GraphAdamW)
-    assert made[1][1].is_recorded
+    for (_, eager), (_, captured) in zip(pairs[0][0], pairs[1][0], strict=True):
+        torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-6)
+    assert isinstance(pairs[1][1], GraphAdamW)
+    assert pairs[1][1].is_captured

@@ -1,4 +1,4 @@
-"""People's own loops on a GPU: the same steps as on the CPU, a bad one skipped, and a status that tells of the GPU."""
+"""Own training loops on a GPU: the same steps as on the CPU, a bad step skipped, and the GPU status."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def trained_on(device: str) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
 
 
-def test_steps_are_those_of_the_cpu() -> None:
+def test_steps_match_the_cpu() -> None:
     torch.testing.assert_close(trained_on("cuda"), trained_on("cpu"), rtol=1e-5, atol=1e-6)
 
 
-def test_the_status_tells_of_the_gpu() -> None:
+def test_status_of_the_gpu() -> None:
     wrapper = create_training_wrapper()
     held = torch.zeros(64, 2**20, device="cuda")
     status = wrapper.get_multi_gpu_status()
@@ -49,7 +49,7 @@ def test_the_status_tells_of_the_gpu() -> None:
     assert 0 <= status["training_stats"]["gpu_utilization"][0] <= 100
 
 
-def test_the_status_may_be_asked_in_every_step() -> None:
+def test_status_is_cheap() -> None:
     wrapper = create_training_wrapper()
     wrapper.get_multi_gpu_status()
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A pipeline whose processes share one GPU, with gloo between them, equals the whole model on it."""
+"""A pipeline whose ranks share one GPU, with gloo between them, matches the whole model on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = (
 
 
 @pytest.mark.timeout(400)
-def test_processes_on_one_gpu_equal_the_whole_model(tmp_path: Path) -> None:
+def test_pipeline_on_one_gpu_matches_the_whole_model(tmp_path: Path) -> None:
     findings = launch(tmp_path, "cuda", *NAMES)
     for case in CASES:
         if case.name in NAMES:

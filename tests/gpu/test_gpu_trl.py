@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer over our model on a GPU: the losses of the plain model, and no full logits."""
+"""TRL's SFTTrainer with our model on a GPU: the losses of the plain model, and no full logits."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from trl import SFTConfig, SFTTrainer
 
 from pantheraml import FastLanguageModel
 from pantheraml.kernels.linear_cross_entropy import head
-from pantheraml.kernels.token_scores import Later
-from pantheraml.models.fast.recorded import LayerGraphs
-from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.kernels.token_scores import DeferredGrad
+from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
+from pantheraml.models.quantize.fp8 import FP8Linear
 
 STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("trl") / "model"
-    return toy.write_llama(place, hidden_size=128, intermediate_size=256, initializer_range=0.05)
+    path = tmp_path_factory.mktemp("trl") / "model"
+    return toy.write_llama(path, hidden_size=128, intermediate_size=256, initializer_range=0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -91,16 +91,16 @@ def test_bf16_gives_the_losses_of_the_plain_model(folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("packed", ["load_in_4bit", "load_in_8bit", "load_in_fp8"])
-def test_packed_weights_learn(folder: Path, tmp_path: Path, packed: str) -> None:
-    found = losses(fast_model(folder, **{packed: True}), folder, tmp_path / "run")
-    assert found[-1] < found[0]
+def test_quantized_weights_learn(folder: Path, tmp_path: Path, packed: str) -> None:
+    actual = losses(fast_model(folder, **{packed: True}), folder, tmp_path / "run")
+    assert actual[-1] < actual[0]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # it calls itself a prototype, once
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch warns that it is a prototype, once
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_host_waits_for_no_gradient(folder: Path, tmp_path: Path, accumulation: int) -> None:
-    """From the backward pass, once it is queued, until the step is taken: the GPU would run dry meanwhile."""
-    watched = []
+def test_no_sync_for_gradients(folder: Path, tmp_path: Path, accumulation: int) -> None:
+    """From the queued backward until the optimizer step: the GPU would run dry meanwhile."""
+    step_losses = []
 
     class StepTaken(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -114,7 +114,7 @@ def test_the_host_waits_for_no_gradient(folder: Path, tmp_path: Path, accumulati
         torch.cuda.set_sync_debug_mode("default")
         loss = step(*arguments)
         torch.cuda.set_sync_debug_mode("error")
-        watched.append(loss)
+        step_losses.append(loss)
         return loss
 
     run.training_step = training_step
@@ -122,71 +122,73 @@ def test_the_host_waits_for_no_gradient(folder: Path, tmp_path: Path, accumulati
         run.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(watched) == STEPS * accumulation
-    assert all(bool(loss.isfinite()) for loss in watched)
+    assert len(step_losses) == STEPS * accumulation
+    assert all(bool(loss.isfinite()) for loss in step_losses)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_host_begins_the_next_step_without_waiting_for_the_last(folder: Path, tmp_path: Path, packed: bool) -> None:
-    """From the backward pass, once it is queued, until the layers are called again: the optimizer's step, the log and
-    the next batch lie in between."""
+def test_next_step_starts_without_sync(folder: Path, tmp_path: Path, packed: bool) -> None:
+    """From the queued backward until the layers are called again: optimizer step, logging and next batch lie in
+    between.
+    """
     settings = {"packing": True, "max_length": 64} if packed else {}
     run = trainer(fast_model(folder), folder, tmp_path / "run", **settings)
-    step, begun = run.training_step, []
+    step, launches = run.training_step, []
 
-    def layers_are_called(*_: Any) -> None:
-        begun.append(torch.cuda.get_sync_debug_mode())
+    def on_forward(*_: Any) -> None:
+        launches.append(torch.cuda.get_sync_debug_mode())
         torch.cuda.set_sync_debug_mode("default")
 
     def training_step(*arguments: Any) -> Any:
         loss = step(*arguments)
-        if 2 < len(begun) < STEPS:  # the first batches are read when they are asked for
+        if 2 < len(launches) < STEPS:  # the first batches are not prefetched
             torch.cuda.set_sync_debug_mode("error")
         return loss
 
     run.training_step = training_step
-    run.model.get_base_model().model.register_forward_pre_hook(layers_are_called)
+    run.model.get_base_model().model.register_forward_pre_hook(on_forward)
     try:
         run.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert begun.count(2) == STEPS - 3
+    assert launches.count(2) == STEPS - 3
 
 
-def test_passes_begin_before_the_model_is_called(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one, when its batch is taken; the losses are those of passes that begin when the model is called."""
+def test_prelaunch_under_trl(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched when the next batch is taken; losses match those without prelaunch."""
     rows = torch.randint(2, 200, (8 * STEPS, 256), generator=torch.Generator().manual_seed(0)).tolist()
     data = Dataset.from_dict({"input_ids": rows, "labels": rows, "attention_mask": [[1] * 256 for _ in rows]})
-    begun, start_early = [], LayerGraphs.start_early
+    launches, prelaunch_replay = [], LayerGraphs.prelaunch_replay
 
-    def noted(graphs: Any, hidden: torch.Tensor, turns: Any) -> bool:
-        begun.append(start_early(graphs, hidden, turns))
-        return begun[-1]
+    def counted(graphs: Any, hidden: torch.Tensor, rope: Any) -> bool:
+        launches.append(prelaunch_replay(graphs, hidden, rope))
+        return launches[-1]
 
-    monkeypatch.setattr(LayerGraphs, "start_early", noted)
-    found = []
-    for early in (True, False):
+    monkeypatch.setattr(LayerGraphs, "prelaunch_replay", counted)
+    collected = []
+    for prelaunch in (True, False):
         model, _ = FastLanguageModel.from_pretrained(str(folder), dtype=torch.bfloat16)
         model = FastLanguageModel.get_peft_model(model, r=16, random_state=0, use_gradient_checkpointing=False)
-        if not early:
-            model.get_base_model().early = None
+        if not prelaunch:
+            model.get_base_model().prelaunch = None
         arguments = SFTConfig(
-            output_dir=str(tmp_path / str(early)), max_steps=STEPS, per_device_train_batch_size=8, learning_rate=1e-3,
-            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=True, max_length=256,
-            gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False,
+            output_dir=str(tmp_path / str(prelaunch)), max_steps=STEPS, per_device_train_batch_size=8,
+            learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=True,
+            max_length=256, gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True},
+            remove_unused_columns=False,
         )  # fmt: skip
         run = SFTTrainer(
             model=model, args=arguments, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(folder)
         )
         run.train()
-        found.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
-    assert begun.count(True) == len(begun) >= STEPS - 5
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
+        collected.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert launches.count(True) == len(launches) >= STEPS - 5
+    assert collected[0] == pytest.approx(collected[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_no_step_holds_full_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+def test_full_logits_are_never_materialized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     vocabulary, tokens = 2**17, 4096
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2**24)
     wide = toy.write_llama(tmp_path / "wide", vocab_size=vocabulary, hidden_size=128)
@@ -201,28 +203,26 @@ def test_no_step_holds_full_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.cuda.max_memory_allocated() - before < vocabulary * tokens * 2 / 2, "half of the logits, in bf16"
 
 
-def test_metrics_can_be_read_while_the_rest_of_the_pass_is_computed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_readable_during_the_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fast_model(folder)
     ids = torch.randint(0, 200, (2, 64), device="cuda")
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    rows = Later.rows
+    rows = DeferredGrad.rows
 
-    def after_a_while(later: Later) -> torch.Tensor | None:
-        torch.cuda._sleep(2_000_000_000)  # cycles: a second
-        return rows(later)
+    def delayed_rows(deferred: DeferredGrad) -> torch.Tensor | None:
+        torch.cuda._sleep(2_000_000_000)  # about a second, in cycles
+        return rows(deferred)
 
-    model(**inputs, fused_lm_head=True)  # kernels are compiled at their first call
-    monkeypatch.setattr(Later, "rows", after_a_while)
+    model(**inputs, fused_lm_head=True)  # warm-up
+    monkeypatch.setattr(DeferredGrad, "rows", delayed_rows)
     scores = model(**inputs, fused_lm_head=True)
-    entropy, right, count = scores.entropy.sum(), scores.is_top1.sum(), scores.label_mask.sum()
+    entropy, correct, count = scores.entropy.sum(), scores.is_top1.sum(), scores.label_mask.sum()
     tokens = inputs["attention_mask"].sum()
     assert count > 0
     assert (count.item(), tokens.item()) == (2 * 63, 2 * 64)
-    early = (entropy / count).item(), (right / count).item()
-    assert not torch.cuda.current_stream().query(), "the host waited for all that was queued"
+    during = (entropy / count).item(), (correct / count).item()
+    assert not torch.cuda.current_stream().query(), "the host synchronized"
     torch.cuda.synchronize()
     with torch._C.DisableTorchFunctionSubclass():
-        late = (entropy / count).item(), (right / count).item()
-    assert early == pytest.approx(late, rel=1e-6)
+        after = (entropy / count).item(), (correct / count).item()
+    assert during == pytest.approx(after, rel=1e-6)

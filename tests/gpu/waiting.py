@@ -1,4 +1,4 @@
-"""For tests that want to know whether the host waits for the GPU."""
+"""Detect host-device synchronization in tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """An error if the host waits for the GPU."""
+    """Raise if the host synchronizes with the GPU."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the mode calls itself a prototype
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:

@@ -1,4 +1,4 @@
-"""How results of kernels are compared with their references."""
+"""Comparisons of kernel results with their references."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import torch
 from torch import Tensor
 
 ULPS = 1e-6
-"""A few last places of float32: sums in another order, another library's exp or rsqrt."""
+"""A few ulps of float32: different summation order, or another library's exp or rsqrt."""
 
 
 def assert_close(ours: Tensor, theirs: Tensor, *, tolerance: float = ULPS) -> None:
-    """Float32, within `tolerance` of the largest magnitude of the row."""
+    """Compare float32 tensors within `tolerance` times the row's amax."""
     assert ours.dtype == theirs.dtype == torch.float32
     assert ours.shape == theirs.shape
-    room = tolerance * theirs.abs().amax(dim=-1, keepdim=True)
-    worst = ((ours - theirs).abs() - room).max()
-    assert worst <= 0, f"off by {float(worst)} more than allowed"
+    allowed = tolerance * theirs.abs().amax(dim=-1, keepdim=True)
+    excess = ((ours - theirs).abs() - allowed).max()
+    assert excess <= 0, f"off by {float(excess)} more than allowed"
 
 
 def assert_same_rows(ours: Tensor, scales: Tensor, theirs: Tensor, their_scales: Tensor) -> None:
-    """E4m3 rows and their scales: where a value lies on the border of two codes a last place decides, so one code in a
-    hundred may be the next one."""
+    """Compare e4m3 rows and their scales. An ulp decides between two codes at a rounding boundary, so 1 % of the codes
+    may be off by one."""
     torch.testing.assert_close(scales, their_scales, rtol=ULPS, atol=0)
     assert_same_codes(ours, theirs)
 
 
 def assert_same_codes(ours: Tensor, theirs: Tensor) -> None:
-    apart = (_ordered(ours) - _ordered(theirs)).abs()
-    assert apart.max() <= 1, f"codes are {int(apart.max())} apart"
-    assert (apart > 0).float().mean() <= 0.01, f"{int((apart > 0).sum())} of {apart.numel()} codes differ"
+    distance = (_ordered(ours) - _ordered(theirs)).abs()
+    assert distance.max() <= 1, f"codes are {int(distance.max())} apart"
+    assert (distance > 0).float().mean() <= 0.01, f"{int((distance > 0).sum())} of {distance.numel()} codes differ"
 
 
-def _ordered(payload: Tensor) -> Tensor:
-    """Fp8 values as integers in the order of what they stand for, neighbours one apart."""
-    assert payload.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    codes = payload.view(torch.uint8).int()
-    assert payload.float().isfinite().all()
+def _ordered(qdata: Tensor) -> Tensor:
+    """Map fp8 values to integers in the order of their values, adjacent values one apart."""
+    assert qdata.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    codes = qdata.view(torch.uint8).int()
+    assert qdata.float().isfinite().all()
     return torch.where(codes < 0x80, codes, 0x80 - codes)

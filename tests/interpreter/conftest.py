@@ -1,4 +1,4 @@
-"""Triton kernels in Triton's interpreter: on a CPU, a process of its own, since the choice is made when Triton loads.
+"""Run Triton kernels on a CPU in Triton's interpreter, which is chosen when Triton is imported: use a separate process.
 
 TRITON_INTERPRET=1 pytest tests/interpreter
 """
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    raise pytest.UsageError("tests/interpreter needs Triton's interpreter: run it by itself with TRITON_INTERPRET=1")
+    raise pytest.UsageError("tests/interpreter needs Triton's interpreter: run it separately with TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_every_time() -> Iterator[None]:
+def _seeded_rng() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
@@ -24,7 +24,7 @@ def _same_numbers_every_time() -> Iterator[None]:
 
 @pytest.fixture
 def unwritten_is_nan() -> Iterator[None]:
-    """What `torch.empty` gives is NaN until somebody writes there."""
+    """Fill memory from `torch.empty` with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

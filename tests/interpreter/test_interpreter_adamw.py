@@ -13,8 +13,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("dtype", "moments"), itertools.product(DTYPES, DTYPES))
-def test_the_kernel_is_the_reference(dtype: torch.dtype, moments: torch.dtype) -> None:
-    size = 2500  # two programs and a part of a third
+def test_kernel_matches_reference(dtype: torch.dtype, moments: torch.dtype) -> None:
+    size = 2500  # two programs and part of a third
     states = [[weights(size, dtype), torch.zeros(size, dtype=moments), torch.zeros(size, dtype=moments)] for _ in "ab"]
     for count, gradient in enumerate(gradients(3, size, dtype), start=1):
         for run, (p, m, v) in zip((adamw_, reference_adamw_), states, strict=True):
@@ -23,7 +23,7 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, moments: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_8bit_kernel_is_the_reference(dtype: torch.dtype) -> None:
+def test_8bit_kernel_matches_reference(dtype: torch.dtype) -> None:
     size = 2500
     parameters, moments = [weights(size, dtype) for _ in "ab"], [Moments8bit.zeros(torch.zeros(size)) for _ in "ab"]
     for count, gradient in enumerate(gradients(3, size, dtype), start=1):
@@ -33,7 +33,7 @@ def test_the_8bit_kernel_is_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("change", [{"beta2": 0.9990001}, {"key": 5}, {"weight_decay": 0.1001}, {"beta1": 0.90001}])
-def test_a_small_error_would_show(change: dict[str, float]) -> None:
+def test_small_error_is_detected(change: dict[str, float]) -> None:
     size = 2500
     states = [[weights(size, torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size)] for _ in "ab"]
     (gradient,) = gradients(1, size, torch.bfloat16)
@@ -48,7 +48,7 @@ def _ordered(state: list[Tensor], gradient: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """bf16 and codes bit for bit; float32 within the last bit or two of a sum that may be fused or not."""
-    for mine, wanted in zip(ours, theirs, strict=True):
-        exact = mine.dtype != torch.float32
-        torch.testing.assert_close(mine, wanted, rtol=0 if exact else 2e-7, atol=0 if exact else 2e-9)
+    """Compare bf16 and codes bitwise, float32 within an ulp or two (multiply-adds may be fused or not)."""
+    for actual, expected in zip(ours, theirs, strict=True):
+        exact = actual.dtype != torch.float32
+        torch.testing.assert_close(actual, expected, rtol=0 if exact else 2e-7, atol=0 if exact else 2e-9)

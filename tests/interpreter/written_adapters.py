@@ -1,4 +1,4 @@
-"""Layers that share a matrix in two layouts, and what writing their adapters changes: ours beside the reference's."""
+"""Test cases for `AdapterTable.write`: layers that share a matrix in two layouts, compared with the reference."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.e4m3 import E4M3
-from pantheraml.kernels.lora_columns import Adapter, AdapterPlaces, AdapterTable
+from pantheraml.kernels.fp8.e4m3 import E4M3
+from pantheraml.kernels.lora_columns import Adapter, AdapterBuffers, AdapterTable
 from pantheraml.kernels.lora_columns.reference import reference_write
 from tests.interpreter.comparison import ULPS, assert_same_codes
 
-ROOM = 640
+PAD_COLS = 640
 SHAPES = {
     "one": ((1,), (1040,), 272),
     "16": ((16, 16, 16), (1040, 272, 16), 1552),
@@ -21,29 +21,29 @@ SHAPES = {
     "200": ((200, 200), (48, 80), 112),
     "different": ((16, 1, 200, 5), (528, 48, 16, 80), 144),
 }
-"""Ranks and heights of the layers, and their width: no multiples of a tile."""
+"""Ranks and heights of the layers, and their width; not multiples of a tile."""
 
 
 class Written(NamedTuple):
-    """All of it holds ones before."""
+    """Buffers of all adapters, initialized with ones."""
 
     first: Tensor
-    """[height, width + room]."""
+    """[height, width + PAD_COLS]."""
     down: Tensor
     """[ranks, width]."""
     second: Tensor
-    """[width, height + room]."""
+    """[width, height + PAD_COLS]."""
     up: Tensor
     """[largest rank, height]."""
-    units: Tensor
-    """[2, room]."""
+    column_scales: Tensor
+    """[2, PAD_COLS]."""
 
 
 Values = list[tuple[Tensor, Tensor]]
 
 
 def values_of(shape: str, *, dtype: torch.dtype, device: torch.device, offset: int = 0) -> Values:
-    """A and B of each layer, `offset` values after where memory begins."""
+    """A and B of each layer, starting `offset` values into their allocation."""
     ranks, heights, width = SHAPES[shape]
 
     def at_offset(rows: int, columns: int) -> Tensor:
@@ -53,45 +53,47 @@ def values_of(shape: str, *, dtype: torch.dtype, device: torch.device, offset: i
     return [(at_offset(rank, width), at_offset(height, rank)) for rank, height in zip(ranks, heights, strict=True)]
 
 
-def arranged(
-    shape: str, values: Values, scales: Tensor | None, element: torch.dtype, *, twice: bool
+def allocate(
+    shape: str, values: Values, scales: Tensor | None, element: torch.dtype, *, two_layouts: bool
 ) -> tuple[Written, list[Adapter]]:
     ranks, heights, width = SHAPES[shape]
     height, device = sum(heights), values[0][0].device
-    sizes = (height, width + ROOM), (sum(ranks), width), (width, height + ROOM), (max(ranks), height)
-    written = Written(*(torch.ones(size, device=device).to(element) for size in sizes), torch.ones(2, ROOM).to(device))
+    sizes = (height, width + PAD_COLS), (sum(ranks), width), (width, height + PAD_COLS), (max(ranks), height)
+    written = Written(
+        *(torch.ones(size, device=device).to(element) for size in sizes), torch.ones(2, PAD_COLS).to(device)
+    )
     adapters, start, column = [], 0, 0
     for rank, size, (down, up) in zip(ranks, heights, values, strict=True):
         rows, columns = slice(start, start + size), slice(column, column + rank)
-        places = AdapterPlaces(
+        buffers = AdapterBuffers(
             matrix_up=written.first[rows, width + column : width + column + rank],
             matrix_down=written.down[columns],
             scales=None if scales is None else scales[rows],
             factor_up=written.up[:rank, rows],
-            unit_down=written.units[0, columns],
-            unit_up=written.units[1, columns],
-            turned_down=written.second[:, height + column : height + column + rank] if twice else None,
+            scale_down=written.column_scales[0, columns],
+            scale_up=written.column_scales[1, columns],
+            matrix_down_t=written.second[:, height + column : height + column + rank] if two_layouts else None,
         )
-        adapters.append(Adapter(down, up, 0.5 + len(adapters), places))
+        adapters.append(Adapter(down, up, 0.5 + len(adapters), buffers))
         start, column = rows.stop, columns.stop
     return written, adapters
 
 
-def check_written(shape: str, values: Values, element: torch.dtype, *, twice: bool) -> None:
-    """Also that nothing else is written."""
+def check_written(shape: str, values: Values, element: torch.dtype, *, two_layouts: bool) -> None:
+    """Check the written values, and that nothing else is written."""
     ranks, heights, _ = SHAPES[shape]
-    quantised, device = element == E4M3, values[0][0].device
-    scales = torch.rand(sum(heights), device=device) + 0.5 if quantised else None
-    ours, adapters = arranged(shape, values, scales, element, twice=twice)
+    quantized, device = element == E4M3, values[0][0].device
+    scales = torch.rand(sum(heights), device=device) + 0.5 if quantized else None
+    ours, adapters = allocate(shape, values, scales, element, two_layouts=two_layouts)
     AdapterTable(adapters).write()
-    theirs, adapters = arranged(shape, values, scales, element, twice=twice)
-    for down, up, scaling, places in adapters:
-        reference_write(down, up, scaling, *places)
-    for mine, reference in zip(ours[:4], theirs[:4], strict=True):
-        if quantised:
-            assert_same_codes(mine, reference)
+    theirs, adapters = allocate(shape, values, scales, element, two_layouts=two_layouts)
+    for down, up, scaling, buffers in adapters:
+        reference_write(down, up, scaling, *buffers)
+    for actual, reference in zip(ours[:4], theirs[:4], strict=True):
+        if quantized:
+            assert_same_codes(actual, reference)
         else:
-            assert torch.equal(mine, reference)
-    torch.testing.assert_close(ours.units, theirs.units, rtol=ULPS, atol=0)
-    turned = ours.second[:, sum(heights) :][:, : sum(ranks)].float()
-    assert torch.equal(turned, ours.down.float().T if twice else torch.ones_like(turned))
+            assert torch.equal(actual, reference)
+    torch.testing.assert_close(ours.column_scales, theirs.column_scales, rtol=ULPS, atol=0)
+    transposed = ours.second[:, sum(heights) :][:, : sum(ranks)].float()
+    assert torch.equal(transposed, ours.down.float().T if two_layouts else torch.ones_like(transposed))

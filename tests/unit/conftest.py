@@ -1,4 +1,4 @@
-"""Shared by all unit tests: random numbers that do not hang on which tests ran before in the same process."""
+"""Shared by all unit tests: seed the RNGs, so that results do not depend on which tests ran before."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _same_numbers_for_what_a_file_shares() -> None:
+def _seed_module_fixtures() -> None:
     _seed()
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_for_each_test() -> None:
+def _seed_each_test() -> None:
     _seed()

@@ -1,4 +1,4 @@
-"""docs/conformance.md: every promise is in it once, and whatever it names is there."""
+"""docs/conformance.md: every promise has one row, and everything it names exists."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Row(NamedTuple):
     items: str
     promise: str
     state: str
-    where: str
-    shown_by: str
+    code: str
+    test: str
 
 
 ROWS = [
@@ -45,26 +45,26 @@ def items(row: Row) -> Iterator[str]:
         yield from (f"{document}-{number:03d}" for number in range(int(begin), int(last.split("-")[1]) + 1))
 
 
-def test_every_promise_is_there_once() -> None:
+def test_every_promise_has_one_row() -> None:
     counted = Counter(item for row in ROWS for item in items(row))
-    wanted = {f"{document}-{number:03d}" for document, count in PROMISES.items() for number in range(1, count + 1)}
-    wanted |= {f"C{number}" for number in range(1, CONFLICTS + 1)}
-    assert counted == dict.fromkeys(wanted, 1)
+    expected = {f"{document}-{number:03d}" for document, count in PROMISES.items() for number in range(1, count + 1)}
+    expected |= {f"C{number}" for number in range(1, CONFLICTS + 1)}
+    assert counted == dict.fromkeys(expected, 1)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.items)
-def test_a_row(row: Row) -> None:
+def test_row(row: Row) -> None:
     state, _, reason = row.state.partition(":")
     assert state.split(";")[0] in STATES
     if state in ("partly", "refused"):
-        assert reason, "says what is lacking, or why"
+        assert reason, "must say what is missing, or why"
     if state == "not yet":
-        assert (row.where, row.shown_by) == (NOTHING, NOTHING)
+        assert (row.code, row.test) == (NOTHING, NOTHING)
     elif state != "refused":
-        assert NOTHING not in (row.where, row.shown_by)
-    for name in re.findall(r"`([^`]+)`", row.where):
+        assert NOTHING not in (row.code, row.test)
+    for name in re.findall(r"`([^`]+)`", row.code):
         assert exists(name), name
-    for name in re.findall(r"`([^`]+)`", row.shown_by):
+    for name in re.findall(r"`([^`]+)`", row.test):
         path, _, function = name.partition("::")
         assert path.startswith("tests/")
         assert not function or f"\ndef {function}(" in (ROOT / path).read_text(encoding="utf-8"), name
@@ -72,7 +72,7 @@ def test_a_row(row: Row) -> None:
 
 
 def exists(name: str) -> bool:
-    """A file or folder of the project, or a name that can be imported."""
+    """Whether `name` is a file or folder of the project, or can be imported."""
     if not name.startswith("pantheraml."):
         return (ROOT / name).exists()
     parts = name.split(".")
@@ -89,9 +89,9 @@ def exists(name: str) -> bool:
     return False
 
 
-def test_the_numbers_of_the_page_are_those_of_its_rows() -> None:
+def test_counts_match_the_rows() -> None:
     counted = Counter(re.split("[:;]", row.state)[0] for row in ROWS for _ in items(row))
-    said = dict(
+    stated = dict(
         re.findall(r"^\| (done|partly|not yet|refused) \| (\d+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     )
-    assert {state: int(number) for state, number in said.items()} == counted
+    assert {state: int(number) for state, number in stated.items()} == counted

@@ -1,4 +1,4 @@
-"""Documents that are made from the code say what the code says, and links lead somewhere."""
+"""Generated documents are up to date, and links and named files exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = [
 ]
 
 
-def test_the_configuration_page_is_up_to_date() -> None:
+def test_configuration_page_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("generate_configuration", ROOT / "docs/generate_configuration.py")
     assert spec is not None
     assert spec.loader is not None
@@ -38,13 +38,13 @@ def test_links_and_named_files_exist(page: Path) -> None:
         assert (ROOT / named).exists(), named
 
 
-def test_the_layout_in_the_readme_is_the_layout() -> None:
+def test_readme_layout_matches_the_source_tree() -> None:
     listed = set(re.findall(r"^    (\w+)/ ", (ROOT / "README.md").read_text(), re.MULTILINE))
     present = {p.name for p in (ROOT / "src/pantheraml").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert listed == present
 
 
-def test_the_readme_shows_the_code_that_the_trl_page_runs() -> None:
+def test_readme_and_trl_page_show_the_same_code() -> None:
     shown, run = (
         re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
         for page in ("README.md", "docs/trl.md")
@@ -53,11 +53,13 @@ def test_the_readme_shows_the_code_that_the_trl_page_runs() -> None:
     assert shown == run
 
 
-def test_make_test_runs_every_folder_of_tests() -> None:
-    """Pytest's own folders and, in a second process, the interpreter's."""
+def test_make_test_all_runs_every_test() -> None:
+    """Two halves by a marker, and the interpreter's folder in a process of its own."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    recipe = (ROOT / "Makefile").read_text().partition("\ntest: ")[2].partition("\n\n")[0]
-    run = {*settings["testpaths"], *re.findall(r"TRITON_INTERPRET=1 \$\(PYTEST\) (\S+)", recipe)}
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\ntest-all: test test-rest\n" in makefile
+    assert re.findall(r"\$\(PYTEST\) -m (\"not extended\"|extended) ", makefile) == ['"not extended"', "extended"]
+    run = {*settings["testpaths"], *re.findall(r"TRITON_INTERPRET=1 \$\(PYTEST\) (\S+)", makefile)}
     present = {
         f"tests/{found.parent.relative_to(ROOT / 'tests').parts[0]}" for found in ROOT.glob("tests/*/**/test_*.py")
     }

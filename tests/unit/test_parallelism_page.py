@@ -1,4 +1,4 @@
-"""docs/parallelism.md: its settings are accepted and mean what it says, its numbers are those of code and results."""
+"""docs/parallelism.md: its settings are accepted and mean what it says; its numbers match the code and the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pantheraml.parallel.pipeline import bubble_share
+from pantheraml.parallel.pipeline import bubble_fraction
 from pantheraml.planner.dims import check_together, choose_dims
 from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
 from pantheraml.specs.train import TrainConfig
@@ -21,13 +21,13 @@ TEXT = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
 
 
 def table(first_title: str) -> list[list[str]]:
-    """The cells of the rows below the heading that begins so."""
+    """Return the cells of the table whose header starts with `first_title`, row by row."""
     after = TEXT.partition(f"\n| {first_title} |")[2].partition("\n\n")[0]
     assert after, first_title
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in after.splitlines()[2:]]
 
 
-SETTINGS = [yaml.safe_load(row[2].strip("`")) for row in table("what you see")]
+SETTINGS = [yaml.safe_load(row[2].strip("`")) for row in table("situation")]
 SETTINGS += [yaml.safe_load(block)["parallel"] for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
 
 
@@ -48,20 +48,20 @@ def test_settings_are_accepted(parallel: dict[str, Any]) -> None:
     }
 
 
-def test_copies_are_filled_in() -> None:
+def test_replicate_is_inferred() -> None:
     dims, _ = choose_dims(config({"shard": 4, "tensor": 2}).parallel, 16)
     assert dims == ParallelDims(replicate=2, shard=4, tensor=2)
 
 
-def test_hybrid_strategies_are_what_the_page_says() -> None:
+def test_hybrid_strategies_match_the_page() -> None:
     expected = {"pipeline": "pipeline", "model_parallel": "tensor", "data_parallel": "shard"}
     assert [row[0].strip("`") for row in table("`hybrid_strategy`")] == list(expected)
-    for strategy, beside in expected.items():
+    for strategy, dimension in expected.items():
         dims, _ = choose_dims(config({"mode": "hybrid", "hybrid_strategy": strategy}).parallel, 8)
-        assert dims == ParallelDims(replicate=4, **{beside: 2})
+        assert dims == ParallelDims(replicate=4, **{dimension: 2})
 
 
-def test_bubbles_are_theory_s_and_the_newest_result_s() -> None:
+def test_bubbles_match_theory_and_the_newest_result() -> None:
     newest = max((ROOT / "benchmarks/results").glob("pipeline_bubble-*.json"))
     counted = {}
     for row in json.loads(newest.read_text(encoding="utf-8"))["results"]:
@@ -70,33 +70,33 @@ def test_bubbles_are_theory_s_and_the_newest_result_s() -> None:
         counted[row["processes"], row["micro_batches"], row["stages_per_process"]] = row["idle_turns"]
     for processes, *cells in table("processes"):
         count, expected = int(processes), []
-        for turns, stages in ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2)):
-            case = (count, turns * count, stages)
-            waited, theory = counted.pop(case), bubble_share(*case)
-            whole = waited + 2 * stages * turns * count
-            assert waited / whole == pytest.approx(theory, rel=1e-12)
-            expected.append(f"{100 * theory:.0f} %: {waited} of {whole}")
+        for multiple, stages in ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2)):
+            case = (count, multiple * count, stages)
+            idle, theory = counted.pop(case), bubble_fraction(*case)
+            slots = idle + 2 * stages * multiple * count
+            assert idle / slots == pytest.approx(theory, rel=1e-12)
+            expected.append(f"{100 * theory:.0f} %: {idle} of {slots}")
         assert cells == expected
-    assert not counted, "all that was counted is shown"
+    assert not counted, "every result is shown"
 
 
-def test_weak_scaling_is_that_of_the_result_files() -> None:
+def test_weak_scaling_matches_the_result_files() -> None:
     shown = []
     for file in sorted((ROOT / "benchmarks/results").glob("weak_scaling-*.json")):
         for row in json.loads(file.read_text(encoding="utf-8"))["results"]:
             shares = [row[name] for name in ("efficiency", "machine_efficiency", "plain_efficiency")]
             method = {"lora": "LoRA", "full": "full"}[row["method"]]
             shown.append([method, *(f"{100 * share:.1f} %" for share in shares), f"{row['against_plain']:.3f}x"])
-            assert row["efficiency"] >= row["target"] or row["machine_efficiency"] < 0.95, "where the machine allows it"
+            assert row["efficiency"] >= row["target"] or row["machine_efficiency"] < 0.95, "wherever the host allows it"
             assert row["against_plain"] >= 1
-    assert [cells[1:] for cells in table("machine | method")] == shown
+    assert [cells[1:] for cells in table("host | method")] == shown
 
 
-def test_counted_transfers_are_the_newest_result_s() -> None:
+def test_communication_matches_the_newest_result() -> None:
     newest = max((ROOT / "benchmarks/results").glob("communication-*.json"))
     record = json.loads(newest.read_text(encoding="utf-8"))
-    named = {"hidden": 256, "layers": 4, "vocabulary": 2048}
-    assert {name: record["parameters"][name] for name in named} == named
+    expected = {"hidden": 256, "layers": 4, "vocabulary": 2048}
+    assert {name: record["parameters"][name] for name in expected} == expected
     measured = []
     for row in record["results"]:
         assert row["counts"] == row["expected_counts"]

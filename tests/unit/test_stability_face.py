@@ -1,4 +1,4 @@
-"""pantheraml.stability: people's own loops are guarded as runs are; every setting does what it says or is refused."""
+"""pantheraml.stability: your own loop is guarded like a run; every setting has its effect or is rejected."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pantheraml.base.errors import ConfigError, DeviceError, LaunchError, NonFiniteError, PantheraError, TrainingError
-from pantheraml.engine.several_gpus import check_place, choose_mode
+from pantheraml.engine.multi_gpu_wrapper import check_device, choose_mode
 from pantheraml.specs.multi_gpu import MultiGPUMode
-from pantheraml.specs.own_loop import stability_of
+from pantheraml.specs.own_loop_configs import stability_of
 from pantheraml.specs.train import StabilityConfig
 from pantheraml.stability import (
     GradientClippingConfig,
@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[2] / "docs/stability.md"
 
 
 class Loop:
-    """A loop of one's own, as far as it goes without a wrapper."""
+    """A training loop without a wrapper."""
 
     def __init__(self, learning_rate: float = 0.1) -> None:
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def bad_steps(**settings: Any) -> NumericalStabilityManager:
     return create_training_wrapper(nan_config=NaNHandlingConfig(**settings))
 
 
-def test_a_call_is_the_step_that_plain_torch_takes() -> None:
+def test_a_call_matches_a_plain_torch_step() -> None:
     ours, theirs = Loop(), Loop()
     wrapper = create_training_wrapper(GradientClippingConfig(max_grad_norm=0.5))
     for step in range(4):
@@ -79,7 +79,7 @@ def test_a_call_is_the_step_that_plain_torch_takes() -> None:
     assert all(parameter.grad is None for parameter in ours.model.parameters())
 
 
-def test_gradients_of_earlier_passes_are_added_to() -> None:
+def test_gradients_accumulate() -> None:
     ours, theirs = Loop(), Loop()
     for loop in (ours, theirs):
         (loop.loss() / 2).backward()
@@ -89,7 +89,7 @@ def test_gradients_of_earlier_passes_are_added_to() -> None:
     torch.testing.assert_close(ours.weights(), theirs.weights(), rtol=1e-6, atol=1e-7)
 
 
-def test_no_gradient_is_left_behind_by_parameters_that_the_optimizer_does_not_have() -> None:
+def test_gradients_outside_the_optimizer_are_cleared() -> None:
     loop = Loop()
     part = torch.optim.SGD(loop.model[2].parameters(), lr=0.1)
     wrapper = create_training_wrapper()
@@ -126,7 +126,7 @@ def test_clipping_bounds_the_update(kind: str, settings: dict[str, Any], largest
         ("adagc", {"clip_warmup_steps": 2}, {"clip_warmup_steps": 25}),
     ],
 )
-def test_settings_of_the_kinds_that_learn_have_effect(kind: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_adaptive_clipping_settings_have_effect(kind: str, first: dict[str, Any], second: dict[str, Any]) -> None:
     loops = []
     for settings in (first, second):
         loops.append(Loop())
@@ -152,7 +152,7 @@ def test_a_bad_step_is_skipped() -> None:
     assert (stats["steps"], stats["skipped_steps"]) == (4, 1)
 
 
-def test_a_bad_step_stops_before_it_is_taken() -> None:
+def test_stop_raises_before_the_optimizer_step() -> None:
     loop = Loop()
     before = loop.weights()
     with pytest.raises(NonFiniteError, match="stopped at step 1") as caught:
@@ -162,7 +162,7 @@ def test_a_bad_step_stops_before_it_is_taken() -> None:
     assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
-def test_values_that_are_not_finite_become_zero() -> None:
+def test_nonfinite_values_are_zeroed() -> None:
     loop = Loop()
     wrapper = bad_steps(on_nonfinite="zero")
     bias = loop.model[2].bias
@@ -175,14 +175,14 @@ def test_values_that_are_not_finite_become_zero() -> None:
     assert not torch.equal(loop.weights(), Loop().weights()), "the others take their step"
 
 
-def test_a_bad_step_that_is_only_reported_is_taken() -> None:
+def test_detect_reports_and_takes_the_step() -> None:
     loop = Loop()
     result = bad_steps(on_nonfinite="detect")(loop.model, loop.loss(math.nan), loop.optimizer)
     assert (result.action, result.anomaly) == ("step", "nonfinite")
     assert loop.weights().isnan().all()
 
 
-def test_a_lowered_rate_is_that_of_steps_and_not_of_the_schedule() -> None:
+def test_lowered_learning_rate_leaves_the_schedule_alone() -> None:
     loop, other = Loop(), Loop()
     wrapper = create_training_wrapper(
         GradientClippingConfig(clipping="none"), NaNHandlingConfig(on_nonfinite="lower_rate", rate_factor=0.25)
@@ -212,7 +212,7 @@ def test_spikes_and_their_threshold() -> None:
         assert (result.action, result.anomaly) == expected
 
 
-def test_a_gradient_that_jumps_is_named() -> None:
+def test_gradient_spike_names_the_tensor() -> None:
     loop = Loop(learning_rate=1e-3)
     wrapper = bad_steps(on_spike="stop", spike_warmup_steps=100)
     loop.run(wrapper, 6)
@@ -222,7 +222,7 @@ def test_a_gradient_that_jumps_is_named() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_skipped_steps": 2}, {"max_skipped_total": 2}])
-def test_skipping_is_bounded(settings: dict[str, int]) -> None:
+def test_skips_are_limited(settings: dict[str, int]) -> None:
     loop = Loop()
     wrapper = bad_steps(on_nonfinite="skip", **settings)
     in_a_row = "max_skipped_steps" in settings
@@ -230,11 +230,11 @@ def test_skipping_is_bounded(settings: dict[str, int]) -> None:
         wrapper(loop.model, loop.loss(math.nan), loop.optimizer)
         if not in_a_row:
             loop.run(wrapper, 1)
-    with pytest.raises(NonFiniteError, match="in a row" if in_a_row else "in all"):
+    with pytest.raises(NonFiniteError, match="in a row" if in_a_row else "in total"):
         wrapper(loop.model, loop.loss(math.nan), loop.optimizer)
 
 
-def test_norms_by_layer_and_updates_are_measured_now_and_then() -> None:
+def test_group_norms_and_update_ratio_intervals() -> None:
     loop = Loop()
     wrapper = create_training_wrapper(debug_config=PyTorchDebuggingConfig(group_norms_every=2, update_ratio_every=3))
     results = []
@@ -269,7 +269,7 @@ def test_debugging_names_the_operation() -> None:
     assert "Backward0" in caught.value.__notes__[0]
 
 
-def test_debugging_under_reentrant_checkpointing_says_that_it_cannot(caplog: pytest.LogCaptureFixture) -> None:
+def test_debugging_under_reentrant_checkpointing_warns(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     wrapper = create_training_wrapper(None, NaNHandlingConfig(on_nonfinite="skip"), PyTorchDebuggingConfig(debug=True))
     hidden = loop.model[0](torch.ones(2, 4))
@@ -280,7 +280,7 @@ def test_debugging_under_reentrant_checkpointing_says_that_it_cannot(caplog: pyt
 
 
 @pytest.mark.parametrize("kind", ["zclip", "adagc"])
-def test_what_was_learnt_resumes(kind: str) -> None:
+def test_learned_statistics_resume(kind: str) -> None:
     settings = {"clip_warmup_steps": 2, "clip_zscore": 1e-3, "clip_growth": 0.5}
     straight = Loop()
     wrapper = clipping(kind, **settings)
@@ -296,26 +296,26 @@ def test_what_was_learnt_resumes(kind: str) -> None:
     assert again.state_dict() == wrapper.state_dict()
 
 
-def test_what_cannot_be_a_step_is_refused() -> None:
+def test_invalid_steps_raise() -> None:
     loop = Loop()
     wrapper = create_training_wrapper()
     loss = loop.loss()
     loss.backward()
     loop.optimizer.zero_grad()
-    with pytest.raises(ConfigError, match="run already"):
+    with pytest.raises(ConfigError, match="already called"):
         wrapper(loop.model, loss, loop.optimizer)
     with pytest.raises(ConfigError, match="does not depend"):
         wrapper(loop.model, loop.loss().detach(), loop.optimizer)
     with pytest.raises(ConfigError, match="2 values"):
         wrapper(loop.model, torch.stack([loop.loss(), loop.loss()]), loop.optimizer)
-    with pytest.raises(ConfigError, match="which of its parameters train"):
+    with pytest.raises(ConfigError, match="set of trainable parameters"):
         wrapper(Loop().model, loop.loss(), loop.optimizer)
     loop.model[0].bias.requires_grad_(False)
-    with pytest.raises(ConfigError, match="which of its parameters train"):
+    with pytest.raises(ConfigError, match="set of trainable parameters"):
         wrapper(loop.model, loop.loss(), loop.optimizer)
-    with pytest.raises(ConfigError, match="No parameter"):
+    with pytest.raises(ConfigError, match="no trainable parameters"):
         create_training_wrapper()(nn.Identity(), loop.loss(), loop.optimizer)
-    with pytest.raises(ConfigError, match="No parameter"):
+    with pytest.raises(ConfigError, match="no trainable parameters"):
         create_training_wrapper()(loop.model.requires_grad_(False), loop.loss(), loop.optimizer)
     compiled = Loop().model
     compiled.compile()
@@ -324,7 +324,7 @@ def test_what_cannot_be_a_step_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "given", "says"),
+    ("section", "fields", "message"),
     [
         (GradientClippingConfig, {"max_norm": 1.0}, "no field `max_norm`"),
         (GradientClippingConfig, {"clipping": "layers"}, "`clipping` = 'layers'"),
@@ -337,25 +337,25 @@ def test_what_cannot_be_a_step_is_refused() -> None:
         (PerformanceOptimizationConfig, {"enable_compile": True}, "no field `enable_compile`"),
     ],
 )
-def test_settings_that_are_not_there_are_refused(section: Any, given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        section(**given)
+def test_unknown_settings_are_rejected(section: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        section(**fields)
     assert "docs/configuration.md" in str(caught.value)
     made = section()
     before = made.model_dump()
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        setattr(made, *next(iter(given.items())))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        setattr(made, *next(iter(fields.items())))
     assert made.model_dump() == before
 
 
-def test_settings_are_those_of_a_run() -> None:
+def test_settings_match_a_run() -> None:
     assert stability_of(GradientClippingConfig(), NaNHandlingConfig(), PyTorchDebuggingConfig()) == StabilityConfig()
     sections = (GradientClippingConfig, NaNHandlingConfig, PyTorchDebuggingConfig)
-    here = {name for section in sections for name in section.model_fields}
-    assert set(StabilityConfig.model_fields) - here == {"rollback_steps", "max_rollbacks"}
+    covered = {name for section in sections for name in section.model_fields}
+    assert set(StabilityConfig.model_fields) - covered == {"rollback_steps", "max_rollbacks"}
 
 
-def test_settings_for_several_gpus_reach_their_place() -> None:
+def test_multi_gpu_settings_are_applied() -> None:
     config = PerformanceOptimizationConfig(multi_gpu_device_ids=[0, 1], multi_gpu_static_graph=False)
     config.multi_gpu_bucket_cap_mb = 50
     config.multi_gpu_find_unused_parameters = True
@@ -367,61 +367,63 @@ def test_settings_for_several_gpus_reach_their_place() -> None:
     assert config.to_multi_gpu_config().mode is MultiGPUMode.NONE
 
 
-ALONE = {"met": 1, "started": 1, "gpus": 1}
+SINGLE_PROCESS = {"world_size": 1, "launched": 1, "gpus": 1}
 
 
 @pytest.mark.parametrize(
-    ("asked", "there", "mode"),
+    ("requested", "environment", "mode"),
     [
         ("auto", {}, "none"),
         ("auto", {"gpus": 4}, "none"),
-        ("auto", {"met": 2, "started": 2}, "distributed"),
-        ("distributed", {"met": 2, "started": 2}, "distributed"),
+        ("auto", {"world_size": 2, "launched": 2}, "distributed"),
+        ("distributed", {"world_size": 2, "launched": 2}, "distributed"),
         ("dataparallel", {"gpus": 2}, "dataparallel"),
-        ("none", {"met": 2, "started": 2}, "none"),
-        ("none", {"started": 2}, "none"),
+        ("none", {"world_size": 2, "launched": 2}, "none"),
+        ("none", {"launched": 2}, "none"),
     ],
 )
-def test_the_mode(asked: str, there: dict[str, int], mode: str) -> None:
-    chosen, reason = choose_mode(MultiGPUMode(asked), **{**ALONE, **there})
+def test_the_mode(requested: str, environment: dict[str, int], mode: str) -> None:
+    chosen, reason = choose_mode(MultiGPUMode(requested), **{**SINGLE_PROCESS, **environment})
     assert chosen == mode
     assert reason
 
 
 @pytest.mark.parametrize(
-    ("asked", "there", "error"),
+    ("requested", "environment", "error"),
     [
-        ("auto", {"started": 2}, LaunchError),
+        ("auto", {"launched": 2}, LaunchError),
         ("distributed", {}, LaunchError),
-        ("dataparallel", {"met": 2, "started": 2, "gpus": 2}, ConfigError),
+        ("dataparallel", {"world_size": 2, "launched": 2, "gpus": 2}, ConfigError),
         ("dataparallel", {}, DeviceError),
     ],
 )
-def test_what_was_asked_for_and_cannot_be_had(asked: str, there: dict[str, int], error: type[PantheraError]) -> None:
+def test_requested_mode_that_is_unavailable_raises(
+    requested: str, environment: dict[str, int], error: type[PantheraError]
+) -> None:
     with pytest.raises(error):
-        choose_mode(MultiGPUMode(asked), **{**ALONE, **there})
+        choose_mode(MultiGPUMode(requested), **{**SINGLE_PROCESS, **environment})
 
 
-def test_where_a_model_may_be_and_what_its_processes_talk_through() -> None:
+def test_model_devices_and_backends() -> None:
     gpu, host = torch.device("cuda", 1), torch.device("cpu")
-    check_place(gpu, [0, 1], backend="nccl", asked="nccl")
-    check_place(gpu, [1], backend="gloo", asked="gloo")
-    check_place(host, [], backend="gloo", asked="nccl")
+    check_device(gpu, [0, 1], backend="nccl", requested="nccl")
+    check_device(gpu, [1], backend="gloo", requested="gloo")
+    check_device(host, [], backend="gloo", requested="nccl")
     with pytest.raises(DeviceError, match="cuda:1, which is not among the GPUs to use: 0, 2"):
-        check_place(gpu, [0, 2], backend="nccl", asked="nccl")
-    with pytest.raises(ConfigError, match="through gloo, but nccl"):
-        check_place(gpu, [0, 1], backend="gloo", asked="nccl")
+        check_device(gpu, [0, 2], backend="nccl", requested="nccl")
+    with pytest.raises(ConfigError, match="uses gloo, but nccl"):
+        check_device(gpu, [0, 1], backend="gloo", requested="nccl")
     with pytest.raises(DeviceError, match="on the CPU"):
-        check_place(host, [], backend="nccl", asked="nccl")
+        check_device(host, [], backend="nccl", requested="nccl")
 
 
-def test_ranks_that_have_not_met_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_process_group_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     loop = Loop()
-    with pytest.raises(LaunchError, match="have not met"):
+    with pytest.raises(LaunchError, match="no process group"):
         create_training_wrapper().wrap_model_for_multi_gpu(loop.model)
-    with pytest.raises(LaunchError, match="have not met"):
+    with pytest.raises(LaunchError, match="no process group"):
         loop.run(create_training_wrapper(), 1)
     off = PerformanceOptimizationConfig(enable_multi_gpu=False)
     loop.run(create_training_wrapper(performance_config=off), 1)
@@ -441,14 +443,14 @@ def test_one_process_keeps_its_model() -> None:
     for gpu in status["gpu_memory"]:
         assert gpu.keys() == {"device", "allocated_mb", "free_mb", "total_mb"}
     assert manager.get_optimal_batch_size(32) == 32
-    with pytest.raises(ConfigError, match="0 is not a batch size"):
+    with pytest.raises(ConfigError, match="0 is not a valid batch size"):
         manager.get_optimal_batch_size(0)
 
 
-def test_a_gpu_that_is_not_there() -> None:
+def test_missing_gpu_is_an_error() -> None:
     config = PerformanceOptimizationConfig(multi_gpu_device_ids=[torch.cuda.device_count()])
     manager = NumericalStabilityManager(performance_config=config)
-    with pytest.raises(DeviceError, match="was asked for"):
+    with pytest.raises(DeviceError, match="was requested"):
         manager.wrap_model_for_multi_gpu(Loop().model)
     assert manager.get_multi_gpu_status()["device_count"] == 0
 

@@ -1,32 +1,32 @@
-"""Every error that PantheraML raises on purpose.
+"""The exception tree of PantheraML, with exit codes.
 
-    PantheraError                     1   the root; never raised itself
-    ├── ConfigError                   2   a key, a value or a combination in the configuration or on the command line
-    ├── DataError                     3   a data file or a row in it
-    ├── ModelError                    4   a model or tokenizer folder, a hub name, an adapter
-    │   └── UnsupportedModelError    14   the model is fine, but it cannot do what was asked
-    ├── DeviceError                   5   a device that is not there or cannot do what was asked
-    │   └── OutOfMemoryError         15   the device is there but too small
-    │       └── PassTooLargeError    25   one of several processes ran out of memory; fewer sequences at a time may fit
-    ├── LaunchError                   6   worker processes that could not start or meet
-    ├── CheckpointError               7   a checkpoint that is damaged, or does not fit this run
-    │   ├── StorageError             17   the disk: full, read-only, gone
-    │   └── DamagedCheckpointError   27   a checkpoint that is not what was written: torn, cut short, changed
-    ├── TrainingError                 8   the training itself
-    │   ├── NonFiniteError           18   NaN or infinity in loss or gradient
-    │   ├── DriftError               28   ranks that should hold the same weights do not
-    │   ├── EqualityError            38   several processes came to another result than one (`verify`)
-    │   └── HangError                48   a rank did not get on, and the others waited for it in vain
-    ├── RunDirectoryError             9   an output folder that holds something else, or a run that is not there
-    ├── MissingExtraError            10   an optional dependency that was asked for is not installed
-    ├── WorkerError                  70   a process met something nobody foresaw (a bug)
-    │   └── WorkerKilledError        71   a process was killed (the kernel out of memory, a crash in native code)
-    └── InterruptedRunError         130   stopped by Ctrl-C; the text says what was saved
-        └── PreemptedError          143   stopped by SIGTERM or SIGUSR1, as schedulers send them; likewise
+    PantheraError                     1   base class; never raised itself
+    ├── ConfigError                   2   invalid key, value or combination in the configuration or on the command line
+    ├── DataError                     3   unreadable data file or invalid row
+    ├── ModelError                    4   model, tokenizer or adapter that cannot be found or loaded
+    │   └── UnsupportedModelError    14   the model is valid but does not support the requested option
+    ├── DeviceError                   5   device missing, or without the requested capability
+    │   └── OutOfMemoryError         15   the device ran out of memory
+    │       └── PassTooLargeError    25   a rank ran out of memory; a smaller micro-batch may fit
+    ├── LaunchError                   6   worker processes could not start, or failed to rendezvous
+    ├── CheckpointError               7   the checkpoint is unusable, or does not match this run
+    │   ├── StorageError             17   disk full, read-only or gone
+    │   └── DamagedCheckpointError   27   checkpoint truncated, incomplete or modified
+    ├── TrainingError                 8   training failed
+    │   ├── NonFiniteError           18   NaN or infinity in the loss or a gradient
+    │   ├── DriftError               28   replicas that should hold the same weights differ
+    │   ├── EqualityError            38   several processes gave a different result than one (`verify`)
+    │   └── HangError                48   a rank made no progress
+    ├── RunDirectoryError             9   output folder in use or not empty, or no run in it
+    ├── MissingExtraError            10   a required optional dependency is not installed
+    ├── WorkerError                  70   unexpected exception in a process (a bug)
+    │   └── WorkerKilledError        71   a process was killed (host out of memory, crash in native code)
+    └── InterruptedRunError         130   stopped by Ctrl-C; the message says what was saved
+        └── PreemptedError          143   stopped by SIGTERM or SIGUSR1 (schedulers); the message says what was saved
 
-An error says what happened, where, and what to do next. The command line prints just that and exits with the number
-above; `--debug` adds the traceback. Worker processes send their error to the parent as an event, so the same text
-reaches the user whichever process failed.
+An error states what happened, where, and the fix. The command line prints these and exits with the code above;
+`--debug` adds the traceback. Workers send their error to the parent as an event, so the user sees the same message
+whichever process failed.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from pantheraml.base.text import printable
 
 
 class PantheraError(Exception):
-    """What happened (`what`), where (`where`), and what to do next (`todo`)."""
+    """Base class: what happened (`what`), where (`where`), and what to do about it (`fix`)."""
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, what: str, *, where: str | None = None, todo: str | None = None) -> None:
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
-        self.todo = todo
+        self.fix = fix
 
     def __str__(self) -> str:
-        """For people: what a data file or a model put into it does not reach their terminal as a command."""
+        """Return the message for a terminal, with control characters from data files or models escaped."""
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
-        if self.todo:
-            lines.append(f"  to do: {self.todo}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
         return printable("\n".join(lines))
 
 
@@ -146,11 +146,11 @@ class PreemptedError(InterruptedRunError):
 
 
 def error_classes() -> dict[str, type[PantheraError]]:
-    """Name -> class for the whole tree, so that an error can cross a process border by name."""
-    found: dict[str, type[PantheraError]] = {}
-    todo: list[type[PantheraError]] = [PantheraError]
-    while todo:
-        cls = todo.pop()
-        found[cls.__name__] = cls
-        todo.extend(cls.__subclasses__())
-    return found
+    """Map name -> class for the whole tree, so that errors can be sent between processes by name."""
+    classes: dict[str, type[PantheraError]] = {}
+    pending: list[type[PantheraError]] = [PantheraError]
+    while pending:
+        cls = pending.pop()
+        classes[cls.__name__] = cls
+        pending.extend(cls.__subclasses__())
+    return classes

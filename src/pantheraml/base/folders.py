@@ -1,8 +1,8 @@
-"""Writing a folder or a file so that it is either whole or not there.
+"""Atomic writes of folders and files.
 
-A folder is written beside its place, flushed to disk and renamed. A crash or a full disk leaves at most a `.partial-*`
-folder, which the next save of the same name removes; what stood there before stays whole. Nobody can know the name of
-what is written aside, and so put a link there.
+A folder is written to a scratch folder next to it, fsynced and renamed. A crash or a full disk leaves at most a
+`.partial-*` folder, which the next save of the same name removes; the previous content stays intact. Scratch names are
+random, so that nobody can plant a symlink there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PARTIAL = ".partial-"
 
 @contextmanager
 def committed_folder(final: Path, *, make_parents: bool = True, private: bool = False) -> Iterator[Path]:
-    """A scratch folder to write into; if the block ends without error, it takes the place of `final`.
+    """Yield a scratch folder; if the block ends without error, it replaces `final`.
 
-    Without `make_parents` the folder around it is made, but none above that: where one is gone, it fails. A `private`
-    folder is for this user alone; otherwise it is for whom the umask says.
+    Without `make_parents` only the direct parent is created, and a missing folder above it is an error. A `private`
+    folder is readable by this user only; otherwise the umask applies.
     """
     scratch = _scratch(final)
     try:
@@ -38,11 +38,11 @@ def committed_folder(final: Path, *, make_parents: bool = True, private: bool = 
             final.parent.mkdir(parents=make_parents, exist_ok=True)
             _recover(final)
             for leftover in _leftovers(final):
-                shutil.rmtree(leftover)  # if it cannot be removed, why not is what people should be told
+                shutil.rmtree(leftover)  # not ignore_errors: the reason belongs in the error message
             scratch.mkdir(FOLDER if private else 0o777)
             yield scratch
             if not private:
-                _open_as_umask_says(scratch)
+                _apply_umask(scratch)
             for path in [*scratch.rglob("*"), scratch]:
                 sync(path)
             _replace(scratch, final)
@@ -51,9 +51,9 @@ def committed_folder(final: Path, *, make_parents: bool = True, private: bool = 
         raise
 
 
-def _open_as_umask_says(folder: Path) -> None:
-    """safetensors writes files that nobody else can read, whatever the umask."""
-    umask = os.umask(0o077)  # it can only be read by setting it
+def _apply_umask(folder: Path) -> None:
+    """Set file modes by the umask: safetensors writes files with mode 0600, whatever the umask."""
+    umask = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(umask)
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -61,15 +61,15 @@ def _open_as_umask_says(folder: Path) -> None:
 
 
 def require_empty(output: Path) -> None:
-    """A folder that people name for a model must not hold anything of theirs."""
+    """RunDirectoryError unless the output folder of a model is new or empty."""
     require_allowed(output, key="--output")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunDirectoryError(f"{output} is not an empty folder.", todo="Choose another --output.")
+        raise RunDirectoryError(f"{output} is not an empty folder.", fix="Choose another --output.")
 
 
 @contextmanager
 def no_scratch_left(final: Path) -> Iterator[None]:
-    """If the block fails, what another process has begun to write for `final`, and could not remove, is removed."""
+    """If the block fails, remove scratch folders that another process (a killed worker) left for `final`."""
     try:
         yield
     except BaseException:
@@ -83,27 +83,27 @@ def _scratch(final: Path) -> Path:
 
 
 def _leftovers(final: Path) -> list[Path]:
-    """What earlier writers of `final`, of this user, have left."""
+    """Scratch folders of `final` that this user's earlier writers left."""
     name = re.compile(re.escape(PARTIAL + final.name) + r"(\.[0-9a-f]{16})?")
-    found = final.parent.glob(f"{PARTIAL}*") if final.parent.is_dir() else iter(())
-    return [path for path in found if name.fullmatch(path.name) and path.lstat().st_uid == os.geteuid()]
+    candidates = final.parent.glob(f"{PARTIAL}*") if final.parent.is_dir() else iter(())
+    return [path for path in candidates if name.fullmatch(path.name) and path.lstat().st_uid == os.geteuid()]
 
 
 @contextmanager
 def storage_errors(final: Path) -> Iterator[None]:
-    """What goes wrong with the disk while `final` is written is a StorageError."""
+    """Turn disk errors while writing `final` into a StorageError."""
     try:
         yield
     except (OSError, SafetensorError) as err:
         raise StorageError(
             f"Saving {final.name} failed: {_reason(err)}.",
             where=str(final),
-            todo="Make room or correct the path, and try again; what was saved before is whole.",
+            fix="Free disk space or correct the path, and try again; earlier saves are intact.",
         ) from err
 
 
 def write_text(final: Path, text: str) -> None:
-    """Replace a file's content in one move. The file is for this user alone."""
+    """Replace a file atomically. The file is readable by this user only."""
     scratch = _scratch(final)
     try:
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE)
@@ -119,14 +119,14 @@ def write_text(final: Path, text: str) -> None:
 
 def _reason(err: Exception) -> str:
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        # safetensors hands the operating system's words through, but not its number
+        # safetensors passes on the operating system's message, but not the errno
         if (isinstance(err, OSError) and err.errno == number) or os.strerror(number) in str(err):
             return f"the disk is full ({os.strerror(number)})"
     return str(err)
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written."""
+    """fsync a file or folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -135,21 +135,21 @@ def sync(path: Path) -> None:
 
 
 def _replace(scratch: Path, final: Path) -> None:
-    """Rename into place. A folder cannot be renamed over a filled one, so an old one is moved aside first."""
-    aside = _aside(final)
+    """Rename into place. A folder cannot be renamed over a non-empty one, so the old one is moved away first."""
+    backup = _backup(final)
     if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(final, aside)
+        shutil.rmtree(backup, ignore_errors=True)
+        os.rename(final, backup)
     os.rename(scratch, final)
     sync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
-def _aside(final: Path) -> Path:
+def _backup(final: Path) -> Path:
     return final.with_name(f"{PARTIAL}old-{final.name}")
 
 
 def _recover(final: Path) -> None:
-    """A crash between the two renames of `_replace` left the old folder aside: put it back."""
-    if _aside(final).exists() and not final.exists():
-        os.rename(_aside(final), final)
+    """Restore the backup if a crash happened between the two renames of `_replace`."""
+    if _backup(final).exists() and not final.exists():
+        os.rename(_backup(final), final)

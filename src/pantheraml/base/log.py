@@ -1,4 +1,4 @@
-"""Logging: one logger tree, `pantheraml`, silent until a process asks for it (`start`)."""
+"""Logging: one logger tree, `pantheraml`, silent until a program calls `start`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def get(name: str) -> logging.Logger:
 
 
 def start(*, debug: bool = False) -> None:
-    """Send the package's own log to stderr; called once by a program, never by the library."""
+    """Log the package's messages to stderr; called once by a program, never by the library."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("pantheraml")

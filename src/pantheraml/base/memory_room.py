@@ -1,4 +1,4 @@
-"""A bound on the memory that a piece of work may add to this process."""
+"""Limit the memory growth of this process during a block of code."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOM = 2 << 30
+MAX_GROWTH_BYTES = 2 << 30
 
 
 @contextlib.contextmanager
-def memory_room(room: int = ROOM) -> Iterator[None]:
-    """Let the process grow by no more than `room` bytes; an allocation beyond that fails (MemoryError).
+def memory_limit(budget: int = MAX_GROWTH_BYTES) -> Iterator[None]:
+    """Limit the growth of the process's address space to `budget` bytes; allocations beyond it raise MemoryError.
 
-    What a compressed file decodes to is known only from what the file says of itself. This bound does not believe it.
-    Not around code that ends the process when memory runs out, such as Rust's.
+    The decoded size of a compressed file is known only from its own metadata, which is not trusted here. Do not use
+    around code that aborts the process when an allocation fails, such as Rust's.
     """
-    if sys.platform != "linux":  # nowhere else can it be told how large the process is already
+    if sys.platform != "linux":  # the current address space is known only on Linux
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _address_space() + room
+    limit = _address_space() + budget
     if soft != resource.RLIM_INFINITY and soft <= limit:
         yield
         return

@@ -1,8 +1,7 @@
-"""Which environment variables reach a worker.
+"""Allow-list of the environment variables that a worker inherits.
 
-A worker reads models and data that somebody else may have written. It gets what the libraries below it need, and no
-password of the user's but those for the model hub and for this run. Sinks, which have passwords of their own, are in
-the parent.
+A worker reads models and data that may come from untrusted sources. It gets the variables that its libraries need, and
+no secrets except the tokens for the model hub and for this run. Metric sinks, which need API keys, run in the parent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NAMES = frozenset((
     "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "PANTHERAML_RUN_TOKEN",
 ))  # fmt: skip
 
-BEGINNINGS = (
+PREFIXES = (
     "LC_", "XDG_", "NIX_", "DYLD_", "MALLOC_", "JE_", "ARROW_", "PYTHON", "COV_", "COVERAGE_", "PYTEST_",
     "PANTHERAML_", "UNSLOTH_", "HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_",
     "BNB_", "BITSANDBYTES_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_",
@@ -29,11 +28,11 @@ BEGINNINGS = (
 )  # fmt: skip
 
 SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|JWT)($|_)")
-"""Such as NVIDIA_API_KEY and SLURM_JWT, whose beginnings are allowed."""
+"""Names to drop although their prefix is allowed, such as NVIDIA_API_KEY and SLURM_JWT."""
 
 
-def is_for_workers(name: str, passed: Sequence[str]) -> bool:
-    """`passed`: what the user allows besides; one that ends in * stands for all names that begin so."""
-    if name in NAMES or any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in passed):
+def is_for_workers(name: str, extra: Sequence[str]) -> bool:
+    """Return True if a worker may see the variable. `extra`: names that the user allows; a trailing * is a wildcard."""
+    if name in NAMES or any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in extra):
         return True
-    return name.startswith(BEGINNINGS) and SECRET.search(name) is None
+    return name.startswith(PREFIXES) and SECRET.search(name) is None

@@ -1,6 +1,6 @@
-"""Copies in host memory of what is about to be saved, so that training may go on while a thread writes them.
+"""Copy tensors to host memory before a save, so that training continues while a thread writes them to disk.
 
-The copies serve again at the next save: page-locked memory, which a GPU copies into at full speed, takes long to get.
+Buffers are reused by the next save: allocating pinned memory, which device copies need for full speed, is slow.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor
 
 class HostCopies:
     def __init__(self, device: torch.device) -> None:
-        """`device`: where the tensors are."""
+        """`device` holds the tensors to copy."""
         self._device = device
         self._copies: dict[str, Tensor] = {}
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy that holds the values after `wait`; the copy of this name that was taken before is overwritten."""
+        """Start an asynchronous copy, valid after `wait`. Overwrites the previous copy of the same name."""
         copy = self._copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")

@@ -1,9 +1,8 @@
-"""The checkpoints of a run: `checkpoints/step-00000100/` and so on, each whole and checksummed.
+"""Checkpoint store: atomic, checksummed checkpoints of a run in `checkpoints/step-00000100/` and so on.
 
-A checkpoint holds tensors in named groups (`weights`, `optimizer`, `rng`; one safetensors file each, or one of each
-rank where tensors are spread over ranks) and a plain JSON state. What they mean is the engine's business. A folder of
-that name is a checkpoint that was committed; if its content is not what was written, `load` says so, and `set_aside`
-takes it out of the list without losing it.
+A checkpoint holds tensors in named groups (`weights`, `optimizer`, `rng`; one safetensors file each, or one per rank
+when tensors are sharded) and a JSON state; the engine defines their meaning. A folder with such a name was committed as
+a whole. If its content has changed since, `load` raises, and `set_aside` renames it without deleting anything.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import Any
 
 from pantheraml.base.errors import StorageError
 from pantheraml.base.folders import PARTIAL, committed_folder, storage_errors, sync
-from pantheraml.checkpoint.manifest import facts, read_json, verify, write_manifest
-from pantheraml.checkpoint.parts import Groups, SavedTensors, write_parts
-from pantheraml.checkpoint.peers import ALONE, Peers
+from pantheraml.checkpoint.manifest import file_entries, read_json, verify, write_manifest
+from pantheraml.checkpoint.sharded_files import Groups, SavedTensors, write_shards
+from pantheraml.checkpoint.writer_ranks import SINGLE_RANK, WriterRanks
 
 STATE = "state.json"
 NAME = re.compile(r"step-(\d{8})")
@@ -52,45 +51,45 @@ class CheckpointStore:
         names = (NAME.fullmatch(path.name) for path in self.root.iterdir())
         return sorted(int(match.group(1)) for match in names if match)
 
-    def save(self, step: int, groups: Groups, state: Mapping[str, Any], *, peers: Peers = ALONE) -> Path:
-        """Written by all `peers` together, each with its own tensors; `state` is the first one's."""
+    def save(self, step: int, groups: Groups, state: Mapping[str, Any], *, ranks: WriterRanks = SINGLE_RANK) -> Path:
+        """Save a checkpoint. A collective of `ranks`: each writes its own shards, and rank 0 writes `state`."""
         final = self.path(step)
-        # a run folder that somebody moved away is not made anew (see `CheckpointWriter`)
+        # a run folder that was moved away is not recreated (see `CheckpointWriter`)
         begin = committed_folder(final, make_parents=False, private=True)
 
         def write_own() -> dict[str, Any]:
             with storage_errors(final):
-                files = write_parts(scratch, groups, rank=None if peers.alone else peers.rank)
+                files = write_shards(scratch, groups, rank=None if ranks.single else ranks.rank)
                 for file in files:
                     sync(file)
-                return facts(files)
+                return file_entries(files)
 
         def commit(files: Mapping[str, Any]) -> None:
             with storage_errors(final):
                 (scratch / STATE).write_text(json.dumps(dict(state), indent=1))
-                write_manifest(scratch, {**files, **facts([scratch / STATE])})
+                write_manifest(scratch, {**files, **file_entries([scratch / STATE])})
             stack.close()
 
         with ExitStack() as stack:
-            # only the first rank knows what it called the folder
-            begun = peers.all_do(lambda: str(stack.enter_context(begin)) if peers.is_main else "")
+            # rank 0 creates the scratch folder and broadcasts its name
+            begun = ranks.run_all(lambda: str(stack.enter_context(begin)) if ranks.is_main else "")
             scratch = Path(begun[0])
-            found = peers.all_do(write_own)
-            everything = {name: known for files in found for name, known in files.items()}
-            peers.all_do(lambda: commit(everything) if peers.is_main else None)
+            written = ranks.run_all(write_own)
+            entries = {name: entry for files in written for name, entry in files.items()}
+            ranks.run_all(lambda: commit(entries) if ranks.is_main else None)
         return final
 
-    def load(self, step: int, *, share: int = 0, shares: int = 1) -> Checkpoint:
-        """What was saved; DamagedCheckpointError if that is no longer what lies there.
+    def load(self, step: int, *, rank: int = 0, world_size: int = 1) -> Checkpoint:
+        """Open a checkpoint; DamagedCheckpointError if its files are not as they were written.
 
-        Of `shares` that ranks check together this one checks the given `share`; the tensors are read when asked for.
+        Checksums are split over the ranks (see `verify`). Tensors are read on demand.
         """
         folder = self.path(step)
-        files = verify(folder, share=share, shares=shares)
+        files = verify(folder, rank=rank, world_size=world_size)
         return Checkpoint(step=step, tensors=SavedTensors(folder, files), state=read_json(folder / STATE))
 
     def set_aside(self, step: int) -> Path:
-        """Take a damaged checkpoint out of the list; its files stay, under a name that says what they are."""
+        """Rename a damaged checkpoint to `damaged-step-*`, so that it is no longer listed; its files are kept."""
         aside = self.root / f"{DAMAGED}{self.path(step).name}"
         try:
             shutil.rmtree(aside, ignore_errors=True)
@@ -99,7 +98,7 @@ class CheckpointStore:
             raise StorageError(
                 f"The damaged checkpoint {self.path(step).name} cannot be renamed: {err.strerror}.",
                 where=str(self.root),
-                todo="Make the folder writable and resume.",
+                fix="Make the folder writable and resume.",
             ) from err
         return aside
 
@@ -107,11 +106,11 @@ class CheckpointStore:
         return sum(path.stat().st_size for path in self.path(step).iterdir())
 
     def prune(self, *, keep: int, also: set[int]) -> list[int]:
-        """Remove all but the `keep` newest checkpoints and those in `also`; returns the steps removed."""
+        """Remove all but the `keep` newest checkpoints and those in `also`; return the removed steps."""
         removed = [step for step in self.steps()[:-keep] if step not in also]
         try:
             for step in removed:
-                # Renamed first: one that is half removed no longer counts as a checkpoint.
+                # Rename first, so that a half-removed checkpoint is never listed.
                 os.rename(self.path(step), self.root / f"{PARTIAL}{self.path(step).name}")
             for leftover in self.root.glob(f"{PARTIAL}*"):
                 shutil.rmtree(leftover)
@@ -119,6 +118,6 @@ class CheckpointStore:
             raise StorageError(
                 f"An old checkpoint cannot be removed: {err.strerror}.",
                 where=str(self.root),
-                todo="Make the folder writable, or raise checkpoint.keep; the newest checkpoint is whole.",
+                fix="Make the folder writable, or raise checkpoint.keep; the newest checkpoint is intact.",
             ) from err
         return removed

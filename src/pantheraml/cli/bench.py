@@ -62,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_script() -> Path:
-    """In the checkout that this package is part of. What lies in the current folder may be anybody's."""
+    """Script in the checkout that this package is part of; one in the current folder may be anyone's."""
     checkout = Path(__file__).parents[3]
     if (checkout / SCRIPT).is_file():
         return checkout / SCRIPT
     raise ConfigError(
         "The suites are not part of the installed package.",
         where=str(checkout),
-        todo="Install from a checkout of the source (`pip install -e .` there): it has them in benchmarks/suites.",
+        fix="Install from a checkout of the source (`pip install -e .` there): it has them in benchmarks/suites.",
     )

@@ -1,4 +1,4 @@
-"""`pantheraml demo`: from nothing to a fine-tuned model in minutes, offline, with a result that can be checked."""
+"""`pantheraml demo`: train and fine-tune a small model from scratch, offline, in minutes, and measure the result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
         help="train and fine-tune a small model, offline, in minutes",
-        description="Make a small language model from generated data, fine-tune it on a task it has not seen, and "
-        "measure it before and after. Needs no network and no GPU. Replaces an earlier demo in the same folder.",
+        description="Train a small language model on generated data, fine-tune it on a new task, and measure it before"
+        " and after. Needs no network and no GPU. Replaces an earlier demo in the same folder.",
     )
     parser.add_argument("--output", default="runs/demo", metavar="DIR", help="demo folder (default: runs/demo)")
     return parser

@@ -1,14 +1,14 @@
-"""What `pantheraml demo` does: two ordinary training runs, with the model's answers to held-out prompts in between.
+"""The steps of `pantheraml demo`: two ordinary training runs, with held-out completions generated before and after.
 
-The folder it leaves is the fine-tuning's run folder, with what led to it besides:
+Its output is the run folder of the fine-tune, plus what led to it:
 
     data/       the generated data: base.jsonl, train.jsonl, held-out.jsonl
-    start/      tokenizer and config.json of the model, before it has weights
-    base-run/   the run that trained the base
+    start/      tokenizer and config.json of the model, without weights
+    base-run/   the run that trained the base model
     base/       the base model
     adapter/, run.json, report.html, ...   as in any run folder
 
-Recipe and data were chosen together: see `data/synthetic.py` for what makes a model this small learn this fast.
+Hyperparameters and data were tuned together: see `data/synthetic.py` for why such a small model learns this fast.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from rich.text import Text
 
 from pantheraml.base.errors import RunDirectoryError, TrainingError
 from pantheraml.base.folders import committed_folder
-from pantheraml.cli.execute import Screen, run_training
 from pantheraml.cli.generate import complete
+from pantheraml.cli.screen import progress
 from pantheraml.data import synthetic
 from pantheraml.data.synthetic import Example
 from pantheraml.devices.probe import probe
-from pantheraml.readers import figures
+from pantheraml.readers import number_format as figures
 from pantheraml.readers.report import Section, write_report
 from pantheraml.readers.summary import write_run_json
+from pantheraml.runs.session import run_training
 from pantheraml.specs.config_file import validate
 from pantheraml.specs.run_dir import RunDir, remove_contents
 from pantheraml.specs.train import TrainConfig
@@ -43,10 +44,10 @@ VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS, SEQ_LEN = 512, 128, 3, 4, 256
 PROCESSES = 2
 LONGEST_ANSWER = 64
 LEARNED = 0.9
-"""The share of right answers below which the demo counts as failed."""
+"""Minimum exact-match score; below it the demo fails."""
 SHOWN_EXAMPLES = 3
 INPUTS = ("data", "start", "base-run", "base", "cache")
-"""What the demo puts into its folder beside its run."""
+"""Subfolders that the demo adds to its run folder."""
 TRY_PROMPT = "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
 
 BASE_TRAINING = {"max_steps": 600, "learning_rate": 3e-3, "warmup_steps": 20}
@@ -55,7 +56,7 @@ FINE_TUNING = {"max_steps": 180, "learning_rate": 5e-3, "warmup_steps": 10}
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model wrote for the held-out prompts."""
+    """Completions of the held-out prompts."""
 
     examples: list[Example]
     texts: list[str]
@@ -67,26 +68,26 @@ class Answers:
 
 
 def demonstrate(output: Path) -> dict[str, Any]:
-    """Run the demo in `output` and print how it went; returns what its run.json holds."""
+    """Run the demo in `output`, print its results, and return the content of run.json."""
     begin = time.monotonic()
     console = Console(highlight=False, soft_wrap=True)
     processes = min(PROCESSES, probe().cpu_count)
     base_config, config = training_configs(output.absolute(), processes)
     claim_folder(output, config)
 
-    _headline(console, 1, "Making a tokenizer, a model and data from nothing")
+    _headline(console, 1, "Creating a tokenizer, a model config and data")
     held_out = make_inputs(output)
-    _headline(console, 2, f"Training the base on {len(synthetic.BASE_TASKS)} tasks, {_counted(processes)}")
+    _headline(console, 2, f"Training the base model on {len(synthetic.BASE_TASKS)} tasks, {_process_count(processes)}")
     base_run = output / "base-run"
-    base = run_training(base_config, base_run, screen=Screen(title=f"train {base_run}"))
+    base = run_training(base_config, base_run, readers=progress(f"train {base_run}"))
     with committed_folder(output / "base") as folder:
         shutil.copytree(RunDir(base_run).trained(), folder, dirs_exist_ok=True)
     before = _answers(base_run, held_out)
-    console.print(f"A task it has not seen, {synthetic.TARGET_TASK.description}: {_score(before)}")
+    console.print(f"New task, {synthetic.TARGET_TASK.description}: {_score(before)}")
 
-    _headline(console, 3, "Fine-tuning the base on that task with LoRA")
-    # The folder is this demo's own and holds no training yet, so to resume it is to begin.
-    run_training(config, output, resume=True, screen=Screen(title=f"train {output}"))
+    _headline(console, 3, "Fine-tuning the base model on that task with LoRA")
+    # The folder is the demo's own and has no checkpoint yet, so resuming starts from the beginning.
+    run_training(config, output, resume=True, readers=progress(f"train {output}"))
     after = _answers(output, held_out)
 
     _headline(console, 4, "Before and after")
@@ -102,15 +103,15 @@ def demonstrate(output: Path) -> dict[str, Any]:
     _show(console, output, summary, before, after)
     if after.exact_match < LEARNED:
         raise TrainingError(
-            f"The demo did not learn its task: {_score(after)}, where at least {LEARNED:.0%} were expected.",
+            f"The demo did not learn its task: {_score(after)}, expected at least {LEARNED:.0%}.",
             where=str(output),
-            todo="Please report this, with the folder's events.jsonl: the demo is to succeed on every machine.",
+            fix="Please report this with the folder's events.jsonl: the demo should succeed everywhere.",
         )
     return summary
 
 
 def training_configs(output: Path, processes: int) -> tuple[TrainConfig, TrainConfig]:
-    """How the base is trained, and how it is fine-tuned."""
+    """Return the configurations of the base training and of the fine-tune."""
 
     def config(model: Path, init: str, data: str, kind: str, recipe: dict[str, Any]) -> TrainConfig:
         return validate(
@@ -131,7 +132,7 @@ def training_configs(output: Path, processes: int) -> tuple[TrainConfig, TrainCo
 
 
 def claim_folder(output: Path, config: TrainConfig) -> None:
-    """Make the folder, in place of an earlier demo if there is one; any other content is refused."""
+    """Create the folder, replacing an earlier demo; any other content is an error."""
     run = RunDir(output)
     earlier = run.holds_run() and run.config_file.is_file() and run.config().model.path == config.model.path
     if earlier:
@@ -139,13 +140,13 @@ def claim_folder(output: Path, config: TrainConfig) -> None:
         for name in INPUTS:
             shutil.rmtree(output / name, ignore_errors=True)
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunDirectoryError(f"The folder {output} holds other files.", todo="Choose another --output.")
+        raise RunDirectoryError(f"The folder {output} contains other files.", fix="Choose another --output.")
     run.mark()
     run.write_config(config)
 
 
 def make_inputs(output: Path) -> list[Example]:
-    """Write data, tokenizer and model config; returns the examples that no training sees."""
+    """Write data, tokenizer and model config, and return the held-out examples."""
     for name in ("data", "start"):
         (output / name).mkdir()
     base = synthetic.base_examples(BASE_EXAMPLES, seed=SEED)
@@ -163,9 +164,13 @@ def make_inputs(output: Path) -> list[Example]:
 
 
 def _answers(run_dir: Path, examples: list[Example]) -> Answers:
-    screen = Screen(title=f"generate {run_dir}")
     prompts = [example.prompt for example in examples]
-    return Answers(examples, complete(run_dir, prompts, screen=screen, device="cpu", max_new_tokens=LONGEST_ANSWER))
+    return Answers(
+        examples,
+        complete(
+            run_dir, prompts, readers=progress(f"generate {run_dir}"), device="cpu", max_new_tokens=LONGEST_ANSWER
+        ),
+    )
 
 
 def _score(answers: Answers) -> str:
@@ -180,8 +185,8 @@ def _write_report(output: Path, before: Answers, after: Answers) -> None:
     ]
     section = Section(
         title="Held-out examples",
-        text="Prompts that no training saw, the right answer, and what the model wrote before and after fine-tuning.",
-        columns=("Prompt", "Right answer", "Before", "After"),
+        text="Held-out prompts, the expected answer, and the model's answers before and after fine-tuning.",
+        columns=("Prompt", "Expected", "Before", "After"),
         rows=rows[:20],
     )
     scores = [
@@ -191,7 +196,7 @@ def _write_report(output: Path, before: Answers, after: Answers) -> None:
     write_report(output, extra=[section], extra_figures=scores)
 
 
-def _counted(processes: int) -> str:
+def _process_count(processes: int) -> str:
     return "1 process" if processes == 1 else f"{processes} processes"
 
 
@@ -212,7 +217,7 @@ def _show(console: Console, output: Path, summary: dict[str, Any], before: Answe
         ("exact match after", _score(after)),
         ("fine-tuning speed", f"{figures.count(summary['tokens_per_second'])} tokens/s"),
         ("peak memory", f"{figures.size(summary['peak_memory_bytes'])} per process"),
-        ("time", f"{figures.duration(summary['demo_seconds'])} in all"),
+        ("time", f"{figures.duration(summary['demo_seconds'])} total"),
         ("report", str(output / "report.html")),
         ("adapter", str(output / "adapter")),
         ("base model", str(output / "base")),

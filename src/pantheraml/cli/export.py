@@ -1,4 +1,4 @@
-"""`pantheraml export`: the trained model as a plain Hugging Face folder."""
+"""`pantheraml export`: write the trained model as a standard Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.base.text import printable
-from pantheraml.cli.consent import add_consent, consent_from
+from pantheraml.cli.consent_flags import add_consent, consent_from
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "export",
-        help="write the trained model as a plain Hugging Face folder",
-        description="Merge a run's adapter into its base model and write a plain Hugging Face folder.",
+        help="write the trained model as a standard Hugging Face folder",
+        description="Merge a run's adapter into its base model and write a standard Hugging Face folder.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the base model's weights")
-    parser.add_argument("--json", action="store_true", help="print where it was written as JSON")
-    parser.add_argument("--output", metavar="DIR", required=True, help="folder to write (must not hold anything)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--output", metavar="DIR", required=True, help="folder to write (must be empty)")
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights (default: the run's)"
+        "--precision", choices=["fp32", "bf16", "fp16"], help="dtype of the written weights (default: the run's)"
     )
     parser.add_argument(
         "--base",
         choices=["trained", "plain"],
         default="trained",
-        help="what QLoRA's adapter is merged into: the 4-bit weights that it was trained over (default), or plain ones",
+        help="weights a QLoRA adapter is merged into: the 4-bit ones it was trained on (default), or unquantized ones",
     )
     add_consent(parser)
     return parser
@@ -37,7 +37,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     from pantheraml.base.folders import no_scratch_left, require_empty
-    from pantheraml.cli.execute import Screen, run_request, told
+    from pantheraml.runs.tasks import messages, run_request
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import ExportRequest
 
@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_empty(output)
     if not arguments.merge and adapter.name == "adapter":
         raise ConfigError(
-            "Export without --merge would only copy the adapter.",
-            todo=f"Add --merge for a plain model; the adapter itself, in PEFT's format, is {adapter}.",
+            "Without --merge, export would only copy the adapter.",
+            fix=f"Add --merge for a standard model, or use the PEFT adapter itself: {adapter}.",
         )
     if arguments.base == "plain" and config.method.kind == "full":
-        raise ConfigError("--base plain is for adapters, and this run trained every weight.", todo="Leave it out.")
+        raise ConfigError("--base plain is for adapters, but this run trained every weight.", fix="Remove it.")
     precision = arguments.precision or run.plan().precision
     request = ExportRequest(
         run_dir=run_dir.absolute(),
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         base=arguments.base,
     )
     with no_scratch_left(request.output):
-        notices = run_request("export", request, screen=Screen(title=f"export {run_dir}", quiet=True), answer=told)
+        notices = run_request("export", request, answer=messages)
     if arguments.json:
         print(json.dumps({"output": str(output.absolute()), "precision": precision, "notices": notices}))
         return 0

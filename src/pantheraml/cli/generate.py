@@ -1,52 +1,57 @@
-"""`pantheraml generate`: let a trained model speak."""
+"""`pantheraml generate`: complete prompts with the model of a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.errors import ConfigError, DataError
 from pantheraml.base.text import printable
-from pantheraml.cli.consent import add_consent, consent_from
+from pantheraml.cli.consent_flags import add_consent, consent_from
 
 if TYPE_CHECKING:
-    from pantheraml.cli.execute import Screen
+    from pantheraml.readers.follow import Reader
     from pantheraml.specs.consent import Consent
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "generate", help="let a trained model speak", description="Complete prompts with the model of a run."
+        "generate", help="generate text with a trained model", description="Complete prompts with the model of a run."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    parser.add_argument("--prompts", metavar="FILE", help="a text file with one prompt a line")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 = always the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run")
-    parser.add_argument("--base", action="store_true", help="use the model as it was before training")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line: prompt, completion")
+    parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="maximum length of a completion (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0, greedy)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to run on")
+    parser.add_argument("--base", action="store_true", help="use the base model, as it was before training")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line: prompt, completion")
     add_consent(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pantheraml.cli.execute import Screen
+    from pantheraml.cli.screen import progress
 
     prompts = [*arguments.prompt, *_from_file(arguments.prompts)]
     if not prompts:
-        raise ConfigError("There is no prompt.", todo='Add --prompt "..." or --prompts FILE.')
+        raise ConfigError("No prompt given.", fix='Add --prompt "..." or --prompts FILE.')
     if arguments.max_new_tokens < 1 or arguments.temperature < 0:
         raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0.")
     quiet = arguments.json or not sys.stderr.isatty()
     answers = complete(
         Path(arguments.run_dir),
         prompts,
-        screen=Screen(title=f"generate {arguments.run_dir}", quiet=quiet),
+        readers=progress(f"generate {arguments.run_dir}", quiet=quiet),
         weights="base" if arguments.base else "trained",
         device=arguments.device,
         max_new_tokens=arguments.max_new_tokens,
@@ -54,14 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         consent=consent_from(arguments),
     )
-    # A model may say what a terminal would obey; in a file or a pipe its words stay as they are.
-    seen = sys.stdout.isatty()
+    # A model may write terminal control sequences: escape them on a terminal, not in files and pipes.
+    on_terminal = sys.stdout.isatty()
     for prompt, answer in zip(prompts, answers, strict=True):
         if arguments.json:
-            print(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=seen))
+            print(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=on_terminal))
         else:
             text = f"{prompt}{answer}" if len(prompts) > 1 else answer
-            print(printable(text) if seen else text)
+            print(printable(text) if on_terminal else text)
     return 0
 
 
@@ -71,14 +76,14 @@ def _from_file(name: str | None) -> list[str]:
     try:
         return [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as err:
-        raise DataError(f"The prompts file {name} cannot be read: {err}.") from err
+        raise DataError(f"Cannot read the prompts file {name}: {err}.") from err
 
 
 def complete(
     run_dir: Path,
     prompts: list[str],
     *,
-    screen: Screen,
+    readers: Sequence[Reader],
     weights: str = "trained",
     device: str = "auto",
     max_new_tokens: int = 128,
@@ -86,10 +91,10 @@ def complete(
     seed: int = 0,
     consent: Consent | None = None,
 ) -> list[str]:
-    """Completions of `prompts` by the model of a run, made in a worker process. `consent` None: to nothing."""
-    from pantheraml.cli.execute import run_request, told
+    """Complete `prompts` with the model of a run, in a worker process. `consent` None: no consent."""
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
+    from pantheraml.runs.tasks import messages, run_request
     from pantheraml.specs.consent import Consent
     from pantheraml.specs.multi_gpu import MultiGPUConfig
     from pantheraml.specs.run_dir import RunDir
@@ -100,7 +105,7 @@ def complete(
     config = run.received_config(consent)
     if weights == "trained":
         run.trained()
-    # Where and in which precision to run is the planner's choice, as for training, but always one process.
+    # The planner chooses device and precision, as for training, but always one process.
     one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if device != "cpu" else None)
     here = {"device": device, "parallel": one}
     changes = {"device_map": None, "max_memory": None} | ({"precision": "auto"} if device != "auto" else {})
@@ -122,11 +127,11 @@ def complete(
     )
 
     def read_answers(folder: Path) -> list[str]:
-        if screen.quiet:
-            for notice in told(folder):
+        if not readers:  # otherwise a reader has printed them
+            for notice in messages(folder):
                 print(printable(notice), file=sys.stderr)
         lines = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["completion"] for line in lines]
 
-    answers: list[str] = run_request("generate", request, plan=plan, screen=screen, answer=read_answers)
+    answers: list[str] = run_request("generate", request, plan=plan, readers=readers, answer=read_answers)
     return answers

@@ -1,4 +1,4 @@
-"""`pantheraml gpus`: the hardware as PantheraML sees it."""
+"""`pantheraml gpus`: list the hardware that PantheraML detects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "gpus", help="list the GPUs", description="List the GPUs, CPU cores and memory of this machine."
+        "gpus", help="list the GPUs", description="List the GPUs, CPU cores and memory of this host."
     )
     parser.add_argument("--json", action="store_true", help="print as JSON")
     return parser
@@ -17,7 +17,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     from pantheraml.devices.probe import probe
-    from pantheraml.readers.figures import size
+    from pantheraml.readers.number_format import size
 
     spec = probe()
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Model and data of a configuration, looked at before anything is planned: are they there at all?"""
+"""Check that model and data of a configuration exist, before anything is planned."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """ModelError or DataError for what is not there. Data is read by the run itself."""
+    """Raise ModelError or DataError if something is missing. The data itself is read by the run."""
     folder = config_folder(config.model.path, revision=config.model.revision)
     _check_architecture(config.model, read_hf_config(folder), folder)
     if config.model.tokenizer is not None:
         _check_tokenizer(config.model.tokenizer)
     for key, name in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
         if name is not None and not Path(name).exists():
-            raise DataError(f"There is no data at {name}.", where=key, todo="Check the path.")
+            raise DataError(f"There is no data at {name}.", where=key, fix="Check the path.")
 
 
 def _check_tokenizer(name: str) -> None:
     try:
         folder = config_folder(name)
     except ModelError as err:
-        raise ModelError(err.what, where="model.tokenizer", todo=err.todo) from err
-    on_this_machine = Path(name).expanduser().is_dir()  # of a hub's, config.json alone is sure to be there
-    if on_this_machine and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise ModelError(err.what, where="model.tokenizer", fix=err.fix) from err
+    is_local = Path(name).expanduser().is_dir()  # from the hub, only config.json is downloaded at this point
+    if is_local and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         raise ModelError(
             f"There is no tokenizer in {folder}.",
             where="model.tokenizer",
-            todo="Give a folder with a tokenizer.json.",
+            fix="Use a folder with a tokenizer.json.",
         )
 
 
@@ -47,13 +47,13 @@ def _check_architecture(model: ModelConfig, values: dict[str, Any], folder: Path
     raise ModelError(
         f"transformers {importlib.metadata.version('transformers')} does not know the model_type {kind!r}.",
         where=str(folder / "config.json"),
-        todo="If the model is newer, install a newer transformers; if it comes with Python code of its own, read that"
-        " and set model.trust_remote_code=true.",
+        fix="If the model is newer, install a newer transformers; if it comes with its own Python code, review that"
+        " code and set model.trust_remote_code=true.",
     )
 
 
 def _is_known(kind: str) -> bool:
-    """Whether transformers names that type in its tables, which are read as text: importing it takes seconds."""
+    """Whether transformers lists that type in its tables, which are read as text: importing it takes seconds."""
     found = importlib.util.find_spec("transformers")
     tables = [Path(place) / "models" / "auto" for place in (found and found.submodule_search_locations) or ()]
     files = [folder / name for folder in tables for name in ("auto_mappings.py", "configuration_auto.py")]

@@ -1,7 +1,7 @@
-"""`pantheraml COMMAND`: parses the command line, runs the command, turns errors into plain text and an exit code.
+"""`pantheraml COMMAND`: parse the command line, run the command, turn errors into a message and an exit code.
 
 Each command is a module with `add(subparsers)`, which declares its options, and `run(arguments)`, which imports what it
-needs. Nothing heavy is imported before a command is known, so `--help` answers at once.
+needs. Nothing heavy is imported before the command is known, so `--help` is fast.
 """
 
 from __future__ import annotations
@@ -18,26 +18,36 @@ from pantheraml.base.text import printable
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse prints usage and exits; ours raises, so that every error leaves by the same door."""
+    """Raises instead of exiting, so that usage errors are handled like all others."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message[0].upper()}{message[1:]}.", todo=f"See `{self.prog} --help`.")
+        raise ConfigError(f"{message[0].upper()}{message[1:]}.", fix=f"See `{self.prog} --help`.")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; an unknown flag is told with the one, or the key of the configuration, that it may stand for."""
+    """Parse the arguments; the error for an unknown flag suggests a similar flag or configuration key."""
     parser = build_parser()
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(_with_current_name(sys.argv[1:] if argv is None else argv))
     if unknown:
         command = f"pantheraml {arguments.command}" if arguments.command else "pantheraml"
         raise ConfigError(
             f"Unrecognized arguments: {' '.join(unknown)}.",
-            todo=f"{_meant(parser, arguments.command, unknown[0])}See `{command} --help`.",
+            fix=f"{_suggestion(parser, arguments.command, unknown[0])}See `{command} --help`.",
         )
     return arguments
 
 
-def _meant(parser: argparse.ArgumentParser, command: str | None, unknown: str) -> str:
+def _with_current_name(argv: Sequence[str]) -> list[str]:
+    """Replace the old name of a renamed command by its current one."""
+    from pantheraml.specs.legacy_aliases import COMMANDS
+
+    if not argv or argv[0] not in COMMANDS:
+        return list(argv)
+    print(f"`pantheraml {argv[0]}` is deprecated: use `pantheraml {COMMANDS[argv[0]]}`.", file=sys.stderr)
+    return [COMMANDS[argv[0]], *argv[1:]]
+
+
+def _suggestion(parser: argparse.ArgumentParser, command: str | None, unknown: str) -> str:
     from pantheraml.specs.config_file import all_keys, nearest_key
 
     name = unknown.partition("=")[0]
@@ -62,8 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
         export,
         generate,
         gpus,
+        import_config,
         plan,
-        quantise,
+        quantize,
         replay,
         resume,
         schema,
@@ -74,7 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pantheraml", description="Fine-tune language models on one, several or many GPUs.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    for module in (demo, train, resume, plan, verify, replay, generate, export, quantise, gpus, schema, bench):
+    running, looking = (demo, train, resume, plan, verify, replay, generate), (gpus, schema, import_config, bench)
+    for module in (*running, export, quantize, *looking):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")
@@ -107,14 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output (`| head`) left, which is no error. What is still buffered must go somewhere at exit.
+        # The reader of our output (`| head`) closed it, which is not an error. Buffered output is discarded at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as err:
         if debug:
             raise
-        print(printable(f"WorkerError: An unforeseen error: {type(err).__name__}: {err}"), file=sys.stderr)
-        print("  to do: Run it again with --debug, and report what it prints.", file=sys.stderr)
+        print(printable(f"WorkerError: Unexpected exception: {type(err).__name__}: {err}"), file=sys.stderr)
+        print("  fix: Rerun with --debug and report the traceback.", file=sys.stderr)
         return WorkerError.exit_code
 
 

@@ -1,4 +1,4 @@
-"""`pantheraml plan`: what a run would do, and why, without starting it."""
+"""`pantheraml plan`: show what a run would do, and why, without starting it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     from pantheraml.cli.train import add_config_options
 
     parser: argparse.ArgumentParser = commands.add_parser(
-        "plan", help="show what a run would do, and why", description="Show every choice of a run with its reason."
+        "plan",
+        help="show what a run would do, and why",
+        description="Show every choice that a run would make, with its reason, without starting it.",
     )
     add_config_options(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")

@@ -1,4 +1,4 @@
-"""`pantheraml replay INCIDENT`: a step that went wrong, run once more under watch, beside what was recorded of it."""
+"""`pantheraml replay INCIDENT`: rerun a bad step with hooks on every module, and compare with the recorded incident."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.text import printable
-from pantheraml.cli.consent import add_consent, consent_from
+from pantheraml.cli.consent_flags import add_consent, consent_from
 
 if TYPE_CHECKING:
     from pantheraml.specs.consent import Consent
@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "replay",
-        help="run a step that went wrong once more, and say where",
-        description="Run the step of an incident again in one process, with every module watched, and compare what is"
-        " found with what was recorded.",
+        help="rerun a bad step and locate the fault",
+        description="Rerun the step of an incident in one process, with a hook on every module, and compare the result"
+        " with what was recorded.",
     )
     parser.add_argument("incident", metavar="INCIDENT", help="RUN_DIR/incidents/step-N.json")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], help="where to run it (default: where the run was)"
-    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="device to run on (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_consent(parser)
     return parser
@@ -43,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(printable(f"replayed: {result.found} (loss {result.loss}, with {result.weights})"))
     if not result.same:
         raise TrainingError(
-            "The replay did not find what was recorded.",
+            "The replay did not reproduce the recorded incident.",
             where=arguments.incident,
-            todo="If the weights or the device are others than then, that may be why; else the fault comes and goes:"
+            fix="Check whether weights and device are the same as in the run; if they are, the fault is intermittent:"
             " suspect the hardware.",
         )
     return 0
@@ -53,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def replay(incident: Path, device: str | None, consent: Consent, *, quiet: bool) -> ReplayResult:
     from pantheraml.base.errors import RunDirectoryError
-    from pantheraml.cli.execute import Screen, run_request
+    from pantheraml.cli.screen import progress
+    from pantheraml.runs.tasks import run_request
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import ReplayRequest, ReplayResult
 
@@ -61,7 +60,7 @@ def replay(incident: Path, device: str | None, consent: Consent, *, quiet: bool)
     if not incident.is_file() or not run.config_file.is_file():
         raise RunDirectoryError(
             f"{incident} is not an incident of a run.",
-            todo="Give a file that a run has written to its folder: RUN_DIR/incidents/step-N.json.",
+            fix="Pass a file from a run folder: RUN_DIR/incidents/step-N.json.",
         )
     plan = _plan(run, device, consent)
     request = ReplayRequest(run_dir=run.path, consent=consent, incident=incident.absolute(), plan=plan)
@@ -69,24 +68,24 @@ def replay(incident: Path, device: str | None, consent: Consent, *, quiet: bool)
         "replay",
         request,
         plan=plan,
-        screen=Screen(title=f"replay {incident}", quiet=quiet),
+        readers=progress(f"replay {incident}", quiet=quiet),
         answer=lambda folder: ReplayResult.model_validate_json((folder / "replay.json").read_text()),
     )
     return result
 
 
 def _plan(run: RunDir, device: str | None, consent: Consent) -> Any:
-    """As the run's, for one process whose modules can be watched."""
+    """Return the run's plan, for one process without CUDA graphs and compilation, so that module hooks run."""
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
     from pantheraml.specs.multi_gpu import MultiGPUConfig
 
-    config, was = run.received_config(consent), run.plan()
-    here = device or was.device
+    config, original = run.received_config(consent), run.plan()
+    here = device or original.device
     one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if here != "cpu" else None)
-    watched = config.train.model_copy(update={"cuda_graph": "off", "compile": "off"})
-    changes: dict[str, Any] = {"device": here, "parallel": one, "train": watched}
-    if here != was.device:
+    train = config.train.model_copy(update={"cuda_graph": "off", "compile": "off"})
+    changes: dict[str, Any] = {"device": here, "parallel": one, "train": train}
+    if here != original.device:
         changes["model"] = config.model.model_copy(update={"precision": "auto"})
     plan = choose(config.model_copy(update=changes), probe())
-    return plan.model_copy(update={"micro_batch_size": was.micro_batch_size})
+    return plan.model_copy(update={"micro_batch_size": original.micro_batch_size})

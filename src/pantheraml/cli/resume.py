@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pantheraml.cli.consent import add_consent, consent_from
-from pantheraml.cli.train import add_allow_change, add_machines, resume_overrides, show_result, start_this_machine
+from pantheraml.cli.consent_flags import add_consent, consent_from
+from pantheraml.cli.train import add_allow_change, add_node_options, launch_this_node, resume_overrides, show_result
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -20,14 +20,15 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="set any key; may be repeated"
     )
     add_allow_change(parser)
-    add_machines(parser)
+    add_node_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     add_consent(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pantheraml.cli.execute import Screen, run_training
+    from pantheraml.cli.screen import progress
+    from pantheraml.runs.session import run_training
     from pantheraml.specs.config_file import load_config
     from pantheraml.specs.run_dir import RunDir
 
@@ -35,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     run = RunDir(output)
     run.received_config(consent_from(arguments))
     config = load_config(run.config_file, resume_overrides(arguments))
-    start_this_machine(arguments, config, output)
-    screen = Screen(title=f"resume {output}", quiet=arguments.json)
-    summary = run_training(config, output, resume=True, screen=screen)
+    launch_this_node(arguments, config, output)
+    summary = run_training(config, output, resume=True, readers=progress(f"resume {output}", quiet=arguments.json))
     show_result(summary, output, as_json=arguments.json)
     return 0

@@ -1,4 +1,4 @@
-"""`pantheraml train`: from a config file or flags to trained weights."""
+"""`pantheraml train`: fine-tune a model from a config file or flags."""
 
 from __future__ import annotations
 
@@ -35,28 +35,26 @@ def add(commands: Any) -> argparse.ArgumentParser:
         nargs="?",
         const="auto",
         choices=["auto"],
-        help="continue the run that the output folder holds; if it holds none, begin one",
+        help="continue the run in the output folder, or start one if there is none",
     )
     add_allow_change(parser)
-    add_machines(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
+    add_node_options(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     return parser
 
 
-def add_machines(parser: argparse.ArgumentParser) -> None:
-    several = parser.add_argument_group(
-        "several machines", "Run the same command on each; --nproc counts one machine's."
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several nodes", "Run the same command on every node; --nproc counts processes per node."
     )
-    several.add_argument("--nnodes", type=int, metavar="N", help="number of machines")
-    several.add_argument("--node-rank", type=int, metavar="I", help="which of them this is, from 0")
-    several.add_argument(
-        "--rdzv", metavar="HOST:PORT", help="where they meet: an address of machine 0, and a free port"
-    )
+    group.add_argument("--nnodes", type=int, metavar="N", help="number of nodes")
+    group.add_argument("--node-rank", type=int, metavar="I", help="index of this node, from 0")
+    group.add_argument("--rdzv", metavar="HOST:PORT", help="rendezvous: an address of node 0, and a free port")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """What `train` and `plan` share: everything that makes a TrainConfig."""
+    """Add the options of `train` and `plan` that build a TrainConfig."""
     add_inputs(parser)
     parser.add_argument("--eval-data", metavar="FILE", help="evaluation data (data.eval_path)")
     parser.add_argument("--method", choices=["lora", "dora", "qlora", "full"], help="what to train (method.kind)")
@@ -64,11 +62,11 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """A model, text, and where to compute."""
+    """Add the options for model, data and device."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; flags below override it")
     parser.add_argument("--model", metavar="DIR", help="model folder or hub name (model.path)")
     parser.add_argument("--data", metavar="FILE", help="training data (data.path)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to compute (device)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="device to train on (device)")
     parser.add_argument(
         "--on-bad-row", choices=["stop", "skip"], help="what to do with unusable rows (data.on_bad_row)"
     )
@@ -83,7 +81,7 @@ def add_allow_change(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD",
-        help="resume although this key or section changed and the run cannot go on exactly; may be repeated",
+        help="resume although this key or section changed, so that the run is not continued exactly; may be repeated",
     )
 
 
@@ -96,8 +94,8 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     overrides |= _common_overrides(arguments)
     if arguments.config is None and not {("model", "path"), ("data", "path")} <= overrides.keys():
         raise ConfigError(
-            f"Nothing to {arguments.command}: give a config file, or --model and --data.",
-            todo=f"For example: pantheraml {arguments.command} --model DIR --data FILE --output DIR",
+            f"Nothing to {arguments.command}: pass a config file, or --model and --data.",
+            fix=f"For example: pantheraml {arguments.command} --model DIR --data FILE --output DIR",
         )
     path = Path(arguments.config) if arguments.config else None
     config = load_config(path, overrides)
@@ -107,10 +105,10 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def resume_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
-    """What `resume` lays over the configuration of the run; leave to change something holds for one start."""
+    """Return the overrides of `resume` over the run's configuration; `--allow-change` applies to this start only."""
     overrides: dict[Key, Any] = {("checkpoint", "allow_change"): arguments.allow_change}
-    if _one_of_several_machines(arguments) or env.launched_rank() is not None:
-        overrides["parallel", "world_size"] = None  # as many as are started now, by the machines or another launcher
+    if _is_multi_node(arguments) or env.launched_rank() is not None:
+        overrides["parallel", "world_size"] = None  # the number started now, by the nodes or another launcher
     return overrides | _common_overrides(arguments)
 
 
@@ -118,32 +116,32 @@ def _common_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
     from pantheraml.specs.config_file import parse_overrides
 
     overrides: dict[Key, Any] = {}
-    if vars(arguments).get("nproc") is not None and not _one_of_several_machines(arguments):
+    if vars(arguments).get("nproc") is not None and not _is_multi_node(arguments):
         overrides["parallel", "world_size"] = _processes(arguments.nproc)
     return overrides | parse_overrides(arguments.set)
 
 
-def _one_of_several_machines(arguments: argparse.Namespace) -> bool:
+def _is_multi_node(arguments: argparse.Namespace) -> bool:
     return vars(arguments).get("nnodes") is not None
 
 
-def start_this_machine(arguments: argparse.Namespace, config: TrainConfig, output: Path) -> None:
-    """If it is one of several: returns in its ranks alone, which do as ranks do. If not: does nothing."""
+def launch_this_node(arguments: argparse.Namespace, config: TrainConfig, output: Path) -> None:
+    """On one of several nodes: start its ranks, and return only in those. On a single node: do nothing."""
     from pantheraml.devices.probe import probe
-    from pantheraml.launch.machines import Machine, become_agent, processes_here
+    from pantheraml.launch.nodes import NodeSpec, become_agent, processes_here
 
-    if not _one_of_several_machines(arguments):
+    if not _is_multi_node(arguments):
         if arguments.node_rank is not None or arguments.rdzv is not None:
-            raise ConfigError("--node-rank and --rdzv are for several machines.", todo="Give --nnodes too.")
+            raise ConfigError("--node-rank and --rdzv are for several nodes.", fix="Add --nnodes.")
         return
-    machine = Machine.from_options(arguments.nnodes, arguments.node_rank, arguments.rdzv)
+    node = NodeSpec.from_options(arguments.nnodes, arguments.node_rank, arguments.rdzv)
     if env.launched_rank() is None:
-        asked = None if arguments.nproc is None else _processes(arguments.nproc)
-        become_agent(machine, processes_here(config, probe(), asked), config, output)
+        nproc = None if arguments.nproc is None else _processes(arguments.nproc)
+        become_agent(node, processes_here(config, probe(), nproc), config, output)
     if not env.was_relaunched():
         raise ConfigError(
-            "--nnodes starts processes on this machine, but another launcher has started this one.",
-            todo="Leave --nnodes out, or the launcher.",
+            "--nnodes starts processes on this node, but another launcher has started this one.",
+            fix="Remove --nnodes, or start without the launcher.",
         )
 
 
@@ -152,7 +150,7 @@ def _processes(text: str) -> int | None:
         return None
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(
-            f"--nproc takes auto or a number from 1, not {text!r}.", todo="For example: --nproc 2, or --nproc auto."
+            f"--nproc must be auto or a positive number, not {text!r}.", fix="For example: --nproc 2, or --nproc auto."
         )
     return int(text)
 
@@ -163,23 +161,24 @@ def default_output(arguments: argparse.Namespace, config: TrainConfig) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pantheraml.cli.execute import Screen, run_training
+    from pantheraml.cli.screen import progress
+    from pantheraml.runs.session import run_training
 
     if arguments.resume and arguments.overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other.", todo="Keep one of them.")
+        raise ConfigError("--resume and --overwrite are mutually exclusive.", fix="Remove one of them.")
     config = config_from(arguments)
     if arguments.allow_change:
         allowed = config.checkpoint.model_copy(update={"allow_change": arguments.allow_change})
         config = config.model_copy(update={"checkpoint": allowed})
     output = Path(arguments.output) if arguments.output else default_output(arguments, config)
-    start_this_machine(arguments, config, output)
-    begun = env.restarted_because() is not None
+    launch_this_node(arguments, config, output)
+    restarted = env.restarted_because() is not None
     summary = run_training(
         config,
         output,
-        resume=arguments.resume is not None or begun,
-        overwrite=arguments.overwrite and not begun,
-        screen=Screen(title=f"train {output}", quiet=arguments.json),
+        resume=arguments.resume is not None or restarted,
+        overwrite=arguments.overwrite and not restarted,
+        readers=progress(f"train {output}", quiet=arguments.json),
     )
     show_result(summary, output, as_json=arguments.json)
     return 0

@@ -1,4 +1,4 @@
-"""`pantheraml verify`: shows on this machine that several processes come to what one comes to, in every mode."""
+"""`pantheraml verify`: check on this host that N processes give the same result as one, in every parallel mode."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EXAMPLES = 200
 def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "verify",
-        help="show that N processes equal one on this machine",
-        description="Takes the first steps of a run in one process and, on the same global batches, in every mode of"
-        " parallelism; compares losses, gradients and weights. Without --config it uses a small model of its own.",
+        help="check that N processes give the result of one",
+        description="Run the first steps of a training run in one process and, on the same global batches, in every"
+        " parallel mode; compare losses, gradients and weights. Without --config it uses a small built-in model.",
     )
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per GPU, at least 2)")
-    parser.add_argument("--modes", metavar="A,B", help="modes, such as ddp,fsdp,tp (default: all that are possible)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    parser.add_argument("--config", metavar="FILE", help="model, data and settings of a run, cut to its first steps")
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes (default: one per GPU, at least 2)")
+    parser.add_argument("--modes", metavar="A,B", help="modes, such as ddp,fsdp,tp (default: all that N allows)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="device (default: cuda if there is a GPU)")
+    parser.add_argument("--config", metavar="FILE", help="config file with model, data and settings to use")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps to compare (default: {STEPS})")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pantheraml.base.errors import ConfigError, EqualityError
 
     if arguments.steps < 1:
-        raise ConfigError(f"--steps {arguments.steps} compares nothing.", todo="Take at least one step.")
+        raise ConfigError(f"--steps {arguments.steps} compares nothing.", fix="Compare at least one step.")
     folder = Path(tempfile.mkdtemp(prefix="pantheraml-verify-"))
     config = _config(arguments, folder)
     plan = _plan(config, arguments)
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         failed = [verdict.mode for verdict in verdicts.modes if verdict.passed is False]
         raise EqualityError(
             f"{', '.join(failed)}: the result differs from one process's by more than rounding.",
-            todo="Do not train in that mode on this machine; please report it with the output of `verify --json`.",
+            fix="Do not train in that mode on this host; please report it with the output of `verify --json`.",
         )
     return 0
 
@@ -71,7 +71,7 @@ def _config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
 
 
 def _built_in(folder: Path, device: str | None) -> TrainConfig:
-    """A Llama of eight layers and its data, made on the spot: enough for every mode with up to eight processes."""
+    """Create a Llama of eight layers and its data: enough for every mode with up to eight processes."""
     from pantheraml.data import synthetic
     from pantheraml.specs.config_file import validate
 
@@ -92,23 +92,23 @@ def _built_in(folder: Path, device: str | None) -> TrainConfig:
 
 
 def _plan(config: TrainConfig, arguments: argparse.Namespace) -> Plan:
-    """What one process would do, for as many as were asked for; if need be they share GPUs, and talk through gloo."""
+    """Plan as for one process, with the requested number; if there are too few GPUs, ranks share them and use gloo."""
     from pantheraml.base.errors import ConfigError
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
     from pantheraml.specs.parallel import ParallelDims
 
     devices = probe()
-    whole = config.model.model_copy(update={"device_map": None, "max_memory": None})
-    alone = config.model_copy(update={"parallel": _one_process(config), "model": whole})
-    plan = choose(alone, devices)
+    model = config.model.model_copy(update={"device_map": None, "max_memory": None})
+    single = config.model_copy(update={"parallel": _one_process(config), "model": model})
+    plan = choose(single, devices)
     count = arguments.nproc or max(2, len(devices.gpus) if plan.device == "cuda" else 0)
     if count < 2:
-        raise ConfigError("To compare with one process takes at least two.", todo="Use --nproc 2 or more.")
+        raise ConfigError("A comparison with one process needs at least two.", fix="Use --nproc 2 or more.")
     if count > config.train.global_batch_size:
         raise ConfigError(
             f"{count} processes cannot share a global batch of {config.train.global_batch_size} sequence(s).",
-            todo="Lower --nproc, or raise train.global_batch_size.",
+            fix="Lower --nproc, or raise train.global_batch_size.",
         )
     gpus = [gpu.index for gpu in devices.gpus][:count] if plan.device == "cuda" else []
     enough = len(gpus) == count and config.parallel.backend == "nccl"
@@ -118,7 +118,7 @@ def _plan(config: TrainConfig, arguments: argparse.Namespace) -> Plan:
             "dims": ParallelDims(replicate=count),
             "device_ids": tuple(gpus),
             "backend": "nccl" if enough else "gloo",
-            # uneven, and more than one pass: the harder case
+            # uneven, with several micro-batches: the harder case
             "micro_batch_size": max(1, config.train.global_batch_size // count // 3),
             "threads_per_process": max(1, devices.cpu_count // count),
             "choices": (),
@@ -133,27 +133,27 @@ def _one_process(config: TrainConfig) -> Any:
 
 
 def _verify(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, folder: Path) -> Verdicts:
-    from pantheraml.cli.execute import Screen, run_prepare, run_request
+    from pantheraml.cli.screen import progress
+    from pantheraml.runs.tasks import run_prepare, run_request
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import VerifyRequest
 
-    screen = Screen(title="verify", quiet=arguments.json)
     run = RunDir(folder / "run")
     run.mark()
     run.write_config(config)
     run.write_plan(plan)
-    run_prepare(run, config, screen)
+    run_prepare(run, config, readers=progress("verify", quiet=arguments.json))
     request = VerifyRequest(
         run_dir=run.path,
         modes=_modes(arguments, plan.world_size),
         steps=arguments.steps,
-        asked=arguments.modes is not None,
+        explicit=arguments.modes is not None,
     )
     verdicts: Verdicts = run_request(
         "verify",
         request,
         plan=plan,
-        screen=screen,
+        readers=progress("verify", quiet=arguments.json),
         answer=lambda answers: Verdicts.model_validate_json((answers / "verdicts.json").read_text()),
     )
     return verdicts
@@ -169,9 +169,7 @@ def _modes(arguments: argparse.Namespace, count: int) -> Any:
     names = arguments.modes.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(
-            f"There is no mode {unknown[0]!r} for {count} processes.", todo=f"Choose from {', '.join(known)}."
-        )
+        raise ConfigError(f"Unknown mode {unknown[0]!r} for {count} processes.", fix=f"Choose from {', '.join(known)}.")
     return {name: known[name] for name in names}
 
 
@@ -182,27 +180,27 @@ def show(verdicts: Verdicts) -> None:
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
-    for name in ("mode", "divides", "loss", "gradient", f"weights after {verdicts.steps} steps", "time", ""):
-        table.add_column(name, justify="left" if name in ("mode", "divides", "") else "right")
+    for name in ("mode", "degrees", "loss", "gradient", f"weights after {verdicts.steps} steps", "time", ""):
+        table.add_column(name, justify="left" if name in ("mode", "degrees", "") else "right")
     for verdict in verdicts.modes:
         table.add_row(*(Text(printable(cell)) for cell in _cells(verdict, verdicts)))
-    console.print("Relative differences to one process on the same global batches:")
+    console.print("Relative difference to one process on the same global batches:")
     console.print(table)
     console.print(
-        f"Allowed: {verdicts.tolerance:.1e} for loss and gradient, {verdicts.weights_tolerance:.1e} for weights"
-        f" ({verdicts.tolerance_reason}). Time: of a step, against one process."
+        f"Tolerance: {verdicts.tolerance:.1e} for loss and gradient, {verdicts.weights_tolerance:.1e} for weights"
+        f" ({verdicts.tolerance_reason}). Time: per step, relative to one process."
     )
     for note in verdicts.notes:
         console.print(Text(printable(f"Note: {note}.")))
 
 
 def _cells(verdict: ModeVerdict, verdicts: Verdicts) -> list[str]:
-    divides = str(verdict.dims)
+    degrees = str(verdict.dims)
     if verdict.batch_shares is not None:
-        divides += f", shares {','.join(map(str, verdict.batch_shares))}"
+        degrees += f", shares {','.join(map(str, verdict.batch_shares))}"
     if verdict.not_possible is not None:
-        return [verdict.mode, divides, "-", "-", "-", "-", f"not possible: {verdict.not_possible}"]
+        return [verdict.mode, degrees, "-", "-", "-", "-", f"not possible: {verdict.not_possible}"]
     numbers = (verdict.loss, verdict.gradient, verdict.weights)
-    told = [f"{number:.1e}" for number in numbers if number is not None]
+    differences = [f"{number:.1e}" for number in numbers if number is not None]
     ratio = f"{verdict.seconds / verdicts.seconds_of_one:.2f}x" if verdict.seconds is not None else "-"
-    return [verdict.mode, divides, *told, ratio, "equal" if verdict.passed else "DIFFERS"]
+    return [verdict.mode, degrees, *differences, ratio, "equal" if verdict.passed else "DIFFERS"]

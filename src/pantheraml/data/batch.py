@@ -1,9 +1,9 @@
-"""From sequences to the tensors of one forward pass.
+"""Collate token sequences into the tensors of one micro-batch.
 
-Position ids restart at 0 with every document, and padding counts as documents of its own, none longer than the longest
-real one: a model may know no position beyond, or compute the others differently for it. With no attention mask given,
-transformers reads document borders from those restarts, so nothing attends across documents or to padding. For
-attention that takes the borders themselves they are laid down here, where the lengths are known without asking a GPU.
+Position ids restart at 0 with every document. Padding counts as separate documents, none longer than the longest real
+one: a model may have no position beyond it, or compute all positions differently because of it. Without an attention
+mask, transformers derives document boundaries from those restarts, so nothing attends across documents or to padding.
+For variable-length attention the boundaries (cu_seqlens) are computed here, on the host, without a device sync.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from numpy.typing import NDArray
 
 from pantheraml.data.documents import NO_LOSS, Ints, TokenSequence
 
-_WIDTH_MULTIPLE = 8  # tensor cores want it, and it bounds the number of distinct shapes
+_WIDTH_MULTIPLE = 8  # aligned for tensor cores; also bounds the number of distinct shapes
 
 
 @dataclass(frozen=True)
 class Batch:
-    """[B, S] LongTensors of one micro-batch."""
+    """One micro-batch: [B, S] LongTensors."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
-    """targets[:, t] is the token to predict at position t (labels shifted left by one), or NO_LOSS."""
+    """Labels shifted left by one: targets[:, t] is the token to predict at position t, or NO_LOSS."""
     position_ids: torch.Tensor
     boundaries: torch.Tensor | None
-    """int32: 0 and the end of each document, over the rows laid end to end; the last end is repeated up to a power of
-    two, so that compiled code meets few shapes. None where every row is one document."""
+    """int32 cu_seqlens over the flattened rows: 0, then the end of each document. The last end is repeated up to a
+    power of two, which limits the shapes that compiled code sees. None if every row is a single document."""
     max_length: int
-    """Tokens of the longest document."""
+    """Length of the longest document, in tokens."""
     tokens: int
-    """Tokens that are not padding."""
+    """Number of non-padding tokens."""
     target_count: int
-    """Targets that are not NO_LOSS."""
+    """Number of targets other than NO_LOSS."""
     lengths: tuple[int, ...] = ()
-    """Tokens of each row that are not padding; empty: not known."""
+    """Non-padding tokens of each row; empty if unknown."""
 
     def mask(self) -> torch.Tensor:
-        """[B, S] on the host: 1.0 where a token is not padding."""
+        """Return a [B, S] padding mask on the host: 1.0 for tokens, 0.0 for padding."""
         width = self.input_ids.shape[1]
         return (torch.arange(width) < torch.tensor(self.lengths).unsqueeze(1)).float()
 
@@ -49,11 +49,11 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """In page-locked memory, from where a copy to a GPU runs beside its work."""
+        """Copy to pinned memory, from which host-to-device copies are asynchronous."""
         return self._each(torch.Tensor.pin_memory)
 
     def without_targets(self) -> Batch:
-        """The same shapes, but nothing to learn: for a rank that has no samples and must keep its peers company."""
+        """Return a dummy batch of the same shapes, so that ranks without samples still join collectives."""
         return replace(
             self,
             targets=torch.full_like(self.targets, NO_LOSS),
@@ -73,8 +73,11 @@ class Batch:
 
 
 def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | None, parts: int = 1) -> Batch:
-    """Lay `sequences` side by side, padded to `width`; None = the longest of them, rounded up so that each of `parts`
-    equal parts of a row is a multiple of 8."""
+    """Pad `sequences` to `width` and stack them.
+
+    With `width=None`, pad to the longest one, rounded up so that each of `parts` equal slices of a row (context
+    parallel) is a multiple of 8.
+    """
     longest = max(len(sequence.input_ids) for sequence in sequences)
     if width is None:
         multiple = parts * _WIDTH_MULTIPLE
@@ -91,15 +94,15 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | Non
         length = len(sequence.input_ids)
         input_ids[row, :length] = sequence.input_ids
         targets[row, : length - 1] = sequence.labels[1:]
-        documents = np.append(sequence.document_lengths, padding(width - length, longest_document))
-        position_ids[row] = positions(documents)
+        documents = np.append(sequence.document_lengths, padding_lengths(width - length, longest_document))
+        position_ids[row] = restarting_positions(documents)
         lengths.append(documents)
-    every = np.concatenate(lengths)
+    all_lengths = np.concatenate(lengths)
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(position_ids),
-        boundaries=None if (every == width).all() else document_ends(every),
+        boundaries=None if (all_lengths == width).all() else padded_cu_seqlens(all_lengths),
         max_length=longest_document,
         tokens=sum(len(sequence.input_ids) for sequence in sequences),
         target_count=int((targets != NO_LOSS).sum()),
@@ -107,22 +110,22 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, width: int | Non
     )
 
 
-def padding(tokens: int, longest: int) -> Ints:
-    """Lengths of the documents that padding is divided into, none above `longest`."""
+def padding_lengths(tokens: int, longest: int) -> Ints:
+    """Split `tokens` of padding into documents of at most `longest` tokens, and return their lengths."""
     whole, rest = divmod(tokens, longest)
     return np.array([longest] * whole + [rest] * (rest > 0), dtype=np.int32)
 
 
-def positions(lengths: Ints) -> NDArray[np.int64]:
-    """Of the tokens of documents of these lengths, in a row."""
+def restarting_positions(lengths: Ints) -> NDArray[np.int64]:
+    """Return the position ids of consecutive documents of these lengths."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
 
 
-def document_ends(lengths: Ints) -> torch.Tensor:
-    """`Batch.boundaries` of documents of these lengths."""
-    room = 1 << (len(lengths) - 1).bit_length()
-    ends = np.full(room + 1, lengths.sum(), dtype=np.int32)
+def padded_cu_seqlens(lengths: Ints) -> torch.Tensor:
+    """Return `Batch.boundaries` for documents of these lengths."""
+    padded = 1 << (len(lengths) - 1).bit_length()
+    ends = np.full(padded + 1, lengths.sum(), dtype=np.int32)
     ends[0] = 0
     ends[1 : len(lengths) + 1] = np.cumsum(lengths)
     return torch.from_numpy(ends)

@@ -1,49 +1,49 @@
-"""Bounds on what one row may cost, so that a small file or a chat template cannot take the machine.
+"""Resource limits per row, so that a small file or a chat template cannot exhaust the host.
 
-Each bound is far above what a row of real data needs. Whoever meets one raises an error that names it.
+Each limit is far above what real data needs. Code that hits one raises an error that names it.
 """
 
 from __future__ import annotations
 
 from pantheraml.base.errors import DataError
-from pantheraml.base.memory_room import ROOM
+from pantheraml.base.memory_room import MAX_GROWTH_BYTES
 
-ROW_BYTES = 16 << 20
-"""The longest row: of a line, of a CSV record, of an element of a JSON array, of the values of an Arrow row.
+MAX_ROW_BYTES = 16 << 20
+"""Maximum size of a row: a line, a CSV record, an element of a JSON array, or the values of an Arrow row.
 
-It is more text than the longest data.seq_len takes. A tokenizer needs up to 190 bytes of memory for each byte of text:
+It holds more text than the largest data.seq_len can use. Tokenizers need up to 190 bytes of memory per byte of text:
 3.1 GiB were measured for a row of 16 MiB.
 """
-NESTING = 64
-"""The deepest nesting of lists and objects in a row; code that walks a row recursively stays far from its own limit."""
-DECODING_ROOM = ROOM
-"""Memory that may be added while one batch of an Arrow or Parquet file is decoded, or one conversation rendered."""
+MAX_NESTING = 64
+"""Maximum nesting of lists and objects in a row; keeps recursive code far from Python's recursion limit."""
+MAX_DECODE_BYTES = MAX_GROWTH_BYTES
+"""Maximum memory growth while decoding one Arrow or Parquet batch, or rendering one conversation."""
 
 ROWS_BASE, ROWS_PER_BYTE = 65_536, 8
 DECODED_BASE, DECODED_FACTOR = 1 << 30, 1_024
-"""An Arrow or Parquet file may hold ROWS_BASE + ROWS_PER_BYTE x its bytes rows, and its values may take DECODED_BASE +
-DECODED_FACTOR x its bytes: in a few hundred bytes such a file can repeat one value without end."""
+"""An Arrow or Parquet file of n bytes may hold ROWS_BASE + ROWS_PER_BYTE * n rows, and decode to DECODED_BASE +
+DECODED_FACTOR * n bytes: a few hundred bytes of such a file can repeat one value without end."""
 
 
-def mebibytes(size: int) -> str:
+def format_mib(size: int) -> str:
     return f"{size >> 20} MiB"
 
 
-LONG_ROW = f"longer than {mebibytes(ROW_BYTES)}, the most that one row may hold"
+LONG_ROW = f"longer than {format_mib(MAX_ROW_BYTES)}, the maximum for one row"
 
 
 def row_too_long(where: str) -> DataError:
     return DataError(
         f"A row is {LONG_ROW}.",
         where=where,
-        todo="Divide it into several rows. If it should be several already, check the line ends and the quotes.",
+        fix="Split it into several rows. If it should already be several, check the line endings and quotes.",
     )
 
 
 def too_deep(value: object) -> bool:
-    """Whether lists and objects are nested deeper than NESTING; walks level by level, so depth itself costs nothing."""
+    """Return whether lists and objects nest deeper than MAX_NESTING. Breadth-first, so depth needs no recursion."""
     level = [value]
-    for _ in range(NESTING + 1):
+    for _ in range(MAX_NESTING + 1):
         level = [
             inner
             for outer in level

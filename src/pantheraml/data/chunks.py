@@ -1,8 +1,8 @@
-"""Reading source files in chunks, so that memory does not grow with their size.
+"""Read text source files (JSON Lines, JSON, CSV, plain text) in chunks, with memory independent of file size.
 
-Lines are cut here and parsed by whoever handles the chunk, usually another process. JSON arrays and CSV have to be
-parsed to find where a row ends, so their chunks carry parsed rows. Where a file is cut depends on its content alone,
-never on the number of processes.
+Line-based files are split here and parsed by the process that handles the chunk. JSON arrays and CSV must be parsed to
+find the end of a row, so their chunks carry parsed rows. Chunk boundaries depend on the content of the file only, never
+on the number of processes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pantheraml.base.errors import DataError
-from pantheraml.data.bounds import LONG_ROW, NESTING, ROW_BYTES, row_too_long, too_deep
-from pantheraml.data.rows import Row, RowError, Unit, kind_of, names, shown
+from pantheraml.data.bounds import LONG_ROW, MAX_NESTING, MAX_ROW_BYTES, row_too_long, too_deep
+from pantheraml.data.rows import Row, RowError, Unit, describe, join_names, short_repr
 
 _CHUNK_BYTES = 1 << 20
 _BLANK = " \t\r\n"
@@ -28,7 +28,7 @@ _LONGEST_LITERAL = 16  # "-Infinity" or an escaped surrogate pair; errors furthe
 
 @dataclass(frozen=True)
 class LineChunk:
-    """Whole lines of a text file, still bytes: JSON Lines, or plain text with one document a line."""
+    """Complete lines of a file as bytes: JSON Lines, or plain text with one document per line."""
 
     file: str
     data: bytes
@@ -50,7 +50,7 @@ class LineChunk:
             if isinstance(line, RowError):
                 yield number, line
             elif line := line.strip(_BLANK):
-                yield number, {"text": line} if self.plain else _parsed_line(line)
+                yield number, {"text": line} if self.plain else _parse_line(line)
 
     def _decoded_one_by_one(self) -> Iterator[str | RowError]:
         offset = self.offset
@@ -64,7 +64,7 @@ class LineChunk:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows that are parsed already."""
+    """Rows that are already parsed."""
 
     file: str
     size: int
@@ -76,18 +76,18 @@ class RowChunk:
 
 
 def read_lines(path: Path, *, plain: bool) -> Iterator[LineChunk | RowChunk]:
-    """Chunks of about a mebibyte that end at line ends."""
+    """Yield chunks of about 1 MiB that end at line breaks."""
     offset, line = 0, 1
     with open(path, "rb") as file:
         start = file.read(len(codecs.BOM_UTF8))
-        refuse_utf16(path, start)
+        reject_utf16(path, start)
         rest = start.removeprefix(codecs.BOM_UTF8)
         offset += len(start) - len(rest)
         while block := file.read(_CHUNK_BYTES):
             data = rest + block
             rest = b""
             if not data.endswith(b"\n"):
-                data += file.readline(ROW_BYTES)
+                data += file.readline(MAX_ROW_BYTES)
             whole = data if data.endswith(b"\n") or not file.peek(1) else data[: data.rfind(b"\n") + 1]
             if whole:
                 yield LineChunk(str(path), whole.removesuffix(b"\n"), offset, line, plain)
@@ -103,7 +103,7 @@ def read_lines(path: Path, *, plain: bool) -> Iterator[LineChunk | RowChunk]:
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Leave out what is left of a line; its length."""
+    """Skip the rest of a line and return its length."""
     skipped = 0
     while part := file.readline(_CHUNK_BYTES):
         skipped += len(part)
@@ -113,9 +113,9 @@ def _skip_line(file: BinaryIO) -> int:
 
 
 def read_json(path: Path) -> Iterator[LineChunk | RowChunk]:
-    """A `.json` file: one array of objects, or (as many tools write) JSON Lines under that name."""
+    """Read a `.json` file: one array of objects, or JSON Lines, which many tools write under that extension."""
     with open(path, "rb") as file:
-        refuse_utf16(path, file.read(4))
+        reject_utf16(path, file.read(4))
     if starts_array(path):
         yield from _read_array(path)
     else:
@@ -123,13 +123,13 @@ def read_json(path: Path) -> Iterator[LineChunk | RowChunk]:
 
 
 def starts_array(path: Path) -> bool:
-    """Whether a file holds a JSON array rather than JSON Lines."""
+    """Return whether a file holds a JSON array rather than JSON Lines."""
     with open(path, "rb") as file:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_array(path: Path) -> Iterator[RowChunk]:
-    """Decodes element by element from a sliding window of text, and cuts a chunk per mebibyte."""
+    """Decode element by element from a sliding window of text, and yield a chunk per MiB."""
     text = _SlidingText(path)
     text.skip("[")
     numbered: list[tuple[int, Row | RowError]] = []
@@ -149,7 +149,7 @@ def _read_array(path: Path) -> Iterator[RowChunk]:
 
 
 class _SlidingText:
-    """The undecoded rest of a JSON file: a window that grows only when an element does not fit into it."""
+    """Sliding window over a JSON file that grows only when an element does not fit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -161,7 +161,7 @@ class _SlidingText:
         self._decoder = json.JSONDecoder()
 
     def at(self, mark: str) -> bool:
-        """Skip white space, and say whether `mark` comes next."""
+        """Skip white space and return whether `mark` comes next."""
         while True:
             end = self._at
             while end < len(self._text) and self._text[end] in _BLANK:
@@ -174,7 +174,7 @@ class _SlidingText:
 
     def skip(self, mark: str) -> None:
         if not self.at(mark):
-            raise self._error(f"expected `{mark}`, found {shown(self._text[self._at : self._at + 20])}")
+            raise self._error(f"expected `{mark}`, found {short_repr(self._text[self._at : self._at + 20])}")
         self._advance(self._at + 1)
 
     def element(self) -> object:
@@ -182,20 +182,20 @@ class _SlidingText:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as err:
-                if self._may_be_cut(err) and self._more():
+                if self._may_be_truncated(err) and self._more():
                     continue
                 raise self._error(f"not JSON: {err.msg}") from err
             except RecursionError as err:
-                raise self._error(f"an element has more than {NESTING} levels of lists and objects") from err
+                raise self._error(f"an element has more than {MAX_NESTING} levels of lists and objects") from err
             except ValueError as err:  # such as a number of thousands of digits
                 raise self._error(f"an element cannot be read: {err}") from err
             if end == len(self._text) and self._more():
-                continue  # a number at the window's edge may go on
+                continue  # a number at the window's edge may continue
             self._advance(end)
             return value
 
-    def _may_be_cut(self, err: json.JSONDecodeError) -> bool:
-        """Whether more text could mend the error; if not, reading on would fill the memory for nothing."""
+    def _may_be_truncated(self, err: json.JSONDecodeError) -> bool:
+        """Return whether more text could fix the error; if not, reading on would fill memory for nothing."""
         return err.msg.startswith("Unterminated string") or len(self._text) - err.pos < _LONGEST_LITERAL
 
     def expect_end(self) -> None:
@@ -211,9 +211,9 @@ class _SlidingText:
         self._at = to
 
     def _more(self) -> bool:
-        """Read on: at least a block, and as much again as is waiting, so that a long element is not tried too often."""
+        """Read at least one block, and at least double the pending text, so that long elements are rarely retried."""
         waiting = len(self._text) - self._at
-        if waiting > ROW_BYTES:
+        if waiting > MAX_ROW_BYTES:
             raise row_too_long(f"{self._path}, line {self.line}")
         blocks = [block] if (block := next(self._blocks, "")) else []
         while blocks and sum(map(len, blocks)) < waiting and (block := next(self._blocks, "")):
@@ -226,7 +226,7 @@ class _SlidingText:
         return DataError(
             f"The file is not a JSON array of objects: {problem}.",
             where=f"{self._path}, line {self.line}",
-            todo="Correct the file, or save it as JSON Lines (one object a line).",
+            fix="Correct the file, or save it as JSON Lines (one object per line).",
         )
 
 
@@ -251,21 +251,21 @@ def _decoded_blocks(path: Path) -> Iterator[str]:
 
 
 def csv_delimiter(path: Path) -> str:
-    """What divides the fields: the mark that makes most of the header, and a comma where none does."""
+    """Return the delimiter that splits the header into the most fields; a comma if none does."""
     with open(path, "rb") as file:
         header = file.readline(_CHUNK_BYTES).decode("utf-8-sig", errors="replace")
     try:
-        found = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in _DELIMITERS}
-    except csv.Error:  # a field that is longer than any name
+        fields = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in _DELIMITERS}
+    except csv.Error:  # a field too long to be a column name
         return ","
-    return max(_DELIMITERS, key=found.__getitem__)  # the first of equals
+    return max(_DELIMITERS, key=fields.__getitem__)  # ties: the first one
 
 
 def read_csv(path: Path) -> Iterator[RowChunk]:
-    """Comma-separated values with a header line; quoted fields may hold line ends. For other marks see above."""
+    """Read CSV with a header line; quoted fields may contain line breaks. See `csv_delimiter` for other delimiters."""
     numbered: list[tuple[int, Row | RowError]] = []
     with open(path, "rb") as file, _long_csv_fields():
-        refuse_utf16(path, file.read(4))
+        reject_utf16(path, file.read(4))
         file.seek(0)
         lines = _CsvLines(path, file)
         try:
@@ -284,19 +284,19 @@ def read_csv(path: Path) -> Iterator[RowChunk]:
             raise DataError(
                 f"The file is not valid CSV: {err}.",
                 where=f"{path}, line {lines.number}",
-                todo="Quote fields that hold commas, quotes or line ends, and double the quotes inside them.",
+                fix="Quote fields that contain commas, quotes or line breaks, and double the quotes inside them.",
             ) from err
         yield RowChunk(str(path), file.tell() - start, numbered)
 
 
 def _csv_row(header: list[str], values: list[str]) -> Row | RowError:
     if len(values) != len(header):
-        return RowError(f"expected {len(header)} fields ({names(header)}), found {len(values)}")
+        return RowError(f"expected {len(header)} fields ({join_names(header)}), found {len(values)}")
     return dict(zip(header, values, strict=True))
 
 
 class _CsvLines:
-    """Decoded lines of a CSV file, and how long the present row is: an open quote makes one row of many lines."""
+    """Decoded lines of a CSV file, with the size of the current row: an open quote joins many lines into one row."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -306,10 +306,10 @@ class _CsvLines:
         self.row_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        while line := self._file.readline(ROW_BYTES + 1):
+        while line := self._file.readline(MAX_ROW_BYTES + 1):
             self.number += 1
             self.row_bytes += len(line)
-            if self.row_bytes > ROW_BYTES:
+            if self.row_bytes > MAX_ROW_BYTES:
                 raise row_too_long(f"{self._path}, line {self.number}")
             try:
                 yield line.decode("utf-8-sig" if self.number == 1 else "utf-8")
@@ -320,33 +320,33 @@ class _CsvLines:
 
 @contextlib.contextmanager
 def _long_csv_fields() -> Iterator[None]:
-    """The csv module refuses fields above 128 KiB unless told otherwise, and can only be told for the whole process."""
-    before = csv.field_size_limit(ROW_BYTES)
+    """Raise the csv module's 128 KiB field limit, which is process-wide."""
+    before = csv.field_size_limit(MAX_ROW_BYTES)
     try:
         yield
     finally:
         csv.field_size_limit(before)
 
 
-def _parsed_line(line: str) -> Row | RowError:
+def _parse_line(line: str) -> Row | RowError:
     try:
         value = json.loads(line)
     except RecursionError:
         return _too_deep()
     except ValueError as err:
         reason = err.msg if isinstance(err, json.JSONDecodeError) else str(err)
-        return RowError(f"expected a JSON object, found {shown(line)} (not JSON: {reason})")
+        return RowError(f"expected a JSON object, found {short_repr(line)} (not JSON: {reason})")
     return _as_row(value)
 
 
 def _as_row(value: object) -> Row | RowError:
     if too_deep(value):
         return _too_deep()
-    return value if isinstance(value, dict) else RowError(f"expected a JSON object, found {kind_of(value)}")
+    return value if isinstance(value, dict) else RowError(f"expected a JSON object, found {describe(value)}")
 
 
 def _too_deep() -> RowError:
-    return RowError(f"expected at most {NESTING} levels of lists and objects, found more")
+    return RowError(f"expected at most {MAX_NESTING} levels of lists and objects, found more")
 
 
 def _not_utf8(err: UnicodeDecodeError, offset: int) -> str:
@@ -355,14 +355,14 @@ def _not_utf8(err: UnicodeDecodeError, offset: int) -> str:
 
 def _encoding_error(path: Path, line: int, problem: str) -> DataError:
     return DataError(
-        f"The file is not UTF-8: {problem}.", where=f"{path}, line {line}", todo="Save the file as UTF-8 text."
+        f"The file is not UTF-8: {problem}.", where=f"{path}, line {line}", fix="Save the file as UTF-8 text."
     )
 
 
-def refuse_utf16(path: Path, start: bytes) -> None:
+def reject_utf16(path: Path, start: bytes) -> None:
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(
-            "The file is UTF-16, not UTF-8 (byte offset 0 holds a UTF-16 mark).",
+            "The file is UTF-16, not UTF-8 (byte offset 0 holds a UTF-16 byte order mark).",
             where=f"{path}, line 1",
-            todo="Save the file as UTF-8 text.",
+            fix="Save the file as UTF-8 text.",
         )

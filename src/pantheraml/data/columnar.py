@@ -1,8 +1,8 @@
-"""Reading Parquet and Arrow files batch by batch, without trusting what they say of themselves.
+"""Read Parquet and Arrow files batch by batch, without trusting their metadata.
 
-Arrow believes the offsets and indices of a file that it maps, and reads out of bounds where they are wrong: each batch
-is validated in full before anything of it is used. A few hundred bytes of Parquet can stand for gibibytes: batches are
-decoded within a bound on memory. Batches are cut here and become rows wherever the chunk is handled.
+Arrow trusts the offsets and indices of a memory-mapped file and reads out of bounds if they are wrong, so each batch is
+fully validated before use. A few hundred bytes of Parquet can expand to gibibytes, so batches are decoded under a
+memory limit. Batches are split into chunks here and converted to rows by the process that handles the chunk.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from pantheraml.base.errors import DataError
-from pantheraml.base.memory_room import memory_room
+from pantheraml.base.memory_room import memory_limit
 from pantheraml.data.bounds import (
     DECODED_BASE,
     DECODED_FACTOR,
-    DECODING_ROOM,
     LONG_ROW,
-    NESTING,
-    ROW_BYTES,
+    MAX_DECODE_BYTES,
+    MAX_NESTING,
+    MAX_ROW_BYTES,
     ROWS_BASE,
     ROWS_PER_BYTE,
-    mebibytes,
+    format_mib,
 )
 from pantheraml.data.chunks import RowChunk
-from pantheraml.data.rows import Row, RowError, Unit, brief
+from pantheraml.data.rows import Row, RowError, Unit, excerpt
 
 _BATCH_ROWS = 512
-_BATCH_BYTES = 64 << 20  # by what the file says; where rows are long, fewer of them are decoded at a time
+_BATCH_BYTES = 64 << 20  # according to the file's metadata; with long rows, fewer are decoded at a time
 _CHUNK_BYTES = 4 << 20  # of values; a tokenizer needs many times as much, in each process
 
 
 @dataclass(frozen=True)
 class ArrowChunk:
-    """A batch of a Parquet or Arrow file, as an Arrow stream: a slice that is pickled would bring its whole batch."""
+    """A slice of a batch, serialized as an Arrow stream: pickling a slice would copy the whole batch."""
 
     file: str
     size: int
@@ -48,7 +48,7 @@ class ArrowChunk:
 
     def rows(self) -> Iterator[tuple[int, Row | RowError]]:
         try:
-            with memory_room():
+            with memory_limit():
                 table = pa.ipc.open_stream(self.data).read_all()
                 rows = table.to_pylist()
         except MemoryError as err:
@@ -61,7 +61,7 @@ class ArrowChunk:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Objects without their null keys: in a column of objects, Arrow gives every one the keys of all others."""
+    """Drop null keys of objects: in a struct column, Arrow gives every object the keys of all others."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -72,11 +72,11 @@ def _without_nulls(value: Any) -> Any:
 def read_parquet(path: Path) -> Iterator[ArrowChunk | RowChunk]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _refuse_depth(path, file.schema_arrow)
+            _check_depth(path, file.schema_arrow)
             rows = max(1, file.metadata.num_rows)
-            cutter = _Cutter(path)
-            for batch in _checked(path, _parquet_batches(file)):
-                yield from cutter.chunks(batch, round(batch.num_rows / rows * path.stat().st_size))
+            splitter = _ChunkSplitter(path)
+            for batch in _validated(path, _parquet_batches(file)):
+                yield from splitter.chunks(batch, round(batch.num_rows / rows * path.stat().st_size))
     except (pa.ArrowException, ValueError) as err:  # ValueError: a name that is not UTF-8
         raise _unreadable(path, "Parquet", err) from err
 
@@ -90,109 +90,110 @@ def _parquet_batches(file: Any) -> Iterator[Any]:
 
 
 def read_arrow(path: Path) -> Iterator[ArrowChunk | RowChunk]:
-    """An Arrow stream, as `datasets` saves it."""
+    """Read an Arrow stream, as `datasets` saves it."""
     try:
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_stream(file)
-            _refuse_depth(path, reader.schema)
-            cutter = _Cutter(path)
+            _check_depth(path, reader.schema)
+            splitter = _ChunkSplitter(path)
             done = 0
-            for batch in _checked(path, iter(reader)):
+            for batch in _validated(path, iter(reader)):
                 at = file.tell()
-                yield from cutter.chunks(batch, at - done)
+                yield from splitter.chunks(batch, at - done)
                 done = at
     except (pa.ArrowException, ValueError) as err:  # ValueError: a name that is not UTF-8
         raise _unreadable(path, "Arrow", err) from err
 
 
-def _checked(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
-    """Each batch, decoded within a bound on memory, and found to be whole before anything in it is used."""
+def _validated(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
+    """Decode each batch under the memory limit and validate it before anything in it is used."""
     size = path.stat().st_size
-    rows, decoded = ROWS_BASE + ROWS_PER_BYTE * size, DECODED_BASE + DECODED_FACTOR * size
+    max_rows, max_bytes = ROWS_BASE + ROWS_PER_BYTE * size, DECODED_BASE + DECODED_FACTOR * size
+    rows = decoded = 0
     while True:
         try:
-            with memory_room():
+            with memory_limit():
                 batch = next(batches, None)
                 if batch is None:
                     return
-                rows -= batch.num_rows
-                if rows < 0:
-                    raise _too_many(path, f"{ROWS_BASE + ROWS_PER_BYTE * size} rows")
+                rows += batch.num_rows
+                if rows > max_rows:
+                    raise _too_many(path, f"{max_rows} rows")
                 batch.validate(full=True)
-                batch = _plain(batch)
+                batch = _expand_encodings(batch)
         except MemoryError as err:
             raise _too_large(str(path)) from err
-        decoded -= batch.nbytes
-        if decoded < 0:
-            raise _too_many(path, f"{mebibytes(DECODED_BASE + DECODED_FACTOR * size)} of values")
+        decoded += batch.nbytes
+        if decoded > max_bytes:
+            raise _too_many(path, f"{format_mib(max_bytes)} of values")
         yield batch
 
 
-def _plain(batch: Any) -> Any:
-    """The batch with every value in its own place, so that its size is what its rows take.
+def _expand_encodings(batch: Any) -> Any:
+    """Expand dictionary, view and run-end encodings, so that the size of the batch is the size of its rows.
 
-    In a dictionary, a view or a run, one long value may stand for any number of rows.
+    With these encodings one long value may be shared by any number of rows.
     """
-    fields = [field.with_type(_plain_type(field.type)) for field in batch.schema]
+    fields = [field.with_type(_expanded_type(field.type)) for field in batch.schema]
     if all(field.type == plain.type for field, plain in zip(batch.schema, fields, strict=True)):
         return batch
     return batch.cast(pa.schema(fields))
 
 
-def _plain_type(kind: Any) -> Any:
+def _expanded_type(kind: Any) -> Any:
     types = pa.types
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return _plain_type(kind.value_type)
+        return _expanded_type(kind.value_type)
     if types.is_string_view(kind):
         return pa.large_string()
     if types.is_binary_view(kind):
         return pa.large_binary()
     if types.is_list_view(kind) or types.is_large_list_view(kind):
-        return pa.large_list(_plain_field(kind.value_field))
+        return pa.large_list(_expanded_field(kind.value_field))
     if types.is_list(kind):
-        return pa.list_(_plain_field(kind.value_field))
+        return pa.list_(_expanded_field(kind.value_field))
     if types.is_large_list(kind):
-        return pa.large_list(_plain_field(kind.value_field))
+        return pa.large_list(_expanded_field(kind.value_field))
     if types.is_struct(kind):
-        return pa.struct([_plain_field(kind.field(index)) for index in range(kind.num_fields)])
+        return pa.struct([_expanded_field(kind.field(index)) for index in range(kind.num_fields)])
     return kind
 
 
-def _plain_field(field: Any) -> Any:
-    return field.with_type(_plain_type(field.type))
+def _expanded_field(field: Any) -> Any:
+    return field.with_type(_expanded_type(field.type))
 
 
-class _Cutter:
-    """Cuts the batches of one file into chunks, and counts their rows."""
+class _ChunkSplitter:
+    """Splits the batches of one file into chunks and numbers their rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._next_row = 1
 
     def chunks(self, batch: Any, size: int) -> Iterator[ArrowChunk | RowChunk]:
-        """The batch in parts of few rows; `size` is its share of the file's bytes."""
-        for part in _parts(batch):
+        """Split a batch; `size` is its share of the file's bytes, for progress."""
+        for part in _split_batch(batch):
             share = round(size * part.num_rows / batch.num_rows)
-            if part.nbytes > ROW_BYTES:
+            if part.nbytes > MAX_ROW_BYTES:
                 long = RowError(f"expected a shorter row: it is {LONG_ROW}")
                 yield RowChunk(str(self._path), share, [(self._next_row, long)], "row")
             else:
-                yield ArrowChunk(str(self._path), share, _streamed(part), self._next_row)
+                yield ArrowChunk(str(self._path), share, _serialize(part), self._next_row)
             self._next_row += part.num_rows
 
 
-def _parts(batch: Any) -> Iterator[Any]:
-    """The batch in halves of halves, until each has few rows, and few bytes or a single row."""
+def _split_batch(batch: Any) -> Iterator[Any]:
+    """Halve the batch until each part has at most _BATCH_ROWS rows, and at most _CHUNK_BYTES or a single row."""
     rows = batch.num_rows
     if rows > _BATCH_ROWS or (rows > 1 and batch.nbytes > _CHUNK_BYTES):
         step = _BATCH_ROWS if rows > _BATCH_ROWS else -(-rows // 2)
         for start in range(0, rows, step):
-            yield from _parts(batch.slice(start, step))
+            yield from _split_batch(batch.slice(start, step))
     elif rows:
         yield batch
 
 
-def _streamed(batch: Any) -> bytes:
+def _serialize(batch: Any) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -200,38 +201,38 @@ def _streamed(batch: Any) -> bytes:
     return data
 
 
-def _refuse_depth(path: Path, schema: Any) -> None:
+def _check_depth(path: Path, schema: Any) -> None:
     level = [field.type for field in schema]
-    for _ in range(NESTING):
+    for _ in range(MAX_NESTING):
         level = [kind.field(index).type for kind in level for index in range(kind.num_fields)]
         if not level:
             return
     raise DataError(
-        f"The columns are nested deeper than {NESTING} levels, the most that a row may be.",
+        f"The columns are nested deeper than {MAX_NESTING} levels, the maximum for a row.",
         where=str(path),
-        todo="Write the data with plain columns.",
+        fix="Flatten the columns.",
     )
 
 
 def _too_large(file: str) -> DataError:
     return DataError(
-        f"A batch of the file decodes to more than {mebibytes(DECODING_ROOM)}, the most that a batch may take.",
+        f"A batch of the file decodes to more than {format_mib(MAX_DECODE_BYTES)}, the maximum for a batch.",
         where=file,
-        todo="Write the file with shorter rows, or as JSON Lines. A small file that asks for so much may be an attack.",
+        fix="Write the file with shorter rows, or as JSON Lines. A small file that expands this much may be an attack.",
     )
 
 
-def _too_many(path: Path, most: str) -> DataError:
+def _too_many(path: Path, maximum: str) -> DataError:
     return DataError(
-        f"The file holds more than {most}, the most that one of its size may.",
+        f"The file holds more than {maximum}, the maximum for a file of its size.",
         where=str(path),
-        todo="Write the data as JSON Lines. A small file that stands for so much may be an attack.",
+        fix="Write the data as JSON Lines. A small file that expands this much may be an attack.",
     )
 
 
 def _unreadable(path: Path, kind: str, err: Exception) -> DataError:
     return DataError(
-        f"The file cannot be read as {kind}: it is damaged, or of another kind ({brief(str(err))}).",
+        f"The file cannot be read as {kind}: it is damaged, or has another format ({excerpt(str(err))}).",
         where=str(path),
-        todo="Write the file again.",
+        fix="Write the file again.",
     )

@@ -1,4 +1,4 @@
-"""TokenDataset: prepared data as the engine reads it, memory-mapped, so opening is cheap and ranks share one copy."""
+"""TokenDataset: memory-mapped prepared data, so that opening is cheap and the ranks of a node share one copy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from pantheraml.base.errors import DataError
 from pantheraml.data.documents import NO_LOSS, Ints, TokenSequence, loss_mask
-from pantheraml.data.store import DatasetMeta, index_column, is_whole, numbers, open_table, read_meta
+from pantheraml.data.token_store import DatasetMeta, index_column, is_complete, open_table, read_meta, to_numpy
 
 Ids = NDArray[np.integer[Any]]
 
 
 class TokenDataset:
-    """Sequences by number. Only the pages of the sequences that are asked for are read."""
+    """Map-style data set of training sequences. Only the pages of requested sequences are read."""
 
     def __init__(self, meta: DatasetMeta, table: Any) -> None:
         self.fingerprint = meta.fingerprint
@@ -36,9 +36,9 @@ class TokenDataset:
     @classmethod
     def open(cls, path: Path) -> TokenDataset:
         meta = read_meta(path)
-        if meta is None or not is_whole(path):
+        if meta is None or not is_complete(path):
             raise DataError(
-                "The prepared data is missing or damaged.", where=str(path), todo="Prepare it again: rerun the command."
+                "The prepared data is missing or damaged.", where=str(path), fix="Prepare it again: rerun the command."
             )
         return cls(meta, open_table(path))
 
@@ -46,14 +46,14 @@ class TokenDataset:
         return len(self._lengths)
 
     def target_tokens(self, ids: Ids) -> Ints:
-        """Loss-bearing tokens of each sequence, from the index."""
+        """Return the number of loss-bearing tokens of each sequence, from the index."""
         return self._target_tokens[ids]
 
     def document_places(self, index: int) -> list[tuple[int, int]]:
-        """Of each document of a sequence: the number of its source file, and the row there; empty: not known."""
-        return list(zip(*(numbers(column[index].values).tolist() for column in self._places), strict=True))
+        """Return (source file index, row) of each document of a sequence; empty if unknown."""
+        return list(zip(*(to_numpy(column[index].values).tolist() for column in self._places), strict=True))
 
     def sequence(self, index: int) -> TokenSequence:
-        tokens, document_lengths, runs = (numbers(column[index].values) for column in self._columns)
+        tokens, document_lengths, runs = (to_numpy(column[index].values) for column in self._columns)
         labels = np.where(loss_mask(runs, len(tokens)), tokens, np.int32(NO_LOSS))
         return TokenSequence(tokens, labels, document_lengths)

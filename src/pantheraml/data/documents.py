@@ -1,7 +1,7 @@
-"""Token documents in flat arrays: the currency between tokenising, packing and the Arrow files.
+"""Tokenized documents as flat arrays, shared by tokenization, packing and the Arrow files.
 
-A document is a run of tokens that attends to itself only. Which of its tokens bear loss is kept as alternating run
-lengths (skip, take, skip, take, ...), which is two numbers for most documents where a mask would be one per token.
+A document is a span of tokens that attends only to itself. Its loss mask is run-length encoded as alternating lengths
+(skip, take, skip, take, ...): two numbers for most documents, where a mask needs one per token.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 NO_LOSS = -100
-"""The label of a token that bears no loss (torch's and transformers' convention)."""
+"""Label of a token without loss (the ignore_index of torch and transformers)."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One training sequence: a pack of documents, or a single document."""
+    """One training sequence: several packed documents, or a single one."""
 
     input_ids: Ints
     labels: Ints
-    """Aligned with input_ids; NO_LOSS where a token is not to be predicted, always so for a document's first token."""
+    """Aligned with input_ids; NO_LOSS for tokens without loss, always including each document's first token."""
     document_lengths: Ints
 
 
 @dataclass
 class Documents:
-    """Documents as they come out of tokenising: one list entry per document."""
+    """Tokenized documents: one list entry per document."""
 
     tokens: list[Ints] = field(default_factory=list)
     loss_runs: list[Ints] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """The line or row of the source file that each one is."""
+    """Line or row number in the source file."""
     files: list[int] = field(default_factory=list)
-    """The number of that file among the sources."""
+    """Index of the source file."""
 
     def add(self, tokens: Ints, loss_runs: Ints, row: int) -> None:
         self.tokens.append(tokens)
@@ -45,7 +45,7 @@ class Documents:
         self.files.append(0)
 
     def extend(self, other: Documents, file: int) -> None:
-        """By documents of one file."""
+        """Append the documents of one source file."""
         self.tokens.extend(other.tokens)
         self.loss_runs.extend(other.loss_runs)
         self.rows.extend(other.rows)
@@ -63,13 +63,13 @@ def as_ints(values: Sequence[int]) -> Ints:
 
 
 def runs_from_mask(mask: NDArray[np.int8]) -> Ints:
-    """[0, 0, 1, 1, 0] -> (2 skipped, 2 taken); what follows the last taken token needs no run."""
+    """Run-length encode a mask: [0, 0, 1, 1, 0] -> (skip 2, take 2). Trailing skips are dropped."""
     edges = np.flatnonzero(np.diff(mask, prepend=np.int8(0), append=np.int8(0)))
     return np.diff(edges, prepend=0).astype(np.int32)
 
 
-def cut_runs(runs: Ints, length: int) -> Ints:
-    """The runs of a document cut to its first `length` tokens; empty if none of those bears loss."""
+def truncate_runs(runs: Ints, length: int) -> Ints:
+    """Truncate the runs to the first `length` tokens; empty if none of those bears loss."""
     ends = np.minimum(np.cumsum(runs), length)
     kept = np.diff(ends, prepend=0).astype(np.int32)
     last = np.flatnonzero(kept[1::2])
@@ -77,15 +77,15 @@ def cut_runs(runs: Ints, length: int) -> Ints:
 
 
 def loss_mask(runs: Ints, length: int) -> NDArray[np.bool_]:
-    """One boolean per token, from (skip, take, ...) runs that may end before `length`."""
+    """Expand (skip, take, ...) runs, which may end before `length`, into one boolean per token."""
     mask = np.zeros(length, dtype=np.bool_)
     taken = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
     mask[: len(taken)] = taken
     return mask
 
 
-def joined_runs(documents: Iterable[tuple[Ints, int]]) -> Iterator[int]:
-    """The runs of several documents (each with its length) laid end to end, as runs of one sequence."""
+def concatenate_runs(documents: Iterable[tuple[Ints, int]]) -> Iterator[int]:
+    """Concatenate the runs of several documents (each with its length) into the runs of one sequence."""
     skipped = 0
     for runs, length in documents:
         yield skipped + int(runs[0])

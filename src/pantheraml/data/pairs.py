@@ -1,13 +1,13 @@
-"""Tokens of a prompt and of its answer: together they are the text, and the prompt is the one that is generated from.
+"""Tokenize prompt/answer pairs, so that prompt tokens match generation and the two decode to the exact text.
 
-Tokenizing the two apart is wrong where a tokenizer changes the start of a text: those like SentencePiece put a space
-there, and "def f" + "oo(bar)" became "def f oo(bar)". So prompt and answer are tokenized together:
+Tokenizing them separately is wrong for tokenizers that change the start of a text: SentencePiece-like ones insert a
+space, and "def f" + "oo(bar)" becomes "def f oo(bar)". So prompt and answer are tokenized together:
 
-1. Where the border lies between two tokens, those before it are the prompt's own. This is the usual case.
-2. Where a token reaches over the border, generation would never meet it: it starts from the tokens of the prompt alone.
-   So these are kept, and the answer is tokenized as the continuation of a text: behind an anchor, of which its tokens
-   are told apart by their offsets.
-3. Where no anchor can be told apart, the tokens of the whole are used, and the one that reaches over bears loss.
+1. If the boundary falls between two tokens, the tokens before it are the prompt's. This is the usual case.
+2. If a token straddles the boundary, generation would never see it, since it starts from the tokens of the prompt
+   alone. So the prompt keeps its own tokens, and the answer is tokenized as a continuation: after an anchor character,
+   which its tokens are separated from by their offsets.
+3. If no anchor can be separated, the joint tokens are used, and the straddling one bears loss.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from typing import Any
 
 Ids = list[int]
 
-# digits, line ends, letters and marks: whatever an answer starts with, tokenizers keep one of them apart from it
+# a digit, a line break, a letter, punctuation: whatever an answer starts with, tokenizers separate it from one of these
 _ANCHORS = ("0", "\n", "a", ".", "#")
 
 
 def encode_pairs(tokenizer: Any, prompts: list[str], answers: list[str]) -> list[tuple[Ids, Ids]]:
-    """Token ids of each prompt and of its answer, without special tokens around them."""
-    wholes = _encodings(tokenizer, [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    """Return the token ids of each prompt and its answer, without special tokens."""
+    joint = _encodings(tokenizer, [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
     pairs: list[tuple[Ids, Ids]] = []
-    astride: list[int] = []  # also those of which it is not known
-    seamless = _keeps_every_character(tokenizer)
-    for index, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True)):
-        border, clean = _border(whole, len(prompt))
-        pairs.append((whole.ids[:border], whole.ids[border:]))
-        if not (clean and seamless):
-            astride.append(index)
-    alone = dict(zip(astride, plain_ids(tokenizer, [prompts[index] for index in astride]), strict=True))
-    apart: dict[int, str] = {}
-    for index, given in alone.items():
-        whole = wholes[index]
-        if whole.ids[: len(given)] == given and _end(whole, len(given) - 1) <= len(prompts[index]):
-            pairs[index] = (given, whole.ids[len(given) :])
+    straddling: list[int] = []  # known or possible
+    lossless = _keeps_every_character(tokenizer)
+    for index, (prompt, encoding) in enumerate(zip(prompts, joint, strict=True)):
+        boundary, clean = _boundary(encoding, len(prompt))
+        pairs.append((encoding.ids[:boundary], encoding.ids[boundary:]))
+        if not (clean and lossless):
+            straddling.append(index)
+    alone = dict(zip(straddling, plain_ids(tokenizer, [prompts[index] for index in straddling]), strict=True))
+    separate: dict[int, str] = {}
+    for index, prompt_ids in alone.items():
+        encoding = joint[index]
+        same = encoding.ids[: len(prompt_ids)] == prompt_ids
+        if same and _end(encoding, len(prompt_ids) - 1) <= len(prompts[index]):
+            pairs[index] = (prompt_ids, encoding.ids[len(prompt_ids) :])
         else:
-            apart[index] = answers[index]
-    for index, continued in _continuations(tokenizer, apart):
-        pairs[index] = (alone[index], continued)
+            separate[index] = answers[index]
+    for index, continuation in _continuations(tokenizer, separate):
+        pairs[index] = (alone[index], continuation)
     return pairs
 
 
 def _keeps_every_character(tokenizer: Any) -> bool:
-    """Whether every character belongs to a token.
+    """Return whether every character belongs to a token.
 
-    Then a border between two tokens is one between two independent texts: merges and lattices that do not reach over it
-    are those of either side alone. Where white space is dropped or left out of offsets, it is not known whose it is.
+    Then a boundary between two tokens separates two independent texts: merges and lattices that do not cross it are the
+    same for either side alone. If white space is dropped or missing from offsets, its owner is unknown.
     """
     for text in ("a b", "a ", "a\n", "a  b"):
         (encoding,) = _encodings(tokenizer, [text])
@@ -58,16 +59,16 @@ def _keeps_every_character(tokenizer: Any) -> bool:
     return True
 
 
-def _border(encoding: Any, characters: int) -> tuple[int, bool]:
-    """The first token that holds anything behind so many characters, and whether it holds nothing before them."""
-    found = encoding.char_to_token(characters)
-    if found is None or (found and _end(encoding, found - 1) > characters):  # several tokens for one character
-        found = _first_after(encoding, characters)
-    return found, _start(encoding, found) >= characters
+def _boundary(encoding: Any, characters: int) -> tuple[int, bool]:
+    """Return the first token that reaches past `characters`, and whether it starts at or after them."""
+    token = encoding.char_to_token(characters)
+    if token is None or (token and _end(encoding, token - 1) > characters):  # several tokens for one character
+        token = _first_after(encoding, characters)
+    return token, _start(encoding, token) >= characters
 
 
 def plain_ids(tokenizer: Any, texts: list[str]) -> list[Ids]:
-    """Token ids of each text, without special tokens around it."""
+    """Return the token ids of each text, without special tokens."""
     if not texts:
         return []
     ids: list[Ids] = _encoded(tokenizer, texts)["input_ids"]
@@ -75,21 +76,21 @@ def plain_ids(tokenizer: Any, texts: list[str]) -> list[Ids]:
 
 
 def _continuations(tokenizer: Any, answers: dict[int, str]) -> Iterator[tuple[int, Ids]]:
-    """Tokens of each answer as they follow other text, where they can be told from it."""
+    """Yield the tokens of each answer as a continuation of other text, if they can be separated from it."""
     for anchor in _ANCHORS:
         if not answers:
             return
         encodings = _encodings(tokenizer, [anchor + answer for answer in answers.values()])
         for index, encoding in zip(list(answers), encodings, strict=True):
-            border = _first_after(encoding, len(anchor))
-            if border and _start(encoding, border) >= len(anchor):
+            boundary = _first_after(encoding, len(anchor))
+            if boundary and _start(encoding, boundary) >= len(anchor):
                 del answers[index]
-                yield index, encoding.ids[border:]
+                yield index, encoding.ids[boundary:]
 
 
-def _first_after(encoding: Any, border: int) -> int:
-    """The first token that holds anything behind character `border`; tokens of white space may have no width."""
-    return next((index for index, (_, end) in enumerate(encoding.offsets) if end > border), len(encoding))
+def _first_after(encoding: Any, position: int) -> int:
+    """Return the first token that reaches past character `position`; white-space tokens may have zero width."""
+    return next((index for index, (_, end) in enumerate(encoding.offsets) if end > position), len(encoding))
 
 
 def _start(encoding: Any, index: int) -> int:

@@ -1,8 +1,8 @@
-"""prepare: from the user's files to tokenised, packed, cached data, once for all ranks and for later runs.
+"""prepare: turn the user's files into tokenized, packed, cached data, once for all ranks and for later runs.
 
-The files are hashed; if the cache holds data of that fingerprint, nothing else is read. Otherwise every row is checked
-and tokenised, chunk by chunk, in parallel, and written to the cache. Training starts only after the last row was
-checked.
+The files are hashed; if the cache holds data with that fingerprint, nothing else is read. Otherwise every row is
+validated and tokenized in parallel, chunk by chunk, and written to the cache. Training starts only after the last row
+was validated.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pantheraml.base.events import Emit
-from pantheraml.data.build import Build
-from pantheraml.data.cache import cache_folder, is_own_entry, locked
+from pantheraml.base.events import DataReady, Emit, WarningIssued
+from pantheraml.data.cache import cache_folder, fingerprint_lock, is_own_entry
 from pantheraml.data.fingerprint import data_fingerprint, tokenizer_digest
 from pantheraml.data.origin import Source
-from pantheraml.data.pool import available_workers, ordered_map
-from pantheraml.data.progress import Progress
+from pantheraml.data.prepare_progress import PrepareProgress
 from pantheraml.data.rows import Chunk
 from pantheraml.data.sources import SourceFile, content_digest, find_files
-from pantheraml.data.store import is_as_written, is_whole, read_meta
 from pantheraml.data.survey import Survey
-from pantheraml.data.tokenise import ChunkResult, Recipe, Side, Tokeniser
+from pantheraml.data.token_store import is_complete, matches_checksum, read_meta
+from pantheraml.data.token_writer import DatasetBuild
+from pantheraml.data.tokenize import ChunkResult, ChunkTokenizer, Recipe, SplitName
+from pantheraml.data.worker_pool import available_workers, ordered_map
 from pantheraml.specs.train import DataConfig
 
-_BYTES_PER_WORKER = 2 << 20  # with less than this for each, starting processes costs more than they save
+_BYTES_PER_WORKER = 2 << 20  # with less input per process, starting processes costs more than it saves
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Folders inside the cache, to be opened with TokenDataset."""
+    """Cache folders of the prepared data; open them with TokenDataset."""
 
     train: Path
     eval: Path | None
     format: str
     sources: tuple[Source, ...] = field(default=(), compare=False)
-    """What the training data was read from, in the order in which its documents count them."""
+    """Source files of the training data, in the order of its file indices."""
 
 
 def prepare(config: DataConfig, *, tokenizer: Any, emit: Emit) -> PreparedData:
-    """Make (or find in the cache) the training and evaluation data that `config` describes."""
+    """DatasetBuild, or find in the cache, the training and evaluation data of `config`."""
     if tokenizer.eos_token_id is None:
-        emit("warning", message="the tokenizer has no end-of-sequence token: the model cannot learn where to stop")
+        emit(WarningIssued(message="the tokenizer has no end-of-sequence token: the model cannot learn where to stop"))
     train = _Preparation(config, Path(config.path), "train", tokenizer, emit)
     folders = train.run()
     if config.eval_path is not None:
@@ -54,39 +54,39 @@ def prepare(config: DataConfig, *, tokenizer: Any, emit: Emit) -> PreparedData:
 
 
 class _Preparation:
-    """The preparation of one data path, which gives one side, or both where a fraction is held out."""
+    """Preparation of one data path: one split, or both if data.eval_fraction is held out."""
 
-    def __init__(self, config: DataConfig, path: Path, side: Side, tokenizer: Any, emit: Emit) -> None:
+    def __init__(self, config: DataConfig, path: Path, split: SplitName, tokenizer: Any, emit: Emit) -> None:
         self._config = config
         self._path = path
-        self._side: Side = side
+        self._split: SplitName = split
         self._tokenizer = tokenizer
         self._emit = emit
         self._files = find_files(path, emit)
         self._bytes = sum(file.size for file in self._files)
-        self._survey = Survey(_chunks_of(self._files), path, side, emit)
+        self._survey = Survey(_chunks_of(self._files), path, split, emit)
         self.format = config.format if config.format != "auto" else self._survey.format()
 
     def sources(self) -> tuple[Source, ...]:
         return tuple(Source(str(file.path), file.unit) for file in self._files)
 
-    def run(self) -> dict[Side, Path]:
+    def run(self) -> dict[SplitName, Path]:
         started = time.monotonic()
         recipe = Recipe(
             format=self.format,
             seq_len=self._config.seq_len,
             on_long_row=self._config.on_long_row,
-            eval_fraction=self._config.eval_fraction if self._side == "train" else 0.0,
-            side=self._side,
+            eval_fraction=self._config.eval_fraction if self._split == "train" else 0.0,
+            split=self._split,
         )
-        tokeniser = Tokeniser(recipe, self._tokenizer)  # also refuses a tokenizer that cannot do what the format needs
-        self._survey.tell(self.format, self._tokenizer)
+        tokenizer = ChunkTokenizer(recipe, self._tokenizer)  # rejects a tokenizer that does not support the format
+        self._survey.report(self.format, self._tokenizer)
         folder = cache_folder(self._config.cache_dir)
-        targets = {side: folder / name for side, name in self._fingerprints(recipe).items()}
-        with locked(folder, targets[self._side].name, self._emit):
+        targets = {split: folder / name for split, name in self._fingerprints(recipe).items()}
+        with fingerprint_lock(folder, targets[self._split].name, self._emit):
             cached = all(self._is_intact(target) for target in targets.values())
             if not cached:
-                build = Build(
+                build = DatasetBuild(
                     recipe=recipe,
                     packing=self._config.packing,
                     pad_id=pad_id(self._tokenizer),
@@ -96,35 +96,36 @@ class _Preparation:
                     emit=self._emit,
                     files=[str(file.path) for file in self._files],
                 )
-                with contextlib.closing(self._results(tokeniser)) as results:  # an error ends the processes at once
+                with contextlib.closing(self._results(tokenizer)) as results:  # kills the workers on an error
                     build.run(results)
-        meta = read_meta(targets[self._side])
-        assert meta is not None, "written or found whole a moment ago"
-        self._survey.tell_unread(self.format, meta.unread)
-        for side, target in targets.items():
-            self._announce(side, target, cached=cached, seconds=time.monotonic() - started)
+        meta = read_meta(targets[self._split])
+        assert meta is not None, "just written or verified"
+        self._survey.report_unused(self.format, meta.unused_columns)
+        for split, target in targets.items():
+            self._announce(split, target, cached=cached, seconds=time.monotonic() - started)
         return targets
 
     def _is_intact(self, target: Path) -> bool:
-        """Whether the cache holds this data, as it was written. All ranks train on it, so it is hashed once, here."""
-        if not is_own_entry(target, self._emit) or not is_whole(target):
+        """Return whether the cache holds this data, with a valid checksum. Checked once here, for all ranks."""
+        if not is_own_entry(target, self._emit) or not is_complete(target):
             return False
-        same, meta = is_as_written(target), read_meta(target)
+        same, meta = matches_checksum(target), read_meta(target)
         if not same and meta is not None and meta.checksum:
             self._emit(
-                "warning",
-                message=f"the cached {self._side} data is not what was written ({target}): it is prepared again",
+                WarningIssued(
+                    message=f"the cached {self._split} data fails its checksum ({target}): preparing it again",
+                )
             )
         return same
 
-    def _fingerprints(self, recipe: Recipe) -> dict[Side, str]:
-        progress = Progress(self._emit, split=self._side, stage="hash", total=self._bytes)
+    def _fingerprints(self, recipe: Recipe) -> dict[SplitName, str]:
+        progress = PrepareProgress(self._emit, split=self._split, stage="hash", total=self._bytes)
         content = content_digest(self._files, progress.advance)
         progress.finish()
         tokenizer = tokenizer_digest(self._tokenizer, with_template=self.format == "messages")
-        sides: tuple[Side, ...] = ("train", "eval") if recipe.eval_fraction else (self._side,)
+        splits: tuple[SplitName, ...] = ("train", "eval") if recipe.eval_fraction else (self._split,)
         return {
-            side: data_fingerprint(
+            split: data_fingerprint(
                 content,
                 tokenizer,
                 format=recipe.format,
@@ -133,40 +134,41 @@ class _Preparation:
                 on_bad_row=self._config.on_bad_row,
                 on_long_row=recipe.on_long_row,
                 eval_fraction=recipe.eval_fraction,
-                held_out=side != self._side,
+                held_out=split != self._split,
             )
-            for side in sides
+            for split in splits
         }
 
-    def _results(self, tokeniser: Tokeniser) -> Generator[ChunkResult]:
-        asked = self._config.workers or available_workers()
-        workers = max(1, min(asked, self._bytes // _BYTES_PER_WORKER))
-        progress = Progress(self._emit, split=self._side, stage="tokenise", total=self._bytes)
-        with contextlib.closing(ordered_map(tokeniser, _chunks_of(self._files), workers)) as results:
+    def _results(self, tokenizer: ChunkTokenizer) -> Generator[ChunkResult]:
+        requested = self._config.workers or available_workers()
+        workers = max(1, min(requested, self._bytes // _BYTES_PER_WORKER))
+        progress = PrepareProgress(self._emit, split=self._split, stage="tokenize", total=self._bytes)
+        with contextlib.closing(ordered_map(tokenizer, _chunks_of(self._files), workers)) as results:
             for result in results:
                 progress.advance(result.size)
                 yield result
         progress.finish()
 
-    def _announce(self, side: Side, target: Path, *, cached: bool, seconds: float) -> None:
+    def _announce(self, split: SplitName, target: Path, *, cached: bool, seconds: float) -> None:
         meta = read_meta(target)
-        assert meta is not None, "written or found whole a moment ago"
+        assert meta is not None, "just written or verified"
         self._emit(
-            "data.ready",
-            split=side,
-            format=meta.format,
-            rows=meta.rows,
-            skipped_rows=meta.skipped_rows,
-            truncated_rows=meta.truncated_rows,
-            tokens=meta.tokens,
-            target_tokens=meta.target_tokens,
-            sequences=meta.sequences,
-            seq_len=meta.seq_len,
-            packing=meta.packed,
-            efficiency=meta.efficiency(),
-            fingerprint=meta.fingerprint,
-            cached=cached,
-            seconds=seconds,
+            DataReady(
+                split=split,
+                format=meta.format,
+                rows=meta.rows,
+                skipped_rows=meta.skipped_rows,
+                truncated_rows=meta.truncated_rows,
+                tokens=meta.tokens,
+                target_tokens=meta.target_tokens,
+                sequences=meta.sequences,
+                seq_len=meta.seq_len,
+                packing=meta.packed,
+                efficiency=meta.efficiency(),
+                fingerprint=meta.fingerprint,
+                cached=cached,
+                seconds=seconds,
+            )
         )
 
 
@@ -176,6 +178,6 @@ def _chunks_of(files: list[SourceFile]) -> Iterator[Chunk]:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """What to fill up sequences with. Padding is masked and bears no loss, so any token will do where none is set."""
+    """Return the padding token. Padding is masked and bears no loss, so any token works if the tokenizer has none."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in known if token is not None)

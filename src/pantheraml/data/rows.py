@@ -1,4 +1,4 @@
-"""Rows of source files, and where each one stands, so that an error can name its place."""
+"""Rows of source files with their location, and helpers to show data in error messages."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Row = dict[str, Any]
 Unit = Literal["line", "row"]
 
 _SHOWN_CHARACTERS = 60
-MOST_NAMES = 12
+MAX_NAMES = 12
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used: where it stands, which field is wrong, and what was expected there."""
+    """An invalid row: its location, the wrong field, and what was expected there."""
 
     file: str
     unit: Unit
     number: int
     field: str | None
     problem: str
-    todo: str | None = None
-    """What to do about it, where that is not to correct the row."""
+    fix: str | None = None
+    """How to fix it, unless by correcting the row."""
 
     def where(self) -> str:
         place = f"{self.file}, {self.unit} {self.number}"
@@ -32,17 +32,17 @@ class BadRow:
 
 
 class RowError(Exception):
-    """Raised while a single row is read or encoded; whoever knows the row's place turns it into a BadRow."""
+    """Raised while reading or encoding a single row; callers that know its location convert it to a BadRow."""
 
-    def __init__(self, problem: str, field: str | None = None, *, todo: str | None = None) -> None:
+    def __init__(self, problem: str, field: str | None = None, *, fix: str | None = None) -> None:
         super().__init__(problem)
         self.problem = problem
         self.field = field
-        self.todo = todo
+        self.fix = fix
 
 
 class Chunk(Protocol):
-    """A piece of a source file that one process handles at a time; cheap to send to another process."""
+    """A part of a source file, the unit of work of one process; cheap to send to another process."""
 
     @property
     def file(self) -> str: ...
@@ -52,54 +52,54 @@ class Chunk(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes of the source file that this chunk stands for, for progress."""
+        """Size of the chunk in bytes of the source file, for progress."""
         ...
 
     def rows(self) -> Iterator[tuple[int, Row | RowError]]:
-        """Each row with its number (counted from 1), or what is wrong with it."""
+        """Yield each row, or its error, with its number (counted from 1)."""
         ...
 
 
-def shown(value: object) -> str:
-    """A value as an error message shows it: its JSON-like form, shortened."""
+def short_repr(value: object) -> str:
+    """Return the repr of a value, shortened for error messages."""
     text = repr(value)
     if len(text) > _SHOWN_CHARACTERS:
         text = f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
     return text
 
 
-def brief(text: str, characters: int = 200) -> str:
-    """Words of a file or a template on one short line, as a terminal can show them."""
+def excerpt(text: str, characters: int = 200) -> str:
+    """Return the start of untrusted text on one line, with non-printable characters escaped."""
     start = text[:characters] + ("..." if len(text) > characters else "")
     return "".join(mark if mark.isprintable() else ascii(mark)[1:-1] for mark in start)
 
 
-def names(columns: Iterable[object], quote: str = "") -> str:
-    """Names that the data gives, shortened to what an error or a notice can hold."""
+def join_names(columns: Iterable[object], quote: str = "") -> str:
+    """Join names from the data, shortened for an error or a notice."""
     first = [
-        f"{quote}{brief(str(name), _SHOWN_CHARACTERS)}{quote}" for name in itertools.islice(columns, MOST_NAMES + 1)
+        f"{quote}{excerpt(str(name), _SHOWN_CHARACTERS)}{quote}" for name in itertools.islice(columns, MAX_NAMES + 1)
     ]
-    return ", ".join(first[:MOST_NAMES] + ["..."] * (len(first) > MOST_NAMES))
+    return ", ".join(first[:MAX_NAMES] + ["..."] * (len(first) > MAX_NAMES))
 
 
-def kind_of(value: object) -> str:
-    """What a value is, in the words of JSON."""
+def describe(value: object) -> str:
+    """Describe a value by its JSON type, for error messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return f"the boolean {shown(value).lower()}"
+        return f"the boolean {short_repr(value).lower()}"
     if isinstance(value, int | float):
-        return f"the number {shown(value)}"
+        return f"the number {short_repr(value)}"
     if isinstance(value, str):
-        return f"the string {shown(value)}"
+        return f"the string {short_repr(value)}"
     if isinstance(value, list):
-        return f"the list {shown(value)}"
+        return f"the list {short_repr(value)}"
     if isinstance(value, dict):
-        return f"the object {shown(value)}"
-    return f"{type(value).__name__} {shown(value)}"
+        return f"the object {short_repr(value)}"
+    return f"{type(value).__name__} {short_repr(value)}"
 
 
-def refuse_surrogates(value: str, name: str) -> None:
+def reject_surrogates(value: str, name: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as err:
@@ -108,5 +108,5 @@ def refuse_surrogates(value: str, name: str) -> None:
 
 
 def filled_columns(row: Row) -> Iterator[str]:
-    """Columns of a row that hold something."""
+    """Yield the non-empty columns of a row."""
     return (str(name) for name, value in row.items() if value is not None and value != "" and value != [])

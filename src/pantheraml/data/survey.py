@@ -1,6 +1,6 @@
-"""What the first rows of the data show before any is tokenized: their format, and what of them will not be learnt.
+"""Inspect the first rows before tokenization: detect their format, and warn about parts the model will not learn.
 
-This is done in every run, so that what it says is said also where the tokens come from the cache.
+This runs even if the tokens come from the cache, so that its notices and warnings appear in every run.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 import numpy as np
 
 from pantheraml.base.errors import DataError
-from pantheraml.base.events import Emit
+from pantheraml.base.events import Emit, Notice, WarningIssued
 from pantheraml.data import formats
-from pantheraml.data.build import bad_row_error, no_rows_error
 from pantheraml.data.chat import ChatEncoder
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.render import characters, chat_template
-from pantheraml.data.rows import BadRow, Chunk, Row, RowError, filled_columns, names
+from pantheraml.data.render import chat_template, text_length
+from pantheraml.data.rows import BadRow, Chunk, Row, RowError, filled_columns, join_names
+from pantheraml.data.token_writer import bad_row_error, no_rows_error
 
 _ROWS = 100
 _CHUNKS = 8  # a row may be as long as a chunk
-_CONVERSATIONS = 8  # that are rendered to see how their turns end
-_CHARACTERS = 100_000  # of each
-_TAIL = 4  # tokens at the end of a turn among which the end token stands: templates put line ends behind it
+_CONVERSATIONS = 8  # rendered to check how their turns end
+_CHARACTERS = 100_000  # maximum length of each
+_TAIL = 4  # tokens at the end of a turn to search for the end token: templates put line breaks after it
 
 
 class Survey:
     """The first rows of one data path."""
 
-    def __init__(self, chunks: Iterable[Chunk], path: Path, side: str, emit: Emit) -> None:
+    def __init__(self, chunks: Iterable[Chunk], path: Path, split: str, emit: Emit) -> None:
         self._path = path
-        self._side = side
+        self._split = split
         self._emit = emit
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._rows: list[Row] = []
         self._first_bad: BadRow | None = None
         for chunk, number, row in itertools.islice(_numbered(itertools.islice(chunks, _CHUNKS)), _ROWS):
@@ -45,63 +45,59 @@ class Survey:
                 self._rows.append(row)
 
     def format(self) -> str:
-        """The format of the first row that has all columns of one."""
-        found = next((name for row in self._rows if (name := formats.detect(row)) is not None), None)
-        if found is not None:
-            used = " + ".join(f"`{name}`" for name in formats.COLUMNS[found])
-            self._emit("notice", message=f"{self._side} data: format `{found}`, detected from the columns {used}")
-            return found
+        """Detect the format from the first row that has all columns of one."""
+        detected = next((name for row in self._rows if (name := formats.detect(row)) is not None), None)
+        if detected is not None:
+            used = " + ".join(f"`{name}`" for name in formats.COLUMNS[detected])
+            self._emit(Notice(message=f"{self._split} data: format `{detected}`, detected from the columns {used}"))
+            return detected
         columns = dict.fromkeys(str(name) for row in self._rows for name in row)
         if columns:
             raise DataError(
-                f"The data has no usable columns. Found: {names(columns, '`')}. Accepted: {formats.ACCEPTED}.",
+                f"The data has no usable columns. Found: {join_names(columns, '`')}. Accepted: {formats.ACCEPTED}.",
                 where=str(self._path),
-                todo="Rename the columns.",
+                fix="Rename the columns.",
             )
         if self._first_bad is not None:
             raise bad_row_error([self._first_bad], can_skip=False)
         raise no_rows_error()
 
-    def tell(self, format: str, tokenizer: Any) -> None:
-        """Say what of the first rows will not be learnt, and forget them."""
+    def report(self, format: str, tokenizer: Any) -> None:
+        """Warn about parts of the first rows that the model will not learn, and free them."""
         columns = dict.fromkeys(name for row in self._rows for name in filled_columns(row))
-        self.tell_unread(format, columns)
+        self.report_unused(format, columns)
         if format == "messages":
             if "tools" in columns and "tools" not in tokenizer.get_chat_template(tools=[]):
-                self._warn(
-                    "the tokenizer's chat template does not write tools: the model does not see those of `tools`"
-                )
+                self._warn("the tokenizer's chat template does not render tools: the model does not see `tools`")
             self._warn_without_end(tokenizer)
         self._rows.clear()
 
-    def tell_unread(self, format: str, columns: Iterable[str]) -> None:
-        """Name columns that are not used, each once."""
-        talk, others = formats.unread(format, (name for name in columns if name not in self._told))
-        self._told.update(talk, others)
+    def report_unused(self, format: str, columns: Iterable[str]) -> None:
+        """Report unused columns, each once."""
+        talk, others = formats.unused_columns(format, (name for name in columns if name not in self._reported))
+        self._reported.update(talk, others)
         if talk:
-            self._warn(
-                f"format `{format}` does not use {names(talk, '`')}: the model does not learn from what stands there"
-            )
+            self._warn(f"format `{format}` does not use {join_names(talk, '`')}: the model does not learn from them")
         if others:
-            self._emit("notice", message=f"{self._side} data: columns that are not used: {names(others, '`')}")
+            self._emit(Notice(message=f"{self._split} data: unused columns: {join_names(others, '`')}"))
 
     def _warn_without_end(self, tokenizer: Any) -> None:
-        """A model learns to stop only from end tokens that bear loss."""
-        chat_template(tokenizer)  # refuses a tokenizer without one
-        short = (row for row in self._rows if characters(row) < _CHARACTERS)
+        """Warn if no turn ends with an end token that bears loss: only those teach the model to stop."""
+        chat_template(tokenizer)  # raises if there is none
+        short = (row for row in self._rows if text_length(row) < _CHARACTERS)
         rows = [row for row in map(_checked_messages, itertools.islice(short, _CONVERSATIONS)) if row is not None]
         encoded = [each for each in ChatEncoder(tokenizer).encode(rows) if not isinstance(each, RowError)]
         ends = _end_tokens(tokenizer)
-        learnt = [tokens[loss_mask(runs, len(tokens))] for tokens, runs in encoded]
-        if learnt and not any(np.isin(tokens[-_TAIL:], ends).any() for tokens in learnt):
+        targets = [tokens[loss_mask(runs, len(tokens))] for tokens, runs in encoded]
+        if targets and not any(np.isin(tokens[-_TAIL:], ends).any() for tokens in targets):
             self._warn(
-                "the part of the conversations that is learnt ends without an end token: the model does not learn "
-                "where to stop. Check the chat template: what ends a turn belongs within its {% generation %} marks, "
-                "and must be a special token of this tokenizer"
+                "the assistant turns have no end token that bears loss: the model does not learn where to stop. "
+                "Check the chat template: the end of a turn belongs inside its {% generation %} marks, and must be a "
+                "special token of this tokenizer"
             )
 
     def _warn(self, message: str) -> None:
-        self._emit("warning", message=f"{self._side} data: {message}")
+        self._emit(WarningIssued(message=f"{self._split} data: {message}"))
 
 
 def _numbered(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int, Row | RowError]]:
@@ -112,13 +108,13 @@ def _numbered(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int, Row | RowEr
 
 def _checked_messages(row: Row) -> Row | None:
     try:
-        return formats.checked("messages", row)
+        return formats.validate_row("messages", row)
     except RowError:
-        return None  # reported with its place when all rows are read
+        return None  # reported with its location when all rows are read
 
 
 def _end_tokens(tokenizer: Any) -> list[int]:
-    """The end-of-sequence token, and special tokens that may end a turn."""
+    """Return the end-of-sequence token and other special tokens that may end a turn."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ends = special - {tokenizer.bos_token_id, tokenizer.unk_token_id} | {tokenizer.eos_token_id}
     return [token for token in ends if token is not None]

@@ -1,13 +1,14 @@
-"""Data, a tokenizer and a model shape made from nothing, for the demo: small tasks whose answers can be checked.
+"""Synthetic data, tokenizer and model config for the demo: small tasks with exactly checkable answers.
 
-The base tasks teach a fresh model to copy, to reorder and to write dates; the target task, which the base never sees,
-asks for those skills in a new form. Everything is a pure function of its seed, so the demo is the same on any machine.
+The base tasks teach a randomly initialized model to copy, to reorder and to write dates; the target task, which the
+base model never sees, needs those skills in a new form. Everything is a pure function of its seed, so the demo is the
+same on any host.
 
     base     "Date to ISO: 14 March 2023"                                 " 2023-03-14"
     target   "Payment to JSON: Ada Costa paid 250 EUR on 14 March 2023."  ' {"name": "Ada Costa", "amount": ...}'
 
-Word lists are short and numbers have a fixed width on purpose: a tiny model copies a word only after it has met that
-word often, and finds the end of a number late. There are still 10^9 different payments, so what is held out is new.
+Word lists are short and numbers have a fixed width on purpose: a tiny model copies a word only after seeing it often,
+and learns late where a number ends. There are still 10^9 different payments, so held-out examples are new.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ CITIES = ("Lima", "Oslo", "Paris", "Rome", "Seoul", "Tokyo")
 ITEMS = ("lamp", "chair", "desk", "phone", "clock", "guitar")
 FIRST_DAY, DAYS = date(1990, 1, 1), 40 * 365
 
-DRAWS_PER_EXAMPLE = 100  # before a task is taken to have no more different examples
+DRAWS_PER_EXAMPLE = 100  # draws before giving up on finding more distinct examples
 
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 
 
 class Example(NamedTuple):
-    """A prompt and the one right completion, which starts with the space that parts it from the prompt."""
+    """A prompt and its only correct completion, which starts with the space after the prompt."""
 
     prompt: str
     completion: str
@@ -59,7 +60,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Split:
-    """Examples to train on, and others to judge by."""
+    """Training examples and held-out examples."""
 
     train: list[Example]
     held_out: list[Example]
@@ -154,7 +155,7 @@ TARGET_TASK = Task("payment-to-json", "a sentence about a payment as a JSON obje
 
 
 def base_examples(count: int, *, seed: int, tasks: Sequence[Task] = BASE_TASKS) -> list[Example]:
-    """`count` examples, each task as often as the others, in random order."""
+    """Return `count` examples, evenly spread over the tasks, in random order."""
     rng = Random(seed)
     examples = [tasks[i % len(tasks)].make(rng) for i in range(count)]
     rng.shuffle(examples)
@@ -162,30 +163,30 @@ def base_examples(count: int, *, seed: int, tasks: Sequence[Task] = BASE_TASKS) 
 
 
 def split_examples(task: Task, *, train: int, held_out: int, seed: int) -> Split:
-    """Examples of one task, no two with the same prompt, so that nothing held out was trained on."""
+    """Return examples of one task with distinct prompts, so that no held-out example was trained on."""
     rng = Random(seed)
-    wanted = train + held_out
-    found: dict[str, Example] = {}
-    for _ in range(DRAWS_PER_EXAMPLE * wanted):
+    total = train + held_out
+    by_prompt: dict[str, Example] = {}
+    for _ in range(DRAWS_PER_EXAMPLE * total):
         example = task.make(rng)
-        found.setdefault(example.prompt, example)
-        if len(found) == wanted:
+        by_prompt.setdefault(example.prompt, example)
+        if len(by_prompt) == total:
             break
     else:
-        raise ValueError(f"the task {task.name} has fewer than {wanted} different examples")
-    examples = list(found.values())
+        raise ValueError(f"the task {task.name} has fewer than {total} different examples")
+    examples = list(by_prompt.values())
     return Split(train=examples[:train], held_out=examples[train:])
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """JSON lines with the columns `prompt` and `completion`."""
+    """Write JSON Lines with the columns `prompt` and `completion`."""
     write_text(path, "".join(json.dumps(example._asdict()) + "\n" for example in examples))
 
 
 def write_tokenizer(folder: Path, examples: Iterable[Example], *, vocab_size: int) -> int:
-    """Train a byte-level BPE tokenizer and write it as transformers reads it; returns the size of its vocabulary."""
+    """Train a byte-level BPE tokenizer, write it in transformers' format, and return its vocabulary size."""
     tokenizer = Tokenizer(models.BPE())
-    # Each digit is a token of its own: numbers that BPE cuts into unlike pieces are much harder to copy and reorder.
+    # One token per digit: numbers that BPE splits unevenly are much harder to copy and reorder.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
@@ -209,7 +210,7 @@ def write_tokenizer(folder: Path, examples: Iterable[Example], *, vocab_size: in
 def write_model_config(
     folder: Path, *, vocab_size: int, hidden_size: int, layers: int, heads: int, longest: int
 ) -> None:
-    """The `config.json` of a small Llama whose tokenizer `write_tokenizer` made."""
+    """Write the `config.json` of a small Llama for the tokenizer of `write_tokenizer`."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -223,7 +224,7 @@ def write_model_config(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
-        # The usual 0.02 suits wide models; with it, one as narrow as this learns to copy much later.
+        # The usual 0.02 suits wide models; a model this narrow would learn to copy much later.
         "initializer_range": 0.06,
         "pad_token_id": 0,
         "bos_token_id": None,

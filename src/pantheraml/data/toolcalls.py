@@ -1,13 +1,13 @@
-"""Tools and their calls in the form that a chat template writes rightly.
+"""Convert tool calls to the form that a chat template renders correctly.
 
-Two things are written in two ways, and templates differ in which they take:
+Two things come in two forms, and templates differ in which they support:
 
-- the content of a turn that only calls tools: null or "". Some templates ask whether it is null to know that tools are
-  called; others print it, and a null becomes the word None.
-- the arguments of a call: an object, as transformers has it, or a string of JSON, as the OpenAI API has it. A template
-  that turns objects into JSON makes a quoted string of a string; one that prints a string prints an object as Python.
+- the content of a turn that only calls tools: null or "". Some templates test for null to detect a tool call; others
+  print it, and a null becomes the word None.
+- the arguments of a call: an object, as in transformers, or a JSON string, as in the OpenAI API. A template that dumps
+  objects as JSON turns a string into a quoted string; one that prints a string prints an object as a Python dict.
 
-So each conversation that has them is tried in both forms, and refused where neither is written rightly.
+So each conversation with tool calls is tried in all forms, and rejected if none is rendered correctly.
 """
 
 from __future__ import annotations
@@ -17,59 +17,59 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pantheraml.data.bounds import NESTING, too_deep
-from pantheraml.data.rows import Row, RowError, brief, kind_of
+from pantheraml.data.bounds import MAX_NESTING, too_deep
+from pantheraml.data.rows import Row, RowError, describe, excerpt
 
 Render = Callable[[list[Row]], str]
 
-# Of private use: no data holds them, so where they stand in a text, the template printed a content or a call's name.
-_NULL = "\ue000null\ue000"
-_NAME = "\ue000call{}\ue000"
+# private-use characters, absent from data: they show where a template prints the content or the name of a call
+_NULL_MARK = "\ue000null\ue000"
+_NAME_MARK = "\ue000call{}\ue000"
 
-_TODO = "Use a tokenizer whose chat template writes tool calls (model.tokenizer)."
+_FIX = "Use a tokenizer whose chat template renders tool calls (model.tokenizer)."
 
 
-def may_be_silent(message: Row) -> bool:
-    """Whether a message needs no content: it calls tools."""
+def calls_tools(message: Row) -> bool:
+    """Return whether a message is an assistant turn with tool calls, which needs no content."""
     return message["role"] == "assistant" and bool(message.get("tool_calls") or message.get("function_call"))
 
 
-def checked_tools(value: Any, field: str) -> list[Row] | None:
-    """A column of tools or calls, as a list of objects or as the JSON of one; None where there are none."""
+def parse_tools(value: Any, field: str) -> list[Row] | None:
+    """Parse tools or tool calls: a list of objects, or such a list as JSON; None if empty."""
     listed = value
     if isinstance(value, str):
-        listed = parsed(value, field) if value.strip() else None
+        listed = parse_json(value, field) if value.strip() else None
     if listed is None:
         return None
     if not isinstance(listed, list):
-        raise RowError(f"expected a list of objects, or the JSON of one, found {kind_of(value)}", field)
-    tools = [parsed(tool, field) if isinstance(tool, str) else tool for tool in listed]
+        raise RowError(f"expected a list of objects, or the JSON of one, found {describe(value)}", field)
+    tools = [parse_json(tool, field) if isinstance(tool, str) else tool for tool in listed]
     for tool in tools:
         if not isinstance(tool, dict):
-            raise RowError(f"expected a list of objects, found in it {kind_of(tool)}", field)
+            raise RowError(f"expected a list of objects, found in it {describe(tool)}", field)
     return tools or None
 
 
-def parsed(text: str, field: str) -> Any:
+def parse_json(text: str, field: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as err:
-        raise RowError(f"expected JSON, found {kind_of(text)}", field) from err
+        raise RowError(f"expected JSON, found {describe(text)}", field) from err
     if too_deep(value):
-        raise RowError(f"expected at most {NESTING} levels of lists and objects, found more", field)
+        raise RowError(f"expected at most {MAX_NESTING} levels of lists and objects, found more", field)
     return value
 
 
-def fitted(messages: list[Row], render: Render) -> list[Row]:
-    """The messages in the form that the template behind `render` writes rightly; RowError where there is none."""
+def fit_to_template(messages: list[Row], render: Render) -> list[Row]:
+    """Return the messages in the form that the template behind `render` renders correctly; RowError if none is."""
     if not any(message.get("tool_calls") or message.get("function_call") for message in messages):
         return messages
     problem: RowError | None = None
     for content in (None, ""):
         for convert in (_as_object, _as_text):
-            form = _with_arguments(_with_silence(messages, content), convert)
+            form = _with_arguments(_with_empty_content(messages, content), convert)
             try:
-                _refuse_misprints(form, render)
+                _check_rendering(form, render)
             except RowError as err:
                 problem = problem or err
             else:
@@ -78,40 +78,40 @@ def fitted(messages: list[Row], render: Render) -> list[Row]:
     raise problem
 
 
-def _refuse_misprints(messages: list[Row], render: Render) -> None:
-    """Raise unless the template writes every call, no null as a word, and no arguments as Python."""
-    names = called(messages)
-    messages = _with_names(messages)
+def _check_rendering(messages: list[Row], render: Render) -> None:
+    """Raise RowError if the template drops a call, prints null as a word, or prints arguments as Python."""
+    names = called_functions(messages)
+    messages = _with_name_marks(messages)
     text = render(messages)
-    for name, mark in zip(names, called(messages), strict=True):
+    for name, mark in zip(names, called_functions(messages), strict=True):
         if mark not in text and json.dumps(mark)[1:-1] not in text:
             raise RowError(
-                f"expected a chat template that writes tool calls; this one leaves out a call of `{brief(name)}`",
+                f"expected a chat template that renders tool calls; this one drops a call of `{excerpt(name)}`",
                 "messages",
-                todo=_TODO,
+                fix=_FIX,
             )
     if any(repr(arguments) in text for arguments in _arguments(messages) if isinstance(arguments, dict)):
         raise RowError(
-            "expected a chat template that writes tool calls as JSON; this one prints Python", "messages", todo=_TODO
+            "expected a chat template that renders tool calls as JSON; this one prints Python", "messages", fix=_FIX
         )
     if any(message["content"] is None for message in messages):
-        printed = render(_with_silence(messages, _NULL))
-        if _NULL in printed and text == printed.replace(_NULL, "None"):
+        printed = render(_with_empty_content(messages, _NULL_MARK))
+        if _NULL_MARK in printed and text == printed.replace(_NULL_MARK, "None"):
             raise RowError(
-                "expected a chat template that takes null for content; this one prints it", "messages", todo=_TODO
+                "expected a chat template that accepts null content; this one prints it", "messages", fix=_FIX
             )
 
 
-def _with_silence(messages: list[Row], content: str | None) -> list[Row]:
-    """With `content` where a message calls tools and says nothing."""
+def _with_empty_content(messages: list[Row], content: str | None) -> list[Row]:
+    """Replace empty content of messages with tool calls by `content`."""
     return [
-        message | {"content": content} if not message["content"] and may_be_silent(message) else message
+        message | {"content": content} if not message["content"] and calls_tools(message) else message
         for message in messages
     ]
 
 
-def called(messages: list[Row]) -> list[str]:
-    """Names of the functions that the messages call."""
+def called_functions(messages: list[Row]) -> list[str]:
+    """Return the names of the functions that the messages call."""
     return [str(call["name"]) for call in _calls(messages) if "name" in call]
 
 
@@ -120,29 +120,29 @@ def _calls(messages: list[Row]) -> Iterator[Row]:
         for call in message.get("tool_calls") or []:
             inner = call.get("function")
             yield inner if isinstance(inner, dict) else call
-        if isinstance(message.get("function_call"), dict):  # the older form of one call
+        if isinstance(message.get("function_call"), dict):  # OpenAI's older form of a single call
             yield message["function_call"]
 
 
 def _with_arguments(messages: list[Row], convert: Callable[[Any], Any]) -> list[Row]:
-    def changed(call: Row) -> Row:
+    def converted(call: Row) -> Row:
         return call | {"arguments": convert(call["arguments"])} if "arguments" in call else call
 
-    return [_with_calls(message, changed) for message in messages]
+    return [_with_changed_calls(message, converted) for message in messages]
 
 
-def _with_names(messages: list[Row]) -> list[Row]:
-    """With a mark of its own as the name of each call: the name itself may stand in what a user says."""
-    marks = map(_NAME.format, itertools.count())
+def _with_name_marks(messages: list[Row]) -> list[Row]:
+    """Replace the name of each call by a unique mark: the name itself may also occur in the text of a message."""
+    marks = map(_NAME_MARK.format, itertools.count())
 
-    def changed(call: Row) -> Row:
+    def marked(call: Row) -> Row:
         return call | {"name": next(marks)} if "name" in call else call
 
-    return [_with_calls(message, changed, older=True) for message in messages]
+    return [_with_changed_calls(message, marked, older=True) for message in messages]
 
 
-def _with_calls(message: Row, change: Callable[[Row], Row], *, older: bool = False) -> Row:
-    """With every call changed; `older`: that of `function_call`, too."""
+def _with_changed_calls(message: Row, change: Callable[[Row], Row], *, older: bool = False) -> Row:
+    """Apply `change` to every call; with `older`, also to that of `function_call`."""
 
     def changed(call: Row) -> Row:
         inner = call.get("function")

@@ -1,7 +1,7 @@
-"""What hardware is here: GPUs through NVML, cores and memory through psutil. Never imports torch.
+"""Detect hardware: GPUs through NVML, cores and memory through psutil. Never imports torch.
 
-A machine without an NVIDIA driver is a normal case and yields no GPUs with a note that says why. GPUs hidden by
-CUDA_VISIBLE_DEVICES are left out, so that every index in the result can be used.
+Without an NVIDIA driver the result has no GPUs, and a note with the reason. GPUs hidden by CUDA_VISIBLE_DEVICES are
+left out, so every index in the result is usable.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def _probe_gpus() -> tuple[list[GPU], str | None, str | None]:
         gpus = [_describe(index, handle) for index, handle in visible_handles()]
         note = None
         if not gpus:
-            there = pynvml.nvmlDeviceGetCount() > 0
-            note = "CUDA_VISIBLE_DEVICES hides every GPU" if there else "the driver shows no GPU"
-        return gpus, _text(ask(pynvml.nvmlSystemGetDriverVersion)), note
+            hidden = pynvml.nvmlDeviceGetCount() > 0
+            note = "CUDA_VISIBLE_DEVICES hides every GPU" if hidden else "the driver reports no GPU"
+        return gpus, _text(query(pynvml.nvmlSystemGetDriverVersion)), note
     finally:
         pynvml.nvmlShutdown()
 
 
 def visible_handles() -> list[tuple[int, Any]]:
-    """Index and handle of the GPUs that CUDA shows, in its order; NVML has to be open."""
+    """Index and NVML handle of the GPUs visible to CUDA, in CUDA's order; NVML must be initialized."""
     handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    uuids = [_text(ask(pynvml.nvmlDeviceGetUUID, handle)) for handle in handles]
+    uuids = [_text(query(pynvml.nvmlDeviceGetUUID, handle)) for handle in handles]
     return [(index, handles[index]) for index in visible_indices(env.visible_cuda_devices(), uuids)]
 
 
 def visible_indices(variable: str | None, uuids: list[str | None]) -> list[int]:
-    """The physical indices that CUDA_VISIBLE_DEVICES shows, in its order; like CUDA, it ends at the first bad entry."""
+    """Physical indices selected by CUDA_VISIBLE_DEVICES, in its order; like CUDA, stop at the first invalid entry."""
     if variable is None:
         return list(range(len(uuids)))
-    shown: list[int] = []
+    visible: list[int] = []
     for entry in (part.strip() for part in variable.split(",")):
         if entry.isdigit() and int(entry) < len(uuids):
             index = int(entry)
@@ -62,26 +62,26 @@ def visible_indices(variable: str | None, uuids: list[str | None]) -> list[int]:
             if len(matches) != 1:
                 break
             index = matches[0]
-        if index in shown:
+        if index in visible:
             break
-        shown.append(index)
-    return shown
+        visible.append(index)
+    return visible
 
 
 def _describe(index: int, handle: Any) -> GPU:
-    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return GPU(
         index=index,
-        name=_text(ask(pynvml.nvmlDeviceGetName, handle)) or "unknown",
+        name=_text(query(pynvml.nvmlDeviceGetName, handle)) or "unknown",
         total_bytes=None if memory is None else int(memory.total),
         free_bytes=None if memory is None else int(memory.free),
         compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
     )
 
 
-def ask(call: Any, *arguments: Any) -> Any:
-    """The answer of one NVML call, or None where this device does not support it."""
+def query(call: Any, *arguments: Any) -> Any:
+    """Return the result of an NVML call, or None if the device does not support it."""
     try:
         return call(*arguments)
     except pynvml.NVMLError:

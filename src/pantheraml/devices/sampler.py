@@ -1,7 +1,6 @@
-"""How busy and how full the GPUs are at this moment, through NVML. Never imports torch.
+"""Current memory use and utilization of the GPUs, through NVML. Never imports torch.
 
-Made to be asked in every step: NVML is opened once and stays open as long as the process lives, for opening it takes
-far longer than asking.
+Cheap enough to call at every step: NVML is initialized once per process, which takes far longer than a query.
 """
 
 from __future__ import annotations
@@ -10,23 +9,23 @@ from dataclasses import dataclass
 
 import pynvml
 
-from pantheraml.devices.probe import ask, visible_handles
+from pantheraml.devices.probe import query, visible_handles
 
 
 @dataclass(frozen=True)
 class GPUSnapshot:
-    """What the driver does not tell is None."""
+    """Driver readings of one GPU; None: not supported by the driver."""
 
     total_bytes: int | None
     free_bytes: int | None
-    """Of what no process has taken."""
-    utilisation_percent: int | None
-    """Of the last moments in which some kernel ran."""
+    """Memory not used by any process."""
+    utilization_percent: int | None
+    """Share of the last sampling period in which a kernel was running."""
 
 
-class Sampler:
+class GPUSampler:
     def __init__(self) -> None:
-        """Without a driver there is nothing to sample."""
+        """Open NVML; without a driver there are no GPUs to sample."""
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
@@ -35,18 +34,18 @@ class Sampler:
             self._handles = [handle for _, handle in visible_handles()]
 
     def take(self) -> list[GPUSnapshot]:
-        """One for each GPU that CUDA shows this process, in CUDA's order."""
-        found = []
+        """Return one snapshot per GPU visible to CUDA, in CUDA's order."""
+        snapshots = []
         for handle in self._handles:
             memory, rates = (
-                ask(pynvml.nvmlDeviceGetMemoryInfo, handle),
-                ask(pynvml.nvmlDeviceGetUtilizationRates, handle),
+                query(pynvml.nvmlDeviceGetMemoryInfo, handle),
+                query(pynvml.nvmlDeviceGetUtilizationRates, handle),
             )
-            found.append(
+            snapshots.append(
                 GPUSnapshot(
                     total_bytes=None if memory is None else int(memory.total),
                     free_bytes=None if memory is None else int(memory.free),
-                    utilisation_percent=None if rates is None else int(rates.gpu),
+                    utilization_percent=None if rates is None else int(rates.gpu),
                 )
             )
-        return found
+        return snapshots

@@ -1,11 +1,10 @@
-"""torch.compile, one decoder layer at a time.
+"""torch.compile per decoder layer.
 
-All layers of a model run the same code on tensors of the same shapes, so the first one's compilation serves the others,
-and a model of 80 layers compiles as fast as one of 8. Compiling the model as a whole would take minutes and gain little
-between layers.
+All layers of a model run the same code on the same shapes, so the first compilation serves them all, and a model of 80
+layers compiles as fast as one of 8. Compiling the full model would take minutes and gain little between layers.
 
-Our own loop knows whether batches have one shape. Under another's trainer that shows only when they come: there layers
-are compiled once a shape has come several times, and for no more than two shapes; all others run as ever.
+The engine's loop knows whether batches have one shape. Under a third-party trainer this shows only at run time: there,
+layers are compiled once a shape has occurred several times, for at most two shapes; all other shapes run eagerly.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from pantheraml.models.fast import is_fused
 logger = log.get(__name__)
 
 PASSES_BEFORE = 3
-"""Training passes of a shape before its layers are compiled, which takes seconds."""
+"""Training passes with a shape before layers are compiled for it, which takes seconds."""
 MOST_SHAPES = 2
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile every decoder layer that is not fused, in place; how many there are. Shapes are taken as fixed."""
+    """Compile every decoder layer that is not fused, in place, for static shapes; return their number."""
     layers = _layers(model)
     for layer in layers:
         layer.compile(dynamic=False)
@@ -37,7 +36,7 @@ def compile_layers(model: nn.Module) -> int:
 
 
 def compile_steady_shapes(model: Any) -> int:
-    """Compile the decoder layers that are not fused for shapes that come again and again; how many layers there are."""
+    """Compile the decoder layers that are not fused for recurring shapes; return their number."""
     layers = _layers(model)
     if layers:
         body = getattr(model, model.base_model_prefix, model)
@@ -50,35 +49,35 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 class SteadyShapes:
-    """Before a model's body runs: whether its layers run compiled this time. A copy of the model begins anew."""
+    """Pre-hook of the model body that switches its layers between compiled and eager. A copied model starts afresh."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
         self._passes: Counter[tuple[int, ...]] = Counter()
         self._shapes: set[tuple[int, ...]] = set()
-        self._calls = [_Call(self, layer) for layer in layers]
+        self._calls = [_CompiledCall(self, layer) for layer in layers]
         self._off = False
 
     def __call__(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shape = self._shape(body, args, kwargs)
         compiled = shape is not None and self._is_steady(shape)
         for layer, call in zip(self._layers, self._calls, strict=True):
-            if layer._compiled_call_impl in (None, call):  # else somebody compiled it
+            if layer._compiled_call_impl in (None, call):  # else it was compiled by someone else
                 layer._compiled_call_impl = call if compiled else None
 
     def give_up(self, err: Exception) -> None:
-        """The compiler failed; layers run as they are from now on."""
+        """Run eagerly from now on, because the compiler failed."""
         if not self._off:
             logger.warning("decoder layers are not compiled: %s", str(err).strip().splitlines()[0])
         self._off = True
 
     def _shape(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-        """Of a training pass over rows that are one document each; None for any other."""
+        """Input shape of a training pass over rows of one document each; None for any other pass."""
         tokens = args[0] if args else kwargs.get("input_ids")
         checkpointed = any(layer.gradient_checkpointing for layer in self._layers)
-        if tokens is None or self._off or checkpointed:  # a layer is computed again as it ran at first
+        if tokens is None or self._off or checkpointed:  # recomputation must run like the first forward
             return None
-        usual = (
+        eligible = (
             body.training
             and torch.is_grad_enabled()
             and "max_length_q" in kwargs
@@ -86,7 +85,7 @@ class SteadyShapes:
             and not torch.compiler.is_compiling()
             and not (dist.is_initialized() and dist.get_world_size() > 1)
         )
-        return tuple(tokens.shape) if usual else None
+        return tuple(tokens.shape) if eligible else None
 
     def _is_steady(self, shape: tuple[int, ...]) -> bool:
         if shape in self._shapes:
@@ -102,8 +101,8 @@ class SteadyShapes:
         return SteadyShapes, (self._layers,)
 
 
-class _Call:
-    """A layer's call, compiled."""
+class _CompiledCall:
+    """Compiled call of a layer, with an eager fallback if the compiler fails."""
 
     def __init__(self, shapes: SteadyShapes, layer: Any) -> None:
         self._shapes, self._layer = shapes, layer

@@ -1,4 +1,4 @@
-"""Loss and perplexity on held-out data, token-weighted, spread over all ranks."""
+"""Evaluation: token-weighted loss and perplexity on held-out data, sharded over all ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pantheraml.base.events import Emit
+from pantheraml.base.events import Emit, EvalDone, EvalProgress
 from pantheraml.data.dataset import TokenDataset
-from pantheraml.engine.feed import eval_batches
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.step.feed import eval_batches
+from pantheraml.engine.step.step import Stepper
 
 ROUNDS_BETWEEN_VOTES = 16
 SECONDS_BETWEEN_EVENTS = 0.5
@@ -42,7 +42,7 @@ def evaluate(
     emit: Emit,
     stop_requested: Callable[[], bool],
 ) -> Evaluation | None:
-    """The evaluation, or None if a rank was asked to stop meanwhile: all ranks leave in the same round."""
+    """Evaluate, or return None if some rank was asked to stop: all ranks leave in the same round."""
     begin = last_event = time.perf_counter()
     model, world, layout = stepper.model, stepper.world, stepper.world.layout
     was_training = model.training
@@ -60,7 +60,7 @@ def evaluate(
             break
         if time.perf_counter() - last_event > SECONDS_BETWEEN_EVENTS:
             last_event = time.perf_counter()
-            emit("eval.progress", step=step, done=min(len(dataset), done * layout.dims.data), total=len(dataset))
+            emit(EvalProgress(step=step, done=min(len(dataset), done * layout.dims.data), total=len(dataset)))
     model.train(was_training)
     if stopped:
         return None
@@ -72,11 +72,12 @@ def evaluate(
         seconds=time.perf_counter() - begin,
     )
     emit(
-        "eval.done",
-        step=step,
-        loss=result.loss,
-        perplexity=result.perplexity,
-        target_tokens=total_targets,
-        seconds=result.seconds,
+        EvalDone(
+            step=step,
+            loss=result.loss,
+            perplexity=result.perplexity,
+            target_tokens=total_targets,
+            seconds=result.seconds,
+        )
     )
     return result

@@ -1,6 +1,6 @@
-"""The training loop: steps, evaluation, checkpoints, and the ways a run can end.
+"""Training loop: steps, evaluation, checkpoints, and how a run ends.
 
-Everything that a reader may want to know leaves as an event; everything that a resumed run needs is in a checkpoint.
+All output is events; everything that a resumed run needs is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,29 +18,36 @@ from typing import Any, Literal
 import torch
 
 from pantheraml.base.errors import DamagedCheckpointError, NonFiniteError, TrainingError
-from pantheraml.base.events import FILE_NAME, Emit
+from pantheraml.base.event_stream import FILE_NAME
+from pantheraml.base.events import Emit, Notice, RanksLeftOut, TrainFinished, TrainStarted, WarningIssued
 from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.origin import Origins
 from pantheraml.engine.evaluate import evaluate
-from pantheraml.engine.faults import FaultInjector
-from pantheraml.engine.feed import Feed, StepBatches
-from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.guard.verdict import Verdict, first_nonfinite
-from pantheraml.engine.guard.watch import Watch
-from pantheraml.engine.judge import Judge
-from pantheraml.engine.out_of_memory import explained_out_of_memory, pass_too_large
-from pantheraml.engine.saving import Saver, load_whole, newest_whole
-from pantheraml.engine.schedule import learning_rate
-from pantheraml.engine.state import Progress, capture, identity_changes, library_versions, load_weights, restore
-from pantheraml.engine.step import Stepper
-from pantheraml.engine.step_events import StepEvents
-from pantheraml.engine.step_report import StepReport
-from pantheraml.parallel.shard_batch import Adaptive
+from pantheraml.engine.fault_injection import FaultInjector
+from pantheraml.engine.guard.decide import StepJudge
+from pantheraml.engine.guard.policy import Verdict, first_nonfinite
+from pantheraml.engine.guard.watchdog import StopFlag, Watchdog
+from pantheraml.engine.memory.oom import explain_out_of_memory, pass_too_large
+from pantheraml.engine.optim.schedule import learning_rate
+from pantheraml.engine.state.capture import (
+    RunProgress,
+    capture,
+    identity_changes,
+    library_versions,
+    load_weights,
+    restore,
+)
+from pantheraml.engine.state.saving import Saver, load_intact, newest_intact
+from pantheraml.engine.step.feed import Feed, StepBatches
+from pantheraml.engine.step.step import Stepper
+from pantheraml.engine.step.step_events import StepEvents
+from pantheraml.engine.step.step_report import StepReport
+from pantheraml.parallel.shard_batch import AdaptiveShares
 from pantheraml.planner.no_effect import long_warmup
 from pantheraml.planner.out_of_memory import leaner_resume
 from pantheraml.specs.plan import Plan
-from pantheraml.specs.resume import what_makes_the_numbers
+from pantheraml.specs.resume import reproducibility_settings
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 
@@ -48,23 +55,23 @@ StoppedBy = Literal["end", "early_stopping", "request"]
 
 
 @dataclass(frozen=True)
-class Length:
-    """How long a run is: optimizer steps, and (when counted in epochs) the number of samples it ends after."""
+class RunLength:
+    """Length of a run: optimizer steps and, if set in epochs, the number of samples it ends after."""
 
     steps: int
     samples: int | None
 
 
-def run_length(config: TrainConfig, sequences: int) -> Length:
+def run_length(config: TrainConfig, sequences: int) -> RunLength:
     if config.train.max_steps is not None:
-        return Length(steps=config.train.max_steps, samples=None)
+        return RunLength(steps=config.train.max_steps, samples=None)
     samples = max(1, math.ceil(config.train.epochs * sequences))
-    return Length(steps=math.ceil(samples / config.train.global_batch_size), samples=samples)
+    return RunLength(steps=math.ceil(samples / config.train.global_batch_size), samples=samples)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the loop works on."""
+    """Inputs of the training loop."""
 
     config: TrainConfig
     plan: Plan
@@ -73,23 +80,23 @@ class Job:
     train_data: TokenDataset
     eval_data: TokenDataset | None
     model_fingerprint: str
-    """Of the weights that training began with."""
+    """Fingerprint of the initial weights."""
     emit: Emit
     stop: StopFlag
-    watch: Watch = field(default_factory=Watch)
-    """Told that this rank gets on."""
+    watch: Watchdog = field(default_factory=Watchdog)
+    """Receives a beat whenever this rank makes progress."""
     faults: FaultInjector | None = None
-    """Failures that a test asked for."""
+    """Failures to inject, in tests."""
     origins: Origins | None = None
-    """Tells which files and rows training sequences came from."""
+    """Maps training sequences to the files and rows they came from."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What must not change between a checkpoint and its resumption: it makes the samples and the weights."""
+        """Settings that must not change between a checkpoint and its resume: they determine samples and weights."""
         return {
             "model": self.model_fingerprint,
             "data": self.train_data.fingerprint,
-            **what_makes_the_numbers(self.config),
+            **reproducibility_settings(self.config),
         }
 
 
@@ -98,16 +105,16 @@ class TrainingLoop:
         self.job = job
         self.store = CheckpointStore(RunDir(job.run_dir).checkpoints)
         self.length = run_length(job.config, len(job.train_data))
-        self.progress = Progress()
+        self.progress = RunProgress()
         self._saver = Saver(self.store, job.config.checkpoint, job.stepper.world, job.emit)
         self._saved: int | None = None
-        """The step of the newest checkpoint; all ranks know it, also while it is being written."""
+        """Step of the newest checkpoint, which may still be being written; known on all ranks."""
         about = {
             "identity": job.identity,
             "dims": job.plan.dims.model_dump(),
             "precision": job.plan.precision,
         }
-        self._judge = Judge(
+        self._judge = StepJudge(
             job.stepper,
             RunDir(job.run_dir),
             job.emit,
@@ -127,23 +134,23 @@ class TrainingLoop:
         self._watch = job.watch
         parallel, ranks = job.config.parallel, job.plan.dims.data
         adapts = parallel.batch_shares == "adaptive" and ranks > 1
-        self._adaptive = Adaptive(ranks, global_batch=job.config.train.global_batch_size) if adapts else None
+        self._adaptive = AdaptiveShares(ranks, global_batch=job.config.train.global_batch_size) if adapts else None
 
     def resume(self) -> None:
-        """Continue from the newest whole checkpoint, if there is one."""
-        checkpoint = newest_whole(self.store, self.job.stepper.world, self.job.emit)
+        """Resume from the newest intact checkpoint, if there is one."""
+        checkpoint = newest_intact(self.store, self.job.stepper.world, self.job.emit)
         if checkpoint is not None:
             allowed = self.job.config.checkpoint.allow_change
             self.progress = restore(self.job.stepper, checkpoint, self.job.identity, allowed=allowed)
             self._saved = self.progress.step
-            settings = what_makes_the_numbers(self.job.config)  # the command line has told of those
+            settings = reproducibility_settings(self.job.config)  # the command line has reported these
             for change in identity_changes(checkpoint, self.job.identity):
                 if change.key in settings:
                     continue
-                self.job.emit("warning", message=f"the run goes on although {change}, as --allow-change says")
+                self.job.emit(WarningIssued(message=f"resuming although {change}, as allowed by --allow-change"))
             for name, here in library_versions().items() - checkpoint.state["versions"].items():
                 was = checkpoint.state["versions"].get(name)
-                self.job.emit("notice", message=f"{name} was {was}, is {here}: the last digits of numbers may differ")
+                self.job.emit(Notice(message=f"{name} was {was}, is {here}: the last digits of numbers may differ"))
             if self._adaptive is not None and self.progress.shares is not None:
                 self._adaptive.from_state(self.progress.shares)
 
@@ -152,46 +159,47 @@ class TrainingLoop:
         if job.plan.fits is not None:
             self.progress.micro_batch = min(job.plan.fits, self.progress.micro_batch or job.plan.fits)
         job.emit(
-            "train.started",
-            first_step=self.progress.step + 1,
-            total_steps=total,
-            world_size=job.plan.world_size,
-            device=job.plan.device,
-            global_batch_size=job.config.train.global_batch_size,
+            TrainStarted(
+                first_step=self.progress.step + 1,
+                total_steps=total,
+                world_size=job.plan.world_size,
+                device=job.plan.device,
+                global_batch_size=job.config.train.global_batch_size,
+            )
         )
         if (message := long_warmup(job.config.train, total)) is not None:
-            job.emit("warning", message=message)
+            job.emit(WarningIssued(message=message))
         job.stepper.model.train()
-        with self._saver, self._beating():
-            leaner = partial(self._going_on, leaner_resume(job.plan))
-            with explained_out_of_memory(job.stepper, job.config, self._plan_in_use, leaner):
-                self._save_beginning()
+        with self._saver, self._heartbeats():
+            leaner = partial(self._resume_hint, leaner_resume(job.plan))
+            with explain_out_of_memory(job.stepper, job.config, self._plan_in_use, leaner):
+                self._save_initial()
                 stopped_by = self._take_steps()
-            self._steps.tell_rest()
+            self._steps.flush()
             if stopped_by != "request" and job.eval_data is not None and not self._eval_is_due():
                 self._evaluate()
             if self.progress.step != self._saved:
                 self._save()
         job.stepper.world.wait_for_main()
         self._use_best_weights(stopped_by)
-        # a run that was asked to stop is not at its end
+        # a stopped run has not ended yet, so its final loss means little
         concern = None if stopped_by == "request" else job.stepper.guard.policy.trend.concern()
         orphaned = stopped_by == "request" and job.stop.lost_parent
-        told = "the end of its parent process" if orphaned else stopped_by
-        job.emit("train.finished", steps=self.progress.step, stopped_by=told, concern=concern)
+        cause = "the end of its parent process" if orphaned else stopped_by
+        job.emit(TrainFinished(steps=self.progress.step, stopped_by=cause, concern=concern))
         return stopped_by
 
     def _plan_in_use(self) -> Plan:
-        """With the passes that there are by now."""
+        """The plan with the micro-batch size currently in use."""
         plan = self.job.plan
         return plan.model_copy(update={"micro_batch_size": self.progress.micro_batch or plan.micro_batch_size})
 
     @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """With every pass this process gets on; a step may have many of them. (Not every stage has embeddings.)"""
+    def _heartbeats(self) -> Iterator[None]:
+        """Beat on every forward pass, of which a step may have many. (Not every pipeline stage has embeddings.)"""
         self._watch.beat(self.progress.step)
         with ExitStack() as hooks:
-            hooks.callback(self._watch.expect_long_work)  # the last checkpoint may still be on its way to the disk
+            hooks.callback(self._watch.expect_long_work)  # the last checkpoint may still be being written
             if self.job.plan.dims.pipeline == 1:
                 embedding: Any = self.job.stepper.model.get_input_embeddings()  # type: ignore[operator]
                 handle = embedding.register_forward_pre_hook(lambda module, args: self._watch.beat())
@@ -199,11 +207,11 @@ class TrainingLoop:
             yield
 
     def _take_steps(self) -> StoppedBy:
-        with self._feed() as feed, self._steps.told():
-            if self._owes_evaluation() and self._evaluate_and_save():
+        with self._feed() as feed, self._steps.emitting():
+            if self._evaluation_is_pending() and self._evaluate_and_save():
                 return "request"
             while self.progress.step < self.length.steps:
-                if self._patience_is_out():
+                if self._patience_exhausted():
                     return "early_stopping"
                 self._watch.beat(self.progress.step)
                 stop = self._step(feed)
@@ -226,7 +234,7 @@ class TrainingLoop:
         )
 
     def _weights_at(self, step: int) -> Sequence[float] | None:
-        """How the batch of a step is shared among the data ranks; None is evenly."""
+        """Relative batch shares of the data ranks at a step; None: equal."""
         if self._adaptive is not None:
             return self._adaptive.weights_at(step)
         shares = self.job.config.parallel.batch_shares
@@ -235,16 +243,16 @@ class TrainingLoop:
     # One step ---------------------------------------------------------------------------------------------------------
 
     def _step(self, feed: Feed) -> bool:
-        """Take (or skip) one step; whether some rank was asked to stop."""
+        """Run one step, applied or skipped; return whether some rank was asked to stop."""
         begin = time.perf_counter()
         job, stepper, step = self.job, self.job.stepper, self.progress.step
         batches, report = self._backward(feed)
         verdict, report = self._judge.judge(step + 1, batches, report, checkpoint=self._saved)
         rate = self._rate(step, verdict.rate_factor)
         if verdict.action == "stop":
-            self._stop_on(verdict)
+            self._stop_with_error(verdict)
         if report.numbers.left_out:
-            job.emit("aggregation.left_out", step=step + 1, ranks=list(report.numbers.left_out))
+            job.emit(RanksLeftOut(step=step + 1, ranks=list(report.numbers.left_out)))
         if self._adaptive is not None:
             self._adaptive.observe(step, report.rank_tokens, report.rank_seconds)
         if verdict.action in ("skip", "roll_back"):
@@ -252,129 +260,140 @@ class TrainingLoop:
             if verdict.action == "roll_back":
                 self._roll_back(verdict)
         else:
-            stepper.check_copies(step + 1)
+            stepper.check_replicas(step + 1)
             stepper.apply(report.numbers, rate, zero_nonfinite=verdict.action == "zero")
         self.progress.step += 1
         self._steps.count(self.progress.step, report, rate, time.perf_counter() - begin)
         return report.numbers.stop_requested
 
     def _backward(self, feed: Feed) -> tuple[StepBatches, StepReport]:
-        """The passes of the next step. A process that runs out of memory takes more passes over fewer sequences, which
-        comes to the same gradient. If peers are waiting for it in the middle of a pass, they all have to end."""
+        """Forward and backward of the next step.
+
+        After an out-of-memory error, retry with smaller micro-batches, which give the same gradient. If other ranks are
+        waiting in a collective of the pass, all of them have to exit instead.
+        """
         job, stepper = self.job, self.job.stepper
         while True:
             batches = feed.take(self.progress.step)
-            # Passes that the host launches one by one take it as long as the device: what else there is comes first.
-            free = stepper.is_recorded and job.faults is None
-            stop = None if free else self._meanwhile(feed)
+            # Without a CUDA graph the host is busy launching while the device runs: do its other work first.
+            free = stepper.is_captured and job.faults is None
+            stop = None if free else self._overlapped_work(feed)
             try:
                 with nullcontext() if job.faults is None else job.faults.during(self.progress.step + 1):
                     begun = stepper.begin(batches, group_norms=stepper.guard.groups.due(self.progress.step + 1))
                     if stop is None:
-                        stop = self._meanwhile(feed)
-                        self._give_ahead(feed)
+                        stop = self._overlapped_work(feed)
+                        self._prefetch_to_device(feed)
                     report = stepper.finish(begun, stop_requested=stop)
-                self._heed_peers(report, feed)
+                self._follow_peers(report, feed)
                 return batches, report
             except torch.OutOfMemoryError as err:
                 if feed.micro_batch == 1:
                     raise
-                if stepper.world.size > 1 and stepper.passes.meets_peers:
+                if stepper.world.size > 1 and stepper.passes.uses_collectives:
                     raise pass_too_large(err, stepper, job.config, job.plan, sequences=feed.micro_batch) from err
-            # not in the handler, where the error still holds on to what the passes had computed
-            self._steps.tell()
+            # outside of the handler, where the exception still references the activations of the pass
+            self._steps.emit_due()
             stepper.forget_step()
-            stepper.generators.put_back()
+            stepper.rng.restore()
             before = feed.micro_batch
             feed.use_micro_batch((before + 1) // 2)
             self.progress.micro_batch = feed.micro_batch
             self.job.emit(
-                "warning",
-                message=f"step {self.progress.step + 1} ran out of memory with {before} sequences at a time and is"
-                f" taken again with {feed.micro_batch}; the global batch, and so the result, stays",
+                WarningIssued(
+                    message=f"step {self.progress.step + 1} ran out of memory with {before} sequences at a time and is"
+                    f" retried with {feed.micro_batch}; the global batch, and so the result, is unchanged",
+                )
             )
 
-    def _meanwhile(self, feed: Feed) -> bool:
-        """What the host does beside a step, if it can while the device works; whether this rank was asked to stop."""
-        self._steps.tell()
+    def _overlapped_work(self, feed: Feed) -> bool:
+        """Do host work that can overlap with the device (logging, checkpoint polling, prefetching).
+
+        Return whether this rank was asked to stop.
+        """
+        self._steps.emit_due()
         self._saver.poll()
-        feed.read_ahead(self.progress.step + 1)
+        feed.prefetch(self.progress.step + 1)
         return self.job.stop.is_raised()
 
-    def _give_ahead(self, feed: Feed) -> None:
-        """To the device, what it is likely to need when it is through with the passes that it is at."""
+    def _prefetch_to_device(self, feed: Feed) -> None:
+        """Copy the next batch and the learning rate to the device while it still runs the current passes."""
         stepper, step = self.job.stepper, self.progress.step
-        batches = feed.came_ahead(until=stepper.has_finished)
+        batches = feed.prefetched(until=stepper.has_finished)
         if batches is not None:
             stepper.expect(batches, self._rate(step, stepper.guard.policy.rate_factor))
 
     def _rate(self, step: int, factor: float) -> float:
         return learning_rate(self.job.config.train, step, self.length.steps) * factor
 
-    def _heed_peers(self, report: StepReport, feed: Feed) -> None:
-        """What one rank has no memory for, none tries again."""
-        fewest = report.most_at_a_time
+    def _follow_peers(self, report: StepReport, feed: Feed) -> None:
+        """Adopt the smallest micro-batch size that some rank had to fall back to."""
+        fewest = report.max_sequences
         if fewest is not None and fewest < feed.micro_batch:
             feed.use_micro_batch(fewest)
             self.progress.micro_batch = fewest
             self.job.emit(
-                "warning",
-                message=f"some rank ran out of memory in step {self.progress.step + 1} and took it again with {fewest}"
-                " sequences at a time; all do so from now on, and the global batch, and so the result, stays",
+                WarningIssued(
+                    message=f"some rank ran out of memory in step {self.progress.step + 1} and retried it with {fewest}"
+                    " sequences at a time; all ranks do so from now on, and the global batch, and so the result, is"
+                    " unchanged",
+                )
             )
 
     def _roll_back(self, verdict: Verdict) -> None:
-        """Go on, behind the bad step, with the weights and the optimizer of an older checkpoint. A collective."""
+        """Continue after the bad step with weights and optimizer state of an older checkpoint. A collective."""
         job, progress, policy = self.job, self.progress, self.job.stepper.guard.policy
         latest, bad = progress.step - job.config.stability.rollback_steps, progress.step + 1
         self._watch.expect_long_work()
         self._saver.finish()
         job.stepper.world.wait_for_main()
-        checkpoint = newest_whole(
+        checkpoint = newest_intact(
             self.store,
             job.stepper.world,
             job.emit,
             eligible=lambda step: step <= latest and not any(to < step < at for to, at in progress.undone),
         )
         if checkpoint is None:
-            self._stop_on(replace(verdict, cause=f"{verdict.cause}, and no checkpoint is old enough to roll back to"))
+            self._stop_with_error(
+                replace(verdict, cause=f"{verdict.cause}, and no checkpoint is old enough to roll back to")
+            )
         else:
-            learnt = policy.to_state()
+            decided = policy.to_state()
             restore(job.stepper, checkpoint, job.identity, allowed=job.config.checkpoint.allow_change)
-            policy.from_state(learnt)  # what was decided stays decided
+            policy.from_state(decided)  # past decisions still count
             progress.undone.append((checkpoint.step, bad))
-            message = f"rolled back to the weights of step {checkpoint.step}; the samples up to step {bad} are used up"
-            job.emit("warning", message=message)
+            message = f"rolled back to the weights of step {checkpoint.step}; samples up to step {bad} are not repeated"
+            job.emit(WarningIssued(message=message))
 
-    def _stop_on(self, verdict: Verdict) -> None:
-        """Weights and generators are those before the bad step: save them, then end the run with an error."""
+    def _stop_with_error(self, verdict: Verdict) -> None:
+        """Save the weights and RNG state from before the bad step, then end the run with an error."""
         self.job.stepper.clear_gradients()
-        self.job.stepper.generators.put_back()
+        self.job.stepper.rng.restore()
         if self.progress.step > 0 and self.progress.step != self._saved:
             self._save()
         what = f"Training stopped at step {self.progress.step + 1}: {verdict.cause}."
         if verdict.anomaly in ("spike", "jump"):
             advice = "Lower train.learning_rate or train.max_grad_norm in a new run."
-            going_on = self._going_on("stability.on_spike=skip")
-            raise TrainingError(what, where=self._judge.incident, todo=f"{advice} {going_on}")
-        raise self._not_finite(what)
+            resume_hint = self._resume_hint("stability.on_spike=skip")
+            raise TrainingError(what, where=self._judge.incident, fix=f"{advice} {resume_hint}")
+        raise self._nonfinite_error(what)
 
-    def _not_finite(self, what: str) -> NonFiniteError:
+    def _nonfinite_error(self, what: str) -> NonFiniteError:
         return NonFiniteError(
             what,
             where=self._judge.incident
             or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
-            todo="Look at those samples; in a new run, lower train.learning_rate or use model.precision=bf16 or fp32;"
+            fix="Inspect those samples; in a new run, lower train.learning_rate or use model.precision=bf16 or fp32;"
             " if it was the first step, check that the model's own weights are finite."
-            f" {self._going_on('stability.on_nonfinite=skip')}",
+            f" {self._resume_hint('stability.on_nonfinite=skip')}",
         )
 
-    def _going_on(self, changes: str) -> str:
-        """How to continue with settings that a resumed run may change."""
+    def _resume_hint(self, changes: str) -> str:
+        """Sentence on how to resume with changed settings."""
         if self._saved is None:
-            return f"There is no checkpoint yet; to begin again: --set {changes}."
+            return f"There is no checkpoint yet; start over with --set {changes}."
         folder = shlex.quote(str(self.job.run_dir))
-        return f"`pantheraml resume {folder} --set {changes}` goes on from step {self._saved}."
+        return f"`pantheraml resume {folder} --set {changes}` continues from step {self._saved}."
 
     # Between steps ----------------------------------------------------------------------------------------------------
 
@@ -382,17 +401,17 @@ class TrainingLoop:
         every = self.job.config.train.eval_every_steps
         return every is not None and self.progress.step % every == 0
 
-    def _owes_evaluation(self) -> bool:
-        """Whether the run was stopped where an evaluation was due, before that was through."""
+    def _evaluation_is_pending(self) -> bool:
+        """Whether the run was stopped before an evaluation that was due had finished."""
         step = self.progress.step
         return self.job.eval_data is not None and step > 0 and self._eval_is_due() and self.progress.evaluated != step
 
-    def _patience_is_out(self) -> bool:
+    def _patience_exhausted(self) -> bool:
         patience = self.job.config.train.early_stopping_patience
         return patience is not None and self.progress.evals_without_gain >= patience
 
     def _evaluate_and_save(self) -> bool:
-        """Evaluate and save if it is time; whether a rank was asked to stop while evaluating."""
+        """Evaluate and save if due; return whether a rank was asked to stop while evaluating."""
         self._watch.beat()
         stopped = is_best = False
         if self.job.eval_data is not None and self._eval_is_due():
@@ -403,14 +422,14 @@ class TrainingLoop:
         return stopped
 
     def _stop_requested(self) -> bool:
-        """Asked now and then in the middle of long work, which therefore gets on."""
+        """Check the stop flag during long work, which counts as progress."""
         self._watch.beat()
         return self.job.stop.is_raised()
 
     def _evaluate(self) -> tuple[bool, bool]:
-        """Whether it was broken off by a request to stop, and whether it is the best evaluation so far."""
+        """Return whether it was interrupted by a stop request, and whether it is the best so far."""
         assert self.job.eval_data is not None
-        self._steps.tell()
+        self._steps.emit_due()
         result = evaluate(
             self.job.stepper,
             self.job.eval_data,
@@ -430,23 +449,23 @@ class TrainingLoop:
         self.progress.evals_without_gain += 1
         return False, False
 
-    def _save_beginning(self) -> None:
-        """Where steps may be undone, the first ones, too."""
+    def _save_initial(self) -> None:
+        """Save before the first step if rollbacks are enabled, so that the first steps can be undone."""
         if self._saved is None and self.job.config.stability.rolls_back:
             self._save()
 
     def _save(self) -> None:
-        self._steps.tell()
+        self._steps.emit_due()
         begin = time.perf_counter()
         self._watch.expect_long_work()
         stepper, step = self.job.stepper, self.progress.step
         self._saver.finish()
-        stepper.world.wait_for_main()  # the disk may have taken longer than the ranks' timeout for each other
-        broken = first_nonfinite([(name, part.detach()) for name, part in stepper.parts])
-        ranks = stepper.world.gather([float(broken is not None)]).flatten().nonzero().flatten().tolist()
+        stepper.world.wait_for_main()  # the disk may have taken longer than the collective timeout
+        nonfinite = first_nonfinite([(name, part.detach()) for name, part in stepper.parts])
+        ranks = stepper.world.gather([float(nonfinite is not None)]).flatten().nonzero().flatten().tolist()
         if ranks:
-            first = f"first: {broken}" if broken is not None else f"on rank {ranks[0]}"
-            raise self._not_finite(f"After step {step} the weights are not finite ({first}); they are not saved.")
+            first = f"first: {nonfinite}" if nonfinite is not None else f"on rank {ranks[0]}"
+            raise self._nonfinite_error(f"After step {step} the weights are not finite ({first}); they are not saved.")
         self.progress.shares = None if self._adaptive is None else self._adaptive.to_state()
         groups, state = capture(stepper, self.progress, self.job.identity, self._saver.copies)
         settings = {"config": self.job.config.to_dict(), "plan": self.job.plan.model_dump(mode="json")}
@@ -458,11 +477,11 @@ class TrainingLoop:
         wants_best = self.job.config.checkpoint.final == "best" and stopped_by != "request"
         if wants_best and best is not None and best != self.progress.step:
             load_weights(self.job.stepper, self._load_best(best))
-            self.job.emit("notice", message=f"the final weights are those of step {best}, the best evaluation")
+            self.job.emit(Notice(message=f"the final weights are those of step {best}, the best evaluation"))
 
     def _load_best(self, step: int) -> Checkpoint:
         try:
-            return load_whole(self.store, step, self.job.stepper.world)
+            return load_intact(self.store, step, self.job.stepper.world)
         except DamagedCheckpointError as err:
-            todo = "The last weights are saved: to have them, resume with --set checkpoint.final=last."
-            raise DamagedCheckpointError(err.what, where=err.where, todo=todo) from err
+            fix = "To use the last weights, which are saved, resume with --set checkpoint.final=last."
+            raise DamagedCheckpointError(err.what, where=err.where, fix=fix) from err

@@ -1,7 +1,7 @@
-"""Spreading a model over the processes of a run: what is done to it, in which order.
+"""Apply a run's parallelism to the model: which transformations, and in which order.
 
-Each line of `parallelize` is a plain function of `parallel/` that changes the model in place. Before it, the model was
-loaded, quantised and given its adapters; after it, the trainable parameters have to be taken by name again.
+Each line of `parallelize` is a plain function of `parallel/` that changes the model in place. Before it, the model has
+been loaded, quantized and given adapters; after it, trainable parameters have to be looked up by name again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base import env
-from pantheraml.engine.loss import LossModel
-from pantheraml.engine.passes import Autocast, CopiesPasses, Passes, Peers, WholePasses
-from pantheraml.engine.pipeline_run import PipelineRun
+from pantheraml.engine.step.loss import LossModel
+from pantheraml.engine.step.passes import Autocast, DataParallelPasses, FullModelPasses, Passes, PeerSync
+from pantheraml.engine.step.pipeline_step import PipelineRun
 from pantheraml.models.attention import use_context_parallel
-from pantheraml.models.packing import require_boundaries
-from pantheraml.models.quantise.packed import constant_buffers, packed_buffers
-from pantheraml.models.routing import find_balance, refuse_balance
-from pantheraml.models.unread import read_weights
+from pantheraml.models.lazy_weights import materialize
+from pantheraml.models.packing_check import require_boundaries
+from pantheraml.models.quantize.quantized_linear import constant_buffers, quantized_buffers
+from pantheraml.models.router_loss import find_router_loss, reject_router_loss
 from pantheraml.parallel import data, fsdp
-from pantheraml.parallel.aggregate import Finish, attach, nothing_to_finish
+from pantheraml.parallel.aggregate import Finish, attach, no_op_finish
 from pantheraml.parallel.layout import Layout
 from pantheraml.parallel.process_group import World
 from pantheraml.parallel.tensor import shard_tensors
@@ -34,72 +34,72 @@ from pantheraml.specs.plan import Choice
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What could be decided only with the model at hand, to be told."""
+class Decisions:
+    """Choices that could be made only with the model at hand, to be reported."""
 
     choices: tuple[Choice, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Why the result is not that of one process."""
+    """Reasons why the result differs from a single process."""
 
-    def __add__(self, other: Decided) -> Decided:
-        return Decided(self.choices + other.choices, self.warnings + other.warnings)
+    def __add__(self, other: Decisions) -> Decisions:
+        return Decisions(self.choices + other.choices, self.warnings + other.warnings)
 
 
 @dataclass(frozen=True)
-class Parallelised:
+class Parallelized:
     passes: Passes
     mean_over: int = 1
-    """What a loss has to be multiplied by, because gradients come out as the mean over so many processes."""
-    finish: Finish = nothing_to_finish
-    """Ends the exchange of gradients after the last backward pass of a step."""
-    held_twice: frozenset[str] = frozenset()
+    """Number of ranks that gradients are averaged over; the loss is multiplied by it to get their sum."""
+    finish: Finish = no_op_finish
+    """Completes gradient aggregation after the last backward of a step."""
+    counted_elsewhere: frozenset[str] = frozenset()
     """Trainable parameters of this process that another pipeline stage counts."""
-    decided: Decided = Decided()
+    decisions: Decisions = Decisions()
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What else is known about a run that bears on how its passes are made."""
+    """Properties of a run that affect how its passes are built."""
 
     graph: bool = False
-    """A step's kernels are recorded and replayed."""
+    """A step is captured as a CUDA graph."""
     compiled: bool = False
     """Layers will be compiled."""
     accumulates: bool = False
-    """A step may take more than one pass."""
+    """Gradient accumulation: a step may have several passes."""
 
 
 def parallelize(
     model: nn.Module, world: World, config: MultiGPUConfig, autocast: Autocast, traits: Traits
-) -> Parallelised:
-    """Spread `model` over the processes of `world`, in place. A collective of all of them."""
+) -> Parallelized:
+    """Parallelize `model` over the ranks of `world`, in place. A collective."""
     layout, dims = world.layout, world.layout.dims
     _check_balance(model, world)
-    if world.copies_on:
-        copies = CopiesPasses(LossModel(model), world.copies_on, device=world.device, autocast=autocast)
-        return Parallelised(copies)
+    if world.replica_devices:
+        replicas = DataParallelPasses(LossModel(model), world.replica_devices, device=world.device, autocast=autocast)
+        return Parallelized(replicas)
     if dims.pipeline > 1:
         return _pipelined(model, world, config, autocast)
-    loss_model = LossModel(model)  # looks at the output head, so before anything is cut
-    loss_model.balance = find_balance(model)
+    loss_model = LossModel(model)  # inspects the output head, so before anything is sharded
+    loss_model.balance = find_router_loss(model)
     if dims.context > 1:
         require_boundaries(model)
         use_context_parallel(model, layout.group("context"), tensor=dims.tensor)
-    peers: dict[str, Any] = {"parts_of_rows": layout.group("context") if dims.context > 1 else None}
+    peers: dict[str, Any] = {"context_group": layout.group("context") if dims.context > 1 else None}
     if dims.tensor > 1:
-        peers["shared"] = shard_tensors(model, layout.submesh("tensor"), prepare=read_weights)
+        peers["tp_gradients"] = shard_tensors(model, layout.submesh("tensor"), prepare=materialize)
     wrapped: nn.Module = loss_model
-    mean_over, finish, decided = 1, nothing_to_finish, _about_divided_model(model, layout)
+    mean_over, finish, decisions = 1, no_op_finish, _batch_norm_warning(model, layout)
     if dims.shard > 1:
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         fsdp.shard_parameters(
-            loss_model, layers, _sharding_mesh(layout), packed_buffers=packed_buffers, prepare=read_weights
+            loss_model, layers, _sharding_mesh(layout), quantized_buffers=quantized_buffers, prepare=materialize
         )
         peers["without_sync"] = partial(fsdp.without_sync, loss_model)
     elif dims.tensor > 1:
-        peers["sum_over"] = _copies(layout)
+        peers["reduce_group"] = _replica_group(layout)
     elif dims.replicate * dims.context > 1:
-        wrapped, decided = with_ddp(loss_model, world, config, traits)
+        wrapped, decisions = with_ddp(loss_model, world, config, traits)
         mean_over = dims.replicate * dims.context
         finish = attach(
             wrapped,
@@ -111,38 +111,40 @@ def parallelize(
         peers["last_pass_only"] = dims.context == 1 and not data.sends_buffers(wrapped)
     graph = traits.graph and loss_model.balance is None
     if traits.graph and not graph:
-        reason = "the experts' auxiliary loss is weighed anew in each step"
-        decided += Decided((Choice(name="train.cuda_graph", value=False, reason=reason, automatic=True),))
-    passes = WholePasses(loss_model, wrapped, Peers(**peers), device=world.device, autocast=autocast, graph=graph)
-    return Parallelised(passes, mean_over, finish, decided=decided)
+        reason = "the experts' auxiliary loss has new weights in each step"
+        decisions += Decisions((Choice(name="train.cuda_graph", value=False, reason=reason, automatic=True),))
+    passes = FullModelPasses(
+        loss_model, wrapped, PeerSync(**peers), device=world.device, autocast=autocast, graph=graph
+    )
+    return Parallelized(passes, mean_over, finish, decisions=decisions)
 
 
 def _check_balance(model: nn.Module, world: World) -> None:
-    """Whether the experts' auxiliary loss, if there is one, can be that of one process."""
+    """Raise if this layout cannot reproduce the single-process auxiliary loss of a mixture of experts."""
     for name in ("pipeline", "tensor"):
         if getattr(world.layout.dims, name) > 1:
-            refuse_balance(model, f"parallel.{name}={getattr(world.layout.dims, name)}")
-    if world.copies_on:
-        refuse_balance(model, "parallel.mode=dataparallel")
+            reject_router_loss(model, f"parallel.{name}={getattr(world.layout.dims, name)}")
+    if world.replica_devices:
+        reject_router_loss(model, "parallel.mode=dataparallel")
 
 
-def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast: Autocast) -> Parallelised:
+def _pipelined(model: nn.Module, world: World, config: MultiGPUConfig, autocast: Autocast) -> Parallelized:
     layout = world.layout
-    decided = _about_divided_model(model, layout)
+    decisions = _batch_norm_warning(model, layout)
     run = PipelineRun(
         model,
         layout.group("pipeline"),
         device=world.device,
         stages_per_process=config.stages_per_process,
-        data_group=_copies(layout),
+        data_group=_replica_group(layout),
         autocast=autocast,
     )
-    twice = run.shared_parameters if layout.place["pipeline"] > 0 else frozenset()
-    return Parallelised(run, held_twice=twice, decided=decided)
+    tied = run.shared_parameters if layout.coordinates["pipeline"] > 0 else frozenset()
+    return Parallelized(run, counted_elsewhere=tied, decisions=decisions)
 
 
-def with_ddp(model: nn.Module, world: World, config: MultiGPUConfig, traits: Traits) -> tuple[nn.Module, Decided]:
-    """A copy of `model` on every process that sees tokens of its own; gradients become the mean over them."""
+def with_ddp(model: nn.Module, world: World, config: MultiGPUConfig, traits: Traits) -> tuple[nn.Module, Decisions]:
+    """Wrap `model` in DDP over all ranks with different tokens; gradients are averaged over them."""
     static = data.decide_static_graph(
         allowed=static_graph_allowed(config),
         reentrant_checkpointing=data.uses_reentrant_checkpointing(model),
@@ -151,55 +153,55 @@ def with_ddp(model: nn.Module, world: World, config: MultiGPUConfig, traits: Tra
         compiled=traits.compiled,
         mixture_of_experts=has_experts(model),
     )
-    shared, about_norm = shared_batch_norm(model, world, config)
+    synced, norm_decisions = sync_batch_norm_layers(model, world, config)
     wrapped = data.wrap(
-        shared,
+        synced,
         world,
         config,
         constant_buffers=constant_buffers(model),
-        group=_copies(world.layout),
+        group=_replica_group(world.layout),
         static_graph=static.value,
     )
     choice = Choice(
         name="parallel.static_graph", value=static.value, reason=static.reason, automatic=config.static_graph
     )
-    return wrapped, Decided((choice,)) + about_norm
+    return wrapped, Decisions((choice,)) + norm_decisions
 
 
 def static_graph_allowed(config: MultiGPUConfig) -> bool:
     return config.static_graph and not env.static_graph_forbidden()
 
 
-def shared_batch_norm(model: nn.Module, world: World, config: MultiGPUConfig) -> tuple[nn.Module, Decided]:
-    """Batch norm over the samples of all copies, where the model has such layers and `parallel.sync_bn` wants it."""
+def sync_batch_norm_layers(model: nn.Module, world: World, config: MultiGPUConfig) -> tuple[nn.Module, Decisions]:
+    """Synchronize batch norm over all replicas, if the model has such layers and `parallel.sync_bn` is set."""
     if not data.has_batch_norm(model):
-        return model, Decided()
+        return model, Decisions()
     name = "parallel.sync_bn"
     if not config.sync_bn:
-        return model, Decided((Choice(name=name, value=False, reason="as configured", automatic=False),))
-    synchronised, (value, reason) = data.synchronise_batch_norm(model, world.device, _copies(world.layout))
+        return model, Decisions((Choice(name=name, value=False, reason="as configured", automatic=False),))
+    synchronized, (value, reason) = data.sync_batch_norm(model, world.device, _replica_group(world.layout))
     choice = Choice(name=name, value=value, reason=reason, automatic=True)
-    return synchronised, Decided((choice,), () if value else (_unshared(reason),))
+    return synchronized, Decisions((choice,), () if value else (_not_synchronized(reason),))
 
 
-def _about_divided_model(model: nn.Module, layout: Layout) -> Decided:
-    alone = layout.dims.data * layout.dims.context == 1
-    if alone or not data.has_batch_norm(model):
-        return Decided()
-    return Decided(warnings=(_unshared("only copies of whole models share it"),))
+def _batch_norm_warning(model: nn.Module, layout: Layout) -> Decisions:
+    single = layout.dims.data * layout.dims.context == 1
+    if single or not data.has_batch_norm(model):
+        return Decisions()
+    return Decisions(warnings=(_not_synchronized("only DDP supports sync_bn"),))
 
 
-def _unshared(reason: str) -> str:
-    return f"each process takes batch norm over its own samples ({reason}): the result is not that of one process"
+def _not_synchronized(reason: str) -> str:
+    return f"batch norm is per rank, over its own samples ({reason}): the result differs from a single process"
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether some layers choose among experts, by the names that transformers gives to those."""
+    """Whether the model has a mixture of experts, by transformers' module names."""
     return any(name.endswith("experts") for name, _ in model.named_modules())
 
 
-def _copies(layout: Layout) -> dist.ProcessGroup | None:
-    """The processes that hold the same weights and see other tokens."""
+def _replica_group(layout: Layout) -> dist.ProcessGroup | None:
+    """Group of ranks with the same weights and different tokens."""
     names = [name for name in ("replicate", "context") if getattr(layout.dims, name) > 1]
     return layout.group(*names) if names else None
 

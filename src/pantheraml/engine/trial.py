@@ -1,7 +1,7 @@
-"""The first steps of a run, for comparison: their losses, the first gradient, the weights they end with.
+"""Trial: the first steps of a run, for comparing parallel layouts by losses, first gradient and final weights.
 
-Two trials of the same config on the same data see the same global batches, however many processes take part and however
-the model is divided; so they have to come to the same numbers. For that, dropout is off: each process draws its own.
+Two trials of the same config on the same data see the same global batches, whatever the world size and the parallel
+layout, so their numbers must agree. Dropout is off for this, since each rank draws its own masks.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import torch
 from torch import Tensor, nn
 
 from pantheraml.data.dataset import TokenDataset
-from pantheraml.engine.feed import Feed
-from pantheraml.engine.schedule import learning_rate
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.optim.schedule import learning_rate
+from pantheraml.engine.step.feed import Feed
+from pantheraml.engine.step.step import Stepper
 from pantheraml.models.dropout import remove_dropout, remove_dropout_from_configs
-from pantheraml.parallel.gather import full_tensors, spread_like
+from pantheraml.parallel.gather import full_tensors, shard_like
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
 
 SMALL = 1e-3
-"""Gradients smaller than this part of the whole are measured against this part: a tensor that hardly learns has hardly
-any digits."""
+"""Lower bound of the reference norm of a gradient, relative to the global norm: tensors with tiny gradients have few
+significant digits."""
 
 
 @dataclass(frozen=True)
 class Trial:
     losses: list[float]
     gradient: Mapping[str, Tensor]
-    """Of the first step, by parameter, whole and on the CPU; empty on all ranks but 0."""
+    """Gradient of the first step by parameter, unsharded, on the CPU; empty on all ranks but 0."""
     weights: Mapping[str, Tensor]
-    """After the last step; likewise."""
+    """Weights after the last step; likewise."""
     seconds: float
-    """Median of the steps after the first."""
+    """Median time of a step, without the first."""
     without: frozenset[str] = frozenset()
-    """Dropout that was taken out, by the names of settings if it has any."""
+    """Dropout that was removed, by setting name if there is one."""
 
 
 def trial(
     model: nn.Module, config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset, *, steps: int
 ) -> Trial:
-    """Take `steps` steps. A collective of all ranks of `world`; the model is spread over them in place."""
-    held = remove_dropout(model)  # stages of a pipeline copy what their modules hold
-    stepper = Stepper(model, config, world, plan)
-    settings = remove_dropout_from_configs(model)  # only now: context parallelism is refused for what they say
+    """Run `steps` steps. A collective of all ranks of `world`; the model is parallelized in place."""
+    removed = remove_dropout(model)  # before parallelizing: pipeline stages copy their modules
+    stepper = Stepper(model, config, world, plan).setup()
+    settings = remove_dropout_from_configs(model)  # only now: whether context parallel is supported depends on these
     if config.method.dropout:
         settings |= {"method.dropout"}
     model.train()
@@ -61,16 +61,16 @@ def trial(
             begin = time.perf_counter()
             report = stepper.backward(batches, stop_requested=False)
             if step == 0:
-                gradient = _copied(dict(full_tensors(_gradients(stepper), world.layout, world.patient_group)))
+                gradient = _copied(dict(full_tensors(_gradients(stepper), world.layout, world.long_timeout_group)))
             stepper.apply(report.numbers, learning_rate(config.train, step, steps))
             losses.append(report.numbers.loss)
             times.append(time.perf_counter() - begin)
-    weights = dict(full_tensors(stepper.parameters, world.layout, world.patient_group))
-    return Trial(losses, gradient, _copied(weights), statistics.median(times[1:] or times), settings or held)
+    weights = dict(full_tensors(stepper.parameters, world.layout, world.long_timeout_group))
+    return Trial(losses, gradient, _copied(weights), statistics.median(times[1:] or times), settings or removed)
 
 
 def trial_feed(dataset: TokenDataset, world: World, config: TrainConfig, plan: Plan) -> Feed:
-    shares = shares_by_hand(config, world.layout.dims)
+    shares = configured_shares(config, world.layout.dims)
     return Feed(
         dataset,
         world,
@@ -82,56 +82,56 @@ def trial_feed(dataset: TokenDataset, world: World, config: TrainConfig, plan: P
     )
 
 
-def shares_by_hand(config: TrainConfig, dims: ParallelDims) -> list[int] | None:
-    """`parallel.batch_shares`, where they are sizes for as many shares of a batch as `dims` has; None is evenly."""
+def configured_shares(config: TrainConfig, dims: ParallelDims) -> list[int] | None:
+    """`parallel.batch_shares` if it lists as many sizes as `dims` has data ranks; None: equal shares."""
     shares = config.parallel.batch_shares
     return shares if isinstance(shares, list) and len(shares) == dims.data else None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two trials, relative."""
+    """Relative difference between two trials."""
 
     loss: float
     gradient: float
     weights: float
 
 
-def difference(found: Trial, expected: Trial) -> Difference:
-    assert found.gradient.keys() == expected.gradient.keys(), "the two trials train other weights"
-    losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True)]
+def difference(actual: Trial, expected: Trial) -> Difference:
+    assert actual.gradient.keys() == expected.gradient.keys(), "the two trials train different parameters"
+    losses = [abs(a - b) / abs(b) for a, b in zip(actual.losses, expected.losses, strict=True)]
     return Difference(
         loss=max(losses),
-        gradient=_worst(found.gradient, expected.gradient),
-        weights=_overall(found.weights, expected.weights),
+        gradient=_worst(actual.gradient, expected.gradient),
+        weights=_overall(actual.weights, expected.weights),
     )
 
 
-def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest relative difference of a tensor."""
+def _worst(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest relative difference of any tensor."""
     norms = {name: float(tensor.double().norm()) for name, tensor in expected.items()}
     least = SMALL * sum(norm**2 for norm in norms.values()) ** 0.5
-    apart = {name: float((found[name].double() - tensor.double()).norm()) for name, tensor in expected.items()}
-    worst = [apart[name] / max(norm, least) if least else apart[name] for name, norm in norms.items()]
-    # max() would let NaN pass
+    errors = {name: float((actual[name].double() - tensor.double()).norm()) for name, tensor in expected.items()}
+    worst = [errors[name] / max(norm, least) if least else errors[name] for name, norm in norms.items()]
+    # max() would ignore NaN
     return float(torch.tensor(worst, dtype=torch.float64).max()) if worst else 0.0
 
 
-def _overall(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Of all tensors as one. Not tensor by tensor: Adam makes a full step of a gradient that is nothing but rounding
-    (that of GPT-2's key biases, which do not matter to attention)."""
-    apart = sum(float((found[name].double() - tensor.double()).square().sum()) for name, tensor in expected.items())
-    return math.sqrt(apart / sum(float(tensor.double().square().sum()) for tensor in expected.values()))
+def _overall(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Relative difference of all tensors as one. Not per tensor: Adam takes a full step along a gradient that is pure
+    rounding noise (such as that of GPT-2's key biases, which do not affect attention)."""
+    errors = sum(float((actual[name].double() - tensor.double()).square().sum()) for name, tensor in expected.items())
+    return math.sqrt(errors / sum(float(tensor.double().square().sum()) for tensor in expected.values()))
 
 
 def _gradients(stepper: Stepper) -> list[tuple[str, Tensor]]:
-    found = []
+    gradients = []
     for (name, parameter), (_, part) in zip(stepper.parameters, stepper.parts, strict=True):
         gradient = torch.zeros_like(part) if part.grad is None else part.grad
-        found.append((name, spread_like(gradient, parameter)))
-    return found
+        gradients.append((name, shard_like(gradient, parameter)))
+    return gradients
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On a CPU the tensors are the training's own, which the next step overwrites."""
+    """Clone: on a CPU these are the training's own tensors, which the next step overwrites."""
     return {name: tensor.clone() for name, tensor in tensors.items()}

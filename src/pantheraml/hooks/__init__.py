@@ -1,1 +1,1 @@
-"""Changes to other libraries: made on demand, for known versions, and revertible."""
+"""Patches of other libraries: applied on demand, for known versions, and revertible."""

@@ -1,13 +1,13 @@
-"""TRL: our models answer its `SFTTrainer` with their own output head.
+"""TRL patches: `SFTTrainer` uses our models' own output head.
 
-`SFTTrainer` hands its model to `add_fused_lm_head`, which sets a `forward` on it that knows `fused_lm_head=True` and
-gives token log-probabilities without full logits. Our models know that argument by themselves, and form the gradient
-in the forward pass where TRL's head computes the logits a second time in the backward pass.
+`SFTTrainer` passes its model to `add_fused_lm_head`, which sets a `forward` that accepts `fused_lm_head=True` and
+returns token log-probabilities without full logits. Our models accept that argument themselves, and compute the
+gradient in forward where TRL's head recomputes the logits in backward.
 
-Its collator makes a tensor of each list of tokens, number by number, while the GPU waits for the batch: 3 to 4 ms for
-8,192 tokens with labels, 5 % of a step of a 1B model (H200). Handed over as arrays they give the same tensors.
+Its collator turns each list of tokens into a tensor, number by number, while the GPU waits for the batch: 3 to 4 ms for
+8,192 tokens with labels, 5 % of a step of a 1B model (H200). Passed as arrays, they give the same tensors.
 
-TRL before 1.16 also warns of documents that see each other in packed batches, unless it knows the attention by name.
+TRL before 1.16 also warns of cross-document attention in packed batches, unless it knows the attention by name.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from pantheraml.base import log
-from pantheraml.hooks.batches import STEP_IS_QUEUED, TRAIN_BATCHES
-from pantheraml.hooks.logged import GRADIENT_NORM
-from pantheraml.hooks.replacement import Replacement
+from pantheraml.hooks.async_metrics import ASYNC_GRAD_NORM
+from pantheraml.hooks.library_patch import LibraryPatch
+from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
 from pantheraml.models.causal_lm import FastCausalLM
 
 logger = log.get(__name__)
 
-_GIVEN = {"log_probs", "entropy", "is_top1"}
+_SUPPORTED_OUTPUTS = {"log_probs", "entropy", "is_top1"}
 
 
-def _unless_it_has_one(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
+def _unless_built_in(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add_fused_lm_head)
     def add(
         model: Any,
@@ -42,7 +42,7 @@ def _unless_it_has_one(add_fused_lm_head: Callable[..., None]) -> Callable[..., 
             isinstance(model, FastCausalLM)
             and temperature == 1.0
             and not cast_lm_head_to_fp32
-            and set(outputs) <= _GIVEN
+            and set(outputs) <= _SUPPORTED_OUTPUTS
         ):
             reason = model.why_full_logits()
             if reason is None:
@@ -53,7 +53,7 @@ def _unless_it_has_one(add_fused_lm_head: Callable[..., None]) -> Callable[..., 
     return add
 
 
-def _over_arrays(torch_call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_arrays(torch_call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(torch_call)
     def call(self: Any, examples: list[dict[str, Any]]) -> Any:
         return torch_call(self, [{**example, **_arrays(example)} for example in examples])
@@ -62,58 +62,58 @@ def _over_arrays(torch_call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _arrays(example: dict[str, Any]) -> dict[str, Any]:
-    """The columns of tokens that are lists of whole numbers, as arrays."""
-    found = {}
+    """Return the token columns that are lists of integers, as arrays."""
+    arrays = {}
     for name in ("input_ids", "labels"):
         values = example.get(name)
         if type(values) is list and values:
             array = np.array(values)
             if array.dtype == np.int64 and array.ndim == 1:
-                found[name] = array
-    return found
+                arrays[name] = array
+    return arrays
 
 
 def _with_document_attention(names: set[str]) -> set[str]:
     return {*names, DOCUMENT_ATTENTION}
 
 
-SFT_HEAD = Replacement(
+SFT_HEAD = LibraryPatch(
     library="trl",
     versions=">=1.15,<1.17",
     module="trl.trainer.sft_trainer",
     name="add_fused_lm_head",
-    make=_unless_it_has_one,
-    otherwise="SFTTrainer uses its own fused head, which is right but computes the logits twice",
+    make=_unless_built_in,
+    fallback="SFTTrainer uses its own fused head, which is correct but computes the logits twice",
 )
-COLLATOR = Replacement(
+COLLATOR = LibraryPatch(
     library="trl",
     versions=">=1.15,<1.17",
     module="trl.trainer.sft_trainer",
-    of_class="DataCollatorForLanguageModeling",
+    class_name="DataCollatorForLanguageModeling",
     name="torch_call",
-    make=_over_arrays,
-    otherwise="its collator takes some milliseconds longer for each batch",
-    needed=False,
+    make=_with_arrays,
+    fallback="its collator takes a few milliseconds longer per batch",
+    required=False,
 )
-PACKING_ATTENTION = Replacement(
+PACKING_ATTENTION = LibraryPatch(
     library="trl",
     versions=">=1.15,<1.16",
     module="trl.trainer.sft_trainer",
     name="FLASH_ATTENTION_VARIANTS",
     make=_with_document_attention,
-    otherwise="it has no list of attentions that know documents",
+    fallback="it has no list of attention variants that support packing",
 )
 
 
-_ALL = (SFT_HEAD, COLLATOR, PACKING_ATTENTION, TRAIN_BATCHES, GRADIENT_NORM, STEP_IS_QUEUED)
+_ALL = (SFT_HEAD, COLLATOR, PACKING_ATTENTION, PREFETCH_BATCHES, ASYNC_GRAD_NORM, ANNOUNCE_NEXT_BATCH)
 
 
 def apply() -> None:
-    """What `FastLanguageModel` needs of TRL, if TRL is installed, and of the trainer that it builds on."""
-    for replacement in _ALL:
-        replacement.apply()
+    """Apply the patches that `FastLanguageModel` needs, to TRL if it is installed and to the trainer it builds on."""
+    for patch in _ALL:
+        patch.apply()
 
 
 def revert() -> None:
-    for replacement in _ALL:
-        replacement.revert()
+    for patch in _ALL:
+        patch.revert()

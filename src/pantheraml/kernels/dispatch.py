@@ -1,4 +1,4 @@
-"""Where an op runs: the Triton kernel on a GPU (or anywhere in Triton's interpreter), else the torch reference."""
+"""Dispatch: ops run their Triton kernel on a GPU or in Triton's interpreter, and the torch reference otherwise."""
 
 from __future__ import annotations
 

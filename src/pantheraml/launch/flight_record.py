@@ -1,8 +1,8 @@
-"""Which collective each rank of a run that does not get on is in, as told by torch's flight recorder.
+"""Find the collective each rank of a hung run is in, from torch's flight recorder.
 
-The recorder keeps the last collectives of a process in memory. A rank that gets no further writes those that matter to
-a file (`engine.guard.collectives`), which is read here, without torch. A rank whose unfinished collective some other
-member of its group has not begun waits for that one.
+The recorder keeps the last collectives of a process in memory. The watchdog of a rank without progress writes the
+relevant ones to a file (`engine.guard.watchdog`), which is read here, without torch. A rank waits for a peer if its
+unfinished collective has not been started by that member of the group.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pantheraml.base.folders import write_text
 _PREFIX = "collectives-rank-"
 
 RECORDER_ENVIRONMENT = {"TORCH_FR_BUFFER_SIZE": "2000"}
-"""Collectives that are remembered: torch's own default, which older versions do not have."""
+"""Number of collectives to record: torch's own default, which older versions do not have."""
 
 
 @dataclass(frozen=True)
 class Collective:
     name: str
     number: int
-    """How many its group had begun by then, on this rank."""
+    """Sequence number within the group, on this rank."""
     group: str
     paired: bool
-    """Only between two ranks, and so not counted by the others."""
+    """Point-to-point, so other ranks do not count it."""
     done: bool
     begun_ns: int
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Collective:
-        """From the recorder's own form. Gloo never says `completed`, NCCL does before it retires."""
+        """Parse an entry of the recorder. Gloo never reports `completed`; NCCL does before it retires an entry."""
         group, description = entry["process_group"]
         return cls(
             name=entry["profiling_name"].partition(":")[2],
@@ -53,7 +53,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Of one rank: the collectives that are not done, and the newest of every group; in the order they began."""
+    """Unfinished collectives of one rank and the newest of every group, in start order."""
 
     collectives: tuple[Collective, ...]
 
@@ -65,11 +65,11 @@ class RankRecord:
 
     @property
     def current(self) -> Collective | None:
-        """The one that this rank is in: those behind it cannot begin."""
+        """The first unfinished collective; later ones cannot run before it."""
         return next((one for one in self.collectives if not one.done), None)
 
     def begun(self, group: str) -> int | None:
-        """How many collectives of a group this rank has begun; None: it is not known to be a member."""
+        """Number of collectives of a group this rank has started; None: not known to be a member."""
         return max((one.number for one in self.collectives if one.group == group and not one.paired), default=None)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class RankRecord:
 
 
 def write_record(folder: Path, rank: int, record: RankRecord) -> None:
-    """So that people can read it too; nothing if there were no collectives."""
+    """Write indented JSON, for people to read too; no file if there were no collectives."""
     if record.collectives:
         text = json.dumps([dataclasses.asdict(one) for one in record.collectives], indent=1)
         write_text(_path(folder, rank), text)
@@ -90,39 +90,39 @@ def remove_record(folder: Path, rank: int) -> None:
 
 
 def read_records(folder: Path) -> dict[int, RankRecord]:
-    """By rank, of those who left one."""
-    found = {}
+    """Records by rank, of the ranks that wrote one."""
+    records = {}
     for path in folder.glob(f"{_PREFIX}*.json"):
-        with contextlib.suppress(FileNotFoundError):  # of a rank that has just got on
+        with contextlib.suppress(FileNotFoundError):  # removed by a rank that has just made progress
             collectives = tuple(Collective(**one) for one in json.loads(path.read_text(encoding="utf-8")))
-            found[int(path.stem.removeprefix(_PREFIX))] = RankRecord(collectives)
-    return dict(sorted(found.items()))
+            records[int(path.stem.removeprefix(_PREFIX))] = RankRecord(collectives)
+    return dict(sorted(records.items()))
 
 
 def waits_for(records: Mapping[int, RankRecord]) -> dict[int, list[int]]:
-    """Rank -> those who have not begun the collective that it is in."""
-    found = {}
+    """Map each waiting rank to the peers that have not started its current collective."""
+    waits = {}
     for rank, record in records.items():
         current = record.current
         if current is not None and not current.paired:
             begun = {peer: other.begun(current.group) for peer, other in records.items()}
             behind = [peer for peer, number in begun.items() if number is not None and number < current.number]
             if behind:
-                found[rank] = behind
-    return found
+                waits[rank] = behind
+    return waits
 
 
-def tell(records: Mapping[int, RankRecord]) -> str | None:
-    """Where everybody is; None if nobody left a record."""
-    places: dict[str, list[int]] = {}
+def describe_records(records: Mapping[int, RankRecord]) -> str | None:
+    """Describe the position of every rank; None if there are no records."""
+    positions: dict[str, list[int]] = {}
     for rank, record in records.items():
-        places.setdefault(str(record), []).append(rank)
-    told = "; ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in places.items())
-    return told or None
+        positions.setdefault(str(record), []).append(rank)
+    parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}" for text, ranks in positions.items()]
+    return "; ".join(parts) or None
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Such as: rank 3; ranks 0, 1 and 2."""
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Format as "rank 3" or "ranks 0, 1 and 2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,8 +1,8 @@
-"""A plain `python script.py` that is to use several GPUs starts itself again, once, as several ranks.
+"""Relaunch a plain `python script.py` once as several ranks, to use several GPUs.
 
-The process is replaced by the elastic agent, which runs the very same command line once per rank: the process id stays,
-GPU memory that it held is free, Ctrl-C goes to the agent and from there to every rank once, and the exit code is that
-of the rank that failed first.
+The process is replaced by the elastic agent, which runs the same command line once per rank: the process ID stays, its
+GPU memory is freed, Ctrl-C goes to the agent and from there to every rank once, and the exit code is that of the first
+rank to fail.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
 
 Store = Literal["file", "loopback"]
-"""Where the ranks of one node meet: in a file that only this user can reach, or, for scripts that join by `env://`, at
-a port of the loopback interface."""
+"""Rendezvous store of the ranks of one node: a file that only this user can access or, for scripts that use `env://`, a
+port on the loopback interface."""
 
 
 def python_module(name: str) -> list[str]:
-    """A module of ours, run by this Python. -P: the current folder, which may be a model that somebody else has made,
-    is no place to import from."""
+    """Command that runs one of our modules. -P: no imports from the working directory, such as a downloaded model."""
     return [sys.executable, "-P", "-m", name]
 
 
 def agent_command(processes: int, command: list[str], *, store: Store = "file") -> list[str]:
-    """`command` as `processes` ranks on this machine."""
-    return [*python_module("pantheraml.worker.agent"), str(processes), store, *command]
+    """Command of an elastic agent that runs `command` as `processes` ranks on this node."""
+    return [*python_module("pantheraml.worker.entry.elastic"), str(processes), store, *command]
 
 
 def relaunch(processes: int) -> NoReturn:
-    """Become the agent of `processes` ranks that run this command line from its beginning."""
-    reason = _why_not()
+    """Replace this process by an elastic agent whose `processes` ranks run this command line from the start."""
+    reason = _why_not_relaunch()
     if reason is not None:
         raise LaunchError(
-            f"The script cannot start itself again as {processes} processes: {reason}.",
-            todo=f"Call pantheraml.multigpu.launch(function, nproc={processes}), or put the code into a file and run"
+            f"The script cannot relaunch itself as {processes} processes: {reason}.",
+            fix=f"Call pantheraml.multigpu.launch(function, nproc={processes}), or put the code into a file and run"
             f" `torchrun --nproc-per-node {processes} FILE`.",
         )
     sys.stdout.flush()
@@ -49,12 +48,12 @@ def relaunch(processes: int) -> NoReturn:
 
 
 def main_file() -> Path | None:
-    """The file that this program was started from; None in a notebook, and for code from -c or standard input."""
+    """File of the main program; None in a notebook, and for code from -c or standard input."""
     name = getattr(sys.modules["__main__"], "__file__", None)
     return Path(name) if name is not None and Path(name).is_file() else None
 
 
-def _why_not() -> str | None:
+def _why_not_relaunch() -> str | None:
     if sys.flags.interactive or hasattr(sys, "ps1"):
         return "this is an interactive session"
     if main_file() is None and "-c" not in sys.orig_argv:

@@ -1,4 +1,4 @@
-"""Documents' boundaries as a mask, for attention that knows no boundaries."""
+"""Attention mask from document boundaries, for attention that takes no boundaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def block_mask(boundaries: Tensor, rows: int, width: int, window: int | None) -> Tensor:
-    """[B, 1, S, S]: True where key is in query's document, not after it and within the window."""
+    """[B, 1, S, S]: True where the key is in the query's document, not after it, and within the window."""
     position = torch.arange(rows * width, dtype=boundaries.dtype, device=boundaries.device)
     document = torch.searchsorted(boundaries, position, right=True).view(rows, width)
     distance = position[:width, None] - position[None, :width]

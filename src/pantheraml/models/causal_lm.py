@@ -1,16 +1,16 @@
-"""A transformers model that any trainer can train without full logits in memory.
+"""Causal language models that any trainer can train without full logits in memory.
 
-`make_fast(model)` turns the instance into one of a subclass made for its class: same name, same signature, same
-everything, but for `forward`:
+`make_fast(model)` changes the instance's class to a subclass of its own class with the same name and signature; only
+`forward` differs:
 
-- while training, with `labels`: `loss` comes straight from the hidden states, and `logits` is None. The loss is as
-  transformers defines it (shift, -100, `num_items_in_batch`), so any trainer that reads `loss` can use it.
-- with `fused_lm_head=True`, the way in which TRL asks for token scores: `TokenScoreOutput`.
-- in every other case (evaluation, generation, no labels, a head that is not plain): transformers' own forward.
+- in training, with `labels`: `loss` is computed from the hidden states, and `logits` is None. The loss follows
+  transformers' definition (shift, -100, `num_items_in_batch`), so any trainer that reads `loss` can use it.
+- with `fused_lm_head=True`, which is how TRL requests token scores: `TokenScoreOutput`.
+- otherwise (evaluation, generation, no labels, a non-linear head): transformers' own forward.
 
-Where few tokens have a label (prompts masked out), the head runs on those alone; where nearly all have one, on all. The
-choice needs their count on the host. Labels that it does not remember are sent there before the body is queued on the
-GPU and counted after, so that the GPU never waits for it.
+Where few tokens have a label (masked prompts), the head runs on those alone; where nearly all have one, on all. That
+choice needs the label count on the host. Labels without a known host copy are copied before the body is launched and
+counted after, so that the GPU never waits.
 """
 
 from __future__ import annotations
@@ -29,24 +29,30 @@ from transformers.utils import ModelOutput
 
 from pantheraml.base import log
 from pantheraml.base.errors import UnsupportedModelError
-from pantheraml.kernels.token_scores import Later
-from pantheraml.models.asked_each_step import AskedEachStep, every_module
-from pantheraml.models.derived import Derived
+from pantheraml.kernels.token_scores import DeferredGrad
+from pantheraml.models.async_scalars import (
+    host_values,
+    known_host_copy,
+    mirror_metrics_on_host,
+    mirror_on_host,
+    start_host_copy,
+)
+from pantheraml.models.derived_class import RuntimeSubclass
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
-from pantheraml.models.quantise.packed import packed_in, plain_state
-from pantheraml.models.read_ahead import copy_ahead, metrics_ahead, on_host, read_ahead, remembered
-from pantheraml.models.routing import balance_of
+from pantheraml.models.module_walk_cache import CachedModuleWalk, every_module
+from pantheraml.models.quantize.quantized_linear import plain_state, quant_formats_of
+from pantheraml.models.router_loss import router_loss_of
 
 logger = log.get(__name__)
 
 _FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 _NEEDS_LOGITS = ("logits_to_keep", "output_router_logits", "ignore_index")
-"""Arguments that change what logits or loss are; whoever gives them gets transformers' own forward."""
+"""Arguments that change the logits or the loss; with any of these, transformers' own forward runs."""
 
 
 @dataclass
 class TokenScoreOutput(ModelOutput):
-    """Of each next-token label: all fields are 0 where it is -100. The names are those that TRL reads."""
+    """Per-token scores of the next-token labels, 0 where the label is -100. TRL reads these field names."""
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None
@@ -54,71 +60,74 @@ class TokenScoreOutput(ModelOutput):
     is_top1: Tensor | None = None
     label_mask: Tensor | None = None
     aux_loss: Tensor | None = None
-    """Of a mixture of experts whose router logits were asked for; `loss` has it times its coefficient."""
+    """Router loss of a mixture of experts, if router logits were requested; `loss` includes it times its
+    coefficient."""
 
 
-class Starts(Protocol):
-    """A pass, before the model is called: see `fast.early`."""
+class ForwardPrelauncher(Protocol):
+    """Starts a forward before the model is called: see `fast.prelaunch`."""
 
     def begin(self, ids: Tensor) -> None: ...
 
 
-class FastCausalLM(Derived, AskedEachStep):
-    """What the subclasses have in common; `_fast_class` adds `forward`."""
+class FastCausalLM(RuntimeSubclass, CachedModuleWalk):
+    """Common part of the subclasses; `_fast_class` adds `forward`."""
 
-    meanwhile: Callable[[], None] | None = None
-    """What the host is to do once a training pass is queued on the GPU, before anybody waits for it."""
-    early: Starts | None = None
+    after_forward: Callable[[], None] | None = None
+    """Host work to do once a training forward is queued on the GPU, before anything waits for it."""
+    prelaunch: ForwardPrelauncher | None = None
     why_not_packed: str | None = None
-    """Why it is an error to put several documents into a row; None: it is none."""
+    """Why packed rows are an error; None: they are supported."""
     packed_within: int | None = None
-    """Tokens of each up to which it is none, whatever `why_not_packed` says."""
+    """Length of the longest document up to which packed rows are supported, even if `why_not_packed` is set."""
     _altered_logits: str | None = None
     _checkpointing: str | None = None
 
     def expect(self, batch: Any) -> None:
-        """A trainer is about to call the model with `batch`: what can be begun of that is."""
-        if self.early is None or not isinstance(batch, Mapping) or batch.get("position_ids") is not None:
+        """Start what can be started of the forward on `batch`, which a trainer is about to run."""
+        if self.prelaunch is None or not isinstance(batch, Mapping) or batch.get("position_ids") is not None:
             return
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-        if isinstance(ids, Tensor) and ids.ndim == 2 and (mask is None or _hides_nothing(mask)):
-            self.early.begin(ids)
+        if isinstance(ids, Tensor) and ids.ndim == 2 and (mask is None or _masks_nothing(mask)):
+            self.prelaunch.begin(ids)
 
     def why_full_logits(self) -> str | None:
-        """Why the loss needs full logits now, or None if it does not."""
+        """Return why the loss currently needs full logits, or None."""
         head = cast(PreTrainedModel, self).get_output_embeddings()
-        if not is_plain_layer(head):  # an adapter or a copy of PEFT's may have taken its place since
+        if not is_plain_layer(head):  # PEFT may have replaced it by an adapter or a copy
             return f"the output head is not a plain linear layer but {type(head).__name__}"
         return self._altered_logits
 
-    def keep_checkpointing(self, mode: str) -> None:
-        """From now on, what a trainer asks about activation checkpointing does not replace `mode`."""
+    def lock_checkpointing(self, mode: str) -> None:
+        """Ignore later requests of a trainer to change activation checkpointing from `mode`."""
         self._checkpointing = mode
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if self._checkpointing is not None:
-            logger.info("activations are checkpointed already (%s), whatever the trainer asks", self._checkpointing)
+            logger.info(
+                "activation checkpointing is already on (%s); ignoring the trainer's setting", self._checkpointing
+            )
             return
-        asked = gradient_checkpointing_kwargs or {}
-        if asked.get("use_reentrant"):
-            # transformers' trainer has DDP look for unused parameters of PEFT models, and then the reentrant kind fails
-            # ("marked ready only once"). The gradients are the same.
-            logger.info("checkpointing does not re-enter autograd, though the trainer asks for that: DDP could not")
-        super().gradient_checkpointing_enable({**asked, "use_reentrant": False}, *args, **kwargs)  # type: ignore[misc]
+        settings = gradient_checkpointing_kwargs or {}
+        if settings.get("use_reentrant"):
+            # transformers' trainer sets find_unused_parameters for PEFT models, and then DDP fails with reentrant
+            # checkpointing ("marked ready only once"). The gradients are the same.
+            logger.info("using non-reentrant activation checkpointing: DDP fails with use_reentrant=True")
+        super().gradient_checkpointing_enable({**settings, "use_reentrant": False}, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """A plain folder, which needs nothing of ours: packed weights are written as packing left them."""
+        """Save a plain Hugging Face folder: quantized weights are dequantized."""
         if kwargs.get("state_dict") is None:
             kwargs["state_dict"] = plain_state(self)
-            for packing in packed_in(cast(nn.Module, self)):
-                logger.warning("weights were packed in %s, and are written as that left them", packing)
+            for quant_format in quant_formats_of(cast(nn.Module, self)):
+                logger.warning("weights were quantized to %s and are saved dequantized", quant_format)
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         model = cast(PreTrainedModel, self)
-        if getattr(model, "is_loaded_in_4bit", False):  # then bitsandbytes' weights count twice
+        if getattr(model, "is_loaded_in_4bit", False):  # transformers counts bitsandbytes weights twice
             return int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         holders = [module for module in every_module(model) if module._parameters]
         excluded = {id(module.weight) for module in holders if exclude_embeddings and isinstance(module, nn.Embedding)}
@@ -131,11 +140,11 @@ class FastCausalLM(Derived, AskedEachStep):
         return sum(count for key, count in counted.items() if key not in excluded)
 
 
-def _hides_nothing(mask: Any) -> bool:
-    """As far as the host knows."""
+def _masks_nothing(mask: Any) -> bool:
+    """Return whether the host knows that the mask is all ones."""
     if not isinstance(mask, Tensor):
         return False
-    known = mask if mask.device.type == "cpu" else remembered(mask)
+    known = mask if mask.device.type == "cpu" else known_host_copy(mask)
     return known is not None and bool(known.all())
 
 
@@ -152,14 +161,14 @@ def make_fast(model: PreTrainedModel) -> FastCausalLM:
 
 
 def fast_model(model: Any) -> FastCausalLM | None:
-    """`model`, or what its adapters are on; None if that is not one of ours."""
+    """Return `model` or the base of its adapters; None if that is not a FastCausalLM."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return inner if isinstance(inner, FastCausalLM) else None
 
 
 @functools.cache
 def _fast_class(parent: type) -> type:
-    # The name goes into config.json ("architectures") and into trainers' look-ups, so it stays.
+    # Keep the name: it goes into config.json ("architectures"), and trainers look it up.
     namespace = {
         "__module__": parent.__module__,
         "__doc__": parent.__doc__,
@@ -178,87 +187,88 @@ def _forward(parent: Any) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         if self.why_not_packed is not None:
-            _refuse_packed(inputs, self.why_not_packed, self.packed_within)
-        if not fused_lm_head and not (self.training and _loss_alone(self, inputs)):
-            documents = _positions_alone(inputs) and (self.training or _several_documents(inputs))
+            _reject_packed_rows(inputs, self.why_not_packed, self.packed_within)
+        if not fused_lm_head and not (self.training and _needs_only_loss(self, inputs)):
+            documents = _has_positions_only(inputs) and (self.training or _is_packed(inputs))
             if takes_cache and documents and inputs.get("use_cache") is None:
-                # transformers looks for documents in positions only where there is no cache
+                # transformers derives documents from positions only without a cache
                 return parent.forward(self, **{**inputs, "use_cache": False})
             return parent.forward(self, *args, **kwargs)
-        outputs = _scored(self, inputs) if fused_lm_head else _with_loss(self, inputs)
-        if self.training and self.meanwhile is not None:
-            self.meanwhile()
+        outputs = _token_scores(self, inputs) if fused_lm_head else _with_loss(self, inputs)
+        if self.training and self.after_forward is not None:
+            self.after_forward()
         return outputs
 
-    # generate() and trainers read the signature. Not functools.wraps: accelerate undoes its own wrapping by following
-    # `__wrapped__`, and would undo ours.
+    # generate() and trainers read the signature. Not functools.wraps: accelerate unwraps by following `__wrapped__`,
+    # and would remove ours.
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = parent.forward.__doc__
     return forward
 
 
-def _refuse_packed(inputs: dict[str, Any], reason: str, within: int | None) -> None:
-    if _several_documents(inputs) and (within is None or int(on_host(inputs["position_ids"]).max()) >= within):
+def _reject_packed_rows(inputs: dict[str, Any], reason: str, within: int | None) -> None:
+    """Raise for packed rows, except those whose documents are all at most `within` tokens long."""
+    if _is_packed(inputs) and (within is None or int(host_values(inputs["position_ids"]).max()) >= within):
         raise UnsupportedModelError(
-            f"The trainer puts several documents into a row, but {reason}.",
-            todo="Set packing=False and padding_free=False in the trainer's config.",
+            f"The trainer packs several documents into a row, but {reason}.",
+            fix="Set packing=False and padding_free=False in the trainer's config.",
         )
 
 
-def _several_documents(inputs: dict[str, Any]) -> bool:
-    """Positions that restart within a row, and no mask: the trainer has packed it, or laid a batch end to end."""
-    return _positions_alone(inputs) and bool((on_host(inputs["position_ids"]).diff(dim=-1) != 1).any())
+def _is_packed(inputs: dict[str, Any]) -> bool:
+    """Return whether positions restart within a row without a mask: the trainer packed it, or is padding-free."""
+    return _has_positions_only(inputs) and bool((host_values(inputs["position_ids"]).diff(dim=-1) != 1).any())
 
 
-def _positions_alone(inputs: dict[str, Any]) -> bool:
+def _has_positions_only(inputs: dict[str, Any]) -> bool:
     others = ("attention_mask", "past_key_values")
     return isinstance(inputs.get("position_ids"), Tensor) and all(inputs.get(name) is None for name in others)
 
 
-def _loss_alone(model: Any, inputs: dict[str, Any]) -> bool:
-    """Whether the caller wants a loss and nothing that only full logits can give."""
+def _needs_only_loss(model: Any, inputs: dict[str, Any]) -> bool:
+    """Return whether the caller needs a loss and nothing that requires full logits."""
     if all(inputs.get(name) is None for name in ("labels", "shift_labels")) or model.why_full_logits() is not None:
         return False
-    asked = any(isinstance(inputs.get(name), Tensor) or inputs.get(name) for name in _NEEDS_LOGITS)
+    needs_logits = any(isinstance(inputs.get(name), Tensor) or inputs.get(name) for name in _NEEDS_LOGITS)
     routed = getattr(model.config.get_text_config(), "output_router_logits", False)
-    return not (asked or routed or inputs.get("return_dict") is False)
+    return not (needs_logits or routed or inputs.get("return_dict") is False)
 
 
 class _Targets:
-    """What each position is to predict: -100 where nothing.
+    """Token that each position is to predict; -100 for none.
 
-    Made before the body runs, when the GPU has nothing else to do: then only what was given is sent to the host. All
-    else can be done once the GPU is at work.
+    Created before the body runs, while the GPU is idle, so only the host copy is started then. The rest is done once
+    the GPU is busy.
     """
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         shifted: Tensor | None = inputs.get("shift_labels")
         self._are_shifted = shifted is not None
         self._given: Tensor = inputs["labels"] if shifted is None else shifted
-        known = remembered(self._given)
-        self._read = copy_ahead(self._given) if known is None else lambda: known
+        known = known_host_copy(self._given)
+        self._read = start_host_copy(self._given) if known is None else lambda: known
 
     def labels(self) -> Tensor:
         return self._given if self._are_shifted else nn.functional.pad(self._given[..., 1:], (0, 1), value=-100)
 
     def count(self) -> int:
-        """How many there are; the host may have to wait for them, but only for them."""
+        """Return the number of targets; may wait for the host copy, but for nothing else."""
         read = self._read()
         return int(((read if self._are_shifted else read[..., 1:]) >= 0).sum())
 
 
 def _divisor(inputs: dict[str, Any], labels: Tensor) -> Tensor | float:
-    """Of the summed loss: the targets here, or those of all micro-batches that make up a step."""
-    told = inputs.get("num_items_in_batch")
-    if told is None:
+    """Return the divisor of the summed loss: the targets here, or those of all micro-batches of the step."""
+    count = inputs.get("num_items_in_batch")
+    if count is None:
         return (labels >= 0).sum()
-    return told.to(labels.device) if isinstance(told, Tensor) else cast(float, told)
+    return count.to(labels.device) if isinstance(count, Tensor) else cast(float, count)
 
 
 def _body_outputs(model: Any, inputs: dict[str, Any]) -> Any:
     inputs = {name: value for name, value in inputs.items() if name not in _FOR_THE_LOSS}
     if inputs.get("past_key_values") is None:
-        inputs["use_cache"] = False  # nobody asks a loss for keys and values
+        inputs["use_cache"] = False  # a loss needs no keys and values
     return model.base_model(**inputs)
 
 
@@ -269,41 +279,41 @@ def _with_loss(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
     labels = targets.labels().to(hidden.device)
     total = head_loss(model.get_output_embeddings(), hidden, labels, targets.count())
     return CausalLMOutputWithPast(
-        loss=read_ahead(total / _divisor(inputs, labels)),
+        loss=mirror_on_host(total / _divisor(inputs, labels)),
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
     )
 
 
-def _scored(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
-    """TRL's shape: one column less than the labels, because the first token is nobody's target."""
+def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
+    """Return scores in TRL's shape: one column fewer than the labels, because the first token is no target."""
     reason = model.why_full_logits()
     if reason is not None:
-        raise UnsupportedModelError(f"This model gives no token scores without full logits: {reason}.")
+        raise UnsupportedModelError(f"This model cannot compute token scores without full logits: {reason}.")
     targets = _Targets(inputs)
-    asked = inputs.get("output_router_logits")
-    if asked is None and getattr(model.config.get_text_config(), "output_router_logits", False):
-        asked = inputs["output_router_logits"] = True
+    routed = inputs.get("output_router_logits")
+    if routed is None and getattr(model.config.get_text_config(), "output_router_logits", False):
+        routed = inputs["output_router_logits"] = True
     outputs = _body_outputs(model, inputs)
     hidden = outputs.last_hidden_state
     labels = targets.labels().to(hidden.device)
-    later = Later()
-    scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count(), later)
-    # Cut off here and not from the hidden states, which that would copy.
+    deferred = DeferredGrad()
+    scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count(), deferred)
+    # Sliced here rather than from the hidden states, which would copy them.
     last = None if inputs.get("shift_labels") is not None else -1
     loss, aux_loss = -scores.log_probs.sum() / _divisor(inputs, labels), None
-    balance = balance_of(model) if asked and getattr(outputs, "router_logits", None) else None
-    if balance is not None:
-        aux_loss = balance.sums(outputs.router_logits, inputs.get("attention_mask")).loss()
-        loss = loss + balance.coefficient * aux_loss.to(loss.device)
-    loss = read_ahead(loss)
-    log_probs = read_ahead(scores.log_probs[:, :last])
+    router_loss = router_loss_of(model) if routed and getattr(outputs, "router_logits", None) else None
+    if router_loss is not None:
+        aux_loss = router_loss.sums(outputs.router_logits, inputs.get("attention_mask")).loss()
+        loss = loss + router_loss.coefficient * aux_loss.to(loss.device)
+    loss = mirror_on_host(loss)
+    log_probs = mirror_on_host(scores.log_probs[:, :last])
     metrics = scores.entropy[:, :last], scores.is_top1[:, :last], (labels >= 0)[:, :last]
-    # What TRL reads before it begins on the backward pass; from there on the GPU has the rest of this one to do.
-    metrics_ahead(*metrics)
+    # TRL reads these before it starts the backward, while the GPU still has the rest of this forward to do.
+    mirror_metrics_on_host(*metrics)
     mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.is_cuda and mask.shape == labels.shape and remembered(mask) is None:
-        metrics_ahead(mask)
-    later.rows()
+    if isinstance(mask, Tensor) and mask.is_cuda and mask.shape == labels.shape and known_host_copy(mask) is None:
+        mirror_metrics_on_host(mask)
+    deferred.rows()
     return TokenScoreOutput(loss, log_probs, *metrics, aux_loss)

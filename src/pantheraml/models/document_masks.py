@@ -1,8 +1,8 @@
-"""Masks that keep packed documents apart, for attention that takes no boundaries.
+"""Attention masks that isolate packed documents, for attention that takes no boundaries.
 
-transformers makes such masks from positions, but not for every family: some never hand the positions over (GPT-OSS,
-OPT), and chunks are counted from the row's beginning (Llama 4). Here they are made before the body runs, one for each
-kind of layer, as the body would have made them for each document alone.
+transformers builds such masks from positions, but not for every family: some never pass the positions on (GPT-OSS,
+OPT), and chunks are counted from the start of the row (Llama 4). Here masks are built before the body runs, one per
+layer type, as the body would have built them for each document alone.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def use_document_masks(body: Any) -> RemovableHandle | None:
-    """Have `body` be given masks whenever it is given positions alone; None: it has layers that take none."""
+    """Pass masks to `body` whenever it gets positions without a mask; return None if it has layers that take no
+    mask."""
     kinds = set(getattr(body.config.get_text_config(), "layer_types", None) or ())
     if kinds - set(_KINDS):
         return None
-    handle: RemovableHandle = body.register_forward_pre_hook(_hand_over_masks, with_kwargs=True)
+    handle: RemovableHandle = body.register_forward_pre_hook(_pass_masks, with_kwargs=True)
     return handle
 
 
-def _hand_over_masks(
+def _pass_masks(
     body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     positions = kwargs.get("position_ids")
@@ -36,30 +37,32 @@ def _hand_over_masks(
         return None
     if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
         return None
-    # of a copy on another device, weights are no parameters
+    # in DataParallel replicas, weights are not parameters
     embedded = body.get_input_embeddings().weight if tokens.ndim == 2 else tokens
     masks = document_masks(body.config, positions.expand(tokens.shape[0], -1), embedded.dtype)
     return args, {**kwargs, "attention_mask": masks}
 
 
 def document_masks(config: Any, positions: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """[B, 1, S, S] from positions [B, S]: by kind of layer, if the config tells kinds apart. Nobody waits for a GPU.
-    `dtype`: that of what is added to scores, where attention has it so."""
+    """Build [B, 1, S, S] from positions [B, S]: a dict by layer type if the config has layer types. Does not sync.
+
+    `dtype`: of the additive mask, where attention takes one.
+    """
     config = config.get_text_config()
-    form = _form(config._attn_implementation, dtype)
+    convert = _mask_format(config._attn_implementation, dtype)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
-        return form(_allowed(positions, window=None, chunk=None))
+        return convert(_allowed(positions, window=None, chunk=None))
     sizes = {
         "full_attention": (None, None),
         "sliding_attention": (getattr(config, "sliding_window", None), None),
         "chunked_attention": (None, getattr(config, "attention_chunk_size", None)),
     }
-    return {kind: form(_allowed(positions, *sizes[kind])) for kind in _KINDS if kind in kinds}
+    return {kind: convert(_allowed(positions, *sizes[kind])) for kind in _KINDS if kind in kinds}
 
 
 def _allowed(positions: Tensor, window: int | None, chunk: int | None) -> Tensor:
-    """True where key is in query's document, not after it, within the window and in the same chunk of the document."""
+    """True where the key is in the query's document, not after it, within the window and in the same chunk."""
     index = torch.arange(positions.shape[1], device=positions.device)
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1
@@ -74,8 +77,8 @@ def _allowed(positions: Tensor, window: int | None, chunk: int | None) -> Tensor
     return allowed[:, None]
 
 
-def _form(attention: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """As the attention takes it: True where allowed, or what is added to scores."""
+def _mask_format(attention: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return the conversion to the attention's mask format: boolean, or additive for eager."""
     if attention != "eager":
         return lambda allowed: allowed
     lowest = torch.finfo(dtype).min

@@ -1,6 +1,6 @@
-"""Taking what is left to chance out of a model: dropout, layers that are left out, noise on the choice of experts.
+"""Disable randomness in a model: dropout, layer drop, router jitter.
 
-Processes draw random numbers of their own, so only what computes without them can be compared number by number.
+Ranks draw different random numbers, so only deterministic computation can be compared value by value.
 """
 
 from __future__ import annotations
@@ -10,28 +10,29 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-_CHANCE = ("drop", "jitter")
-"""In the names that transformers gives to such probabilities."""
+_RANDOM = ("drop", "jitter")
+"""Substrings of the names that transformers gives to such probabilities."""
 
 _OTHER_HEADS = ("summary", "classifier")
-"""In the names of those that a config has for heads which a causal language model is without."""
+"""Name prefixes of probabilities for heads that a causal language model does not have."""
 
 
 def remove_dropout(model: nn.Module) -> frozenset[str]:
-    """Set every probability that a module of `model` holds to 0, in place; the names of those that were not."""
-    found = set()
+    """Set every such probability in the modules of `model` to 0, in place; return the names of those that were not
+    0."""
+    names = set()
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
-            # PEFT's are in a dict by adapter: `lora_dropout.default`
+            # PEFT keeps them in a dict by adapter: `lora_dropout.default`
             parts = path.split(".")
-            found.add(next((part for part in reversed(parts) if "drop" in part), parts[-1]))
+            names.add(next((part for part in reversed(parts) if "drop" in part), parts[-1]))
             module.p = 0.0
-        found |= _zero(module)
-    return frozenset(found)
+        names |= _zero(module)
+    return frozenset(names)
 
 
 def remove_dropout_from_configs(model: nn.Module) -> frozenset[str]:
-    """The same for the configs, which some families look at in every pass."""
+    """Do the same for the configs, which some families read in every forward."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return frozenset[str]().union(*(_zero(config) for config in configs.values()))
 
@@ -42,7 +43,7 @@ def _zero(holder: Any) -> set[str]:
         for name, value in vars(holder).items()
         if isinstance(value, float)
         and value > 0
-        and any(word in name for word in _CHANCE)
+        and any(word in name for word in _RANDOM)
         and not name.startswith(_OTHER_HEADS)
     }
     for name in probabilities:

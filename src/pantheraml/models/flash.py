@@ -4,9 +4,9 @@ It is an extra (`pip install 'pantheraml[flash]'`): a pre-release whose kernels 
 attention on an H200, forward and backward, 4 x 2048 tokens: 1,047 us against cuDNN's 1,131 (32/8 heads of 128), 639
 against 758 (32/8 heads of 64), and 711 against 1,182 of torch's variable-length kernel over packed documents.
 
-The package's two functions are operators here, so that autograd, the compiler and selective checkpointing each meet
-one operation. `serves` tells whether a call may go to them. The first call of each kind has the kernels compiled and
-compared with torch's attention; if that fails, a warning says why, and attention stays with torch's kernels.
+The package's two functions are wrapped as custom ops, so that autograd, torch.compile and selective checkpointing each
+see one operation. `supports` decides whether a call may use them. The first call of each variant compiles the kernels
+and compares them with torch's attention; if that fails, a warning gives the reason, and torch's kernels are used.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ from pantheraml.models.block_mask import block_mask
 logger = log.get(__name__)
 
 PACKAGE, RELEASE = "flash-attn-4", "4.0.0b36"
-"""Its functions have no stable face: the release is the one that was measured, and no other is called."""
+"""The package has no stable API: only the release that was measured is used."""
 
 CAPABILITY = 9
 """Compute capability 9.x, where it was measured."""
 
 HEAD_DIMS = (64, 96, 128)
-"""Multiples of 32. The release pads others to 16 where it sums up dQ, and to 32 where it reads the sum."""
+"""Multiples of 32. This release pads others to 16 where it accumulates dQ, and to 32 where it reads the sum."""
 
 SHORTEST = 256
-"""Tokens of a row. Rows of one block take other kernels, not worth compiling."""
+"""Minimum tokens per row. Rows of one block use other kernels, which are not worth compiling."""
 
 PADDED_TO = 128
-"""The backward pass rounds each document up to that many tokens, empty ones with the rest (a block each)."""
+"""The backward pads each document to a multiple of this many tokens; empty ones take a block each."""
 
 MANY = 256
-"""With more documents the release searches them in another way: kernels of their own."""
+"""With more documents this release searches them differently, which compiles separate kernels."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _failed: set[tuple[torch.device, torch.dtype, int]] = set()
-"""Devices, with the dtypes and sizes of heads that kernels did not work for."""
+"""Device, dtype and head size of kernels that failed."""
 _TOLERANCE = 2e-2
-"""Of a norm: bf16 leaves 0.3 %, while a token too many or too few moves it by more."""
+"""Relative to a norm: bf16 leaves 0.3 %, while one token too many or too few changes it by more."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What decides which kernels are compiled."""
+class KernelVariant:
+    """Everything that determines which kernels are compiled."""
 
     dtype: torch.dtype
     head_dim: int
     groups: int
-    """Query heads of a key head."""
+    """Query heads per key head."""
     packed: bool
     windowed: bool
     many: bool
 
     def __str__(self) -> str:
-        what = "packed documents" if self.packed else "whole rows"
-        window = " in a window" if self.windowed else ""
-        return f"{what}{window}, {self.groups} x heads of {self.head_dim}, {str(self.dtype).removeprefix('torch.')}"
+        layout = "packed documents" if self.packed else "whole rows"
+        window = " with a sliding window" if self.windowed else ""
+        return f"{layout}{window}, {self.groups} x heads of {self.head_dim}, {str(self.dtype).removeprefix('torch.')}"
 
 
-def serves(
+def supports(
     query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, *, window: int | None, dropout: float
 ) -> bool:
-    """Whether `attend` is to be used: tensors as transformers lays them out, [B, H, S, D]."""
+    """Return whether to use `attend`; tensors in transformers' layout, [B, H, S, D]."""
     documents = 0 if boundaries is None else boundaries.shape[0] - 1
     return (
         query.is_cuda
         and query.dtype == key.dtype == value.dtype
         and fits(query.dtype, query.shape, value.shape[-1], documents=documents, dropout=dropout)
-        and not torch.are_deterministic_algorithms_enabled()  # dK's sums have no fixed order
+        and not torch.are_deterministic_algorithms_enabled()  # dK is accumulated in no fixed order
         and _works(
             query.device,
             query.dtype,
@@ -96,7 +96,7 @@ def serves(
 
 
 def fits(dtype: torch.dtype, shape: Sequence[int], value_dim: int, *, documents: int, dropout: float) -> bool:
-    """Whether the kernels can do it, and without wasting memory. `documents`: 0 where each row is one."""
+    """Return whether the kernels support it without wasting memory. `documents`: 0 if each row is one."""
     rows, _, width, head_dim = shape
     return (
         dtype in _DTYPES
@@ -108,8 +108,8 @@ def fits(dtype: torch.dtype, shape: Sequence[int], value_dim: int, *, documents:
     )
 
 
-def is_likely(device: torch.device, dtype: torch.dtype, head_dim: int, width: int) -> bool:
-    """Whether calls with such heads and rows go to these kernels, as far as can be told without one."""
+def likely_supported(device: torch.device, dtype: torch.dtype, head_dim: int, width: int) -> bool:
+    """Return whether calls with these heads and rows will use these kernels, as far as known before a call."""
     return (
         device.type == "cuda"
         and dtype in _DTYPES
@@ -131,7 +131,7 @@ def attend(
     window: int | None,
     scaling: float | None,
 ) -> Tensor:
-    """[B, H, S, D] -> [B, S, H, D]; `window` counts the token itself."""
+    """[B, H, S, D] -> [B, S, H, D]; `window` includes the token itself."""
     rows, _, width, head_dim = query.shape
     tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     if boundaries is not None:
@@ -156,8 +156,10 @@ def flash_forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows [B, S, H, D], or documents end to end, [T, H, D], none longer than `width`: attention, and the logarithms of
-    its sums, [B, H, S] or [H, T]."""
+    """Rows [B, S, H, D], or concatenated documents [T, H, D] of at most `width` tokens each.
+
+    Returns the attention output and the logsumexp, [B, H, S] or [H, T].
+    """
     arguments = _arguments(boundaries, width, scale, window)
     with torch.cuda.device_of(query):
         out, sums = _package()._flash_attn_fwd(query, key, value, return_lse=True, **arguments)[:2]
@@ -185,7 +187,7 @@ def flash_backward(
     dq, dk, dv = _gradients(query, key, value)
     arguments = _arguments(boundaries, width, scale, window)
     with torch.cuda.device_of(query):
-        # A gradient that is one number for all would be compiled for by itself.
+        # An expanded gradient would compile a separate kernel.
         _package()._flash_attn_bwd(
             query, key, value, out, gradient.contiguous(), sums, dq=dq, dk=dk, dv=dv, **arguments
         )
@@ -220,15 +222,15 @@ def _arguments(boundaries: Tensor | None, width: int, scale: float, window: int 
     }
     if boundaries is not None:
         arguments |= {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
-        # The row's length, not the longest document's: kernels need no more, and some are compiled by it.
+        # The row length, not the longest document's: an upper bound suffices, and some kernels are specialized on it.
         arguments |= {"max_seqlen_q": width, "max_seqlen_k": width}
     return arguments
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, boundaries, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, *output, boundaries)
-    ctx.set_materialize_grads(False)  # else the sums would be given a gradient of zeros
+    ctx.set_materialize_grads(False)  # no zero gradient for the logsumexp
 
 
 def _backward(ctx: Any, gradient: Tensor, _of_sums: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -236,7 +238,7 @@ def _backward(ctx: Any, gradient: Tensor, _of_sums: Tensor | None) -> tuple[Tens
     return (*gradients, None, None, None, None)
 
 
-flash_forward.register_autograd(_backward, setup_context=_keep)
+flash_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 @functools.cache
@@ -251,7 +253,9 @@ def _installed() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     if version != RELEASE:
-        logger.warning("%s %s is installed, but only %s is known: torch's attention is used", PACKAGE, version, RELEASE)
+        logger.warning(
+            "%s %s is installed, but only %s is supported: using torch's attention", PACKAGE, version, RELEASE
+        )
     return version == RELEASE
 
 
@@ -263,61 +267,61 @@ def _has_capability(device: torch.device) -> bool:
 def _works(
     device: torch.device, dtype: torch.dtype, head_dim: int, groups: int, packed: bool, windowed: bool, many: bool
 ) -> bool:
-    """Of numbers alone, for the compiler's sake."""
-    return _checked(device, Kind(dtype, head_dim, groups, packed, windowed, many))
+    """Check a variant given as scalars, which torch.compile can treat as constants."""
+    return _checked(device, KernelVariant(dtype, head_dim, groups, packed, windowed, many))
 
 
 @functools.cache
-def _checked(device: torch.device, kind: Kind) -> bool:
+def _checked(device: torch.device, kind: KernelVariant) -> bool:
     if not _installed() or not _has_capability(device):
         return False
-    # In a thread of its own, where nothing of the step that asks is in force: autocast, checkpointing, its stream.
-    with ThreadPoolExecutor(1) as elsewhere:
-        fault = elsewhere.submit(_fault, device, kind).result()
+    # In a separate thread, free of the calling step's autocast, checkpointing and stream.
+    with ThreadPoolExecutor(1) as pool:
+        fault = pool.submit(_fault, device, kind).result()
     if fault is None:
-        logger.info("attention (%s) is computed by %s %s", kind, PACKAGE, RELEASE)
+        logger.info("attention (%s) uses %s %s", kind, PACKAGE, RELEASE)
     else:
         _failed.add((device, kind.dtype, kind.head_dim))
-        logger.warning("attention (%s) stays with torch's kernels: %s %s fails: %s", kind, PACKAGE, RELEASE, fault)
+        logger.warning("attention (%s) uses torch's kernels: %s %s fails: %s", kind, PACKAGE, RELEASE, fault)
     return fault is None
 
 
-def _fault(device: torch.device, kind: Kind) -> str | None:
-    """Compiles the kernels and runs them once; what is wrong with them."""
+def _fault(device: torch.device, kind: KernelVariant) -> str | None:
+    """Compile the kernels and run them once; return what is wrong with them."""
     try:
         with torch.cuda.device(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the package's own code
+            warnings.simplefilter("ignore")  # from the package's own code
             return _difference(device, kind)
     except Exception as err:  # noqa: BLE001 - a compiler may raise anything; the reason is logged
         return f"{type(err).__name__}: {err}"
 
 
-def _difference(device: torch.device, kind: Kind) -> str | None:
-    """Of results and gradients from those of torch in float32, on two rows of random numbers."""
+def _difference(device: torch.device, kind: KernelVariant) -> str | None:
+    """Compare outputs and gradients with torch's in float32, on two rows of random numbers."""
     rows, width, window = 2, SHORTEST, SHORTEST // 4 if kind.windowed else None
     draw = torch.Generator(device).manual_seed(0)
 
     def random(heads: int) -> Tensor:
-        drawn = torch.randn(rows, width, heads, kind.head_dim, generator=draw, device=device)
-        return drawn.to(kind.dtype)
+        values = torch.randn(rows, width, heads, kind.head_dim, generator=draw, device=device)
+        return values.to(kind.dtype)
 
-    # views of one matrix, as fused layers hand them over
+    # views of one matrix, as fused layers pass them
     parts = random(2 * kind.groups + 4).split((2 * kind.groups, 2, 2), dim=2)
     inputs = query, key, value = [part.transpose(1, 2).requires_grad_() for part in parts]
-    direction = random(2 * kind.groups)
+    out_grad = random(2 * kind.groups)
     boundaries = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
     if kind.packed:
         ends = [0, width // 3, width, width] + [rows * width] * (MANY if kind.many else 2)  # the last are empty
         boundaries = torch.tensor(ends, dtype=torch.int32, device=device)
     out = attend(query, key, value, boundaries if kind.packed else None, window=window, scaling=None)
-    found = [out, *torch.autograd.grad(out, inputs, direction)]
+    actual = [out, *torch.autograd.grad(out, inputs, out_grad)]
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
     key, value = (tensor.repeat_interleave(kind.groups, dim=1) for tensor in exact[1:])
     mask = block_mask(boundaries, rows, width, window)
     expected = F.scaled_dot_product_attention(exact[0], key, value, attn_mask=mask).transpose(1, 2)
-    wanted = [expected, *torch.autograd.grad(expected, exact, direction.float())]
-    for name, ours, theirs in zip(("attention", "dQ", "dK", "dV"), found, wanted, strict=True):
+    reference = [expected, *torch.autograd.grad(expected, exact, out_grad.float())]
+    for name, ours, theirs in zip(("attention", "dQ", "dK", "dV"), actual, reference, strict=True):
         distance = float(((ours.float() - theirs).norm() / theirs.norm()).detach())
-        if not distance < _TOLERANCE:  # or not a number
+        if not distance < _TOLERANCE:  # also catches NaN
             return f"{name} differs from torch's by {distance:.1%}"
     return None

@@ -1,7 +1,7 @@
-"""Text from a model: prompts in, completions out, in batches.
+"""Batched text generation: prompts in, completions out.
 
-Only what is asked for here shapes the text: sampling settings that come with a model (a repetition penalty, a nucleus)
-would make a run's answers depend on a file nobody looks at. Its end-of-text tokens do count.
+Only the settings given here apply: sampling settings that ship with a model (repetition penalty, top-p) would make a
+run's output depend on a file nobody looks at. The model's end-of-text tokens do apply.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from pantheraml.base.errors import DataError, UnsupportedModelError
-from pantheraml.models.modes import observed
+from pantheraml.models.eval_mode import eval_no_grad
 
 Prompt = str | Sequence[int]
-"""Text, or the tokens themselves where the caller has laid them out as in training."""
+"""Text, or token ids formatted as in training."""
 
-Progress = Callable[[int, int], None]
-"""Called with (prompts done, prompts in all)."""
+GenerateProgress = Callable[[int, int], None]
+"""Called with (prompts done, prompts in total)."""
 
 
 def generate(
@@ -34,59 +34,59 @@ def generate(
     temperature: float,
     seed: int,
     batch_size: int,
-    on_progress: Progress,
+    on_progress: GenerateProgress,
 ) -> list[str]:
-    """The completion of each prompt, up to the end-of-text token; temperature 0 takes the likeliest token each time."""
+    """Return the completion of each prompt, up to the end-of-text token; temperature 0 is greedy decoding."""
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     encoded = [_encode(tokenizer, prompt, number) for number, prompt in enumerate(prompts, start=1)]
     _check_lengths(whole, encoded, max_new_tokens)
     stops = _stop_tokens(whole, tokenizer)
-    padding = next((token for token in (tokenizer.pad_token_id, *stops) if token is not None), 0)
+    pad_token = next((token for token in (tokenizer.pad_token_id, *stops) if token is not None), 0)
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         temperature=temperature if temperature > 0 else None,
         top_k=0 if temperature > 0 else None,
         eos_token_id=stops or None,
-        pad_token_id=padding,
+        pad_token_id=pad_token,
         use_cache=True,
     )
     device = whole.get_input_embeddings().weight.device
     completions: list[str] = []
     fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with observed(model), fork, _own_settings(whole, settings):
+    with eval_no_grad(model), fork, _generation_config_set(whole, settings):
         torch.manual_seed(seed)
         for start in range(0, len(encoded), batch_size):
             batch = encoded[start : start + batch_size]
-            ids, mask = _left_padded(batch, padding, device)
+            ids, mask = _left_pad(batch, pad_token, device)
             out = whole.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
-            completions += [_until_stop(tokenizer, row, stops) for row in out[:, ids.shape[1] :].tolist()]
+            completions += [_decode_until_stop(tokenizer, row, stops) for row in out[:, ids.shape[1] :].tolist()]
             on_progress(len(completions), len(encoded))
     return completions
 
 
 @contextlib.contextmanager
-def _own_settings(whole: Any, settings: GenerationConfig) -> Iterator[None]:
-    """transformers fills what `settings` leaves open from the model's own; so those are put away meanwhile."""
-    theirs, whole.generation_config = whole.generation_config, settings
+def _generation_config_set(whole: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Replace the model's generation config, from which transformers would fill in unset fields."""
+    original, whole.generation_config = whole.generation_config, settings
     try:
         yield
     finally:
-        whole.generation_config = theirs
+        whole.generation_config = original
 
 
 def _encode(tokenizer: Any, prompt: Prompt, number: int) -> list[int]:
     if isinstance(prompt, str):
-        # a chat template writes the BOS token itself
-        started = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        ids = list(tokenizer(prompt, add_special_tokens=not started)["input_ids"])
-        # some tokenizers close every text; a prompt is to be continued
+        # chat templates add the BOS token themselves
+        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        ids = list(tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"])
+        # some tokenizers append EOS; a prompt must stay open
         while ids and ids[-1] == tokenizer.eos_token_id:
             ids.pop()
     else:
         ids = list(prompt)
     if not ids:
-        raise DataError(f"Prompt {number} has no tokens: {prompt!r}.", todo="Give a prompt with some text.")
+        raise DataError(f"Prompt {number} has no tokens: {prompt!r}.", fix="Give a prompt with some text.")
     return ids
 
 
@@ -95,26 +95,26 @@ def _check_lengths(whole: Any, encoded: list[list[int]], max_new_tokens: int) ->
     for number, ids in enumerate(encoded, start=1):
         if limit is not None and len(ids) + max_new_tokens > limit:
             raise UnsupportedModelError(
-                f"Prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones that is more than the "
-                f"{limit} that the model allows.",
-                todo="Shorten the prompt, or ask for fewer new tokens.",
+                f"Prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones that exceeds the model's "
+                f"limit of {limit}.",
+                fix="Shorten the prompt, or generate fewer new tokens.",
             )
 
 
 def _stop_tokens(whole: Any, tokenizer: Any) -> list[int]:
-    """The tokenizer's end of text, and those that the model itself names (chat models have several)."""
+    """Return the end-of-text tokens of the tokenizer and of the model (chat models have several)."""
     own = whole.generation_config.eos_token_id if whole.generation_config is not None else None
     named = own if isinstance(own, list) else [own]
     return sorted({token for token in (tokenizer.eos_token_id, *named) if token is not None})
 
 
-def _left_padded(batch: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _left_pad(batch: list[list[int]], pad_token: int, device: torch.device) -> tuple[Tensor, Tensor]:
     width = max(map(len, batch))
-    ids = torch.tensor([[padding] * (width - len(row)) + row for row in batch], device=device)
+    ids = torch.tensor([[pad_token] * (width - len(row)) + row for row in batch], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
     return ids, mask
 
 
-def _until_stop(tokenizer: Any, ids: list[int], stops: list[int]) -> str:
+def _decode_until_stop(tokenizer: Any, ids: list[int], stops: list[int]) -> str:
     end = next((i for i, token in enumerate(ids) if token in stops), len(ids))
     return str(tokenizer.decode(ids[:end], skip_special_tokens=True))

@@ -1,9 +1,9 @@
-"""Loading causal language models and their tokenizers, with errors in plain words.
+"""Load causal language models and their tokenizers, with clear errors.
 
-Weights come from safetensors; pickled weights and code that travels with a model are used only if the config asks by
-name. A checkpoint that lacks weights of its architecture is an error: transformers would fill them with random numbers.
-Weights are streamed to the device layer by layer; a checkpoint that does not fit its model tensor for tensor is loaded
-by transformers, through the host's memory.
+Weights come from safetensors; pickled weights and remote code are used only if the config enables them. A checkpoint
+that lacks weights of its architecture is an error: transformers would initialize them randomly. Weights are streamed to
+the device layer by layer; a checkpoint that does not match its model tensor for tensor is loaded by transformers,
+through host memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from transformers import (
 
 from pantheraml.base import log
 from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedModelError
-from pantheraml.base.memory_room import ROOM, memory_room
+from pantheraml.base.memory_room import MAX_GROWTH_BYTES, memory_limit
+from pantheraml.models.checkpoint_mapping import CannotStream
 from pantheraml.models.hub import local_folder
-from pantheraml.models.matching import CannotStream
-from pantheraml.models.quantise.packed import pack_linears, set_dense_dtype
-from pantheraml.models.quantise.stored import stored_format
+from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
+from pantheraml.models.quantize.quantized_linear import quantize_linears, set_dense_dtype
 from pantheraml.models.stream import check_buffers, stream_model
-from pantheraml.models.units import Placement, Target
 from pantheraml.models.weight_files import check_safetensors, weight_files
+from pantheraml.models.weight_reader import WeightFormat, WeightPlacement
 from pantheraml.specs.consent import refuse_foreign_code
 from pantheraml.specs.hf_config import read_hf_config
 from pantheraml.specs.train import ModelConfig
@@ -48,83 +48,83 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The local folder of the model: its path, or the download of its hub name."""
+    """Return the model's local folder: its path, or the download of its hub name."""
     refuse_foreign_code(config)
     more = (*(("*.py",) if config.trust_remote_code else ()), *(("*.bin",) if config.allow_pickle else ()))
     return local_folder(config.path, revision=config.revision, more_files=more)
 
 
 def check_model(config: ModelConfig) -> None:
-    """Everything about the model that can be known without loading it; ModelError if it cannot work."""
+    """Check everything about the model that is known without loading it; ModelError if it cannot work."""
     _check(model_folder(config), config)
 
 
 def read_config(config: ModelConfig) -> Any:
-    """The model's `config.json` as transformers understands it."""
+    """Return the model's `config.json` as parsed by transformers."""
     return _read_config(model_folder(config), config)
 
 
 def _check(folder: Path, config: ModelConfig) -> Any:
-    found = _read_config(folder, config)
+    source = _read_config(folder, config)
     if config.init == "pretrained":
-        stored_format(found)
+        detect_checkpoint_format(source)
         for file in weight_files(folder, allow_pickle=config.allow_pickle):
             if file.suffix == ".safetensors":
                 check_safetensors(file)
-    return found
+    return source
 
 
 def _read_config(folder: Path, config: ModelConfig) -> Any:
     read_hf_config(folder)
-    # code that somebody trusts may load libraries of any size
-    room = contextlib.nullcontext() if config.trust_remote_code else memory_room()
+    # trusted remote code may load libraries of any size
+    limit = contextlib.nullcontext() if config.trust_remote_code else memory_limit()
     try:
-        with room:
-            found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        with limit:
+            source = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except MemoryError as err:
         raise ModelError(
-            f"The model's config.json takes more than {ROOM >> 20} MiB of memory to read, the most that it may.",
+            f"Reading the model's config.json takes more than {MAX_GROWTH_BYTES >> 20} MiB of memory, the limit.",
             where=str(folder / "config.json"),
-            todo="Check where the model comes from.",
+            fix="Check the source of the model.",
         ) from err
-    # configuration classes check their fields, each in its own way
+    # config classes validate their fields, each in its own way
     except Exception as err:
         if "trust_remote_code" in str(err):
             raise ModelError(
-                f"The model in {folder} needs Python code that comes with it, which is not run unasked.",
-                todo="Read that code, then set model.trust_remote_code=true.",
+                f"The model in {folder} needs remote code (Python files in its folder), which is not run by default.",
+                fix="Review that code, then set model.trust_remote_code=true.",
             ) from err
         raise ModelError(
             f"The model's config.json cannot be used: {_first_line(err)}",
             where=str(folder / "config.json"),
-            todo=f"If the model is newer than transformers {transformers.__version__}, install a newer one; if it comes"
-            " with Python code of its own, read that and set model.trust_remote_code=true.",
+            fix=f"If the model is newer than transformers {transformers.__version__}, upgrade it; if it has Python"
+            " code of its own, review that and set model.trust_remote_code=true.",
         ) from err
-    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and not config.trust_remote_code:
+    if type(source) not in MODEL_FOR_CAUSAL_LM_MAPPING and not config.trust_remote_code:
         raise UnsupportedModelError(
-            f"A model of type {found.model_type!r} is not a causal language model.",
+            f"A model of type {source.model_type!r} is not a causal language model.",
             where=str(folder / "config.json"),
-            todo="Give a model that generates text (its class in config.json ends in ForCausalLM).",
+            fix="Use a model that generates text (its class in config.json ends in ForCausalLM).",
         )
-    return found
+    return source
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's fast tokenizer (or the one that `model.tokenizer` names)."""
+    """Load the model's fast tokenizer (or the one that `model.tokenizer` names)."""
     refuse_foreign_code(config)
     folder = model_folder(config) if config.tokenizer is None else local_folder(config.tokenizer)
-    todo = "Set model.tokenizer to a folder with a tokenizer.json."
+    fix = "Set model.tokenizer to a folder with a tokenizer.json."
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"There is no tokenizer in {folder}.", todo=todo)
+        raise ModelError(f"There is no tokenizer in {folder}.", fix=fix)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    # tokenizers raises bare Exception for a damaged tokenizer.json, and nothing narrower can be named
+    # tokenizers raises a bare Exception for a corrupted tokenizer.json
     except Exception as err:
-        raise ModelError(f"The tokenizer cannot be loaded: {_first_line(err)}", where=str(folder), todo=todo) from err
+        raise ModelError(f"The tokenizer cannot be loaded: {_first_line(err)}", where=str(folder), fix=fix) from err
     if not tokenizer.is_fast:
-        raise ModelError(f"The tokenizer in {folder} has no fast version (no tokenizer.json).", todo=todo)
+        raise ModelError(f"The tokenizer in {folder} has no fast version (no tokenizer.json).", fix=fix)
     if len(tokenizer) == 0:
-        raise ModelError(f"The tokenizer in {folder} has an empty vocabulary.", todo=todo)
+        raise ModelError(f"The tokenizer in {folder} has an empty vocabulary.", fix=fix)
     return tokenizer
 
 
@@ -133,30 +133,30 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    quantise: Target | None = None,
+    quantize: WeightFormat | None = None,
     seed: int = 0,
-    layers_unread: bool = False,
+    lazy_layers: bool = False,
 ) -> PreTrainedModel:
-    """The model on `device`, without a key/value cache, ready for training. `seed` matters for init=random alone.
+    """Load the model on `device`, without a key/value cache, ready for training. `seed` is used only for init=random.
 
-    `quantise` says what its linear layers but the head are kept in; None: as the checkpoint has them, in `dtype` unless
-    they are stored packed. `layers_unread`: where it can be, the weights of decoder layers are left to `read_weights`.
+    `quantize`: format of the linear layers except the head; None: as in the checkpoint, which is `dtype` unless it is
+    quantized. `lazy_layers`: where possible, leave the weights of decoder layers for `materialize`.
     """
     folder = model_folder(config)
     source = _check(folder, config)
     with _load_errors(folder), _device_errors(device):
         if config.init == "random":
             model = _random_model(source, config, dtype, seed)
-            _place(model, dtype, dtype, device, quantise)
+            _place(model, dtype, dtype, device, quantize)
         else:
-            place = Placement(quantise, stored_format(source), dtype, device)
-            model = _pretrained_model(folder, source, config, place, layers_unread=layers_unread)
+            place = WeightPlacement(quantize, detect_checkpoint_format(source), dtype, device)
+            model = _pretrained_model(folder, source, config, place, lazy_layers=lazy_layers)
     model.config.get_text_config().use_cache = False
     return model
 
 
 def weights_fingerprint(config: ModelConfig) -> str:
-    """Tells models apart without reading them whole: config.json, and of each weight file its size and samples."""
+    """Hash config.json, and the size and samples of each weight file, without reading all weights."""
     folder = model_folder(config)
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if config.init == "pretrained":
@@ -171,47 +171,52 @@ def weights_fingerprint(config: ModelConfig) -> str:
 
 
 def _pretrained_model(
-    folder: Path, source: Any, config: ModelConfig, place: Placement, *, layers_unread: bool
+    folder: Path, source: Any, config: ModelConfig, place: WeightPlacement, *, lazy_layers: bool
 ) -> PreTrainedModel:
     files = weight_files(folder, allow_pickle=config.allow_pickle)
     try:
         if config.trust_remote_code:
-            raise CannotStream("code that comes with a model may load it in its own way")
+            raise CannotStream("remote code may load the model in its own way")
         if files[0].suffix != ".safetensors":
             raise CannotStream("its weights are pickled")
         source.name_or_path = str(folder)
-        if place.stored is not None:
+        if place.checkpoint_format is not None:
             del source.quantization_config
-        model = stream_model(source, files, attention_for(source), place, layers_unread=layers_unread)
+        model = stream_model(source, files, attention_for(source), place, lazy_layers=lazy_layers)
         set_dense_dtype(model, place.dtype)
         model.generation_config = _generation_config(folder)
         return model
     except CannotStream as reason:
-        if place.stored is not None:
+        if place.checkpoint_format is not None:
             raise UnsupportedModelError(
-                f"The model's weights are stored in {place.stored.packing} and do not fit it one by one: {reason}.",
+                f"The checkpoint is quantized in {place.checkpoint_format.quant_format} and its tensors do not match"
+                f" the model's: {reason}.",
                 where=str(folder),
-                todo="Use the model's plain (bf16) weights.",
+                fix="Use the model's plain (bf16) weights.",
             ) from reason
-        logger.info("the weights go through the host's memory, because %s", reason)
-    # Packing starts from the weights as they are stored, so that it does not depend on this run's precision.
+        logger.info("loading through host memory, because %s", reason)
+    # Quantize from the checkpoint's dtype, so that the result does not depend on this run's precision.
     model = _from_pretrained(folder, source, config, place.dtype if place.target in (None, "dense") else None)
     _place(model, model.dtype, place.dtype, place.device, place.target)
     return model
 
 
 def _place(
-    model: PreTrainedModel, stored: torch.dtype, dtype: torch.dtype, device: torch.device, quantise: Target | None
+    model: PreTrainedModel,
+    checkpoint_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: WeightFormat | None,
 ) -> None:
-    """Pack, cast and move a model that is whole in the host's memory."""
-    if quantise is not None and quantise != "dense":
-        pack_linears(model, quantise, dtype=dtype, device=device)
-        _cast_parameters(model, stored, dtype)
+    """Quantize, cast and move a model that is complete in host memory."""
+    if quantize is not None and quantize != "dense":
+        quantize_linears(model, quantize, dtype=dtype, device=device)
+        _cast_parameters(model, checkpoint_dtype, dtype)
     model.to(device)
 
 
 def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torch.dtype | None) -> PreTrainedModel:
-    _refuse_other_weights(folder, source)
+    _reject_redirected_weights(folder, source)
     if not config.trust_remote_code:
         check_buffers(source)
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -226,39 +231,39 @@ def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torc
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ModelError(
-            f"The weights do not fit config.json: {shown} missing or of another shape.",
+            f"The weights do not match config.json: {shown} missing or of a different shape.",
             where=str(folder),
-            todo="Get the model again, or check that the weights belong to this config.json.",
+            fix="Download the model again, or check that the weights belong to this config.json.",
         )
     return model
 
 
-def _refuse_other_weights(folder: Path, source: Any) -> None:
-    """Transformers would read other files than those that were checked."""
+def _reject_redirected_weights(folder: Path, source: Any) -> None:
+    """Reject folders from which transformers would read other files than those that were checked."""
     if getattr(source, "transformers_weights", None) is not None:
-        other = "config.json names weight files of its own (transformers_weights)"
+        reason = "config.json names weight files of its own (transformers_weights)"
     elif (folder / "adapter_config.json").exists():
-        other = "an adapter lies beside the weights, and transformers would load that adapter's base instead"
+        reason = "it also contains an adapter, and transformers would load that adapter's base instead"
     else:
         return
     raise ModelError(
-        f"The model folder cannot be used: {other}.",
+        f"The model folder cannot be used: {reason}.",
         where=str(folder),
-        todo="Remove that, or give a folder with the plain model alone.",
+        fix="Remove it, or give a folder that contains only the plain model.",
     )
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """As transformers finds it beside the weights."""
+    """Read the generation config as transformers does."""
     if (folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
 def attention_for(model_config: Any) -> str:
-    """Torch's own attention, except for the few families that need scores which it does not give out (Gemma 2)."""
+    """Return sdpa, or eager for the few families that need attention scores or softcapping (Gemma 2)."""
     if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        return "eager"  # transformers before 5.20 lets such models onto SDPA, which leaves the cap out
+        return "eager"  # transformers before 5.20 allows SDPA, which ignores the softcap
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     return "sdpa" if architecture is None or architecture._supports_sdpa else "eager"
 
@@ -266,7 +271,7 @@ def attention_for(model_config: Any) -> str:
 def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     if not config.trust_remote_code:
         check_buffers(source)
-    # Built in float32 on the CPU, so that the numbers depend on the seed alone, and without touching the caller's RNG.
+    # Float32 on the CPU, so that the values depend only on the seed; the caller's RNG state is preserved.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -280,7 +285,7 @@ def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: in
 
 
 def _cast_parameters(model: PreTrainedModel, old: torch.dtype, new: torch.dtype) -> None:
-    """Parameters alone: rotary frequencies are buffers, and in bf16 they would put tokens at wrong positions."""
+    """Cast parameters only: RoPE frequencies are buffers, and in bf16 they would shift positions."""
     for parameter in model.parameters():
         if parameter.dtype == old:
             parameter.data = parameter.data.to(new)
@@ -292,9 +297,9 @@ def _load_errors(folder: Path) -> Iterator[None]:
         yield
     except UnpicklingError as err:
         raise ModelError(
-            "The model cannot be loaded: its pickled weights hold something other than tensors.",
+            "The model cannot be loaded: its pickled weights contain objects other than tensors.",
             where=str(folder),
-            todo="Do not trust them; get the model in safetensors.",
+            fix="Do not trust them; use safetensors weights.",
         ) from err
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as err:
         raise ModelError(f"The model cannot be loaded: {_first_line(err)}", where=str(folder)) from err
@@ -306,8 +311,8 @@ def _device_errors(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as err:
         raise OutOfMemoryError(
-            f"The model's weights do not fit on {device}.",
-            todo="Use method.kind=qlora, or a GPU with more memory.",
+            f"The model's weights do not fit in the memory of {device}.",
+            fix="Use method.kind=qlora, or a GPU with more memory.",
         ) from err
 
 

@@ -1,7 +1,7 @@
-"""Rotary embeddings that change with the longest document of a forward pass.
+"""RoPE that changes with the longest document of a forward pass.
 
-Up to a length they are fixed. With one document beyond it (`longrope`: other factors; `dynamic`: another base), every
-document of the same pass is computed with other angles, so it matters what shares a row or a micro-batch.
+Up to a certain length its frequencies are fixed. One document beyond it (`longrope`: other factors; `dynamic`: another
+base) changes the angles of all documents in the same forward, so it matters which ones share a row or a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VaryingRope:
+    """Length-dependent RoPE of a model."""
+
     kind: str
-    """As config.json has it."""
+    """`rope_type` in config.json."""
     length: int
-    """Tokens up to which it is fixed."""
+    """Number of tokens up to which it is fixed."""
 
     def in_reach(self, longest: int | None) -> bool:
-        """Of documents of up to `longest` tokens; None: of any length."""
+        """Return whether documents of up to `longest` tokens (None: any length) can change it."""
         return longest is None or longest > self.length
 
     def reason(self) -> str:
@@ -27,9 +29,9 @@ class VaryingRope:
 
 
 def varying_rope(config: Any) -> VaryingRope | None:
-    """That of a model with this config; None: it does not change."""
+    """Return the length-dependent RoPE of a model with this transformers config; None if it has none."""
     text = config.get_text_config()
-    found = []
+    varying = []
     for rope in _ropes(getattr(text, "rope_parameters", None)):
         kind = str(rope.get("rope_type"))
         if kind == "longrope":
@@ -38,12 +40,12 @@ def varying_rope(config: Any) -> VaryingRope | None:
             length = text.max_position_embeddings
         else:
             continue
-        found.append(VaryingRope(kind, int(length)))
-    return min(found, key=lambda rope: rope.length, default=None)
+        varying.append(VaryingRope(kind, int(length)))
+    return min(varying, key=lambda rope: rope.length, default=None)
 
 
 def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
-    """The parameters, or those of each kind of layer."""
+    """Yield the parameters, and those of each layer type."""
     if isinstance(parameters, dict):
         yield parameters
         yield from (part for part in parameters.values() if isinstance(part, dict))

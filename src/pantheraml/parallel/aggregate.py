@@ -1,15 +1,15 @@
-"""How the gradients of all ranks become one: DDP communication hooks.
+"""Gradient aggregation over ranks, as DDP communication hooks.
 
-    mean            of all tokens: DDP's own all-reduce, for the engine scales each rank's loss by tokens
+    mean            over all tokens: DDP's own all-reduce, since the engine scales each rank's loss by tokens
     weighted        the same, where a token of rank i counts weights[i] times
-    median          of the ranks' mean token gradients, value by value (of an even number: midway between two)
-    trimmed_mean    of the same, less the largest and the smallest values
+    median          elementwise, of the ranks' mean token gradients (even count: midpoint of the middle two)
+    trimmed_mean    the same, without the largest and smallest values
 
-A median needs every rank's value in one place. And whether a rank is to be left out, because its gradient is not
-finite, is known only when its last bucket is there, after others have been sent. Both therefore exchange slices: while
-backward runs, rank r gets slice r of each bucket from every peer; then the ranks agree on who takes part, for the whole
-step; then each reduces its slices, and all gather the results. That moves the bytes of a ring all-reduce, half of them
-beside backward; it holds one more copy of the gradients, and there is never anything to undo.
+The median needs every rank's value in one place, and excluding a rank with a non-finite gradient is only possible once
+its last bucket is ready, after other buckets were sent. Both therefore exchange slices: during backward an all-to-all
+gives rank r slice r of each bucket from every rank; then the ranks agree on who participates in the step; then each
+rank reduces its slices and all-gathers the results. This moves as many bytes as a ring all-reduce, half of them
+overlapped with backward, and costs one extra copy of the gradients. Nothing ever has to be undone.
 """
 
 from __future__ import annotations
@@ -33,81 +33,78 @@ Method = Literal["mean", "weighted", "median", "trimmed_mean"]
 ALIASES = {"weighted_mean": "weighted"}
 
 TRIM = 0.1
-"""Part of the ranks that a trimmed mean drops at either end; at least one rank."""
+"""Fraction of ranks that `trimmed_mean` drops at each end; at least one rank."""
 
 
 class Finish(Protocol):
-    """To be called by all ranks after the last backward pass of a step: their gradients are the same then.
+    """Collective that completes the aggregation after a step's last backward; all ranks then hold the same gradients.
 
-    This rank's loss was the sum over its `target_tokens` times `factor`, which is one number for all ranks. The answer
-    is the ranks that were left out, by their number in the whole run. If no rank's gradient is finite then none is left
-    out, and the aggregate is not finite either.
+    This rank's loss was the sum over its `target_tokens` times `factor`, which is the same on all ranks. Returns the
+    global ranks that were excluded. If no rank's gradient is finite, none is excluded and the aggregate is not finite.
     """
 
     def __call__(self, *, target_tokens: int, factor: float) -> tuple[int, ...]: ...
 
 
-def method_named(name: str) -> Method:
-    """The method that people mean by `name`."""
+def parse_method(name: str) -> Method:
+    """Resolve a method name or alias."""
     known = get_args(Method)
     method = ALIASES.get(name, name)
     if method not in known:
-        raise ConfigError(
-            f"There is no gradient aggregation `{name}`.", todo=f"Use one of {', '.join([*known, *ALIASES])}."
-        )
+        raise ConfigError(f"Unknown gradient aggregation `{name}`.", fix=f"Use one of {', '.join([*known, *ALIASES])}.")
     return cast(Method, method)
 
 
 def attach(
     model: nn.Module, method: Method, *, weights: Sequence[float] | None = None, leave_out_nonfinite: bool = False
 ) -> Finish:
-    """Have `model`, just wrapped for DDP, aggregate by `method`. A model that is not wrapped has no peers to heed.
+    """Register the communication hook for `method` on a freshly DDP-wrapped `model`; no-op without DDP.
 
-    `weights` (one per rank of DDP's group) are for `weighted`. `leave_out_nonfinite`: a rank whose gradient is not
-    finite does not take part in that step, and the others' weights are renormalised.
+    `weights` (one per rank of DDP's group) are for `weighted`. With `leave_out_nonfinite`, a rank whose gradient is not
+    finite is excluded from that step and the other ranks' weights are renormalized.
     """
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     check_method(method, 1 if group is None else dist.get_world_size(group), weights)
     if not isinstance(model, DistributedDataParallel) or (method == "mean" and not leave_out_nonfinite):
-        return nothing_to_finish
+        return no_op_finish
     if method == "weighted" and not leave_out_nonfinite:
         assert weights is not None, "checked above"
         exchange: _WeightedSums | _Slices = _WeightedSums(model.process_group, weights)
     else:
         exchange = _Slices(model.process_group, _COMBINE[method], weights, leave_out_nonfinite)
-    # DDP compares a hook's annotations with classes, and those of this module are strings; a lambda has none.
+    # DDP checks a hook's annotations against classes, and this module's annotations are strings; a lambda has none.
     model.register_comm_hook(None, lambda _, bucket: exchange.send(bucket))
     return exchange.finish
 
 
 def check_method(method: Method, ranks: int, weights: Sequence[float] | None) -> None:
-    """ConfigError unless `ranks` ranks can aggregate that way."""
+    """Raise ConfigError unless `method` works with `ranks` ranks and `weights`."""
     if (weights is not None) != (method == "weighted"):
         raise ConfigError(
-            "Weights per rank belong to the gradient aggregation `weighted`, which needs them.",
-            todo="Give both, or neither.",
+            "Per-rank weights and the gradient aggregation `weighted` require each other.",
+            fix="Set both, or neither.",
         )
     if weights is not None and (
         len(weights) != ranks or not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights)
     ):
         raise ConfigError(
-            f"{list(weights)} are not weights for {ranks} rank(s).",
-            todo="Give one number for each rank, none below 0 and not all 0.",
+            f"{list(weights)} are not valid weights for {ranks} rank(s).",
+            fix="Give one finite, non-negative number per rank, at least one of them positive.",
         )
     if method == "trimmed_mean" and ranks < 3:
         raise ConfigError(
-            f"The gradient aggregation `trimmed_mean` drops the largest and the smallest value; {ranks} rank(s) have no"
-            " others.",
-            todo="Use it with three ranks or more, or use `mean`.",
+            "The gradient aggregation `trimmed_mean` drops the largest and the smallest value, which leaves none of"
+            f" {ranks} rank(s).",
+            fix="Use three ranks or more, or use `mean`.",
         )
 
 
-def nothing_to_finish(*, target_tokens: int, factor: float) -> tuple[int, ...]:
+def no_op_finish(*, target_tokens: int, factor: float) -> tuple[int, ...]:
     return ()
 
 
 def _gather(values: list[Tensor], group: dist.ProcessGroup) -> list[list[float]]:
-    """Every rank's `values`, in rank order; the one place where the host waits for the device."""
+    """All-gather `values` in rank order. The only host-device sync in this module."""
     mine = torch.stack([value.double() for value in values])
     everyone = mine.new_empty(dist.get_world_size(group), len(values))
     dist.all_gather(list(everyone), mine, group=group)
@@ -115,11 +112,11 @@ def _gather(values: list[Tensor], group: dist.ProcessGroup) -> list[list[float]]
 
 
 class _WeightedSums:
-    """All-reduce of weight times gradient while backward runs, divided in the end by the weight of all tokens."""
+    """All-reduce of weighted gradients, overlapped with backward, normalized at the end by the total token weight."""
 
     def __init__(self, group: dist.ProcessGroup, weights: Sequence[float]) -> None:
         self._group = group
-        self._weight = weights[dist.get_rank(group)] / max(weights)  # up to 1, so that no gradient overflows
+        self._weight = weights[dist.get_rank(group)] / max(weights)  # at most 1, so that no gradient overflows
         self._parameters: list[Tensor] = []
 
     def send(self, bucket: GradBucket) -> Future[Tensor]:
@@ -141,12 +138,12 @@ class _WeightedSums:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """One bucket on its way."""
+    """A DDP bucket in flight."""
 
     parameters: list[Tensor]
     sent: Tensor
     rows: Tensor
-    """This rank's slice of it, a row from each rank."""
+    """This rank's slice of the bucket, one row per rank."""
     work: dist.Work
 
 
@@ -166,7 +163,7 @@ class _Slices:
         self._finite: list[Tensor] = []
 
     def send(self, bucket: GradBucket) -> Future[Tensor]:
-        if bucket.index() == 0:  # what a backward pass that failed left behind is void
+        if bucket.index() == 0:  # discard leftovers of a failed backward
             self._buckets.clear()
             self._finite.clear()
         own = bucket.buffer()
@@ -188,7 +185,7 @@ class _Slices:
         present = [rank for rank, mass in enumerate(masses) if mass > 0]
         sound = [rank for rank in present if everyone[rank][1]]
         partakers = sound if self._leave_out_nonfinite and sound else present
-        # A row times its scale is that rank's mean token gradient.
+        # row * scale is that rank's mean token gradient
         scales = torch.tensor([1 / (factor * everyone[rank][0]) for rank in partakers], dtype=torch.float64)
         shares = torch.tensor([masses[rank] for rank in partakers], dtype=torch.float64)
         for bucket in buckets:
@@ -205,12 +202,12 @@ class _Slices:
         else:
             own = torch.zeros_like(bucket.rows[0])
         whole = torch.empty_like(bucket.sent)
-        # Into parts of one tensor: its own form of all_gather has one name up to torch 2.12 and another one since.
+        # Gather into views: the single-tensor all_gather was renamed after torch 2.12.
         dist.all_gather(list(whole.view(self._size, -1)), own, group=self._group)
         offset = 0
         for parameter in bucket.parameters:
             gradient = parameter.grad
-            if gradient is not None:  # it is None where no rank used the parameter
+            if gradient is not None:  # None if no rank used the parameter
                 part = whole[offset : offset + gradient.numel()]
                 gradient.copy_(part.as_strided(gradient.size(), gradient.stride()))  # a bucket keeps the strides
             offset += parameter.numel()
@@ -222,25 +219,25 @@ def _then_return(work: dist.Work | None, tensor: Tensor) -> Future[Tensor]:
 
 
 def mean(rows: Tensor, shares: Tensor) -> Tensor:
-    """Of one row per rank, by the ranks' shares of 1."""
+    """Weighted mean of one row per rank; `shares` sum to 1."""
     return (rows * shares).sum(0)
 
 
 def median(rows: Tensor, shares: Tensor) -> Tensor:
-    """All ranks count alike."""
+    """Elementwise median; `shares` are ignored."""
     ordered, count = rows.sort(dim=0).values, len(rows)
     return _where_finite(rows, (ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
 
 
 def trimmed_mean(rows: Tensor, shares: Tensor) -> Tensor:
-    """Without the `TRIM` largest and smallest of every column; of one or two rows, which have no middle, the mean."""
+    """Elementwise mean without the `TRIM` largest and smallest values; plain mean of one or two rows."""
     count = len(rows)
     drop = min(max(1, int(TRIM * count)), (count - 1) // 2)
     return _where_finite(rows, rows.sort(dim=0).values[drop : count - drop].mean(0))
 
 
 def _where_finite(rows: Tensor, combined: Tensor) -> Tensor:
-    """A NaN must not vanish among the values that are not used: the verdict on the step has to see it."""
+    """Propagate non-finite values that the reduction dropped, so that the step's non-finite check sees them."""
     return torch.where(rows.isfinite().all(0), combined, torch.nan)
 
 

@@ -1,8 +1,8 @@
-"""Do ranks that should hold the same weights and gradients still do so?
+"""Detect replicas whose weights or gradients have diverged.
 
-Each rank sums up the bit patterns of its tensors on the device, and all compare 64 bits; more travels only once there
-is a difference. Ranks that drifted apart (a faulty device or link, a rank that missed an update) would train on
-without any sign, so drift ends the run and names the rank.
+Each rank checksums the bit patterns of its tensors on the device and the ranks compare 64 bits; per-tensor checksums
+are exchanged only after a mismatch. Diverged replicas (faulty device or link, missed update) would train on silently,
+so a mismatch ends the run and names the rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pantheraml.base.errors import DriftError
 from pantheraml.parallel.layout import Layout
 
 Named = Sequence[tuple[str, Tensor | None]]
-"""Tensors as they lie on this rank. None, a gradient that is not there, differs from any that is."""
+"""Local tensors by name. None (no gradient) differs from every tensor."""
 
 CHUNK = 1 << 22
-"""Elements that are widened to 64 bits at a time: some 32 MiB for each of three tensors, however large the weights."""
+"""Elements widened to 64 bits at a time: about 32 MiB for each of three temporaries, regardless of weight size."""
 
 ABSENT = -1
 
@@ -31,9 +31,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """An int64 on the tensor's device: the sum, modulo 2^64, of its bit patterns, each times an odd number of its own.
+    """Return an int64 on the device: the sum modulo 2^64 of its bit patterns, each times a distinct odd number.
 
-    One changed value always changes the sum, and so do two values of up to 32 bits that change places.
+    A single changed value always changes the sum, and so does swapping two values of up to 32 bits.
     """
     flat = tensor.detach().contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -44,55 +44,57 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def peers_with_copies(
+def replica_groups(
     parameters: Sequence[tuple[str, Tensor]], layout: Layout
 ) -> list[tuple[dist.ProcessGroup, frozenset[str]]]:
-    """Groups of processes that this one holds the same values in common with, and the parameters of which it does.
+    """Return the process groups within which parameters are replicated, each with the names of those parameters.
 
-    A collective of all processes; groups without any parameter are left out.
+    Collective over all ranks; groups without parameters are omitted.
     """
     dims = layout.dims
-    # Sharding cuts weights over the ranks of a sequence, too; otherwise those hold copies.
-    copies = ["replicate"] if dims.shard > 1 else ["replicate", "context"]
-    whole = {name for name, parameter in parameters if _is_whole(parameter, "tensor")} if dims.tensor > 1 else set()
-    found = []
+    # FSDP also shards weights over context-parallel ranks; without it they hold replicas.
+    replicated_dims = ["replicate"] if dims.shard > 1 else ["replicate", "context"]
+    tp_replicated = (
+        {name for name, parameter in parameters if _is_replicated(parameter, "tensor")} if dims.tensor > 1 else set()
+    )
+    groups = []
     for dimensions, names in (
-        (copies, {name for name, _ in parameters} - whole),
-        ([*copies, "tensor"], whole),
+        (replicated_dims, {name for name, _ in parameters} - tp_replicated),
+        ([*replicated_dims, "tensor"], tp_replicated),
     ):
-        several = [name for name in dimensions if getattr(dims, name) > 1]
-        if several and names:
-            found.append((layout.group(*several), frozenset(names)))
-    return found
+        active = [name for name in dimensions if getattr(dims, name) > 1]
+        if active and names:
+            groups.append((layout.group(*active), frozenset(names)))
+    return groups
 
 
-def _is_whole(parameter: Tensor, dimension: str) -> bool:
-    """Whether every process along that dimension of the mesh holds all of what any of them holds."""
+def _is_replicated(parameter: Tensor, dimension: str) -> bool:
+    """Return True if the parameter is replicated along this mesh dimension."""
     if not isinstance(parameter, DTensor):
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
     return dimension not in names or parameter.placements[names.index(dimension)].is_replicate()
 
 
-def check_copies(
+def check_replicas(
     weights: Named, gradients: Named, *, step: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:
-    """DriftError on every rank of `group` (None = all), or on none. These ranks should hold copies of the same tensors.
+    """Raise DriftError on every rank of `group` (None = all) unless all hold the same tensors.
 
-    A collective of the ranks of `group`; `step` is for the message.
+    Collective over `group`; `step` is for the message.
     """
-    labelled = [(f"the weight {name}", tensor) for name, tensor in weights]
-    labelled += [(f"the gradient of {name}", tensor) for name, tensor in gradients]
-    labels = [label for label, _ in labelled]
+    labeled = [(f"the weight {name}", tensor) for name, tensor in weights]
+    labeled += [(f"the gradient of {name}", tensor) for name, tensor in gradients]
+    labels = [label for label, _ in labeled]
     absent = torch.tensor(ABSENT, device=device)
-    sums = torch.stack([absent if tensor is None else checksum(tensor) for _, tensor in labelled])
-    same_names = torch.tensor(zlib.crc32("\n".join(labels).encode()), device=device)
-    in_short = _gather(torch.stack([same_names, checksum(sums)]), group)
-    if in_short.count(in_short[0]) == len(in_short):
+    sums = torch.stack([absent if tensor is None else checksum(tensor) for _, tensor in labeled])
+    names_hash = torch.tensor(zlib.crc32("\n".join(labels).encode()), device=device)
+    digests = _gather(torch.stack([names_hash, checksum(sums)]), group)
+    if digests.count(digests[0]) == len(digests):
         return
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    if len({names for names, _ in in_short}) > 1:
-        raise _drift([(names,) for names, _ in in_short], ["the list of parameters"], ranks, step)
+    if len({names for names, _ in digests}) > 1:
+        raise _drift([(names,) for names, _ in digests], ["the list of parameters"], ranks, step)
     raise _drift(_gather(sums, group), labels, ranks, step)
 
 
@@ -103,17 +105,17 @@ def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[tuple[int, ..
 
 
 def _drift(rows: Sequence[tuple[int, ...]], labels: Sequence[str], ranks: Sequence[int], step: int) -> DriftError:
-    """`rows`: what each of `ranks` holds of `labels`, not all the same."""
+    """Build the error from each rank's row of checksums (one per label), which are not all equal."""
     (common, holders), *others = Counter(rows).most_common()
     first = next(index for index in range(len(labels)) if len({row[index] for row in rows}) > 1)
     if holders > others[0][1]:
         odd = [rank for rank, row in zip(ranks, rows, strict=True) if row != common]
-        what = f"Rank {', '.join(map(str, odd))} no longer holds what the other {holders} rank(s) hold"
+        what = f"Rank {', '.join(map(str, odd))} diverged from the other {holders} rank(s)"
     else:
-        what = f"Ranks {', '.join(map(str, ranks))} no longer hold the same, and no majority does"
+        what = f"Ranks {', '.join(map(str, ranks))} diverged, with no majority"
     return DriftError(
         f"{what}; the first difference at step {step} is in {labels[first]}.",
         where=f"step {step}, ranks {', '.join(map(str, ranks))}",
-        todo="Check that device's memory and links (nvidia-smi -q, dmesg), leave it out if it is faulty, and resume"
-        " from a checkpoint that was saved before.",
+        fix="Check that device's memory and links (nvidia-smi -q, dmesg), exclude it if it is faulty, and resume from"
+        " an earlier checkpoint.",
     )

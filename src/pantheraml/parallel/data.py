@@ -1,7 +1,7 @@
-"""Data parallelism: the DDP wrapper that sums gradients over ranks, and what has to be known to set it up.
+"""Data parallelism: the DDP wrapper and the decisions needed to set it up.
 
-Decisions that depend on the model are pure functions which return the value and its reason, so that a run can report
-them. Which rank gets which samples is in `shard_batch`; other ways than the mean are in `aggregate`.
+Model-dependent decisions are pure functions that return a value and its reason, so that a run can report them.
+`shard_batch` assigns samples to ranks; `aggregate` has the gradient aggregations other than the mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class DDPSettings(Protocol):
-    """DDP's own options, by DDP's own names."""
+    """DDP options under their DDP names."""
 
     @property
     def find_unused_parameters(self) -> bool: ...
@@ -42,8 +42,8 @@ class Decision(NamedTuple):
     reason: str
 
 
-def leave_out(model: nn.Module, buffers: Sequence[str]) -> None:
-    """DDP, ours or another trainer's, does not send these."""
+def ignore_in_ddp(model: nn.Module, buffers: Sequence[str]) -> None:
+    """Exclude these buffers from DDP's broadcasts, including DDP wrappers of other trainers."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(buffers))
 
 
@@ -56,15 +56,15 @@ def wrap(
     group: dist.ProcessGroup | None = None,
     static_graph: bool = False,
 ) -> nn.Module:
-    """`model` under DDP over `group` (None = all ranks), or as it is where that is one process.
+    """Wrap `model` in DDP over `group` (None = all ranks); return it unchanged in a group of one.
 
-    `constant_buffers` are names of buffers that no step changes and all ranks hold alike, such as packed weights: DDP
-    would send them before every forward pass. `static_graph` is for `decide_static_graph` to say.
+    `constant_buffers` names buffers that never change and are identical on all ranks, such as quantized weights; DDP
+    would broadcast them before every forward. `static_graph` comes from `decide_static_graph`.
     """
     if world.size == 1 or dist.get_world_size(group) == 1:
         return model
-    leave_out(model, constant_buffers)
-    # torch 2.13 deprecates the name broadcast_buffers; it is passed only by those who turn it off
+    ignore_in_ddp(model, constant_buffers)
+    # torch 2.13 deprecates the argument broadcast_buffers, so it is passed only to turn it off
     buffers: dict[str, Any] = {} if settings.broadcast_buffers else {"broadcast_buffers": False}
     return DistributedDataParallel(
         model,
@@ -79,14 +79,14 @@ def wrap(
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes inside keep their gradients local: for all micro-batches of a step but the last."""
+    """Skip gradient synchronization inside: for all micro-batches of a step but the last."""
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return nullcontext()
 
 
 def sends_buffers(model: nn.Module) -> bool:
-    """Whether DDP sends buffers to all ranks before a forward pass, even one whose gradients stay local."""
+    """Return True if DDP broadcasts buffers before each forward, which it does even under `no_sync`."""
     return isinstance(model, DistributedDataParallel) and bool(model.modules_buffers)
 
 
@@ -99,36 +99,36 @@ def decide_static_graph(
     mixture_of_experts: bool,
     accumulates: bool = True,
 ) -> Decision:
-    """Whether DDP may take every step to use the same parameters equally often.
+    """Decide whether DDP may assume a static graph.
 
-    Reentrant checkpointing may need that: where a layer is checkpointed more than once, its nested backward passes make
-    parameters ready more than once, which DDP otherwise refuses ("marked ready only once"). `accumulates` is False for
-    those who know that every step of every rank has just one backward pass.
+    Reentrant checkpointing may need it: if a layer is checkpointed more than once, nested backward passes make its
+    parameters ready more than once, which DDP otherwise rejects ("marked ready only once"). Pass `accumulates=False`
+    only if every step has exactly one backward on every rank.
     """
     if not allowed:
         return Decision(False, "parallel.static_graph is off, or UNSLOTH_DISABLE_DDP_STATIC_GRAPH is set")
     if compiled:
-        return Decision(False, "compiled layers and a static graph do not go together")
+        return Decision(False, "compiled layers are incompatible with a static graph")
     if mixture_of_experts:
-        return Decision(False, "which experts are used changes from step to step")
+        return Decision(False, "the experts in use change from step to step")
     if unused_parameters:
-        return Decision(False, "parallel.find_unused_parameters says that steps differ in what they use")
+        return Decision(False, "parallel.find_unused_parameters is on, so steps may use different parameters")
     if not reentrant_checkpointing:
-        return Decision(False, "nothing needs it: there is no reentrant checkpointing")
+        return Decision(False, "not needed without reentrant checkpointing")
     if accumulates:
-        # torch 2.13 ends in an internal assertion (reducer.cpp, expect_autograd_hooks_) at the first such pass
-        return Decision(False, "torch's static graph cannot begin with a backward pass that keeps its gradients local")
+        # torch 2.13 fails an internal assertion (reducer.cpp, expect_autograd_hooks_) on the first no_sync backward
+        return Decision(False, "torch's static graph cannot start with a backward under no_sync")
     return Decision(True, "reentrant checkpointing may make parameters ready more than once")
 
 
 def uses_reentrant_checkpointing(model: nn.Module) -> bool:
-    """Whether transformers was told to checkpoint `model` by torch's reentrant kind, torch's choice if nobody says."""
+    """Return True if transformers checkpoints `model` with torch's reentrant variant, which is torch's default."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             function = module._gradient_checkpointing_func
             if isinstance(function, partial):
-                told = function.keywords.get("use_reentrant")
-                if told is True or (told is None and function.func is checkpoint):
+                use_reentrant = function.keywords.get("use_reentrant")
+                if use_reentrant is True or (use_reentrant is None and function.func is checkpoint):
                     return True
     return False
 
@@ -137,24 +137,24 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def synchronise_batch_norm(
+def sync_batch_norm(
     model: Model, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[Model, Decision]:
-    """`model` with batch norm over the samples of all ranks of `group`, if it has such layers and torch can do it."""
+    """Convert batch norm layers to SyncBatchNorm over `group`, if there are any and torch supports it."""
     if not has_batch_norm(model):
         return model, Decision(False, "the model has no batch norm layers")
     if device.type != "cuda":
-        return model, Decision(False, "torch synchronises batch norm between GPUs only")
-    assert not isinstance(model, _BatchNorm), "a model is more than one layer, so its layers are converted in place"
+        return model, Decision(False, "torch supports SyncBatchNorm on GPUs only")
+    assert not isinstance(model, _BatchNorm), "submodules are converted in place, a bare batch norm would not be"
     nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     return model, Decision(True, "the model has batch norm layers")
 
 
-class OwnTime:
-    """How long a rank's own forward and backward passes take in a step, without waiting for the others.
+class ComputeTimer:
+    """Per-rank forward and backward time of a step, without the wait for other ranks.
 
-    A whole step takes all ranks equally long, for the fast ones wait for the slow ones inside the last backward pass.
-    The gradient of the first trainable parameter is among the last to be computed, and is there before that wait.
+    Step time is the same on all ranks, because fast ranks wait for slow ones in the all-reduce of the last backward.
+    The gradient of the first trainable parameter is among the last to be computed and is ready before that wait.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
@@ -172,7 +172,7 @@ class OwnTime:
             self._times = [time.perf_counter()] * 2
 
     def seconds(self) -> float:
-        """Since `start`; 0 if nothing was computed since. On a GPU the host waits for the backward pass."""
+        """Return seconds since `start`, or 0 if nothing was computed. On a GPU this waits for the backward."""
         if not self._on_gpu:
             return self._times[1] - self._times[0]
         begin, end = self._events

@@ -1,6 +1,6 @@
-"""From sharded tensors to whole ones and back, to write and read files that know nothing of any sharding.
+"""Gather sharded tensors to full ones and back, for files that are independent of the parallel layout.
 
-Whole tensors exist one at a time: what a rank needs beside its own part is the largest of them, not the model.
+Full tensors exist one at a time, so the extra memory per rank is the largest tensor, not the model.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pantheraml.parallel.exchange import all_gather_json
+from pantheraml.parallel.json_gather import all_gather_json
 from pantheraml.parallel.layout import Layout
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
 
 class _Entry(NamedTuple):
-    """A tensor of the model, and the first pipeline stage that has it."""
+    """A tensor of the model and the first pipeline stage that holds it."""
 
     stage: int
     name: str
@@ -31,77 +31,79 @@ class _Entry(NamedTuple):
         return [self.stage, self.name, list(self.shape), str(self.dtype).removeprefix("torch.")]
 
     @classmethod
-    def from_plain(cls, told: list[Any]) -> _Entry:
-        stage, name, shape, dtype = told
-        known = getattr(torch, dtype)
-        assert isinstance(known, torch.dtype), dtype
-        return cls(stage, name, torch.Size(shape), known)
+    def from_plain(cls, fields: list[Any]) -> _Entry:
+        stage, name, shape, dtype_name = fields
+        dtype = getattr(torch, dtype_name)
+        assert isinstance(dtype, torch.dtype), dtype_name
+        return cls(stage, name, torch.Size(shape), dtype)
 
 
 def full_tensors(
     named: NamedTensors, layout: Layout, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model, whole and on the CPU, one at a time on rank 0; nothing on other ranks.
+    """Yield every tensor of the model, unsharded and on the CPU, one at a time on rank 0; nothing on other ranks.
 
-    A collective: all ranks run to its end, each with every tensor that it holds a part of. Stages of a pipeline hold
-    different ones and send theirs through `group`, a gloo group of all ranks; a name that two stages have comes once,
-    from the first of them. A tensor that is whole on rank 0's CPU already is given out as it is, not copied.
+    Collective: all ranks must exhaust it, each passing every tensor that it holds a shard of. Pipeline stages send
+    their tensors through `group`, a gloo group of all ranks; a name that two stages have is yielded once, from the
+    first. A tensor that is already unsharded on rank 0's CPU is yielded without a copy.
     """
-    own, own_stage = dict(named), layout.place["pipeline"]
-    leads_stage = all(index == 0 for dimension, index in layout.place.items() if dimension != "pipeline")
+    own, own_stage = dict(named), layout.coordinates["pipeline"]
+    leads_stage = all(index == 0 for dimension, index in layout.coordinates.items() if dimension != "pipeline")
     for stage, name, shape, dtype in _inventory(named, layout, group):
-        whole = _whole(own[name]) if stage == own_stage else None
+        full = _full_tensor(own[name]) if stage == own_stage else None
         if not leads_stage:
             continue
         if own_stage == 0:
-            if whole is None:
+            if full is None:
                 yield name, _receive(_first_rank(stage, layout), shape, dtype, group)
             else:
-                yield name, whole.cpu()
-        elif whole is not None:
-            dist.send(whole.cpu(), dst=0, group=group)
+                yield name, full.cpu()
+        elif full is not None:
+            dist.send(full.cpu(), dst=0, group=group)
 
 
 def load_full(named: NamedTensors, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse, on every rank by itself: each tensor takes its part of the whole one with its name."""
+    """Copy this rank's shard of each full tensor into the tensor of the same name. No communication."""
     with torch.no_grad():
         for name, tensor in named:
-            whole = tensors[name]
-            assert whole.shape == tensor.shape, f"{name}: {tuple(whole.shape)} does not fit {tuple(tensor.shape)}"
-            held(tensor).copy_(own_part(whole, tensor))
+            full = tensors[name]
+            assert full.shape == tensor.shape, f"{name}: {tuple(full.shape)} does not fit {tuple(tensor.shape)}"
+            local_tensor(tensor).copy_(local_slice(full, tensor))
 
 
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of `whole` where it is spread in the way `like` is."""
-    for dimension, (start, size) in enumerate(zip(own_offsets(like), held(like).shape, strict=True)):
+def local_slice(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's slice of the full tensor `whole`, sharded like `like`."""
+    for dimension, (start, size) in enumerate(zip(local_offsets(like), local_tensor(like).shape, strict=True)):
         whole = whole.narrow(dimension, start, size)
     return whole
 
 
-def own_offsets(tensor: Tensor) -> tuple[int, ...]:
-    """Where in the whole tensor the part begins that this rank holds."""
+def local_offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Return the offsets of this rank's shard in the full tensor."""
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
         mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert place is not None, "this rank is in the mesh of its own parameters"
-        # Tensor parallelism, on the right in a mesh, cuts first, and FSDP then cuts what that has left.
+        # Tensor parallelism (rightmost mesh dimension) shards first; FSDP shards the result.
         for dimension in reversed(range(mesh.ndim)):
             placement = tensor.placements[dimension]
             if placement.is_replicate():
                 continue
             rows: int = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind have no base with it
             length = -(-sizes[rows] // mesh.size(dimension))
-            start = min(place[dimension] * length, sizes[rows])  # none are left where ranks are more than rows
+            start = min(place[dimension] * length, sizes[rows])  # with more ranks than rows, some shards are empty
             offsets[rows] += start
             sizes[rows] = min(length, sizes[rows] - start)
-        assert tuple(sizes) == tensor.to_local().shape, "it is cut as torch cuts"
+        assert tuple(sizes) == tensor.to_local().shape, "sharded like torch.chunk"
     return tuple(offsets)
 
 
-def first_holder(named: NamedTensors, group: dist.ProcessGroup | None, ranks: int) -> list[str]:
-    """Names of the tensors of which no lower rank holds the same part as this one: among `ranks` that hold copies and
-    parts of a model, every part has one. A collective of `group`."""
-    mine = [(name, own_offsets(tensor)) for name, tensor in named if held(tensor).numel() > 0]
+def dedup_shards(named: NamedTensors, group: dist.ProcessGroup | None, ranks: int) -> list[str]:
+    """Return the names of tensors whose shard is on no lower rank, so that each distinct shard has exactly one owner.
+
+    Collective over `group` of `ranks` ranks.
+    """
+    mine = [(name, local_offsets(tensor)) for name, tensor in named if local_tensor(tensor).numel() > 0]
     if ranks == 1:
         return [name for name, _ in mine]
     before = all_gather_json(mine, group)[: dist.get_rank(group)]
@@ -109,12 +111,14 @@ def first_holder(named: NamedTensors, group: dist.ProcessGroup | None, ranks: in
     return [name for name, offsets in mine if (name, offsets) not in earlier]
 
 
-def spread_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor that belongs to `parameter` value by value (a moment) as one that can be gathered
-    and loaded as the parameter can. The memory is `local`'s."""
+def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Wrap the local shard of an elementwise companion of `parameter` (an optimizer moment) as a DTensor sharded alike.
+
+    Shares memory with `local`.
+    """
     if not isinstance(parameter, DTensor):
         return local
-    assert local.shape == parameter.to_local().shape, "a value for each of the parameter's"
+    assert local.shape == parameter.to_local().shape, "one value per parameter element"
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -126,8 +130,8 @@ def spread_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _inventory(named: NamedTensors, layout: Layout, group: dist.ProcessGroup | None) -> list[_Entry]:
-    """All tensors of all stages, in the order in which every rank comes to them."""
-    stage = layout.place["pipeline"]
+    """List all tensors of all stages, in the same order on every rank."""
+    stage = layout.coordinates["pipeline"]
     entries = [_Entry(stage, name, tensor.shape, tensor.dtype) for name, tensor in named]
     if layout.dims.pipeline == 1:
         return entries
@@ -144,10 +148,10 @@ def _first_rank(stage: int, layout: Layout) -> int:
     return stage * layout.stage_ranks
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, put together again in the order opposite to `own_part`'s.
+def _full_tensor(tensor: Tensor) -> Tensor:
+    """All-gather a DTensor, over mesh dimensions in the reverse order of `local_slice`.
 
-    Not by DTensor's own `full_tensor`: its collectives end the process on CUDA tensors where the backend is gloo.
+    DTensor's own `full_tensor` crashes the process on CUDA tensors with the gloo backend.
     """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -159,12 +163,12 @@ def _whole(tensor: Tensor) -> Tensor:
             continue
         rows: int = placement.dim  # type: ignore[attr-defined]  # Shard and its strided kind have no base with it
         length = _length_before(tensor, dimension, rows)
-        local = _joined(local, rows, length, mesh.get_group(dimension))
+        local = _all_gather_dim(local, rows, length, mesh.get_group(dimension))
     return local
 
 
 def _length_before(tensor: DTensor, dimension: int, rows: int) -> int:
-    """How long `rows` is in what the mesh's `dimension` cuts: what those on its right have left on this rank."""
+    """Return the length of `rows` before mesh `dimension` sharded it, i.e. after the mesh dimensions on its right."""
     place = tensor.device_mesh.get_coordinate()
     assert place is not None, "this rank is in the mesh of its own parameters"
     length = tensor.shape[rows]
@@ -175,13 +179,13 @@ def _length_before(tensor: DTensor, dimension: int, rows: int) -> int:
 
 
 def _piece(length: int, pieces: int, index: int) -> int:
-    """The size of one of the pieces that `torch.chunk` cuts a length into."""
+    """Return the size of chunk `index` of `torch.chunk(length, pieces)`."""
     each = -(-length // pieces)
     return max(0, min(length - index * each, each))
 
 
-def _joined(local: Tensor, rows: int, length: int, group: dist.ProcessGroup) -> Tensor:
-    """The pieces of all ranks of a group, side by side along `rows`; shorter ones travel with room behind them."""
+def _all_gather_dim(local: Tensor, rows: int, length: int, group: dist.ProcessGroup) -> Tensor:
+    """All-gather along dimension `rows`, padding shorter chunks for transport."""
     ranks = dist.get_world_size(group)
     each = -(-length // ranks)
     sent = local.movedim(rows, 0).contiguous()
@@ -189,12 +193,12 @@ def _joined(local: Tensor, rows: int, length: int, group: dist.ProcessGroup) -> 
         sent = torch.cat([sent, sent.new_zeros(each - len(sent), *sent.shape[1:])])
     pieces = [torch.empty_like(sent) for _ in range(ranks)]
     dist.all_gather([_bytes(piece) for piece in pieces], _bytes(sent), group=group)
-    kept = [piece[: _piece(length, ranks, index)] for index, piece in enumerate(pieces)]
-    return torch.cat(kept).movedim(0, rows).contiguous()
+    unpadded = [piece[: _piece(length, ranks, index)] for index, piece in enumerate(pieces)]
+    return torch.cat(unpadded).movedim(0, rows).contiguous()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory in a type that every backend can send."""
+    """View 1-byte dtypes (fp8) as uint8, which every backend can send."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
@@ -204,6 +208,6 @@ def _receive(source: int, shape: torch.Size, dtype: torch.dtype, group: dist.Pro
     return whole
 
 
-def held(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor; any other tensor as is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

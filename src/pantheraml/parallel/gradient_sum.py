@@ -1,4 +1,4 @@
-"""Summing gradients over a group of processes where DDP's wrapper cannot be used."""
+"""Bucketed all-reduce of gradients where the DDP wrapper cannot be used."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 25 * 2**20
-"""DDP's own size: large enough for full bandwidth, small enough that the copies do not matter."""
+"""DDP's default bucket size: large enough for full bandwidth, small enough that the flat copies do not matter."""
 
 
 def sum_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """All ranks of `group` get the sum of their gradients; a rank without one counts as zero.
+    """All-reduce (sum) gradients over `group`; a missing gradient counts as zero.
 
-    A collective: every rank has to bring the same parameters in the same order. Of a sharded gradient each rank has the
-    same part as its peers in `group`, and those are summed.
+    Collective: every rank must pass the same parameters in the same order. For sharded gradients, `group` must consist
+    of ranks that hold the same shard.
     """
     for bucket in _buckets(_local_gradients(parameters), bucket_bytes):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
@@ -29,7 +29,7 @@ def sum_gradients(
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """In the memory of the gradients themselves."""
+    """Yield local gradient shards as views of the gradients."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -37,7 +37,7 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
 
 
 def _buckets(gradients: Iterable[Tensor], limit: int) -> Iterator[Sequence[Tensor]]:
-    """In order, each of one dtype and at most `limit` bytes, or of one gradient."""
+    """Group gradients in order into buckets of one dtype and at most `limit` bytes (or a single gradient)."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:

@@ -1,7 +1,7 @@
-"""Where a process stands among its peers: its place in every dimension, and the meshes by name.
+"""A rank's coordinates in the device mesh, and process groups by dimension name.
 
-A `Layout` is made once per run, by all ranks together. A run of one process has one too, without a mesh, so that no
-caller asks whether there are peers before it asks what to do.
+A `Layout` is built once per run, by all ranks together. A single-process run has one without a mesh, so that callers
+need no special case.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
 @dataclass(frozen=True)
 class Layout:
     dims: ParallelDims
-    place: dict[str, int]
-    """Dimension -> this process's index in it."""
+    coordinates: dict[str, int]
+    """Dimension -> this rank's index in it."""
     mesh: DeviceMesh | None
-    """Of all processes, with the names DIMENSIONS; None in a run of one process."""
+    """Mesh of all ranks with dimension names DIMENSIONS; None in a single-process run."""
     timeout: timedelta | None = None
-    """How long its collectives may take; None: as torch has it, which knows nothing of what the main group was told."""
+    """Timeout of its collectives; None: torch's default, since mesh groups do not inherit the default group's."""
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch is this process's."""
-        return self.place["replicate"] * self.dims.shard + self.place["shard"]
+        """Index of this rank's shard of the global batch."""
+        return self.coordinates["replicate"] * self.dims.shard + self.coordinates["shard"]
 
     @property
     def stage_ranks(self) -> int:
-        """How many processes hold the layers that this one holds, in whole or in part."""
+        """Number of ranks in this pipeline stage."""
         return self.dims.world_size // self.dims.pipeline
 
     @property
     def counts_loss(self) -> bool:
-        """Whether the loss computed here is to be added up: peers that compute the same one leave that to the first."""
-        last_stage = self.place["pipeline"] == self.dims.pipeline - 1
-        return last_stage and self.place["tensor"] == 0
+        """True on one of the ranks that compute the same loss: last stage, first tensor-parallel rank."""
+        last_stage = self.coordinates["pipeline"] == self.dims.pipeline - 1
+        return last_stage and self.coordinates["tensor"] == 0
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the samples of this process are to be counted here; one process for each share of a batch says so."""
-        return self.counts_loss and self.place["context"] == 0
+        """True on one rank per batch shard, so that its samples and tokens are counted once."""
+        return self.counts_loss and self.coordinates["context"] == 0
 
     def submesh(self, *names: str) -> DeviceMesh:
-        """The peers that differ from this process in `names` only; several names are laid out as one dimension."""
-        assert self.mesh is not None, "a run of one process has no mesh"
+        """Return the submesh along `names`, flattened to one dimension if there are several."""
+        assert self.mesh is not None, "a single-process run has no mesh"
         if len(names) == 1:
             return self.mesh[names[0]]
         flat = self.mesh[names]._flatten("_".join(names))
-        _allow(self.timeout, flat)
+        _set_timeout(self.timeout, flat)
         return flat
 
     def group(self, *names: str) -> dist.ProcessGroup:
@@ -61,23 +61,23 @@ class Layout:
 
 
 ALONE = Layout(ParallelDims(), dict.fromkeys(DIMENSIONS, 0), None)
-"""Of a run of one process."""
+"""Layout of a single-process run."""
 
 
 def make_layout(dims: ParallelDims, device_type: str, *, timeout: timedelta | None = None) -> Layout:
-    """Collective over all processes of an initialised process group, if there is more than one."""
+    """Build the mesh. Collective over the default process group if there is more than one rank."""
     if dims.world_size == 1:
         return ALONE
     dims.check(dist.get_world_size())
     mesh = init_device_mesh(device_type, dims.degrees, mesh_dim_names=DIMENSIONS)
     coordinates = mesh.get_coordinate()
-    assert coordinates is not None, "every process of the group is in the mesh"
-    _allow(timeout, mesh)
+    assert coordinates is not None, "every rank of the group is in the mesh"
+    _set_timeout(timeout, mesh)
     return Layout(dims, dict(zip(DIMENSIONS, coordinates, strict=True)), mesh, timeout)
 
 
-def _allow(timeout: timedelta | None, mesh: DeviceMesh) -> None:
-    """A mesh has no option for it: its groups begin with torch's 10 minutes on GPUs, and 30 elsewhere."""
+def _set_timeout(timeout: timedelta | None, mesh: DeviceMesh) -> None:
+    """Set the timeout of a mesh's groups; `init_device_mesh` has no option for it (default: 10 min NCCL, 30 gloo)."""
     if timeout is not None:
         for group in mesh.get_all_groups():
             _set_pg_timeout(timeout, group)

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, which device it owns, and the process group they share."""
+"""Set up the process group: this process's rank, world size, device and mesh layout."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ import torch.distributed as dist
 
 from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
-from pantheraml.parallel.device_vote import agree_on_devices, device_problem
 from pantheraml.parallel.layout import ALONE, Layout, make_layout
-from pantheraml.parallel.one_node import interface_variables, loopback_interface
-from pantheraml.parallel.rendezvous import interface_towards, meet
+from pantheraml.rendezvous.device_vote import agree_on_devices, device_problem
+from pantheraml.rendezvous.join_store import interface_towards, join_store
+from pantheraml.rendezvous.one_node import interface_variables, loopback_interface
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 
-# If a peer dies meanwhile, the elastic agent ends the others at once; this bounds only waiting for live ones.
-PATIENCE = datetime.timedelta(hours=6)
+# If a rank dies, the elastic agent ends the others at once; this only bounds waiting for live ranks.
+LONG_TIMEOUT = datetime.timedelta(hours=6)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """Rank, world size, device and layout of this process."""
 
     rank: int
     size: int
     device: torch.device
-    patient_group: dist.ProcessGroup | None = None
-    """A gloo group with a long timeout, for waiting on files; None in a run of one process."""
+    long_timeout_group: dist.ProcessGroup | None = None
+    """A gloo group with a long timeout, for waiting on file I/O; None in a single-process run."""
     layout: Layout = ALONE
-    """How the processes divide the work."""
     fallback_reason: str | None = None
-    """Why this process goes on alone although there were others."""
-    copies_on: tuple[int, ...] = ()
-    """GPUs of this one process that each get a copy of the model for every batch, `device` first; empty: no copies."""
+    """Why this process continues alone although a larger world was launched."""
+    replica_devices: tuple[int, ...] = ()
+    """GPUs for `nn.DataParallel` replicas in this process, `device` first; empty: none."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def gather(self, values: list[float]) -> torch.Tensor:
-        """Every rank's `values` as a [size, len(values)] float64 tensor on the CPU: one small collective."""
+        """All-gather `values` as a [size, len(values)] float64 tensor on the CPU."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
             return mine.unsqueeze(0)
@@ -56,18 +55,20 @@ class World:
         return torch.stack(rows).cpu()
 
     def rows(self, values: list[float]) -> list[list[float]]:
-        """Every rank's `values`, as plain numbers; a process that is alone has them already."""
+        """All-gather `values` as plain numbers; no collective in a world of one."""
         return [values] if self.size == 1 else list(map(list, self.gather(values).tolist()))
 
     def wait_for_main(self) -> None:
-        """Meet the other ranks after work that may take rank 0, or the slowest disk, longer than a step's timeout."""
+        """Barrier after work on rank 0 or slow disks that may exceed the collective timeout."""
         if self.size > 1:
-            dist.barrier(group=self.patient_group)
+            dist.barrier(group=self.long_timeout_group)
 
 
-def joined_world(device: torch.device) -> World:
-    """This process among those of a group that somebody else has set up, each with a copy of the model; alone if there
-    is none. A collective."""
+def world_from_process_group(device: torch.device) -> World:
+    """Return a data-parallel World for a process group that was initialized elsewhere; world size 1 if there is none.
+
+    Collective.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(rank=0, size=1, device=device)
     size = dist.get_world_size()
@@ -75,13 +76,13 @@ def joined_world(device: torch.device) -> World:
 
 
 def _interface(place: env.ProcessRank, address: env.StoreAddress) -> dict[str, str]:
-    """The variables by which gloo and NCCL listen on one network interface alone: loopback if all ranks are here."""
-    here = address.file is not None or place.local_world_size == place.world_size
-    return interface_variables(loopback_interface() if here else interface_towards(address))
+    """Return variables that bind gloo and NCCL to one network interface; loopback if all ranks are on this node."""
+    single_node = address.file is not None or place.local_world_size == place.world_size
+    return interface_variables(loopback_interface() if single_node else interface_towards(address))
 
 
 class NotNeededError(Exception):
-    """All ranks agreed to go on without this process; it should end, and it has done nothing wrong."""
+    """All ranks agreed to continue without this process; it should exit with success."""
 
 
 @contextmanager
@@ -93,33 +94,32 @@ def open_world(
     max_retries: int = 3,
     strict: bool = True,
 ) -> Iterator[World]:
-    """Join the other ranks (if there are any) for the length of a `with` block.
+    """Initialize the process group (if there is more than one rank) for the duration of a `with` block.
 
-    A rank that does not come is a LaunchError that names it, after `timeout_seconds`; see `rendezvous.meet`. That is
-    also how long collectives may take, unless `collective_seconds` says something else. A device
-    that is not usable is a DeviceError on all ranks, or, unless the run is `strict` or its model divided, the end of
-    all but rank 0; see `device_vote`.
+    Raises LaunchError naming ranks that do not join within `timeout_seconds`; see `rendezvous.join_store`. It is
+    also the collective timeout unless `collective_seconds` is given. An unusable device raises DeviceError on all
+    ranks, or, if the run is neither `strict` nor model parallel, ends all ranks but rank 0; see `device_vote`.
     """
     place = env.process_rank()
     if place.world_size != plan.world_size:
         raise LaunchError(
             f"The plan is for {plan.world_size} process(es), but {place.world_size} were started.",
-            todo="Start the run with `pantheraml train`.",
+            fix="Start the run with `pantheraml train`.",
         )
     device = torch.device("cpu")
     if plan.device == "cuda":
-        # `verify` may put several processes on one GPU; another machine may have more than the plan's
+        # `verify` may put several ranks on one GPU, and another node may have more GPUs than planned
         device = torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
     torch.set_num_threads(plan.threads_per_process)
     reason = None
     if place.world_size > 1:
         address = env.store_address()
-        store = meet(place, address, timeout_seconds=timeout_seconds, max_retries=max_retries)
+        store = join_store(place, address, timeout_seconds=timeout_seconds, max_retries=max_retries)
         for name, value in _interface(place, address).items():
-            env.suggest_for_this_process(name, value)
-        divided = plan.dims.world_size > plan.dims.replicate
+            env.set_default_for_this_process(name, value)
+        model_parallel = plan.dims.world_size > plan.dims.replicate
         agreed = agree_on_devices(
-            store, place, device_problem(device), strict=strict or divided, timeout_seconds=timeout_seconds
+            store, place, device_problem(device), strict=strict or model_parallel, timeout_seconds=timeout_seconds
         )
         if not agreed.takes_part:
             raise NotNeededError
@@ -127,8 +127,8 @@ def open_world(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size == 1 or reason is not None:
-        copies_on = tuple(range(len(plan.device_ids))) if plan.copies else ()
-        yield World(rank=0, size=1, device=device, fallback_reason=reason, copies_on=copies_on)
+        replica_devices = tuple(range(len(plan.device_ids))) if plan.copies else ()
+        yield World(rank=0, size=1, device=device, fallback_reason=reason, replica_devices=replica_devices)
         return
     collective_timeout = datetime.timedelta(seconds=collective_seconds or timeout_seconds)
     try:
@@ -140,17 +140,17 @@ def open_world(
             timeout=collective_timeout,
             device_id=device if plan.backend == "nccl" else None,
         )
-        patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        long_timeout_group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         layout = make_layout(plan.dims, device.type, timeout=collective_timeout)
     except (dist.DistError, RuntimeError, ValueError) as err:
         raise LaunchError(
             f"The {place.world_size} processes could not connect to each other: {err}",
-            todo="See worker.log, and raise parallel.timeout_seconds if some are slow.",
+            fix="See worker.log, and raise parallel.timeout_seconds if some ranks are slow.",
         ) from err
     try:
-        yield World(place.rank, place.world_size, device, patient_group, layout)
+        yield World(place.rank, place.world_size, device, long_timeout_group, layout)
     finally:
-        # A DDP wrapper that is still about would be the last owner of the group, and end gloo's threads while it holds
-        # the interpreter's lock, for which one of them may be waiting.
+        # A surviving DDP wrapper would be the group's last owner and join gloo's threads while holding the GIL, for
+        # which one of them may be waiting: a deadlock.
         gc.collect()
         dist.destroy_process_group()

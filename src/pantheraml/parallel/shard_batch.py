@@ -1,9 +1,9 @@
-"""Which rank computes which samples of a global batch.
+"""Assign the samples of a global batch to data-parallel ranks.
 
-Shares are contiguous, in rank order, and cover every sample once: the samples of step k are fixed elsewhere, and only
-who computes them is decided here. All of it is pure arithmetic on numbers that every rank holds alike, exact where
-rounding could differ, so that ranks need not talk to agree. Shares are even, by hand (sizes per GPU), or follow
-measured throughput (`Adaptive`); in all cases the loss is weighted by tokens, so the result is the same.
+Shares are contiguous, in rank order, and cover every sample once. The samples of a step are chosen elsewhere; this
+module only decides who computes them. It is pure arithmetic on values identical on all ranks, exact where rounding
+could differ, so ranks agree without communication. Shares are even, set by hand (sizes per GPU), or follow measured
+throughput (`AdaptiveShares`). The loss is weighted by tokens, so the result is the same in all cases.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pantheraml.base.errors import ConfigError
 Ids = npt.NDArray[np.int64]
 
 SMOOTHING = 0.5
-"""What the newest window of measurements counts for against all before it."""
+"""Weight of the newest window in the exponential moving average."""
 
 FLOOR = 0.25
-"""Least weight of a rank, as a part of an even share: one that gets nothing would never be measured again."""
+"""Minimum weight of a rank as a fraction of an even share: a rank without samples would never be measured again."""
 
 
 def weighted_shares(count: int, weights: Sequence[float]) -> list[int]:
-    """`count` samples in proportion to `weights`, by largest remainders (of equal ones, the lower rank's first).
+    """Apportion `count` samples by `weights` with the largest-remainder method; ties go to the lower rank.
 
-    Weights that add up to `count` are the shares themselves.
+    Integer weights that sum to `count` are returned as they are.
     """
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
@@ -44,29 +44,29 @@ def weighted_shares(count: int, weights: Sequence[float]) -> list[int]:
 
 
 def even_shares(count: int, ranks: int) -> list[int]:
-    """Shares that differ by at most one."""
+    """Return shares that differ by at most one."""
     return weighted_shares(count, [1] * ranks)
 
 
-def check_weights(weights: Sequence[float], ranks: int) -> None:
-    """ConfigError unless a batch can be shared among `ranks` ranks by `weights` that somebody wrote."""
+def check_batch_weights(weights: Sequence[float], ranks: int) -> None:
+    """Raise ConfigError unless user-given `weights` are valid batch sizes for `ranks` ranks."""
     if len(weights) != ranks or min(weights) < 0 or sum(weights) == 0:
         raise ConfigError(
-            f"{','.join(map(str, weights))} are not batch sizes for {ranks} rank(s).",
-            todo="Give one number for each rank, such as 2,2,2,15: none below 0, and not all 0.",
+            f"{','.join(map(str, weights))} are not valid batch sizes for {ranks} rank(s).",
+            fix="Give one non-negative number per rank, such as 2,2,2,15, at least one of them positive.",
         )
 
 
 def split(ids: Ids, shares: Sequence[int]) -> list[Ids]:
-    """Every rank's samples."""
+    """Split sample ids into one array per rank."""
     assert sum(shares) == len(ids), "shares cover the batch"
     return np.split(ids, np.cumsum(shares)[:-1])
 
 
 def shards(ids: Ids, ranks: int, *, micro_batch: int, weights: Sequence[float] | None = None) -> list[list[Ids]]:
-    """Every rank's micro-batches of a global batch; even shares without `weights`.
+    """Return every rank's micro-batches of a global batch; even shares without `weights`.
 
-    A rank may get none (a short last batch); the caller still has to take part in the gradient exchange.
+    A rank may get none (short last batch) and must still join the step's collectives.
     """
     shares = even_shares(len(ids), ranks) if weights is None else weighted_shares(len(ids), weights)
     assert len(shares) == ranks, "one weight per rank"
@@ -76,19 +76,19 @@ def shards(ids: Ids, ranks: int, *, micro_batch: int, weights: Sequence[float] |
 
 
 class _Schedule(NamedTuple):
-    """Weights now, and those that follow from step `change_at` on."""
+    """Current weights, and those that apply from step `change_at` on."""
 
     now: tuple[float, ...]
     change_at: int
     then: tuple[float, ...]
 
 
-class Adaptive:
-    """Weights that follow the measured tokens per second of each rank.
+class AdaptiveShares:
+    """Batch shares that follow the measured tokens per second of each rank.
 
-    Every rank feeds it the same gathered numbers and so holds the same weights. Measurements are summed over a window
-    of steps, smoothed from window to window, and bounded below. New weights hold from the step after next: while step
-    k runs, the batches of k + 1 are being read already, with the weights that `weights_at(k + 1)` gave.
+    Every rank feeds it the same gathered numbers, so all hold the same weights. Measurements are summed over a window
+    of steps, smoothed across windows, and bounded below. New weights apply from the step after next: while step k runs,
+    the batches of k + 1 are already being prefetched with `weights_at(k + 1)`.
     """
 
     def __init__(self, ranks: int, *, global_batch: int, window: int = 10) -> None:
@@ -101,12 +101,12 @@ class Adaptive:
         self._seconds = [0.0] * ranks
 
     def weights_at(self, step: int) -> tuple[float, ...]:
-        """May be called from another thread than `observe`: the schedule is replaced as a whole."""
+        """Return the weights for `step`. Safe to call from another thread: `observe` swaps the schedule atomically."""
         schedule = self._schedule
         return schedule.then if step >= schedule.change_at else schedule.now
 
     def observe(self, step: int, tokens: Sequence[float], seconds: Sequence[float]) -> None:
-        """What each rank computed at `step`, and how long that took it, waiting for others excluded."""
+        """Record each rank's tokens and compute seconds at `step`, excluding time spent waiting for other ranks."""
         ranks = len(self._speeds)
         assert len(tokens) == len(seconds) == ranks, "one number per rank"
         for rank in range(ranks):
@@ -124,13 +124,13 @@ class Adaptive:
         self._tokens = [0.0] * len(self._speeds)
         self._seconds = [0.0] * len(self._speeds)
         speeds = [speed for speed in self._speeds if speed is not None]
-        if len(speeds) == len(self._speeds):  # a rank that was never measured says nothing about its share
+        if len(speeds) == len(self._speeds):  # keep the weights until every rank was measured
             total = math.fsum(speeds)
             weights = _at_least([speed / total for speed in speeds], self._floor)
             self._schedule = _Schedule(self.weights_at(step + 1), step + 2, tuple(weights))
 
     def to_state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {
             "now": list(self._schedule.now),
             "change_at": self._schedule.change_at,
@@ -141,8 +141,7 @@ class Adaptive:
         }
 
     def from_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `to_state` was taken. What was measured on another number of ranks says nothing about these:
-        then the weights stay even until there are new measurements."""
+        """Restore `to_state`. Ignored if the number of ranks changed: weights stay even until new measurements."""
         if len(state["speeds"]) != len(self._speeds):
             return
         self._schedule = _Schedule(tuple(state["now"]), int(state["change_at"]), tuple(state["then"]))
@@ -151,12 +150,12 @@ class Adaptive:
 
 
 def _at_least(shares: Sequence[float], floor: float) -> list[float]:
-    """Shares of 1, none below `floor`: those that are get it, and the others give in proportion."""
+    """Raise shares below `floor` to it and scale down the others, so that they still sum to 1."""
     raised: set[int] = set()
     while True:
-        kept = math.fsum(share for rank, share in enumerate(shares) if rank not in raised)
+        unraised = math.fsum(share for rank, share in enumerate(shares) if rank not in raised)
         left = 1 - floor * len(raised)
-        result = [floor if rank in raised else share * left / kept for rank, share in enumerate(shares)]
+        result = [floor if rank in raised else share * left / unraised for rank, share in enumerate(shares)]
         low = {rank for rank, share in enumerate(result) if share < floor} - raised
         if not low or len(raised | low) == len(shares):
             return result

@@ -1,12 +1,12 @@
-"""Tensor parallelism: every linear layer that the model's own plan names is cut over the ranks of a mesh.
+"""Tensor parallelism: shard the linear layers named by the model's own TP plan over the ranks of a mesh.
 
-A `colwise` layer is cut by outputs: each rank computes some of them from the whole input. A `rowwise` layer is cut by
-inputs: each rank computes a share of every output from the inputs that it has, and the shares are added up. Attention
-and MLP are a few colwise layers followed by a rowwise one, so a decoder layer sends its activations twice forward and
-twice back. An adapter is cut with its layer: of its two matrices, the one at the cut is divided, and the other one is
-whole on every rank. Of its gradient each rank finds a share, and those are summed once a step (`SharedGradients`).
+A `colwise` layer is sharded by outputs: each rank computes some of them from the full input. A `rowwise` layer is
+sharded by inputs: each rank computes a partial sum of every output, followed by an all-reduce. Attention and MLP are
+colwise layers followed by a rowwise one, so a decoder layer takes two all-reduces forward and two backward. Of a LoRA
+adapter, the matrix on the sharded side is sharded with its layer and the other is replicated; the replicated one's
+gradients are partial per rank and are all-reduced once per step (`PartialGradients`).
 
-All ranks of the mesh see the same tokens, and the loss of each is the whole loss. `borders` has what is sent.
+All ranks of the mesh see the same tokens and compute the full loss. The collectives are in `tp_mappings`.
 """
 
 from __future__ import annotations
@@ -27,70 +27,70 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pantheraml.base.errors import UnsupportedModelError
-from pantheraml.parallel.borders import (
+from pantheraml.parallel.tp_mappings import (
     Conversion,
     LocalParameters,
-    Place,
-    SharedGradients,
-    add_up,
+    ParameterSlot,
+    PartialGradients,
+    copy_to_tp,
     distribute,
-    divide,
-    enter,
-    join,
-    once,
-    own_part,
-    shared_whole,
+    first_rank_only,
+    gather_from_tp,
+    partial_grad,
+    reduce_from_tp,
+    scatter_to_tp,
+    to_local,
 )
-from pantheraml.parallel.vocabulary import cut_embedding
+from pantheraml.parallel.vocabulary import shard_embedding
 
-_OTHER_MODES = "parallel.shard or parallel.pipeline divide any model."
+_OTHER_MODES = "Use parallel.shard or parallel.pipeline, which work with any model."
 
 
 @runtime_checkable
-class PackedLayer(Protocol):
-    """A frozen linear layer whose weight is not a plain matrix, and which cuts itself."""
+class QuantizedLayer(Protocol):
+    """A frozen quantized linear layer that can slice its own weight."""
 
     in_features: int
     out_features: int
     bias: Tensor | None
 
     def keep_rows(self, rows: slice) -> None:
-        """Become the layer of these outputs alone."""
+        """Keep only these output features."""
 
     def keep_columns(self, columns: slice) -> None:
-        """Become the layer of these inputs alone. The bias stays."""
+        """Keep only these input features. The bias stays."""
 
 
-class Cut(Enum):
+class ShardBy(Enum):
     OUTPUTS = "outputs"
     INPUTS = "inputs"
-    NOWHERE = "nowhere"
-    """The layer is whole on every rank, but sees one rank's part of the activations."""
+    NOTHING = "nothing"
+    """The layer is replicated, but sees only this rank's shard of the activations."""
 
 
 @dataclass(frozen=True)
 class Style:
-    cut: Cut
-    alone: bool = False
-    """Input and output are whole on every rank: the layer is not one of a pair that passes parts on."""
+    shard_by: ShardBy
+    replicated_io: bool = False
+    """Input and output are replicated: the layer is not part of a colwise/rowwise pair."""
 
 
 _STYLES = {
-    "colwise": Style(Cut.OUTPUTS),
-    "colwise_gather_output": Style(Cut.OUTPUTS, alone=True),
-    "colwise_rep": Style(Cut.OUTPUTS, alone=True),
-    "rowwise": Style(Cut.INPUTS),
-    "rowwise_split_input": Style(Cut.INPUTS, alone=True),
-    "rowwise_rep": Style(Cut.INPUTS, alone=True),
-    "replicated_with_grad_allreduce": Style(Cut.NOWHERE),
+    "colwise": Style(ShardBy.OUTPUTS),
+    "colwise_gather_output": Style(ShardBy.OUTPUTS, replicated_io=True),
+    "colwise_rep": Style(ShardBy.OUTPUTS, replicated_io=True),
+    "rowwise": Style(ShardBy.INPUTS),
+    "rowwise_split_input": Style(ShardBy.INPUTS, replicated_io=True),
+    "rowwise_rep": Style(ShardBy.INPUTS, replicated_io=True),
+    "replicated_with_grad_allreduce": Style(ShardBy.NOTHING),
 }
 _VOCABULARY_STYLES = ("embedding_rowwise",)
-"""What plans say of the input embedding, which is cut over the vocabulary whether a plan names it or not."""
+"""Plan styles of the input embedding, which is vocab-parallel whether the plan names it or not."""
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """One layer that is to be cut."""
+class _PlannedLayer:
+    """A layer to shard."""
 
     name: str
     layer: nn.Module
@@ -98,50 +98,49 @@ class _Planned:
     style: Style
 
     @property
-    def pieces(self) -> int:
-        """How many equal pieces there are that a cut must not go through: heads in attention, else features."""
+    def units(self) -> int:
+        """Number of indivisible units along the sharded dimension: heads in attention, features elsewhere."""
         base = _base(self.layer)
-        size = cast(int, base.out_features if self.style.cut is Cut.OUTPUTS else base.in_features)
-        width = 1 if self.style.alone else cast(int, getattr(self.parent, "head_dim", 1))
+        size = cast(int, base.out_features if self.style.shard_by is ShardBy.OUTPUTS else base.in_features)
+        width = 1 if self.style.replicated_io else cast(int, getattr(self.parent, "head_dim", 1))
         return size // width if size % width == 0 else 1
 
 
 def _nothing(_module: nn.Module) -> None:
-    """There is nothing to prepare."""
+    """No-op default of `prepare`."""
 
 
 def shard_tensors(
     model: nn.Module, mesh: DeviceMesh, *, prepare: Callable[[nn.Module], None] = _nothing
-) -> SharedGradients:
-    """Cut a causal language model, with or without LoRA or DoRA adapters, over the one dimension of `mesh`, in place.
+) -> PartialGradients:
+    """Shard a causal language model, with or without LoRA or DoRA adapters, in place over the 1-D `mesh`.
 
-    Every rank comes with the same whole model. Parameters keep their names. Those that are cut, and all that are
-    trained, become DTensors on `mesh`. After the backward passes of a step, and `add_up` of what is returned, each has
-    its right gradient. `prepare` is called with each layer right before it is cut, and may put its weights in their
-    places only then.
+    Every rank passes the same full model. Parameters keep their names; sharded and trainable ones become DTensors on
+    `mesh`. Gradients are correct once `all_reduce` of the returned PartialGradients was called after a step's last
+    backward. `prepare` is called with each layer right before it is sharded and may load its weights only then.
     """
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = _planned_layers(whole)
     _check(whole, layers, mesh.size())
     shared: dict[nn.Module, _SharedInput] = {}
-    places: list[Place] = []
+    slots: list[ParameterSlot] = []
     for planned in layers:
         if planned.parent not in shared:
             shared[planned.parent] = _SharedInput(planned.parent, mesh)
         prepare(planned.layer)
-        if planned.style.cut is Cut.NOWHERE:
-            places += _hold_whole(planned.layer.modules(), planned.layer, mesh, shared_whole)
+        if planned.style.shard_by is ShardBy.NOTHING:
+            slots += _replicate_trainable(planned.layer.modules(), planned.layer, mesh, partial_grad)
         else:
-            places += _cut(planned, mesh, shared[planned.parent])
+            slots += _shard_layer(planned, mesh, shared[planned.parent])
     prepare(whole)
-    places += _cut_vocabulary(whole, mesh)
+    slots += _shard_vocabulary(whole, mesh)
     for module in list(model.modules()):
-        _hold_whole([module], module, mesh, own_part)
-    return SharedGradients(places, mesh)
+        _replicate_trainable([module], module, mesh, to_local)
+    return PartialGradients(slots, mesh)
 
 
-def _planned_layers(whole: Any) -> list[_Planned]:
-    """From the model's own plan: all but the input embedding and the output head."""
+def _planned_layers(whole: Any) -> list[_PlannedLayer]:
+    """Resolve the model's own TP plan, without input embedding and output head."""
     plan: dict[str, str] = dict(whole.tp_plan)
     head = whole.get_output_embeddings()
     found = []
@@ -151,146 +150,150 @@ def _planned_layers(whole: Any) -> list[_Planned]:
         names += [name for name, _ in whole.named_parameters() if expression.fullmatch(name)]
         if names and style not in (*_STYLES, *_VOCABULARY_STYLES):
             raise UnsupportedModelError(
-                f"Tensor parallelism does not know the style {style!r}, which {type(whole).__name__} wants.",
+                f"Tensor parallelism does not support the style {style!r} in the plan of {type(whole).__name__}.",
                 where=names[0],
-                todo=_OTHER_MODES,
+                fix=_OTHER_MODES,
             )
         for name in names if style in _STYLES else ():
             layer = whole.get_submodule(name)
             if layer is not head:
-                found.append(_Planned(name, layer, whole.get_submodule(name.rpartition(".")[0]), _STYLES[style]))
+                found.append(_PlannedLayer(name, layer, whole.get_submodule(name.rpartition(".")[0]), _STYLES[style]))
     if not found:
-        raise UnsupportedModelError(f"{type(whole).__name__} has no plan for tensor parallelism.", todo=_OTHER_MODES)
+        raise UnsupportedModelError(f"{type(whole).__name__} has no tensor-parallel plan.", fix=_OTHER_MODES)
     return found
 
 
-def _check(whole: Any, layers: list[_Planned], degree: int) -> None:
-    """Whatever can be told before anything is changed."""
-    cut = [planned for planned in layers if planned.style.cut is not Cut.NOWHERE]
-    for planned in cut:
-        if not isinstance(_base(planned.layer), nn.Linear | PackedLayer):
-            raise _cannot_cut(planned.layer, planned.name)
+def _check(whole: Any, layers: list[_PlannedLayer], degree: int) -> None:
+    """Validate everything before the first change."""
+    sharded = [planned for planned in layers if planned.style.shard_by is not ShardBy.NOTHING]
+    for planned in sharded:
+        if not isinstance(_base(planned.layer), nn.Linear | QuantizedLayer):
+            raise _cannot_shard(planned.layer, planned.name)
     embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     if not isinstance(_base(head), nn.Linear):
-        raise _cannot_cut(head, "output head")
+        raise _cannot_shard(head, "output head")
     if not isinstance(embedding, nn.Embedding):
-        raise _cannot_cut(embedding, "input embedding")
-    possible = math.gcd(*(planned.pieces for planned in cut))
+        raise _cannot_shard(embedding, "input embedding")
+    possible = math.gcd(*(planned.units for planned in sharded))
     if possible % degree:
-        worst = min(cut, key=lambda planned: math.gcd(planned.pieces, degree))
+        worst = min(sharded, key=lambda planned: math.gcd(planned.units, degree))
         degrees = [str(d) for d in range(2, possible + 1) if possible % d == 0]
         raise UnsupportedModelError(
-            f"This model cannot be cut {degree} ways: a layer has {worst.pieces} heads or features to divide.",
+            f"This model cannot be sharded over {degree} tensor-parallel ranks: a layer has {worst.units} heads or"
+            " features.",
             where=worst.name,
-            todo=(f"Use parallel.tensor = {' or '.join(degrees)}; " if degrees else "") + _OTHER_MODES,
+            fix=(f"Use parallel.tensor = {' or '.join(degrees)}. " if degrees else "") + _OTHER_MODES,
         )
     size = embedding.num_embeddings
     if (degree - 1) * -(-size // degree) >= size:
-        raise UnsupportedModelError(f"A vocabulary of {size} cannot be cut {degree} ways.", todo=_OTHER_MODES)
+        raise UnsupportedModelError(
+            f"A vocabulary of {size} cannot be sharded over {degree} tensor-parallel ranks.", fix=_OTHER_MODES
+        )
 
 
-def _cannot_cut(layer: nn.Module, name: str) -> UnsupportedModelError:
+def _cannot_shard(layer: nn.Module, name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"Tensor parallelism cannot cut a layer of type {type(layer).__name__}.", where=name, todo=_OTHER_MODES
+        f"Tensor parallelism cannot shard a layer of type {type(layer).__name__}.", where=name, fix=_OTHER_MODES
     )
 
 
-def _cut(planned: _Planned, mesh: DeviceMesh, shared_input: _SharedInput) -> list[Place]:
-    """The parameters that this made DTensors."""
+def _shard_layer(planned: _PlannedLayer, mesh: DeviceMesh, shared_input: _SharedInput) -> list[ParameterSlot]:
+    """Shard a layer and hook up its collectives; return the parameters that became DTensors."""
     layer, style = planned.layer, planned.style
     out_features = cast(int, _base(layer).out_features)
-    places = list(_cut_parameters(layer, style.cut, mesh))
-    LocalParameters(layer, places)
-    if style.cut is Cut.OUTPUTS:
+    slots = list(_shard_parameters(layer, style.shard_by, mesh))
+    LocalParameters(layer, slots)
+    if style.shard_by is ShardBy.OUTPUTS:
         _convert_input(layer, shared_input)
-        if style.alone:
-            _convert_output(layer, lambda part: join(part, out_features, mesh))
+        if style.replicated_io:
+            _convert_output(layer, lambda part: gather_from_tp(part, out_features, mesh))
     else:
-        if style.alone:
-            _convert_input(layer, lambda whole: divide(whole, mesh))
-        _convert_output(layer, lambda share: add_up(share, mesh))
-    return places
+        if style.replicated_io:
+            _convert_input(layer, lambda whole: scatter_to_tp(whole, mesh))
+        _convert_output(layer, lambda share: reduce_from_tp(share, mesh))
+    return slots
 
 
-def _cut_parameters(layer: nn.Module, cut: Cut, mesh: DeviceMesh) -> Iterator[Place]:
-    """Cuts a linear layer and its adapters; the parameters that this makes DTensors."""
+def _shard_parameters(layer: nn.Module, shard_by: ShardBy, mesh: DeviceMesh) -> Iterator[ParameterSlot]:
+    """Shard a linear layer and its adapters, yielding the parameters that became DTensors."""
     base = _base(layer)
     if isinstance(base, nn.Linear):
-        yield from _cut_linear(base, cut, mesh)
+        yield from _shard_linear(base, shard_by, mesh)
     else:
-        _cut_packed(cast(PackedLayer, base), cut, mesh)
+        _shard_quantized(cast(QuantizedLayer, base), shard_by, mesh)
     if not isinstance(layer, LoraLinear):
         return
     for down, up in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
-        if cut is Cut.OUTPUTS:
-            yield _spread(down, "weight", mesh, Replicate(), shared_whole)
-            yield from _cut_linear(up, cut, mesh)
+        if shard_by is ShardBy.OUTPUTS:
+            yield _distribute_slot(down, "weight", mesh, Replicate(), partial_grad)
+            yield from _shard_linear(up, shard_by, mesh)
         else:
-            yield from _cut_linear(down, cut, mesh)
-            yield _spread(up, "weight", mesh, Replicate(), shared_whole)
+            yield from _shard_linear(down, shard_by, mesh)
+            yield _distribute_slot(up, "weight", mesh, Replicate(), partial_grad)
             if up.bias is not None:
-                yield _spread(up, "bias", mesh, Replicate(), once)
+                yield _distribute_slot(up, "bias", mesh, Replicate(), first_rank_only)
     for adapter, magnitude in list(layer.lora_magnitude_vector.items()):
-        if cut is Cut.OUTPUTS:
-            yield _spread(magnitude, "weight", mesh, Shard(0), own_part)
+        if shard_by is ShardBy.OUTPUTS:
+            yield _distribute_slot(magnitude, "weight", mesh, Shard(0), to_local)
         else:
-            divided = _DividedDora(magnitude, mesh)
-            layer.lora_magnitude_vector[adapter] = divided
-            yield _spread(divided, "weight", mesh, Replicate(), shared_whole)
+            sharded = _RowwiseDora(magnitude, mesh)
+            layer.lora_magnitude_vector[adapter] = sharded
+            yield _distribute_slot(sharded, "weight", mesh, Replicate(), partial_grad)
 
 
-def _cut_linear(linear: nn.Linear, cut: Cut, mesh: DeviceMesh) -> Iterator[Place]:
-    if cut is Cut.OUTPUTS:
-        yield _spread(linear, "weight", mesh, Shard(0), own_part)
+def _shard_linear(linear: nn.Linear, shard_by: ShardBy, mesh: DeviceMesh) -> Iterator[ParameterSlot]:
+    if shard_by is ShardBy.OUTPUTS:
+        yield _distribute_slot(linear, "weight", mesh, Shard(0), to_local)
         if linear.bias is not None:
-            yield _spread(linear, "bias", mesh, Shard(0), own_part)
+            yield _distribute_slot(linear, "bias", mesh, Shard(0), to_local)
     else:
-        yield _spread(linear, "weight", mesh, Shard(1), own_part)
+        yield _distribute_slot(linear, "weight", mesh, Shard(1), to_local)
         if linear.bias is not None:
-            yield _spread(linear, "bias", mesh, Replicate(), once)
+            yield _distribute_slot(linear, "bias", mesh, Replicate(), first_rank_only)
 
 
-def _cut_packed(packed: PackedLayer, cut: Cut, mesh: DeviceMesh) -> None:
-    size = packed.out_features if cut is Cut.OUTPUTS else packed.in_features
+def _shard_quantized(layer: QuantizedLayer, shard_by: ShardBy, mesh: DeviceMesh) -> None:
+    size = layer.out_features if shard_by is ShardBy.OUTPUTS else layer.in_features
     length = -(-size // mesh.size())
     part = slice(mesh.get_local_rank() * length, min((mesh.get_local_rank() + 1) * length, size))
-    if cut is Cut.OUTPUTS:
-        packed.keep_rows(part)
+    if shard_by is ShardBy.OUTPUTS:
+        layer.keep_rows(part)
     else:
-        packed.keep_columns(part)
+        layer.keep_columns(part)
         if mesh.get_local_rank() > 0:
-            packed.bias = None  # the first rank's counts
+            layer.bias = None  # only the first rank adds it
 
 
-def _cut_vocabulary(whole: Any, mesh: DeviceMesh) -> list[Place]:
-    """Input embedding and output head, whether they share a weight or not; the parameters of the head."""
+def _shard_vocabulary(whole: Any, mesh: DeviceMesh) -> list[ParameterSlot]:
+    """Shard input embedding and output head, tied or not; return the parameters of the head."""
     embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     tied = getattr(head, "weight", None) is embedding.weight
-    planned = _Planned("output head", head, whole, Style(Cut.OUTPUTS, alone=True))
-    places = _cut(planned, mesh, _SharedInput(whole, mesh))
-    cut_embedding(embedding, mesh, weight=head.weight if tied else None)
-    return places
+    planned = _PlannedLayer("output head", head, whole, Style(ShardBy.OUTPUTS, replicated_io=True))
+    slots = _shard_layer(planned, mesh, _SharedInput(whole, mesh))
+    shard_embedding(embedding, mesh, weight=head.weight if tied else None)
+    return slots
 
 
-def _hold_whole(
+def _replicate_trainable(
     modules: Iterable[nn.Module], layer: nn.Module, mesh: DeviceMesh, conversion: Conversion
-) -> list[Place]:
-    """What trains in `modules` and is not a DTensor yet becomes a replicated one, and `layer` uses it as `conversion`
-    says."""
-    places = [
-        _spread(module, name, mesh, Replicate(), conversion)
+) -> list[ParameterSlot]:
+    """Turn remaining trainable parameters of `modules` into replicated DTensors, used by `layer` via `conversion`."""
+    slots = [
+        _distribute_slot(module, name, mesh, Replicate(), conversion)
         for module in modules
         for name, parameter in list(module.named_parameters(recurse=False))
         if parameter.requires_grad and not isinstance(parameter, DTensor)
     ]
-    if places:
-        LocalParameters(layer, places)
-    return places
+    if slots:
+        LocalParameters(layer, slots)
+    return slots
 
 
-def _spread(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, conversion: Conversion) -> Place:
+def _distribute_slot(
+    owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, conversion: Conversion
+) -> ParameterSlot:
     owner.register_parameter(name, distribute(owner.get_parameter(name), mesh, placement))
-    return Place(owner, name, conversion)
+    return ParameterSlot(owner, name, conversion)
 
 
 def _base(layer: nn.Module) -> Any:
@@ -306,25 +309,27 @@ def _convert_output(layer: nn.Module, conversion: Callable[[Tensor], Tensor]) ->
 
 
 class _SharedInput:
-    """Layers of one block that are given the same tensor enter it once: their gradients are added before they are
-    sent, one all-reduce for queries, keys and values together."""
+    """Apply `copy_to_tp` once to an input shared by several layers of a block.
+
+    Their input gradients are summed before the all-reduce: one for q, k and v together.
+    """
 
     def __init__(self, block: nn.Module, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._last: tuple[Tensor, Tensor] | None = None
-        block.register_forward_hook(self._forget, always_call=True)
+        block.register_forward_hook(self._clear, always_call=True)
 
     def __call__(self, whole: Tensor) -> Tensor:
         if self._last is None or self._last[0] is not whole:
-            self._last = whole, enter(whole, self._mesh)
+            self._last = whole, copy_to_tp(whole, self._mesh)
         return self._last[1]
 
-    def _forget(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+    def _clear(self, _block: nn.Module, _args: Any, _output: Any) -> None:
         self._last = None
 
 
-class _DividedDora(DoraLinearLayer):
-    """DoRA's magnitude over a weight of which this rank has some inputs: the norm of an output's row is a sum."""
+class _RowwiseDora(DoraLinearLayer):
+    """DoRA magnitude for a rowwise layer: the squared weight norm is a sum over ranks."""
 
     def __init__(self, original: DoraLinearLayer, mesh: DeviceMesh) -> None:
         super().__init__(original.fan_in_fan_out)
@@ -335,5 +340,5 @@ class _DividedDora(DoraLinearLayer):
         self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
     ) -> Tensor:
         part = super().get_weight_norm(weight, lora_weight, scaling, adapter_name=adapter_name)
-        with torch.no_grad():  # DoRA's gradient takes the norm for a constant
-            return add_up(part.square(), self._mesh).sqrt()
+        with torch.no_grad():  # DoRA treats the norm as a constant in backward
+            return reduce_from_tp(part.square(), self._mesh).sqrt()

@@ -1,7 +1,7 @@
-"""The two ends of a model whose vocabulary is cut over ranks: input embedding and loss.
+"""Vocab-parallel input embedding and cross-entropy loss.
 
-A rank has the embeddings of some ids, and finds the logits of some. The logits of all are never in one place: for each
-token, a rank sends the logarithm of its part of the normaliser, and the target's logit if that is its own.
+Each rank holds the embeddings, and computes the logits, of a shard of the vocabulary. Full logits are never gathered:
+for each token a rank sends the log-sum-exp of its logits, and the target's logit if it owns that id.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch.distributed.tensor import DTensor, Shard
 
 from pantheraml.kernels.linear_cross_entropy.head import (
     DensePass,
+    HeadRows,
     LinearHead,
-    Rows,
-    Wanted,
+    NeededGrads,
     chunk_rows,
-    kept_rows,
-    put_back,
-    scaled,
-    taken,
+    scale_gradient,
+    scatter_rows,
+    select_rows,
+    target_rows,
 )
 from pantheraml.kernels.linear_cross_entropy.softmax import Scores
-from pantheraml.parallel.borders import LocalParameters, Place, add_up, distribute, own_part
+from pantheraml.parallel.tp_mappings import LocalParameters, ParameterSlot, distribute, reduce_from_tp, to_local
 
 AXIS = "tensor"
-"""The name of the dimension of a mesh over which vocabularies are cut."""
+"""Mesh dimension over which the vocabulary is sharded."""
 
 
-def is_vocabulary_parallel(layer: nn.Module) -> bool:
-    """Whether a linear layer has the rows of some ids alone, so that its loss is `sharded_head_loss`."""
+def is_vocab_parallel(layer: nn.Module) -> bool:
+    """Return True if a linear head's weight is sharded over the vocabulary, so that its loss is `sharded_head_loss`."""
     weight = getattr(layer, "weight", None)
     if type(layer) is not nn.Linear or not isinstance(weight, DTensor):
         return False
@@ -42,10 +42,10 @@ def is_vocabulary_parallel(layer: nn.Module) -> bool:
 
 
 def sharded_head_loss(layer: nn.Linear, hidden: Tensor, targets: Tensor, target_count: int | None = None) -> Tensor:
-    """Summed cross entropy of a head for which `is_vocabulary_parallel` holds; the same on all ranks that share it."""
+    """Return the summed cross entropy of a vocab-parallel head, identical on all its ranks."""
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, DTensor)
-    return vocabulary_parallel_loss(
+    return vocab_parallel_loss(
         hidden,
         weight.to_local(),
         targets,
@@ -56,7 +56,7 @@ def sharded_head_loss(layer: nn.Linear, hidden: Tensor, targets: Tensor, target_
     )
 
 
-def vocabulary_parallel_loss(
+def vocab_parallel_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -66,16 +66,16 @@ def vocabulary_parallel_loss(
     bias: Tensor | None = None,
     target_count: int | None = None,
 ) -> Tensor:
-    """Sum of -log p(target) over the targets that are not negative, of which `target_count` is the number, if known.
+    """Return the sum of -log p(target) over non-negative targets; `target_count` is their number, if known.
 
-    `hidden` and `targets` are the same on all ranks of `group`; `weight` [ids, width] and `bias` are this rank's rows
-    of the `vocabulary` ones, cut as DTensor cuts. For each chunk of tokens a rank sends two numbers a token (one
-    all-gather), and in the backward pass its share of the gradient of `hidden` (one all-reduce).
+    `hidden` and `targets` are identical on all ranks of `group`; `weight` [ids, width] and `bias` are this rank's rows
+    out of `vocabulary`, sharded as DTensor does. Each chunk of tokens all-gathers two numbers per token, and backward
+    all-reduces the gradient of `hidden`.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    # a Function cannot tell whether gradients are on: inside it they are always off
+    # captured here: inside an autograd.Function, grad mode is always off
     call = _Call(targets.flatten(), target_count, group, vocabulary, torch.is_grad_enabled())
     with torch.autocast(kind, enabled=False):
         total: Tensor = _VocabularyLoss.apply(hidden.flatten(0, -2), weight, bias, call)
@@ -83,7 +83,7 @@ def vocabulary_parallel_loss(
 
 
 class _Call(NamedTuple):
-    """What the loss is asked, besides hidden states, weight and bias."""
+    """Non-differentiable arguments of the loss."""
 
     targets: Tensor
     target_count: int | None
@@ -95,9 +95,9 @@ class _Call(NamedTuple):
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        kept = kept_rows(call.targets, call.target_count)
-        rows = Rows(taken(hidden, kept), taken(call.targets, kept), kept)
-        wanted = Wanted(*(call.gradients and need for need in ctx.needs_input_grad[:3]))
+        kept = target_rows(call.targets, call.target_count)
+        rows = HeadRows(select_rows(hidden, kept), select_rows(call.targets, kept), kept)
+        wanted = NeededGrads(*(call.gradients and need for need in ctx.needs_input_grad[:3]))
         run = _VocabularyPass(rows, LinearHead(weight, bias), wanted, call)
         total = run.scores(details=False).losses.sum()
         ctx.save_for_backward(run.d_rows, run.d_weight, run.d_bias, kept)
@@ -111,25 +111,25 @@ class _VocabularyLoss(torch.autograd.Function):
         (scale,) = grads
         weight_dtype, bias_dtype = ctx.dtypes
         if d_rows is not None:
-            d_rows = scaled(d_rows, scale, d_rows.dtype)
+            d_rows = scale_gradient(d_rows, scale, d_rows.dtype)
             dist.all_reduce(d_rows, group=ctx.group)
         return (
-            None if d_rows is None else put_back(d_rows, kept, ctx.count),
-            None if d_weight is None else scaled(d_weight, scale, weight_dtype),
-            None if d_bias is None else scaled(d_bias, scale, bias_dtype),
+            None if d_rows is None else scatter_rows(d_rows, kept, ctx.count),
+            None if d_weight is None else scale_gradient(d_weight, scale, weight_dtype),
+            None if d_bias is None else scale_gradient(d_bias, scale, bias_dtype),
             None,
         )
 
 
 class _VocabularyPass(DensePass):
-    """The chunks of a head that has some of the ids."""
+    """Chunked pass of a head with a vocabulary shard."""
 
-    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted, call: _Call) -> None:
+    def __init__(self, rows: HeadRows, head: LinearHead, wanted: NeededGrads, call: _Call) -> None:
         super().__init__(rows, head, wanted)
         self._group = call.group
         share = _share(call.vocabulary, dist.get_world_size(call.group))
         self._first = dist.get_rank(call.group) * share
-        # as many on every rank, also on one with fewer ids: each chunk is a collective
+        # the same on every rank, even one with fewer ids: each chunk is a collective
         self._chunk = chunk_rows(share, trained=wanted.weight)
 
     def _softmax(self, logits: Tensor, labels: Tensor, scores: Scores, gradient: Tensor | None) -> None:
@@ -147,17 +147,17 @@ class _VocabularyPass(DensePass):
         gradient.copy_(d.where(counted[:, None], 0))
 
 
-def cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh, weight: nn.Parameter | None) -> None:
-    """Leave this rank the embeddings of its ids: those of `weight`, which is cut already, or its own."""
+def shard_embedding(embedding: nn.Embedding, mesh: DeviceMesh, weight: nn.Parameter | None) -> None:
+    """Shard the embedding over the vocabulary, or tie it to `weight`, which is sharded already."""
     if weight is None:
         weight = distribute(embedding.get_parameter("weight"), mesh, Shard(0))
     embedding.register_parameter("weight", weight)
-    LocalParameters(embedding, [Place(embedding, "weight", own_part)])
+    LocalParameters(embedding, [ParameterSlot(embedding, "weight", to_local)])
     _LocalLookup(embedding, mesh)
 
 
 class _LocalLookup:
-    """Ids of other ranks give zeros, and the results of all ranks are added up."""
+    """Masked lookup: ids of other ranks give zeros, and an all-reduce sums the ranks' results."""
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -165,36 +165,36 @@ class _LocalLookup:
         self._first = mesh.get_local_rank() * share
         self._count = min(share, embedding.num_embeddings - self._first)
         self._mine: Tensor | None = None
-        if embedding.padding_idx is not None:  # a row that gets no gradient
+        if embedding.padding_idx is not None:  # this row gets no gradient
             local = embedding.padding_idx - self._first
             embedding.padding_idx = local if 0 <= local < self._count else None
-        embedding.register_forward_pre_hook(self._localise)
-        embedding.register_forward_hook(self._add_up)
+        embedding.register_forward_pre_hook(self._to_local_ids)
+        embedding.register_forward_hook(self._all_reduce)
 
-    def _localise(self, _embedding: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    def _to_local_ids(self, _embedding: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         local, self._mine = _local_ids(args[0], self._first, self._count)
         return (local,)
 
-    def _add_up(self, _embedding: nn.Module, _args: Any, found: Tensor) -> Tensor:
+    def _all_reduce(self, _embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
         mine, self._mine = self._mine, None
         assert mine is not None
-        return add_up(found.where(mine[..., None], 0), self._mesh)
+        return reduce_from_tp(output.where(mine[..., None], 0), self._mesh)
 
 
 def _share(vocabulary: int, ranks: int) -> int:
-    """Ids a rank; the last has fewer if they do not divide."""
+    """Return ids per rank; the last rank has fewer if they do not divide evenly."""
     return -(-vocabulary // ranks)
 
 
 def _local_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Ids counted from this rank's first one (0 for those of other ranks), and which are this rank's."""
+    """Return ids relative to this rank's first (0 for those of other ranks), and a mask of this rank's ids."""
     local = ids - first
     mine = (local >= 0) & (local < count) & (ids >= 0)
     return local.where(mine, 0), mine
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]"""
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybody, mine, group=group)
-    return torch.stack(everybody)
+    """All-gather to [ranks, ...]."""
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return torch.stack(rows)

@@ -1,4 +1,4 @@
-"""Decisions with their reasons, in the order in which the planner takes them."""
+"""The planner's decisions and their reasons, in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Choices:
     def __init__(self) -> None:
         self.made: list[Choice] = []
 
-    def asked(self, name: str, value: Any) -> None:
+    def configured(self, name: str, value: Any) -> None:
         self.made.append(Choice(name=name, value=value, reason="as configured", automatic=False))
 
     def automatic(self, name: str, value: Any, reason: str) -> None:

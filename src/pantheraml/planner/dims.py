@@ -1,4 +1,4 @@
-"""From the mode and the degrees that the user named to ParallelDims for a number of processes, with the reason."""
+"""Choose ParallelDims from the configured mode, the parallel degrees and the world size, with the reason."""
 
 from __future__ import annotations
 
@@ -9,77 +9,78 @@ from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
 from pantheraml.specs.train import TrainConfig
 
-_BESIDE_COPIES = {"pipeline": "pipeline", "model_parallel": "tensor", "data_parallel": "shard"}
-"""hybrid_strategy -> the dimension that it adds."""
+_HYBRID_DIMENSION = {"pipeline": "pipeline", "model_parallel": "tensor", "data_parallel": "shard"}
+"""hybrid_strategy -> the dimension combined with `replicate`."""
 
 
 def choose_dims(parallel: MultiGPUConfig, world_size: int) -> tuple[ParallelDims, str]:
-    """How `world_size` processes divide the work, and why."""
+    """Return the parallel degrees for `world_size` processes, and the reason."""
     if parallel.mode is MultiGPUMode.HYBRID:
         return _hybrid(parallel, world_size)
-    asked = {name: degree for name in DIMENSIONS if (degree := getattr(parallel, name)) is not None}
-    if not asked:
+    degrees = {name: degree for name in DIMENSIONS if (degree := getattr(parallel, name)) is not None}
+    if not degrees:
         if world_size == 1:
             return ParallelDims(), "there is one process"
-        return ParallelDims(replicate=world_size), "every process holds the whole model and sees other samples (DDP)"
-    rest = math.prod(degree for name, degree in asked.items() if name != "replicate")
-    if "replicate" not in asked and world_size % rest == 0:
-        asked["replicate"] = world_size // rest
-    dims = ParallelDims(**asked)
+        return ParallelDims(replicate=world_size), "DDP: every process holds the whole model and sees different samples"
+    rest = math.prod(degree for name, degree in degrees.items() if name != "replicate")
+    if "replicate" not in degrees and world_size % rest == 0:
+        degrees["replicate"] = world_size // rest
+    dims = ParallelDims(**degrees)
     dims.check(world_size)
-    return dims, "as the degrees under `parallel` say"
+    return dims, "set by the degrees in `parallel`"
 
 
 def check_together(config: TrainConfig, dims: ParallelDims) -> None:
-    """ConfigError for what does not go together with that way to divide the work; nothing has been loaded yet."""
-    _check_product(dims)
+    """ConfigError for settings that the parallel degrees do not support; checked before anything is loaded."""
+    _check_combination(dims)
     parallel = config.parallel
-    plain = dims.world_size == dims.replicate
-    if not plain:
-        for name, usual in (("aggregation", "mean"), ("leave_out_nonfinite", False)):
-            if getattr(parallel, name) != usual:
+    ddp_only = dims.world_size == dims.replicate
+    if not ddp_only:
+        for name, default in (("aggregation", "mean"), ("leave_out_nonfinite", False)):
+            if getattr(parallel, name) != default:
                 raise ConfigError(
-                    f"parallel.{name}={getattr(parallel, name)} is for copies of whole models, not for {dims}.",
-                    todo="Leave it out, or use parallel.replicate alone.",
+                    f"parallel.{name}={getattr(parallel, name)} works only with DDP, not with {dims}.",
+                    fix=f"Remove parallel.{name}, or use parallel.replicate alone.",
                 )
-    if parallel.batch_shares == "adaptive" and not plain:
+    if parallel.batch_shares == "adaptive" and not ddp_only:
         raise ConfigError(
-            f"parallel.batch_shares=adaptive is for copies of whole models, not for {dims}.",
-            todo="Use batch_shares=even or sizes by hand.",
+            f"parallel.batch_shares=adaptive works only with DDP, not with {dims}.",
+            fix="Use batch_shares=even, or list the sizes.",
         )
     _check_shares(parallel.batch_shares, config.train.global_batch_size, dims)
     if config.data.packing and config.data.seq_len % dims.context:
         raise ConfigError(
-            f"Packed rows of {config.data.seq_len} tokens cannot be cut into {dims.context} equal parts.",
-            todo="Make data.seq_len a multiple of parallel.context.",
+            f"Packed sequences of {config.data.seq_len} tokens cannot be split into {dims.context} equal parts.",
+            fix="Make data.seq_len a multiple of parallel.context.",
         )
     if config.train.optimizer == "adamw8bit" and max(dims.shard, dims.tensor) > 1:
         raise ConfigError(
-            f"train.optimizer=adamw8bit packs whole tensors in blocks, and they are divided ({dims}).",
-            todo="Use train.optimizer=adamw or adamw_bf16.",
+            f"train.optimizer=adamw8bit quantizes whole tensors in blocks, but they are sharded ({dims}).",
+            fix="Use train.optimizer=adamw or adamw_bf16.",
         )
     if config.method.kind == "full" and config.model.precision == "fp8" and dims.tensor > 1:
         raise ConfigError(
-            f"In a full fine-tune with model.precision=fp8, each process would round its own part of a row ({dims}).",
-            todo="Use model.precision=bf16, or divide the work by parallel.shard or parallel.pipeline.",
+            "A full fine-tune with model.precision=fp8 does not support tensor parallelism: each rank would round its"
+            f" own part of a row ({dims}).",
+            fix="Use model.precision=bf16, or parallel.shard or parallel.pipeline instead of parallel.tensor.",
         )
 
 
 def _check_shares(shares: str | list[int], batch: int, dims: ParallelDims) -> None:
     if not isinstance(shares, list):
         return
-    written = ",".join(map(str, shares))
+    value = ",".join(map(str, shares))
     if len(shares) != dims.data or min(shares) < 1:
         raise ConfigError(
-            f"parallel.batch_shares={written} is not a size of at least 1 for each of the {dims.data} shares of a"
-            " batch.",
-            todo=f"Write {dims.data} number(s), such as {','.join(map(str, _even(batch, dims.data)))}.",
+            f"parallel.batch_shares={value} must list a size of at least 1 for each of the {dims.data} data parallel"
+            " rank(s).",
+            fix=f"List {dims.data} number(s), such as {','.join(map(str, _even(batch, dims.data)))}.",
         )
     if sum(shares) != batch:
         raise ConfigError(
-            f"parallel.batch_shares={written} adds up to {sum(shares)} sequences, but train.global_batch_size is"
+            f"parallel.batch_shares={value} adds up to {sum(shares)} sequences, but train.global_batch_size is"
             f" {batch}.",
-            todo=f"Set train.global_batch_size={sum(shares)}, or shares that add up to {batch}.",
+            fix=f"Set train.global_batch_size={sum(shares)}, or shares that add up to {batch}.",
         )
 
 
@@ -87,21 +88,21 @@ def _even(batch: int, shares: int) -> list[int]:
     return [batch // shares + (rank < batch % shares) for rank in range(shares)]
 
 
-def _check_product(dims: ParallelDims) -> None:
+def _check_combination(dims: ParallelDims) -> None:
     if dims.pipeline > 1 and max(dims.shard, dims.tensor, dims.context) > 1:
         raise ConfigError(
-            f"A pipeline goes together with copies of the model (replicate), not with {dims}.",
-            todo="Use parallel.pipeline and parallel.replicate, or leave the pipeline out.",
+            f"Pipeline parallelism can be combined only with parallel.replicate, not as {dims}.",
+            fix="Use parallel.pipeline with parallel.replicate, or without pipeline parallelism.",
         )
     if dims.replicate > 1 and dims.shard > 1 and dims.context > 1:
         raise ConfigError(
-            f"Copies of sharded weights do not go together with cut sequences ({dims}).",
-            todo="Use parallel.shard and parallel.context without parallel.replicate.",
+            f"HSDP cannot be combined with context parallelism ({dims}).",
+            fix="Use parallel.shard and parallel.context without parallel.replicate.",
         )
 
 
 def named_modes(world_size: int) -> dict[str, ParallelDims]:
-    """The ways to use all of `world_size` processes, by the names people have for them."""
+    """Map the usual names of parallel modes to degrees that use all `world_size` processes."""
     n = world_size
     modes = {
         "ddp": ParallelDims(replicate=n),
@@ -124,13 +125,13 @@ def named_modes(world_size: int) -> dict[str, ParallelDims]:
 
 
 def _hybrid(parallel: MultiGPUConfig, world_size: int) -> tuple[ParallelDims, str]:
-    name = _BESIDE_COPIES[parallel.hybrid_strategy]
+    name = _HYBRID_DIMENSION[parallel.hybrid_strategy]
     if world_size < 2:
         raise ConfigError(
-            f"parallel.mode=hybrid divides the model over several processes, but there is {world_size}.",
-            todo="Use more GPUs (or --nproc on CPUs), or another parallel.mode.",
+            f"parallel.mode=hybrid needs several processes, but there is {world_size}.",
+            fix="Use more GPUs (or --nproc on CPUs), or another parallel.mode.",
         )
-    beside = 2 if world_size % 2 == 0 else world_size
-    dims = ParallelDims(**{name: beside, "replicate": world_size // beside})
-    copies = f"{dims.replicate} copies of the model" if dims.replicate > 1 else "one copy of the model"
-    return dims, f"hybrid_strategy={parallel.hybrid_strategy}: {copies}, each over {beside} processes"
+    degree = 2 if world_size % 2 == 0 else world_size
+    dims = ParallelDims(**{name: degree, "replicate": world_size // degree})
+    replicas = f"{dims.replicate} replicas of the model" if dims.replicate > 1 else "one replica of the model"
+    return dims, f"hybrid_strategy={parallel.hybrid_strategy}: {replicas}, each over {degree} processes"

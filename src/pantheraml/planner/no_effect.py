@@ -1,7 +1,7 @@
-"""Settings that a run would not read, because another one rules them out: each is told with the one that wins.
+"""Warn about settings that another setting makes irrelevant, and name that setting.
 
-Set is what differs from its default, and what was written though it does not, if it turns something on. A section that
-lists every key is that of a run folder, which nobody wrote by hand: there only the values count.
+A setting counts as set if it differs from its default, or if it was written explicitly and turns something on. A
+section that lists every key comes from a run folder, not from a user: there only values that differ count.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import DataConfig, ModelConfig, StabilityConfig, TrainConfig, TrainSettings
 
-Unread = tuple[tuple[str, ...], str]
-"""Keys, and why nothing reads them."""
+IgnoredKeys = tuple[tuple[str, ...], str]
+"""Keys without effect, and the reason."""
 
-_CLIPPING_READS: dict[str, tuple[str, ...]] = {
+_CLIPPING_KEYS: dict[str, tuple[str, ...]] = {
     "none": (),
     "value": ("stability.clip_value",),
     "norm": ("train.max_grad_norm",),
@@ -38,7 +38,7 @@ _CLIPPING_READS: dict[str, tuple[str, ...]] = {
         "stability.clip_warmup_steps",
     ),
 }
-"""stability.clipping -> the keys that it reads."""
+"""stability.clipping -> the keys that it uses."""
 
 _ADAPTER = ("method.rank", "method.alpha", "method.dropout", "method.target_modules", "method.rslora")
 _BETWEEN_RANKS = tuple(
@@ -57,22 +57,22 @@ _DDP = tuple(
 )
 
 
-def without_effect(config: TrainConfig, dims: ParallelDims, *, frozen_fp8: bool) -> tuple[str, ...]:
-    """One sentence for each setting that is not read."""
-    usual = TrainConfig(model=ModelConfig(path=""), data=DataConfig(path=""))
+def ignored_settings(config: TrainConfig, dims: ParallelDims, *, frozen_fp8: bool) -> tuple[str, ...]:
+    """Return one sentence per setting that is set but has no effect."""
+    defaults = TrainConfig(model=ModelConfig(path=""), data=DataConfig(path=""))
     rules = (*_method(config), *_schedule(config), *_guard(config.stability), *_ends(config, frozen_fp8=frozen_fp8))
-    written = _written(config)
-    told: dict[str, str] = {}
+    explicit = _explicit_keys(config)
+    messages: dict[str, str] = {}
     for keys, reason in (*rules, *_processes(config, dims)):
         for key in keys:
             value = _value(config, key)
-            if value != _value(usual, key) or (value and key in written):
-                told.setdefault(key, f"{key}={_shown(value)} has no effect: {reason}")
-    return tuple(told.values())
+            if value != _value(defaults, key) or (value and key in explicit):
+                messages.setdefault(key, f"{key}={_format(value)} has no effect: {reason}")
+    return tuple(messages.values())
 
 
-def _written(config: TrainConfig) -> set[str]:
-    """Keys that somebody wrote; of `parallel`, a dataclass, that is not known."""
+def _explicit_keys(config: TrainConfig) -> set[str]:
+    """Return the keys that were written explicitly; unknown for `parallel`, which is a dataclass."""
     sections = {
         name: part for name in type(config).model_fields if isinstance(part := getattr(config, name), BaseModel)
     }
@@ -85,7 +85,7 @@ def _written(config: TrainConfig) -> set[str]:
 
 
 def long_warmup(train: TrainSettings, steps: int) -> str | None:
-    """Warning about a warm-up that takes the whole run of so many steps; None where it does not."""
+    """Warning about a warmup that takes the whole run of `steps` steps; None if it does not."""
     if train.warmup_steps < max(2, steps):
         return None
     return (
@@ -94,53 +94,53 @@ def long_warmup(train: TrainSettings, steps: int) -> str | None:
     )
 
 
-def _method(config: TrainConfig) -> Iterator[Unread]:
+def _method(config: TrainConfig) -> Iterator[IgnoredKeys]:
     if config.method.kind == "full":
-        yield _ADAPTER, "method.kind=full trains every weight, without an adapter"
+        yield _ADAPTER, "method.kind=full has no adapter"
     if config.model.revision is not None and Path(config.model.path).expanduser().is_dir():
-        yield ("model.revision",), f"{config.model.path} is a folder on this machine, not a hub name"
+        yield ("model.revision",), f"{config.model.path} is a local folder, not a hub name"
 
 
-def _schedule(config: TrainConfig) -> Iterator[Unread]:
+def _schedule(config: TrainConfig) -> Iterator[IgnoredKeys]:
     train = config.train
     if train.max_steps is not None:
-        yield ("train.epochs",), f"train.max_steps={train.max_steps} decides how long the run is"
+        yield ("train.epochs",), f"train.max_steps={train.max_steps} sets the length of the run"
     if train.schedule == "constant":
-        yield ("train.min_learning_rate_ratio",), "train.schedule=constant stays at the peak"
+        yield ("train.min_learning_rate_ratio",), "train.schedule=constant stays at the peak learning rate"
 
 
-def _guard(stability: StabilityConfig) -> Iterator[Unread]:
-    read = _CLIPPING_READS[stability.clipping]
-    unread = {key for keys in _CLIPPING_READS.values() for key in keys} - set(read)
-    reads = " and ".join(read) if read else "none of the limits"
-    yield tuple(sorted(unread)), f"stability.clipping={stability.clipping} reads {reads}"
+def _guard(stability: StabilityConfig) -> Iterator[IgnoredKeys]:
+    used = _CLIPPING_KEYS[stability.clipping]
+    unused = {key for keys in _CLIPPING_KEYS.values() for key in keys} - set(used)
+    listed = " and ".join(used) if used else "none of the limits"
+    yield tuple(sorted(unused)), f"stability.clipping={stability.clipping} uses {listed}"
     policies = (stability.on_nonfinite, stability.on_spike)
-    said = f"stability.on_nonfinite={stability.on_nonfinite}, on_spike={stability.on_spike}"
+    settings = f"stability.on_nonfinite={stability.on_nonfinite}, on_spike={stability.on_spike}"
     if stability.on_spike == "ignore":
         yield ("stability.spike_zscore", "stability.spike_warmup_steps"), "stability.on_spike=ignore"
     if "lower_rate" not in policies:
-        yield ("stability.rate_factor",), f"nothing lowers the rate ({said})"
+        yield ("stability.rate_factor",), f"nothing lowers the learning rate ({settings})"
     if not {"skip", "zero", "lower_rate"} & set(policies):
-        yield ("stability.max_skipped_steps", "stability.max_skipped_total"), f"no step is skipped ({said})"
+        yield ("stability.max_skipped_steps", "stability.max_skipped_total"), f"no step is skipped ({settings})"
     if not stability.rolls_back:
-        yield ("stability.rollback_steps", "stability.max_rollbacks"), f"nothing rolls back ({said})"
+        yield ("stability.rollback_steps", "stability.max_rollbacks"), f"nothing rolls back ({settings})"
 
 
-def _ends(config: TrainConfig, *, frozen_fp8: bool) -> Iterator[Unread]:
+def _ends(config: TrainConfig, *, frozen_fp8: bool) -> Iterator[IgnoredKeys]:
     if config.train.eval_every_steps is None and config.checkpoint.every_steps is None:
-        yield ("checkpoint.keep",), "without checkpoint.every_steps there is one checkpoint, at the end"
+        yield ("checkpoint.keep",), "without checkpoint.every_steps the only checkpoint is at the end"
     if config.train.eval_every_steps is None and config.checkpoint.final == "best":
         yield (
             ("checkpoint.final",),
-            "without train.eval_every_steps there is one evaluation, at the end, and the last weights are the best",
+            "without train.eval_every_steps the only evaluation is at the end, so the last weights are the best",
         )
     if not config.report.sinks:
-        yield ("report.project",), "report.sinks names no tool"
+        yield ("report.project",), "report.sinks is empty"
     if not frozen_fp8:
         yield ("train.fp8_layouts",), "no frozen weights are in fp8"
 
 
-def _processes(config: TrainConfig, dims: ParallelDims) -> Iterator[Unread]:
+def _processes(config: TrainConfig, dims: ParallelDims) -> Iterator[IgnoredKeys]:
     parallel = config.parallel
     if parallel.mode is not MultiGPUMode.AUTO:
         yield ("parallel.auto_policy",), f"parallel.mode={parallel.mode}"
@@ -151,7 +151,7 @@ def _processes(config: TrainConfig, dims: ParallelDims) -> Iterator[Unread]:
     if dims.world_size == 1:
         yield (*_BETWEEN_RANKS, *_DDP), "the run has one process"
     elif dims.world_size > dims.replicate * dims.context:
-        yield _DDP, f"only copies of whole models use DDP, and the model is divided ({dims})"
+        yield _DDP, f"the run does not use DDP, because the model is sharded ({dims})"
 
 
 def _value(config: TrainConfig, key: str) -> Any:
@@ -159,5 +159,5 @@ def _value(config: TrainConfig, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

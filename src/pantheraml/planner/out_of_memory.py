@@ -1,7 +1,7 @@
-"""A device ran out of memory: what took it, and what to change, by how much. A pure function of what was measured.
+"""Out-of-memory errors: what used the memory, and which settings save how much. Pure functions of measured sizes.
 
-Savings are named where they follow from the numbers: states, gradients and weights shrink with their format, and
-activations are proportional to the micro-batch. What depends on the model's make-up is named without a number.
+Savings are given where they follow from the numbers: optimizer states, gradients and weights scale with their dtype,
+activations with the micro-batch. Savings that depend on the architecture are given without a number.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import Checkpointing, TrainConfig
 
 STATE_BYTES = {"adamw": 8, "adamw_bf16": 4, "adamw8bit": 2}
-"""Of optimizer state, for one trained value."""
-PACKED_SHARE = {None: 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.27}
-"""Of what frozen weights take in bf16; nf4 has scales besides its four bits."""
+"""Bytes of optimizer state per trainable parameter."""
+FROZEN_WEIGHT_SHARE = {None: 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.27}
+"""Memory of frozen weights relative to bf16; nf4 has scales in addition to its four bits."""
 
-CHEAPER: dict[Checkpointing, tuple[Checkpointing, ...]] = {
+LEANER_CHECKPOINTING: dict[Checkpointing, tuple[Checkpointing, ...]] = {
     "none": ("selective", "full", "offload"),
     "selective": ("full", "offload"),
     "full": ("offload",),
@@ -28,18 +28,18 @@ CHEAPER: dict[Checkpointing, tuple[Checkpointing, ...]] = {
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a device's memory was used for when it ran out, in bytes."""
+    """Use of a device's memory when it ran out, in bytes."""
 
     frozen_weights: int
     second_layout: int
-    """Of frozen fp8 weights, besides."""
+    """Second layout of frozen fp8 weights."""
     trained_weights: int
     gradients: int
     optimizer_states: int
     activations: int
-    """Everything else at the peak: what the backward pass needs, and temporary results."""
-    trained_values: int
-    """Numbers that are trained."""
+    """Everything else at the peak: activations saved for the backward, and temporary tensors."""
+    trainable_params: int
+    """Number of trainable parameters."""
 
     def __str__(self) -> str:
         parts = {
@@ -53,34 +53,34 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Shortage:
-    """The failed request, as far as it is known."""
+    """The failed allocation; None: unknown."""
 
-    asked: int | None
+    requested: int | None
     free: int | None
     total: int | None
     compute_capability: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        asked = "" if self.asked is None else f": {_gib(self.asked)} more were asked for"
+        requested = "" if self.requested is None else f": tried to allocate {_gib(self.requested)}"
         if self.free is None or self.total is None:
-            return asked
-        return f"{asked or ':'}{' and' if asked else ''} {_gib(self.free)} of {_gib(self.total)} were free"
+            return requested
+        return f"{requested or ':'}{' with' if requested else ''} {_gib(self.free)} of {_gib(self.total)} free"
 
 
 def memory_error(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> OutOfMemoryError:
     device = "GPU" if plan.device == "cuda" else "machine"
-    tried = ", with one sequence at a time" if plan.micro_batch_size == 1 else ""
-    taken = "" if use is None else f" In use at the peak: {use}."
-    ways = "; ".join(advice(shortage, use, config, plan))
+    smallest = " with a micro-batch of 1" if plan.micro_batch_size == 1 else ""
+    peak = "" if use is None else f" Peak use: {use}."
+    settings = "; ".join(advice(shortage, use, config, plan))
     return OutOfMemoryError(
-        f"The {device} ran out of memory{tried}{shortage}.{taken}", todo=f"Change one or more of these: {ways}."
+        f"The {device} ran out of memory{smallest}{shortage}.{peak}", fix=f"Change one or more of these: {settings}."
     )
 
 
 def advice(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> list[str]:
-    """Settings that need less memory, those that cost the least speed first."""
+    """Return settings that save memory, cheapest in speed first."""
     ways = []
-    if plan.fp8_layouts == 2 and (use is None or use.second_layout):  # a plan of 2 may have come down to 1
+    if plan.fp8_layouts == 2 and (use is None or use.second_layout):  # a plan of 2 may have fallen back to 1
         ways.append(f"train.fp8_layouts=1 ({_effect(2, None if use is None else use.second_layout)})")
     if plan.micro_batch_size > 1:
         fewer = plan.micro_batch_size // 2
@@ -90,19 +90,19 @@ def advice(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan:
         ways += _full_fine_tune(use, config, plan)
     else:
         ways += _frozen_base(shortage, use, config, plan)
-    modes = CHEAPER[plan.activation_checkpointing]
+    modes = LEANER_CHECKPOINTING[plan.activation_checkpointing]
     if modes:
         listed = " or ".join(f"train.activation_checkpointing={mode}" for mode in modes)
-        ways.append(f"{listed} (now {plan.activation_checkpointing}; each keeps fewer activations than the one before)")
+        ways.append(f"{listed} (now {plan.activation_checkpointing}; each needs less memory than the one before)")
     ways.append(f"a shorter data.seq_len (now {config.data.seq_len})")
-    if not plan.dims.model_copies_apart:
-        ways.append("parallel.shard=N, which divides the weights among N processes")
+    if not plan.dims.model_is_sharded:
+        ways.append("parallel.shard=N, which shards the weights over N processes")
     return ways
 
 
 def leaner_resume(plan: Plan) -> str:
-    """A setting that needs less memory and that a resumed run may change."""
-    modes = CHEAPER[plan.activation_checkpointing]
+    """Return a setting that saves memory and may change when a run is resumed."""
+    modes = LEANER_CHECKPOINTING[plan.activation_checkpointing]
     mode = "full" if "full" in modes else "offload"
     return f"train.activation_checkpointing={mode}" if modes else "parallel.shard=N"
 
@@ -112,20 +112,20 @@ def _full_fine_tune(use: MemoryUse | None, config: TrainConfig, plan: Plan) -> l
     optimizer = config.train.optimizer
     if optimizer != "adamw8bit":
         fewer = STATE_BYTES[optimizer] - STATE_BYTES["adamw8bit"]
-        saved = None if use is None else fewer * use.trained_values
+        saved = None if use is None else fewer * use.trainable_params
         ways.append(f"train.optimizer=adamw8bit ({_effect(optimizer, saved)})")
     if config.train.weights == "fp32" and plan.precision == "bf16":
-        saved = None if use is None else 2 * 2 * use.trained_values  # two bytes of the weight, two of its gradient
+        saved = None if use is None else 2 * 2 * use.trainable_params  # two bytes per weight, two per gradient
         ways.append(f"train.weights=bf16 ({_effect('fp32', saved)})")
-    ways.append("method.kind=lora, which trains small adapters instead of every weight")
+    ways.append("method.kind=lora, which trains adapters instead of all weights")
     return ways
 
 
 def _frozen_base(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> list[str]:
-    """Smaller formats for weights that are not trained."""
+    """Return smaller formats for the frozen weights."""
 
-    def saved(form: str) -> float | None:
-        share = PACKED_SHARE[form] / PACKED_SHARE[plan.frozen_weights]
+    def saved(quantized: str) -> float | None:
+        share = FROZEN_WEIGHT_SHARE[quantized] / FROZEN_WEIGHT_SHARE[plan.frozen_weights]
         return None if use is None else use.second_layout + use.frozen_weights * (1 - share)
 
     ways = []

@@ -1,4 +1,4 @@
-"""How many processes a run has, and how many of them are on this machine."""
+"""Choose the number of processes of a run, and check that the local ones fit this node."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.planner.choices import Choices
-from pantheraml.planner.one_process import wants_one_process
+from pantheraml.planner.single_process import wants_single_process
 from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.train import TrainConfig
 
 SIMPLE_LIMIT = 4
-"""GPUs up to which auto_policy=simple takes DataParallel."""
+"""Largest number of GPUs for which auto_policy=simple chooses DataParallel."""
 
-CROWD = 16
-"""Processes that a machine without GPUs may have though it has fewer cores; or four a core, if that is more."""
+MAX_CPU_PROCESSES = 16
+"""Processes allowed on a node without GPUs even if it has fewer cores; four per core if that is more."""
 
-_ONE_PROCESS = (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL)
+_SINGLE_PROCESS_MODES = (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL)
 
 
 @dataclass(frozen=True)
-class Room:
-    """What this machine has for processes of its own: GPUs, or cores."""
+class LocalDevices:
+    """GPUs or CPU cores of this node."""
 
     size: int
     device: str
@@ -31,92 +31,92 @@ class Room:
     def __str__(self) -> str:
         return f"{self.size} {'GPU(s)' if self.device == 'cuda' else 'CPU core(s)'}"
 
-    def processes_here(self, world_size: int, place: ProcessRank | None) -> int:
-        """Of all processes, those on this machine; where nobody said, as many as it has room for."""
+    def local_world_size(self, world_size: int, place: ProcessRank | None) -> int:
+        """Number of ranks on this node; if the launcher does not say, at most one per device."""
         if place is not None and place.local_world_size is not None:
             return place.local_world_size
         return world_size if place is None else min(world_size, self.size)
 
     def check(self, world_size: int, place: ProcessRank | None) -> None:
-        """DeviceError if the processes of this machine, as far as they are known, do not fit. Those on CPUs may take
-        turns."""
+        """DeviceError if the known local ranks do not fit. CPU cores may be oversubscribed."""
         least = 0 if place is None else place.local_rank + 1
-        here = max(least, self.processes_here(world_size, place))
-        most = self.size if self.device == "cuda" else max(CROWD, 4 * self.size)
-        if here > most:
+        local_world_size = max(least, self.local_world_size(world_size, place))
+        limit = self.size if self.device == "cuda" else max(MAX_CPU_PROCESSES, 4 * self.size)
+        if local_world_size > limit:
             raise DeviceError(
-                f"{here} processes were asked for, but there are {self}.",
-                todo=f"Use --nproc {most} or less, or --nproc auto.",
+                f"{local_world_size} processes were requested, but there are {self}.",
+                fix=f"Use --nproc {limit} or less, or --nproc auto.",
             )
 
-    def warnings(self, here: int) -> tuple[str, ...]:
-        """That processes on CPUs have to take turns, if they do."""
-        if self.device != "cpu" or here <= self.size:
+    def warnings(self, local_world_size: int) -> tuple[str, ...]:
+        """Warn about oversubscribed CPU cores."""
+        if self.device != "cpu" or local_world_size <= self.size:
             return ()
         return (
-            f"{here} processes share {self.size} CPU core(s) and take turns: right for a test, and slower than"
+            f"{local_world_size} processes share {self.size} CPU core(s): fine for a test, but slower than"
             f" {self.size} process(es)",
         )
 
 
 def choose_mode(config: TrainConfig, gpus: int, choices: Choices) -> TrainConfig:
-    """The configuration with the mode that auto_policy=simple chooses; any other stays as it is."""
+    """Return the config with the mode that auto_policy=simple chooses; other modes are unchanged."""
     parallel = config.parallel
     if parallel.mode is not MultiGPUMode.AUTO:
-        choices.asked("parallel.mode", str(parallel.mode))
+        choices.configured("parallel.mode", str(parallel.mode))
         return config
     if parallel.auto_policy != "simple":
-        choices.automatic("parallel.mode", "auto", "one process per device, which is faster than copies in one process")
+        choices.automatic("parallel.mode", "auto", "one process per device is faster than DataParallel")
         return config
     if gpus < 2:
         mode = MultiGPUMode.NONE
     else:
         mode = MultiGPUMode.DATAPARALLEL if gpus <= SIMPLE_LIMIT else MultiGPUMode.DISTRIBUTED
-    choices.automatic("parallel.mode", str(mode), f"auto_policy=simple, and there are {gpus} GPU(s)")
+    choices.automatic("parallel.mode", str(mode), f"auto_policy=simple with {gpus} GPU(s)")
     return config.model_copy(update={"parallel": dataclasses.replace(parallel, mode=mode)})
 
 
-def choose_world_size(config: TrainConfig, room: Room, place: ProcessRank | None, choices: Choices) -> int:
-    asked, mode = config.parallel.world_size, config.parallel.mode
-    if asked is not None:
-        room.check(asked, place)
-        if asked > 1 and mode in _ONE_PROCESS:
+def choose_world_size(config: TrainConfig, local: LocalDevices, place: ProcessRank | None, choices: Choices) -> int:
+    requested, mode = config.parallel.world_size, config.parallel.mode
+    if requested is not None:
+        local.check(requested, place)
+        if requested > 1 and mode in _SINGLE_PROCESS_MODES:
             raise ConfigError(
-                f"parallel.mode={mode} runs one process, but {asked} were asked for.", todo="Drop one of them."
+                f"parallel.mode={mode} runs one process, but parallel.world_size is {requested}.",
+                fix="Remove one of them.",
             )
-        size = asked
-        choices.asked("parallel.world_size", size)
+        size = requested
+        choices.configured("parallel.world_size", size)
     else:
-        size, reason = _automatic(config, room)
+        size, reason = _automatic(config, local)
         choices.automatic("parallel.world_size", size, reason)
     if mode is MultiGPUMode.DISTRIBUTED and size < 2:
         raise DeviceError(
             f"parallel.mode=distributed needs at least two processes, but the run would have {size}.",
-            todo="Use parallel.mode=auto, more GPUs or a larger global batch.",
+            fix="Use parallel.mode=auto, more GPUs or a larger global batch.",
         )
     return size
 
 
-def _automatic(config: TrainConfig, room: Room) -> tuple[int, str]:
-    """How many, and why."""
+def _automatic(config: TrainConfig, local: LocalDevices) -> tuple[int, str]:
+    """Return the number of processes, and the reason."""
     mode, batch = config.parallel.mode, config.train.global_batch_size
-    if mode is MultiGPUMode.DISTRIBUTED and room.device == "cpu":
+    if mode is MultiGPUMode.DISTRIBUTED and local.device == "cpu":
         raise ConfigError(
-            "parallel.mode=distributed on CPUs needs a number of processes.", todo="Set --nproc, or parallel.mode=auto."
+            "parallel.mode=distributed on CPUs needs a number of processes.", fix="Set --nproc, or parallel.mode=auto."
         )
-    if mode in _ONE_PROCESS:
+    if mode in _SINGLE_PROCESS_MODES:
         return 1, f"parallel.mode is {mode}"
-    if wants_one_process(config):
-        return 1, "model.device_map places the model of one process"
-    if room.device == "cpu":
-        return 1, f"one process uses all {room.size} cores without communication"
-    if batch < room.size and not _divides_the_model(config):
-        return batch, f"{room.size} GPUs, but a global batch of {batch} gives work to {batch} only"
-    return room.size, f"one process per GPU ({room.size})"
+    if wants_single_process(config):
+        return 1, "model.device_map is for one process"
+    if local.device == "cpu":
+        return 1, f"one process uses all {local.size} cores without communication"
+    if batch < local.size and not _shares_samples(config):
+        return batch, f"{local.size} GPUs, but a global batch of {batch} keeps only {batch} busy"
+    return local.size, f"one process per GPU ({local.size})"
 
 
-def _divides_the_model(config: TrainConfig) -> bool:
-    """Whether processes may work on the same samples."""
+def _shares_samples(config: TrainConfig) -> bool:
+    """Return True if several processes may work on the same samples."""
     parallel = config.parallel
     degrees = (parallel.tensor, parallel.pipeline, parallel.context)
     return parallel.mode is MultiGPUMode.HYBRID or any(degree is not None for degree in degrees)

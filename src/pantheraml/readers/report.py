@@ -1,6 +1,7 @@
-"""`report.html`: one file that shows a run, made from its events alone; it works offline and without this package.
+"""`report.html`: a self-contained page about a run, generated from its events; it works offline.
 
-plotly.js comes from the installed plotly wheel and is embedded once. The page follows the reader's light or dark theme.
+plotly.js comes from the installed plotly wheel and is embedded once. The page follows the browser's light or dark
+theme.
 """
 
 from __future__ import annotations
@@ -13,17 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import RunDirectoryError
-from pantheraml.base.events import Event, read_events
+from pantheraml.base.event_stream import read_events
+from pantheraml.base.events import (
+    CheckpointSaved,
+    ChoiceMade,
+    ErrorRaised,
+    EventBase,
+    IncidentRecorded,
+    Notice,
+    PlanMade,
+    RunFallback,
+    RunRestarted,
+    VerdictReached,
+    WarningIssued,
+)
 from pantheraml.base.folders import write_text
-from pantheraml.readers import figures
+from pantheraml.readers import number_format as figures
 from pantheraml.readers.report_charts import charts
 from pantheraml.readers.report_page import chart_cards, escape, figure_cards, page, table
 from pantheraml.readers.report_ranks import ranks_part
-from pantheraml.readers.summary import History, history, summarise
+from pantheraml.readers.summary import History, history, summarize
 
 FILE_NAME = "report.html"
 
-# A run that warns at every step should not make a page that nobody can open.
+# Limits the size of the page for a run that warns at every step.
 MAX_MESSAGES = 200
 
 _PILLS = {"succeeded": "good", "failed": "bad", "crashed": "bad", "stopped": "warn", "preempted": "warn"}
@@ -31,7 +45,7 @@ _PILLS = {"succeeded": "good", "failed": "bad", "crashed": "bad", "stopped": "wa
 
 @dataclass(frozen=True)
 class Section:
-    """A further part of the report: text, a table, or both. All of it is plain text."""
+    """An additional section of the report: text, a table, or both, all in plain text."""
 
     title: str
     text: str = ""
@@ -42,25 +56,23 @@ class Section:
 def write_report(
     run_dir: Path, *, extra: Sequence[Section] = (), extra_figures: Sequence[tuple[str, str]] = ()
 ) -> Path:
-    """Write `run_dir/report.html`; `extra_figures` (name, value) come before the key figures, `extra` after the curves.
+    """Write `run_dir/report.html`; `extra_figures` (name, value) come before the key figures, `extra` after the charts.
 
-    It can be written while the run is still going, and again at its end.
+    It can be written during the run, and again at its end.
     """
-    from plotly.offline import get_plotlyjs  # 0.2 s to import and read, so only where a report is written
+    from plotly.offline import get_plotlyjs  # takes 0.2 s, so only when a report is written
 
     events = read_events(run_dir)
     if not events:
-        raise RunDirectoryError(
-            f"{run_dir} holds no events to report on.", where=str(run_dir), todo="Give the folder of a run."
-        )
-    summary, past = summarise(events), history(events)
+        raise RunDirectoryError(f"{run_dir} contains no events.", where=str(run_dir), fix="Pass a run folder.")
+    summary, past = summarize(events), history(events)
     drawn = charts(past)
     title = run_dir.resolve().name
     parts = [
         _header(title, summary),
         _alert(summary),
         figure_cards([*extra_figures, *_key_figures(summary, past)]),
-        f"<h2>Curves</h2>{chart_cards([(chart.title, chart.note) for chart in drawn])}" if drawn else "",
+        f"<h2>Charts</h2>{chart_cards([(chart.title, chart.note) for chart in drawn])}" if drawn else "",
         *(_section(section) for section in extra),
         _plan(events),
         ranks_part(events),
@@ -86,7 +98,7 @@ def _header(title: str, summary: dict[str, Any]) -> str:
         facts.append(str(summary["precision"]))
     if summary["parameters"] is not None:
         trained = figures.count(summary["trainable_parameters"])
-        facts.append(f"{figures.count(summary['parameters'])} parameters, {trained} trained")
+        facts.append(f"{figures.count(summary['parameters'])} parameters, {trained} trainable")
     if summary["started"]:
         facts.append(f"started {_when(summary['started'])}")
     return f'<header><h1>{escape(title)}</h1>{pill}<p class="soft">{escape(" · ".join(facts))}</p></header>'
@@ -105,7 +117,7 @@ def _alert(summary: dict[str, Any]) -> str:
     return f'<div class="alert" role="alert"><b>{escape(error["class"])}</b>\n{escape(chr(10).join(lines))}</div>'
 
 
-_ERROR_LINES = (("where", "where"), ("to do", "todo"))
+_ERROR_LINES = (("where", "where"), ("fix", "fix"))
 
 
 def _key_figures(summary: dict[str, Any], past: History) -> Iterable[tuple[str, str]]:
@@ -137,19 +149,20 @@ def _section(section: Section) -> str:
     return f"<h2>{escape(section.title)}</h2>{text}{rows}"
 
 
-def _plan(events: Sequence[Event]) -> str:
-    """What was decided before the last start, and then with the model at hand."""
-    choices: dict[str, Event] = {}
+def _plan(events: Sequence[EventBase]) -> str:
+    """Choices of the last plan, and those made when the model was loaded."""
+    choices: dict[str, tuple[Any, bool, str]] = {}
     for event in events:
-        if event["kind"] == "plan.made":
-            choices = {choice["name"]: choice for choice in event["plan"]["choices"]}
-        elif event["kind"] == "choice":
-            choices[event["name"]] = event
+        if isinstance(event, PlanMade):
+            made = event.plan["choices"]
+            choices = {choice["name"]: (choice["value"], choice["automatic"], choice["reason"]) for choice in made}
+        elif isinstance(event, ChoiceMade):
+            choices[event.name] = (event.value, event.automatic, event.reason)
     if not choices:
         return ""
     rows = [
-        (name, choice["value"], "automatic" if choice["automatic"] else "set", choice["reason"])
-        for name, choice in choices.items()
+        (name, value, "automatic" if automatic else "set", reason)
+        for name, (value, automatic, reason) in choices.items()
     ]
     return f"<h2>Plan</h2>{table(('setting', 'value', 'chosen', 'reason'), rows)}"
 
@@ -157,7 +170,18 @@ def _plan(events: Sequence[Event]) -> str:
 def _data(summary: dict[str, Any]) -> str:
     if not summary["data"]:
         return ""
-    columns = ("split", "format", "rows", "skipped", "truncated", "tokens", "trained on", "sequences", "filled", "time")
+    columns = (
+        "split",
+        "format",
+        "rows",
+        "skipped",
+        "truncated",
+        "tokens",
+        "target tokens",
+        "sequences",
+        "packed",
+        "time",
+    )
     rows = [
         (
             split,
@@ -176,41 +200,40 @@ def _data(summary: dict[str, Any]) -> str:
     return f"<h2>Data</h2>{table(columns, rows, numbers=frozenset(range(2, len(columns))))}"
 
 
-def _messages(events: Sequence[Event]) -> str:
-    """Notices, warnings, verdicts and errors in the order in which they came."""
+def _messages(events: Sequence[EventBase]) -> str:
+    """Notices, warnings, verdicts and errors, in order."""
     rows = [row for event in events if (row := _message(event)) is not None]
     if not rows:
         return ""
-    left_out = len(rows) - MAX_MESSAGES
-    said = f'<p class="soft">The last {MAX_MESSAGES} of {len(rows):,}.</p>' if left_out > 0 else ""
-    return f"<h2>Messages</h2>{said}{table(('time, UTC', 'kind', 'message'), rows[-MAX_MESSAGES:])}"
+    note = f'<p class="soft">The last {MAX_MESSAGES} of {len(rows):,}.</p>' if len(rows) > MAX_MESSAGES else ""
+    return f"<h2>Messages</h2>{note}{table(('time, UTC', 'kind', 'message'), rows[-MAX_MESSAGES:])}"
 
 
-def _message(event: Event) -> tuple[str, str, str] | None:
-    at = datetime.fromtimestamp(event["time"], UTC).strftime("%H:%M:%S")
-    if event["kind"] in ("notice", "warning", "run.restarted", "run.fallback"):
-        return at, event["kind"], event["message"]
-    if event["kind"] == "verdict":
-        return at, "verdict", f"step {event['step']}: {event['action']}: {event['cause']}"
-    if event["kind"] == "incident":
-        return at, "incident", f"step {event['step']}: {event['finding']}; see {event['path']}"
-    if event["kind"] == "error":
-        where = f" (rank {event['rank']})" if event["rank"] else ""
-        return at, "error", f"{event['error']}{where}: {event['what']}"
+def _message(event: EventBase) -> tuple[str, str, str] | None:
+    at = datetime.fromtimestamp(event.time, UTC).strftime("%H:%M:%S")
+    if isinstance(event, Notice | WarningIssued | RunRestarted | RunFallback):
+        return at, event.kind, event.message
+    if isinstance(event, VerdictReached):
+        return at, event.kind, f"step {event.step}: {event.action}: {event.cause}"
+    if isinstance(event, IncidentRecorded):
+        return at, event.kind, f"step {event.step}: {event.finding}; see {event.path}"
+    if isinstance(event, ErrorRaised):
+        where = f" (rank {event.rank})" if event.rank else ""
+        return at, event.kind, f"{event.error}{where}: {event.what}"
     return None
 
 
-def _checkpoints(events: Sequence[Event], *, kept: set[int]) -> str:
-    saved = {event["step"]: event for event in events if event["kind"] == "checkpoint.saved"}
+def _checkpoints(events: Sequence[EventBase], *, kept: set[int]) -> str:
+    saved = {event.step: event for event in events if isinstance(event, CheckpointSaved)}
     if not saved:
         return ""
     rows = [
         (
             figures.count(step),
-            figures.size(event["bytes"]),
-            figures.duration(event["seconds"]),
-            " ".join(word for word, holds in (("kept", step in kept), ("best", event["best"])) if holds) or "removed",
-            event["path"],
+            figures.size(event.bytes),
+            figures.duration(event.seconds),
+            " ".join(word for word, holds in (("kept", step in kept), ("best", event.best)) if holds) or "removed",
+            event.path,
         )
         for step, event in sorted(saved.items())
     ]
@@ -219,17 +242,17 @@ def _checkpoints(events: Sequence[Event], *, kept: set[int]) -> str:
 
 
 def _footer(summary: dict[str, Any]) -> str:
-    said = [f"PantheraML {summary['pantheraml'] or 'of unknown version'}"]
+    parts = [f"PantheraML {summary['pantheraml'] or 'of unknown version'}"]
     if summary["command"]:
-        said.append(f"command: {summary['command']}")
+        parts.append(f"command: {summary['command']}")
     if summary["starts"] > 1:
-        said.append(f"started {summary['starts']} times; repeated steps are shown once")
+        parts.append(f"started {summary['starts']} times; repeated steps are shown once")
     if summary["finished"]:
-        said.append(f"finished {_when(summary['finished'])}")
+        parts.append(f"finished {_when(summary['finished'])}")
     if summary["output"]:
-        said.append(f"{summary['output']['form']}: {summary['output']['path']}")
+        parts.append(f"{summary['output']['form']}: {summary['output']['path']}")
     method = (
-        "Tokens per second: median over the steps, without the first three after each start. "
+        "Tokens per second: median over steps, without the first three of each start. "
         "Training time: wall time including evaluations and checkpoints."
     )
-    return f"<footer><p>{escape(' · '.join(said))}</p><p>{escape(method)}</p></footer>"
+    return f"<footer><p>{escape(' · '.join(parts))}</p><p>{escape(method)}</p></footer>"

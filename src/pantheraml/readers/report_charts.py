@@ -1,7 +1,7 @@
-"""The report's charts: series of numbers over steps, thinned for drawing, as plain data that the page's script plots.
+"""The report's charts: metrics over steps, downsampled, as data for the page's script.
 
-Thinning keeps the lowest and the highest point of each of `BUCKETS` stretches, so that spikes stay visible however long
-the run was. Numbers that are not finite are gaps.
+Downsampling keeps the lowest and the highest point of each of `BUCKETS` buckets, so that spikes stay visible in runs of
+any length. Non-finite values are gaps.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pantheraml.base.events import Event, number
+from pantheraml.base.events import EvalDone, TrainStep
 from pantheraml.readers.summary import History
 
 BUCKETS = 750
 
-# Fewer points than this are drawn with markers: a line through one point cannot be seen.
+# Fewer points than this are drawn with markers: a line of one point is invisible.
 MARKERS_BELOW = 60
 
-# A curve this long gets a smoothed line over the raw one.
+# From this many points on, a smoothed line is drawn over the raw one.
 SMOOTH_FROM = 40
 
 GIB = 2**30
@@ -30,7 +30,7 @@ Point = tuple[int, float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its name in the legend, its role (which decides the colour) and its points."""
+    """One line: its name in the legend, its role (which sets the color) and its points."""
 
     name: str
     role: str
@@ -44,15 +44,15 @@ class Chart:
     note: str = ""
     from_zero: bool = False
     ticks: str = ""
-    """How numbers stand at the axis, in d3's format language; empty = plotly's choice."""
+    """Tick format of the axis, in d3 syntax; empty = plotly's choice."""
 
     def to_data(self) -> dict[str, Any]:
-        drawn = [_drawn(series) for series in self.series]
-        return {"from_zero": self.from_zero, "ticks": self.ticks, "series": drawn}
+        series = [_series_data(series) for series in self.series]
+        return {"from_zero": self.from_zero, "ticks": self.ticks, "series": series}
 
 
 def charts(history: History) -> list[Chart]:
-    """The charts that this run has numbers for."""
+    """Return the charts for which the run has data."""
     steps, evals = list(history.steps.values()), list(history.evals.values())
     found = [
         _loss(_points(steps, "loss"), _points(evals, "loss")),
@@ -65,9 +65,9 @@ def charts(history: History) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _points(events: Sequence[Event], name: str, *, scale: float = 1.0) -> list[Point]:
-    """Points in order of steps; empty when no step has that number."""
-    values = [(event["step"], number(event[name])) for event in events]
+def _points(events: Sequence[TrainStep] | Sequence[EvalDone], name: str, *, scale: float = 1.0) -> list[Point]:
+    """Points in order of steps; empty if no event has that metric."""
+    values: list[Point] = [(event.step, getattr(event, name)) for event in events]
     if all(value is None for _, value in values):
         return []
     return [(step, v * scale if v is not None and math.isfinite(v) else None) for step, v in values]
@@ -93,47 +93,47 @@ def _loss(train: list[Point], evaluation: list[Point]) -> Chart | None:
 def _note(points: Sequence[Point]) -> str:
     notes = []
     if len(points) > 2 * BUCKETS:
-        notes.append(f"{len(points):,} points, drawn as the lowest and highest of {BUCKETS} stretches.")
+        notes.append(f"{len(points):,} points, drawn as the lowest and highest of {BUCKETS} buckets.")
     gaps = sum(value is None for _, value in points)
     if gaps:
-        notes.append(f"{gaps:,} {'step' if gaps == 1 else 'steps'} without a finite number, left out.")
+        notes.append(f"{gaps:,} {'step' if gaps == 1 else 'steps'} without a finite value, not drawn.")
     return " ".join(notes)
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """The mean over about a fortieth of the run around each point, so that the line does not lag; gaps stay gaps.
+    """Centered moving average over about a fortieth of the run, which does not lag; gaps stay gaps.
 
-    Towards the ends the window shrinks on both sides alike; otherwise a falling loss would seem to start lower.
+    The window shrinks symmetrically toward the ends; otherwise a falling loss would seem to start lower.
     """
-    reach = max(2, len(points) // 80)
+    half_window = max(2, len(points) // 80)
     sums = list(itertools.accumulate((value or 0.0 for _, value in points), initial=0.0))
     counts = list(itertools.accumulate((value is not None for _, value in points), initial=0))
     found: list[Point] = []
     for index, (step, value) in enumerate(points):
-        near = min(reach, index, len(points) - 1 - index)
-        low, high = index - near, index + near + 1
+        half = min(half_window, index, len(points) - 1 - index)
+        low, high = index - half, index + half + 1
         found.append((step, None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low])))
     return found
 
 
-def thin(points: Sequence[Point]) -> Sequence[Point]:
-    """At most two points per bucket: the lowest and the highest, in order; a bucket of gaps stays one gap."""
+def downsample(points: Sequence[Point]) -> Sequence[Point]:
+    """Downsample to two points per bucket, the lowest and the highest, in order; a bucket of gaps is one gap."""
     if len(points) <= 2 * BUCKETS:
         return points
     found: list[Point] = []
     for bucket in range(BUCKETS):
-        stretch = points[bucket * len(points) // BUCKETS : (bucket + 1) * len(points) // BUCKETS]
-        known = [(value, step) for step, value in stretch if value is not None]
+        part = points[bucket * len(points) // BUCKETS : (bucket + 1) * len(points) // BUCKETS]
+        known = [(value, step) for step, value in part if value is not None]
         if not known:
-            found.append((stretch[0][0], None))
+            found.append((part[0][0], None))
             continue
         ends = {min(known), max(known)}
         found.extend(sorted((step, value) for value, step in ends))
     return found
 
 
-def _drawn(series: Series) -> dict[str, Any]:
-    points = thin(series.points)
+def _series_data(series: Series) -> dict[str, Any]:
+    points = downsample(series.points)
     return {
         "name": series.name,
         "role": series.role,

@@ -1,4 +1,4 @@
-"""The report's page: style, script and the few HTML pieces that it is made of. Every text passes through `escape`."""
+"""HTML of the report: style, script and building blocks. Every text passes through `escape`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from pantheraml.base.text import printable
 
-# Nothing may be loaded from anywhere: the file must work offline and must not tell anybody that it was opened.
+# No external resources: the file must work offline and must not reveal that it was opened.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 STYLE = """
@@ -66,27 +66,27 @@ footer { margin-top: 40px; font-size: 13px; }
 @media print { body { background: #fff; } .card, .figure { break-inside: avoid; } }
 """
 
-# Colours come from the style sheet, so that one set of names serves light, dark, and a change while the page is open.
+# Colors come from the style sheet, so that light, dark and a change of theme share one set of names.
 SCRIPT = """
 const charts = JSON.parse(document.getElementById("charts").textContent);
-const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const color = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 function draw() {
   charts.forEach((chart, index) => {
-    const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, automargin: true };
+    const axis = { gridcolor: color("grid"), linecolor: color("line"), zeroline: false, automargin: true };
     const traces = chart.series.map(series => ({
       x: series.x, y: series.y, name: series.name, type: "scatter",
       mode: series.markers ? "lines+markers" : "lines", connectgaps: false,
-      line: { color: colour(series.role), width: series.role === "faint" ? 1 : 2 }, marker: { size: 6 },
+      line: { color: color(series.role), width: series.role === "faint" ? 1 : 2 }, marker: { size: 6 },
       hovertemplate: "step %{x:,}<br>%{y:.5g}<extra>" + (chart.series.length > 1 ? series.name : "") + "</extra>",
     }));
     const layout = {
       margin: { l: 48, r: 12, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("soft") },
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("soft") },
       showlegend: chart.series.length > 1,
       legend: { orientation: "h", x: 1, xanchor: "right", y: 1.0, yanchor: "bottom" },
       xaxis: { ...axis, title: { text: "step", standoff: 6 } },
       yaxis: { ...axis, rangemode: chart.from_zero ? "tozero" : "normal", tickformat: chart.ticks },
-      hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") } },
+      hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink") } },
     };
     Plotly.react("chart-" + index, traces, layout, { responsive: true, displayModeBar: false });
   });
@@ -101,7 +101,7 @@ def escape(text: Any) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers: frozenset[int] = frozenset()) -> str:
-    """A table of plain text; `numbers` are the columns that stand to the right."""
+    """Table of plain text; `numbers` are the right-aligned columns."""
     kinds = ["number" if index in numbers else "pre" for index in range(len(columns))]
     head = "".join(f'<th class="{kind}">{escape(name)}</th>' for kind, name in zip(kinds, columns, strict=True))
     body = "".join(
@@ -119,19 +119,19 @@ def figure_cards(figures: Iterable[tuple[str, str]]) -> str:
 
 
 def chart_cards(titles_and_notes: Sequence[tuple[str, str]]) -> str:
-    """Places for the charts; the first one, the loss, takes the whole width."""
+    """Placeholders for the charts; the first one, the loss, takes the full width."""
     cards = []
     for index, (title, note) in enumerate(titles_and_notes):
         wide = " wide" if index == 0 else ""
-        said = f'<div class="note">{escape(note)}</div>' if note else ""
+        text = f'<div class="note">{escape(note)}</div>' if note else ""
         cards.append(
-            f'<div class="card{wide}"><h3>{escape(title)}</h3><div class="plot" id="chart-{index}"></div>{said}</div>'
+            f'<div class="card{wide}"><h3>{escape(title)}</h3><div class="plot" id="chart-{index}"></div>{text}</div>'
         )
     return f'<div class="charts">{"".join(cards)}</div>'
 
 
 def page(title: str, body: str, chart_data: str, plotly: str) -> str:
-    """The whole file. `chart_data` is JSON in which '<' is written as an escape, so that no text can end the script."""
+    """Assemble the file. In the JSON `chart_data`, '<' is escaped, so that no text can end the script."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -1,29 +1,29 @@
-"""The report's table of ranks: who was slow, who was full. From `train.ranks`, since processes were last started."""
+"""The report's table of ranks: speed and memory of each, from the `train.ranks` events of the last start."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from pantheraml.base.events import Event, number
-from pantheraml.readers import figures
+from pantheraml.base.events import EventBase, TrainRanks, TrainStarted
+from pantheraml.readers import number_format as figures
 from pantheraml.readers.report_page import escape, table
 
 SLOW = 1.2
-"""A rank that takes so many times as long as the middle one is named above the table."""
+"""Step time, relative to the median rank, from which a rank is named above the table."""
 
-COLUMNS = ("rank", "tokens in a step", "time of a step without waiting", "against the middle rank", "peak memory")
+COLUMNS = ("rank", "tokens per step", "step time without waiting", "relative to the median", "peak memory")
 
 
-def ranks_part(events: Sequence[Event]) -> str:
-    told = _since_last_start(events)
-    if not told:
+def ranks_part(events: Sequence[EventBase]) -> str:
+    measured = _since_last_start(events)
+    if not measured:
         return ""
-    ranks = range(len(told[-1]["tokens"]))
-    tokens, seconds = ([_median(_known(told, name, rank)) for rank in ranks] for name in ("tokens", "seconds"))
-    memory = [max(_known(told, "memory_bytes", rank), default=None) for rank in ranks]
-    middle = _median([of for of in seconds if of is not None])
-    ratios = [of / middle if of and middle else None for of in seconds]
+    ranks = range(len(measured[-1].tokens))
+    tokens, seconds = ([_median(_known(measured, name, rank)) for rank in ranks] for name in ("tokens", "seconds"))
+    memory = [max(_known(measured, "memory_bytes", rank), default=None) for rank in ranks]
+    median = _median([own for own in seconds if own is not None])
+    ratios = [own / median if own and median else None for own in seconds]
     rows = [
         (
             rank,
@@ -34,27 +34,27 @@ def ranks_part(events: Sequence[Event]) -> str:
         )
         for rank, ratio in enumerate(ratios)
     ]
-    said = "".join(
-        f"<p>{escape(f'Rank {rank} takes {ratio:.2g} times as long as the middle one; the others wait for it.')}</p>"
+    notes = "".join(
+        f"<p>{escape(f'Rank {rank} takes {ratio:.2g} times as long as the median rank; the others wait for it.')}</p>"
         for rank, ratio in enumerate(ratios)
         if ratio is not None and ratio >= SLOW
     )
-    return f"<h2>Ranks</h2>{said}{table(COLUMNS, rows, numbers=frozenset(range(len(COLUMNS))))}"
+    return f"<h2>Ranks</h2>{notes}{table(COLUMNS, rows, numbers=frozenset(range(len(COLUMNS))))}"
 
 
-def _since_last_start(events: Sequence[Event]) -> list[Event]:
-    found: list[Event] = []
+def _since_last_start(events: Sequence[EventBase]) -> list[TrainRanks]:
+    found: list[TrainRanks] = []
     for event in events:
-        if event["kind"] == "train.started":
+        if isinstance(event, TrainStarted):
             found = []
-        elif event["kind"] == "train.ranks":
+        elif isinstance(event, TrainRanks):
             found.append(event)
     return found
 
 
-def _known(told: Sequence[Event], name: str, rank: int) -> list[float]:
-    values = [number(event[name][rank]) for event in told if event[name] is not None]
-    return [value for value in values if value is not None]
+def _known(events: Sequence[TrainRanks], name: str, rank: int) -> list[float]:
+    columns = [getattr(event, name) for event in events]
+    return [values[rank] for values in columns if values is not None and values[rank] is not None]
 
 
 def _median(values: Sequence[float]) -> float | None:

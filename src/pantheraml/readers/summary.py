@@ -1,7 +1,7 @@
-"""`run.json`: what a run came to, folded from its event stream and nothing else.
+"""`run.json`: the result of a run, computed from its event stream alone.
 
-A resumed run has several legs in one stream, each begun by `run.started`. A leg that repeats steps replaces what
-earlier legs said about them, so every step counts once, with the numbers that led to the final weights.
+A resumed run has several starts in one stream, each with its `run.started`. A start that repeats steps replaces earlier
+events of these steps, so every step counts once, with the numbers that led to the final weights.
 """
 
 from __future__ import annotations
@@ -13,211 +13,232 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pantheraml.base.errors import WorkerError
-from pantheraml.base.events import FILE_NAME as EVENTS
-from pantheraml.base.events import SCHEMA_VERSION, Event, moment, number, read_events
+from pantheraml.base.event_stream import FILE_NAME as EVENTS
+from pantheraml.base.event_stream import read_events
+from pantheraml.base.events import (
+    SCHEMA_VERSION,
+    CheckpointRemoved,
+    CheckpointSaved,
+    DataReady,
+    ErrorRaised,
+    EvalDone,
+    EventBase,
+    ModelReady,
+    ModelSaved,
+    PlanMade,
+    RunFallback,
+    RunFinished,
+    RunRestarted,
+    RunStarted,
+    TrainFinished,
+    TrainStarted,
+    TrainStep,
+    VerdictReached,
+)
 from pantheraml.base.folders import write_text
 
 FILE_NAME = "run.json"
 
-# The first steps of a leg compile, allocate and fill caches; they say little about the speed of the rest.
+# The first steps of a start compile, allocate and fill caches, and are slower than the rest.
 WARM_UP_STEPS = 3
 
-_ENVELOPE = frozenset({"v", "time", "clock", "rank", "kind"})
+_ENVELOPE = {"v", "time", "clock", "rank", "kind"}
+
+_Event = TypeVar("_Event", bound=EventBase)
 
 
 @dataclass
-class _Leg:
-    """What one start of the run said, from its `run.started` to the next one."""
+class _Start:
+    """Events of one start of the run, from its `run.started` to the next one."""
 
-    latest: dict[str, Event] = field(default_factory=dict)
-    errors: list[Event] = field(default_factory=list)
-    data: dict[str, Event] = field(default_factory=dict)
-    steps: dict[int, Event] = field(default_factory=dict)
-    evals: dict[int, Event] = field(default_factory=dict)
+    latest: dict[type[EventBase], EventBase] = field(default_factory=dict)
+    errors: list[ErrorRaised] = field(default_factory=list)
+    data: dict[str, DataReady] = field(default_factory=dict)
+    steps: dict[int, TrainStep] = field(default_factory=dict)
+    evals: dict[int, EvalDone] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
     last_time: float | None = None
     training_seconds: float = 0.0
 
-    def take(self, event: Event) -> None:
-        kind = event["kind"]
-        if event["rank"] == 0:  # others may be on another machine
-            self._count_time(kind, moment(event))
-        self.latest[kind] = event
-        if kind == "error":
-            self.errors.append(event)
-        elif kind == "run.restarted":
-            self.errors.clear()  # what went wrong was got over
-            self.latest.pop("run.fallback", None)  # devices are asked anew
-        elif kind == "data.ready":
-            self.data[event["split"]] = event
-        elif kind == "train.step":
-            self.steps[event["step"]] = event
-        elif kind == "eval.done":
-            self.evals[event["step"]] = event
-        elif kind == "verdict" and event["action"] == "skip":
-            self.skipped.add(event["step"])
+    def last(self, kind: type[_Event]) -> _Event | None:
+        """Return the latest event of a kind."""
+        found = self.latest.get(kind)
+        return found if isinstance(found, kind) else None
 
-    def _count_time(self, kind: str, now: float) -> None:
-        training = "train.started" in self.latest and "train.finished" not in self.latest
-        if training and self.last_time is not None and kind != "run.finished":
-            self.training_seconds += max(0.0, now - self.last_time)
-        self.last_time = now
+    def add(self, event: EventBase) -> None:
+        if event.rank == 0:  # other ranks may be on another host, with another clock
+            self._count_time(event)
+        self.latest[type(event)] = event
+        if isinstance(event, ErrorRaised):
+            self.errors.append(event)
+        elif isinstance(event, RunRestarted):
+            self.errors.clear()  # the run recovered
+            self.latest.pop(RunFallback, None)  # devices are probed again
+        elif isinstance(event, DataReady):
+            self.data[event.split] = event
+        elif isinstance(event, TrainStep):
+            self.steps[event.step] = event
+        elif isinstance(event, EvalDone):
+            self.evals[event.step] = event
+        elif isinstance(event, VerdictReached) and event.action == "skip":
+            self.skipped.add(event.step)
+
+    def _count_time(self, event: EventBase) -> None:
+        training = TrainStarted in self.latest and TrainFinished not in self.latest
+        if training and self.last_time is not None and not isinstance(event, RunFinished):
+            self.training_seconds += max(0.0, event.moment - self.last_time)
+        self.last_time = event.moment
 
     def speeds(self) -> list[float]:
         """Tokens per second of each logged step."""
-        return [s for step in sorted(self.steps) if (s := number(self.steps[step]["tokens_per_second"])) is not None]
+        ordered = (self.steps[step].tokens_per_second for step in sorted(self.steps))
+        return [speed for speed in ordered if speed is not None]
 
 
 @dataclass(frozen=True)
 class History:
-    """A run's steps, evaluations and skipped steps over all its legs, each step once."""
+    """Steps, evaluations and skipped steps of all starts of a run, each step once."""
 
-    steps: dict[int, Event]
-    evals: dict[int, Event]
+    steps: dict[int, TrainStep]
+    evals: dict[int, EvalDone]
     skipped: set[int]
 
 
-def _legs(events: Iterable[Event]) -> list[_Leg]:
-    legs = [_Leg()]
+def _starts(events: Iterable[EventBase]) -> list[_Start]:
+    starts = [_Start()]
     for event in events:
-        if event["kind"] == "run.started" and legs[-1].latest:
-            legs.append(_Leg())
-        legs[-1].take(event)
-    return legs
+        if isinstance(event, RunStarted) and starts[-1].latest:
+            starts.append(_Start())
+        starts[-1].add(event)
+    return starts
 
 
-def _merge(legs: Iterable[_Leg]) -> History:
-    steps: dict[int, Event] = {}
-    evals: dict[int, Event] = {}
+def _merge(starts: Iterable[_Start]) -> History:
+    steps: dict[int, TrainStep] = {}
+    evals: dict[int, EvalDone] = {}
     skipped: set[int] = set()
-    for leg in legs:
-        if "train.started" in leg.latest:
-            first = leg.latest["train.started"]["first_step"]
-            steps = {step: event for step, event in steps.items() if step < first}
-            evals = {step: event for step, event in evals.items() if step < first}
-            skipped = {step for step in skipped if step < first}
-        steps |= leg.steps
-        evals |= leg.evals
-        skipped |= leg.skipped
+    for start in starts:
+        if (begun := start.last(TrainStarted)) is not None:
+            steps = {step: event for step, event in steps.items() if step < begun.first_step}
+            evals = {step: event for step, event in evals.items() if step < begun.first_step}
+            skipped = {step for step in skipped if step < begun.first_step}
+        steps |= start.steps
+        evals |= start.evals
+        skipped |= start.skipped
     return History(dict(sorted(steps.items())), dict(sorted(evals.items())), skipped)
 
 
-def history(events: Iterable[Event]) -> History:
-    """The steps that led to the final weights, in order."""
-    return _merge(_legs(events))
+def history(events: Iterable[EventBase]) -> History:
+    """Return the steps that led to the final weights, in order."""
+    return _merge(_starts(events))
 
 
 def median_speed(starts: Iterable[Sequence[float]]) -> float | None:
-    """Of the steps of each start of a run after the warm-up; of all of a start's where there are no others."""
+    """Median over the steps after the warm-up of each start; of a shorter start, over all its steps."""
     warm = [speed for speeds in starts for speed in (speeds[WARM_UP_STEPS:] or speeds)]
     return statistics.median(warm) if warm else None
 
 
 def speeds_of_starts(run_dir: Path) -> list[list[float]]:
-    """As the run's stream has them; empty where there is none."""
-    return [leg.speeds() for leg in _legs(read_events(run_dir))] if (run_dir / EVENTS).is_file() else []
+    """Tokens per second of each start in the run's stream; empty if there is no stream."""
+    return [start.speeds() for start in _starts(read_events(run_dir))] if (run_dir / EVENTS).is_file() else []
 
 
-def summarise(events: Iterable[Event]) -> dict[str, Any]:
-    """What `run.json` holds. Unknown is None; a loss that is not finite is the string the stream holds ('nan').
+def summarize(events: Iterable[EventBase]) -> dict[str, Any]:
+    """Return the content of `run.json`; unknown values are None.
 
-    `final_loss` is the last step's; `concern` says so where the loss ended no better than it began.
-    `tokens_per_second` is the median over the logged steps, without the first three of each leg. `seconds` is the wall
-    time of training, evaluations and checkpoints included.
+    `final_loss` is the last step's; `concern` is set if the loss ended no better than it started. `tokens_per_second`
+    is the median over the logged steps, without the first three of each start. `seconds` is the wall time of training,
+    including evaluations and checkpoints.
     """
     events = list(events)
-    legs = _legs(events)
-    past = _merge(legs)
-    latest: dict[str, Event] = {kind: event for leg in legs for kind, event in leg.latest.items()}
-    done = _steps_done(legs[-1], past)
-    started, plan = latest.get("train.started", {}), latest.get("plan.made", {}).get("plan", {})
-    model, begun = latest.get("model.ready", {}), latest.get("run.started", {})
+    starts = _starts(events)
+    past, last = _merge(starts), starts[-1]
+    training, plan_made = _newest(starts, TrainStarted), _newest(starts, PlanMade)
+    plan = {} if plan_made is None else plan_made.plan
+    model, begun, saved = _newest(starts, ModelReady), _newest(starts, RunStarted), _newest(starts, ModelSaved)
+    ended, fallback, finished = last.last(TrainFinished), last.last(RunFallback), last.last(RunFinished)
     steps, evals = list(past.steps.values()), list(past.evals.values())
-    memory = [m for step in steps if (m := number(step["memory_bytes"])) is not None]
-    finite_evals = [e["loss"] for e in evals if (value := number(e["loss"])) is not None and math.isfinite(value)]
+    memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
+    began = [event.time for event in events if isinstance(event, RunStarted)]
     return {
         "schema_version": SCHEMA_VERSION,
-        "status": _status(legs[-1]),
-        "error": _error(legs[-1]),
-        "steps": done,
-        "total_steps": started.get("total_steps"),
-        "epochs": steps[-1]["epoch"] if steps else None,
-        "first_loss": steps[0]["loss"] if steps else None,
-        "final_loss": steps[-1]["loss"] if steps else None,
-        "concern": legs[-1].latest.get("train.finished", {}).get("concern"),
-        "best_eval_loss": min(finite_evals, default=None),
-        "final_eval_loss": evals[-1]["loss"] if evals else None,
-        "final_perplexity": evals[-1]["perplexity"] if evals else None,
-        "tokens": _total(steps, "tokens"),
-        "target_tokens": _total(steps, "target_tokens"),
-        "seconds": sum(leg.training_seconds for leg in legs) if started else None,
-        "tokens_per_second": median_speed(leg.speeds() for leg in legs),
-        "peak_memory_bytes": int(max(memory)) if memory else None,
-        "world_size": started.get("world_size", plan.get("world_size")),
-        "fallback_reason": legs[-1].latest.get("run.fallback", {}).get("reason"),
-        "device": started.get("device", plan.get("device")),
-        "precision": model.get("precision", plan.get("precision")),
-        "parameters": model.get("parameters"),
-        "trainable_parameters": model.get("trainable_parameters"),
-        "data": _data(legs),
+        "status": _status(last),
+        "error": _error(last),
+        "steps": max(past.steps, default=None) if ended is None else ended.steps,
+        "total_steps": training and training.total_steps,
+        "epochs": steps[-1].epoch if steps else None,
+        "first_loss": steps[0].loss if steps else None,
+        "final_loss": steps[-1].loss if steps else None,
+        "concern": ended and ended.concern,
+        "best_eval_loss": min((done.loss for done in evals if math.isfinite(done.loss)), default=None),
+        "final_eval_loss": evals[-1].loss if evals else None,
+        "final_perplexity": evals[-1].perplexity if evals else None,
+        "tokens": sum(step.tokens for step in steps) if steps else None,
+        "target_tokens": sum(step.target_tokens for step in steps) if steps else None,
+        "seconds": sum(start.training_seconds for start in starts) if training else None,
+        "tokens_per_second": median_speed(start.speeds() for start in starts),
+        "peak_memory_bytes": max(memory, default=None),
+        "world_size": training.world_size if training else plan.get("world_size"),
+        "fallback_reason": fallback and fallback.reason,
+        "device": training.device if training else plan.get("device"),
+        "precision": model.precision if model else plan.get("precision"),
+        "parameters": model and model.parameters,
+        "trainable_parameters": model and model.trainable_parameters,
+        "data": {split: _fields(event) for start in starts for split, event in start.data.items()},
         "checkpoints": _checkpoints(events),
         "skipped_steps": len(past.skipped),
-        "starts": sum(event["kind"] == "run.started" for event in events),
-        "started": _iso(next((e["time"] for e in events if e["kind"] == "run.started"), None)),
-        "finished": _iso(legs[-1].latest.get("run.finished", {}).get("time")),
-        "command": begun.get("command"),
-        "pantheraml": begun.get("pantheraml"),
-        "output": _fields(latest["model.saved"]) if "model.saved" in latest else None,
+        "starts": len(began),
+        "started": _iso(began[0] if began else None),
+        "finished": _iso(finished.time if finished else None),
+        "command": begun and begun.command,
+        "pantheraml": begun and begun.pantheraml,
+        "output": None if saved is None else _fields(saved),
     }
 
 
-def _status(leg: _Leg) -> str | None:
-    """An error without `run.finished` is a failure that nobody could write down in time."""
-    if "run.finished" in leg.latest:
-        return str(leg.latest["run.finished"]["status"])
-    if leg.errors:
+def _newest(starts: Sequence[_Start], kind: type[_Event]) -> _Event | None:
+    return next((event for start in reversed(starts) if (event := start.last(kind)) is not None), None)
+
+
+def _status(start: _Start) -> str | None:
+    """Status of a start; an error without `run.finished` means that the run ended before it could write one."""
+    if (finished := start.last(RunFinished)) is not None:
+        return finished.status
+    if start.errors:
         return "failed"
-    return "running" if leg.latest else None
+    return "running" if start.latest else None
 
 
-def _error(leg: _Leg) -> dict[str, Any] | None:
-    """The first error of the last leg that somebody foresaw: when one rank fails, its peers fail as a consequence."""
-    if not leg.errors:
+def _error(start: _Start) -> dict[str, Any] | None:
+    """Return the first error other than WorkerError: if one rank fails, its peers fail as a consequence."""
+    if not start.errors:
         return None
-    first = next((event for event in leg.errors if event["error"] != WorkerError.__name__), leg.errors[0])
-    return {"class": first["error"], **{name: first[name] for name in ("what", "where", "todo", "exit_code")}}
+    first = next((event for event in start.errors if event.error != WorkerError.__name__), start.errors[0])
+    return {
+        "class": first.error,
+        "what": first.what,
+        "where": first.where,
+        "fix": first.fix,
+        "todo": first.fix,  # deprecated name of `fix`
+        "exit_code": first.exit_code,
+    }
 
 
-def _total(steps: Sequence[Event], name: str) -> int | None:
-    """A sum over the events, each of which covers all steps since the one before it."""
-    return sum(step[name] for step in steps) if steps else None
+def _fields(event: EventBase) -> dict[str, Any]:
+    return event.model_dump(exclude=_ENVELOPE)
 
 
-def _steps_done(last: _Leg, past: History) -> int | None:
-    """Optimizer steps completed; the last ones may have gone unlogged, but `train.finished` knows."""
-    if "train.finished" in last.latest:
-        return int(last.latest["train.finished"]["steps"])
-    return max(past.steps, default=None)
-
-
-def _data(legs: Iterable[_Leg]) -> dict[str, Any]:
-    return {split: _fields(event) for leg in legs for split, event in leg.data.items()}
-
-
-def _fields(event: Event) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name not in _ENVELOPE}
-
-
-def _checkpoints(events: Iterable[Event]) -> list[int]:
+def _checkpoints(events: Iterable[EventBase]) -> list[int]:
     kept: set[int] = set()
     for event in events:
-        if event["kind"] == "checkpoint.saved":
-            kept.add(event["step"])
-        elif event["kind"] == "checkpoint.removed":
-            kept.discard(event["step"])
+        if isinstance(event, CheckpointSaved):
+            kept.add(event.step)
+        elif isinstance(event, CheckpointRemoved):
+            kept.discard(event.step)
     return sorted(kept)
 
 
@@ -226,7 +247,15 @@ def _iso(seconds: float | None) -> str | None:
 
 
 def write_run_json(run_dir: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Fold the run's events, lay `extra` over the result and write it whole or not at all."""
-    summary = {**summarise(read_events(run_dir)), **(extra or {})}
+    """Summarize the run's events, merge `extra`, and write run.json atomically. NaN becomes the string 'nan'."""
+    summary: dict[str, Any] = _as_json({**summarize(read_events(run_dir)), **(extra or {})})
     write_text(run_dir / FILE_NAME, json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return summary
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Reading a TrainConfig from YAML and `section.field=value` overrides, with errors that name key, value and line."""
+"""Load a TrainConfig from YAML and `section.field=value` overrides; errors name the key, value and line."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Key = tuple[str, ...]
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
-"""Values of a file, each as often as aliases repeat it: a few lines of nested aliases stand for gigabytes."""
+"""Limit on the values of a file with aliases expanded: a few lines of nested aliases can expand to gigabytes."""
 MAX_DEPTH = 32
 MAX_DIGITS = 100
-"""Characters of a number: YAML takes 1:1:1 for one to the base of 60, and a long one for longer than anybody waits."""
+"""Limit on the characters of a number: YAML reads 1:1:1 as base 60, in quadratic time."""
 _VALUE_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-"""What PyYAML raises for a date such as 2001-99-99."""
+"""Raised by PyYAML for invalid values, such as the date 2001-99-99."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _SHOWN_CHARACTERS = 80
-"""Of a value that is refused."""
+"""Length at which an invalid value is truncated in error messages."""
 
 
 def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -> TrainConfig:
-    """The YAML file (if any) with `overrides` laid over it, validated."""
+    """Load and validate the YAML file (if any) with `overrides` applied on top."""
     values, lines = ({}, {}) if path is None else read_yaml(path)
     sources: dict[Key, str] = {key: f"{path}, line {line}" for key, line in lines.items()}
     for key, value in (overrides or {}).items():
@@ -44,21 +44,21 @@ def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
-    """The file's values, and the line on which each key stands."""
+    """Return the file's values, and the line number of each key."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise _too_much(f"is larger than {MAX_BYTES >> 20} MiB", str(path))
+            raise _over_limit(f"is larger than {MAX_BYTES >> 20} MiB", str(path))
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as err:
-        raise ConfigError(f"There is no config file {path}.", todo="Check the path.") from err
+        raise ConfigError(f"There is no config file {path}.", fix="Check the path.") from err
     except (UnicodeDecodeError, OSError) as err:
-        raise ConfigError(f"The config file {path} cannot be read: {err}.", todo="Save it as UTF-8 text.") from err
+        raise ConfigError(f"The config file {path} cannot be read: {err}.", fix="Save it as UTF-8 text.") from err
     try:
         node = _compose(text, str(path))
         values = yaml.safe_load(text)
     except _VALUE_ERRORS as err:
         raise ConfigError(
-            f"The config file holds a value that is none: {err}.", where=str(path), todo="Put it into quotes."
+            f"The config file contains an invalid value: {err}.", where=str(path), fix="Put it in quotes."
         ) from err
     except yaml.YAMLError as err:
         if not isinstance(err, yaml.MarkedYAMLError):
@@ -67,41 +67,41 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
         raise ConfigError(
             f"The config file is not valid YAML: {err.problem}.",
             where=f"{path}, line {line}",
-            todo="Correct that line.",
+            fix="Correct that line.",
         ) from err
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"The config file {path} holds no settings.", todo="See `pantheraml schema`.")
+        raise ConfigError(f"The config file {path} contains no settings.", fix="See `pantheraml schema`.")
     lines: dict[Key, int] = {}
     _collect_lines(node, (), lines, path)
     return values, lines
 
 
 def _compose(text: str, where: str) -> yaml.Node | None:
-    """The nodes of a YAML text that is within bounds."""
+    """Parse YAML into nodes and check the limits on size and depth."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError as err:
-        raise _too_much(f"is nested more than {MAX_DEPTH} levels deep", where) from err
+        raise _over_limit(f"is nested more than {MAX_DEPTH} levels deep", where) from err
     if node is not None and _size(node, {}, 0, where) > MAX_NODES:
-        raise _too_much(f"holds more than {MAX_NODES:,} values", where)
+        raise _over_limit(f"contains more than {MAX_NODES:,} values", where)
     return node
 
 
 def _size(node: yaml.Node, known: dict[int, int], depth: int, where: str) -> int:
-    """Values in a node, those behind aliases counted each time."""
-    if depth > MAX_DEPTH:  # an alias to a node that it stands in has no end, either
-        raise _too_much(f"is nested more than {MAX_DEPTH} levels deep", where)
+    """Count the values in a node; those behind aliases count each time."""
+    if depth > MAX_DEPTH:  # also ends the recursion of an alias to an enclosing node
+        raise _over_limit(f"is nested more than {MAX_DEPTH} levels deep", where)
     if id(node) not in known:
         if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
-            raise _too_much(f"holds a number of more than {MAX_DIGITS} characters", where)
+            raise _over_limit(f"contains a number of more than {MAX_DIGITS} characters", where)
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         inner = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_size(part, known, depth + 1, where) for part in inner)
     return known[id(node)]
 
 
-def _too_much(what: str, where: str) -> ConfigError:
-    return ConfigError(f"The configuration {what}.", where=where, todo="Write out the settings that the run needs.")
+def _over_limit(what: str, where: str) -> ConfigError:
+    return ConfigError(f"The configuration {what}.", where=where, fix="Keep only the settings that the run needs.")
 
 
 def _collect_lines(node: yaml.MappingNode, prefix: Key, lines: dict[Key, int], path: Path) -> None:
@@ -110,8 +110,8 @@ def _collect_lines(node: yaml.MappingNode, prefix: Key, lines: dict[Key, int], p
         line = key_node.start_mark.line + 1
         if key in lines:
             raise ConfigError(
-                f"The key `{'.'.join(key)}` stands twice (also on line {lines[key]}).", where=f"{path}, line {line}",
-                todo="Remove one of them.",
+                f"The key `{'.'.join(key)}` is set twice (also on line {lines[key]}).", where=f"{path}, line {line}",
+                fix="Remove one of them.",
             )  # fmt: skip
         lines[key] = line
         if isinstance(value_node, yaml.MappingNode):
@@ -119,21 +119,21 @@ def _collect_lines(node: yaml.MappingNode, prefix: Key, lines: dict[Key, int], p
 
 
 def parse_overrides(settings: Iterable[str]) -> dict[Key, Any]:
-    """`train.max_steps=10` -> {("train", "max_steps"): 10}; values are read as YAML scalars or lists."""
-    found: dict[Key, Any] = {}
+    """Parse `train.max_steps=10` to {("train", "max_steps"): 10}; values are YAML scalars or lists."""
+    overrides: dict[Key, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name.strip():
             raise ConfigError(
-                f"--set takes section.field=value, not {setting!r}.", todo="For example: --set train.max_steps=100"
+                f"--set takes section.field=value, not {setting!r}.", fix="For example: --set train.max_steps=100"
             )
         try:
             _compose(text, f"--set {name}")
             value = yaml.safe_load(text)
         except (yaml.YAMLError, *_VALUE_ERRORS):
             value = text
-        found[tuple(name.strip().split("."))] = value
-    return found
+        overrides[tuple(name.strip().split("."))] = value
+    return overrides
 
 
 def _put(values: dict[str, Any], key: Key, value: Any) -> None:
@@ -146,9 +146,9 @@ def _put(values: dict[str, Any], key: Key, value: Any) -> None:
 
 
 def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *, whole: str = "config") -> TrainConfig:
-    """A TrainConfig from plain values; `sources` says for each key where it was written."""
+    """Build a TrainConfig from plain values; `sources` maps each key to where it was set, for error messages."""
     sections = field_names(TrainConfig) or {}
-    # `train:` with nothing below it is an empty section, not a wrong one
+    # `train:` with nothing below it is an empty section, not an invalid value.
     values = {
         key: {} if value is None and field_names(sections.get(key)) is not None else value
         for key, value in values.items()
@@ -160,7 +160,7 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(
             f"The configuration has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems),
-            todo="`pantheraml schema` lists every key, its type and what it means.",
+            fix="See `pantheraml schema` for every key, its type and meaning.",
         ) from err
     refuse_foreign_code(config.model)
     check_roots(config)
@@ -168,7 +168,7 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
 
 
 def _unique(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """A union field reports once per alternative; keep the first report of each field."""
+    """Keep the first error of each field: pydantic reports one per alternative of a union."""
     seen: dict[Key, ErrorDetails] = {}
     for detail in details:
         seen.setdefault(_field_key(detail), detail)
@@ -176,20 +176,20 @@ def _unique(details: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def _field_key(detail: ErrorDetails) -> Key:
-    """The part of pydantic's location that is a key the user wrote (without union branches and list indices)."""
+    """Return the key that the user wrote: pydantic's location without union branches and list indices."""
     key: list[str] = []
-    known: Any = TrainConfig
+    owner: Any = TrainConfig
     for part in detail["loc"]:
-        fields = field_names(known)
+        fields = field_names(owner)
         if fields is None:
             break
         key.append(str(part))
-        known = fields.get(str(part))
+        owner = fields.get(str(part))
     return tuple(key)
 
 
 def field_names(owner: Any) -> dict[str, Any] | None:
-    """Field name -> type, for a section of the config; None for anything that has no fields."""
+    """Map field name -> type for a section of the config; None for anything without fields."""
     if isinstance(owner, type) and issubclass(owner, BaseModel):
         return {name: info.annotation for name, info in owner.model_fields.items()}
     if hasattr(owner, "__pydantic_fields__"):
@@ -210,9 +210,9 @@ def _explain(detail: ErrorDetails, sources: Mapping[Key, str], whole: str) -> st
         return f"`{name}` is required ({whole})."
     message = detail["msg"].removeprefix("Value error, ")
     if not key:
-        named = re.search(r"\b[a-z]+\.[a-z_]+\b", message)
-        written = sources.get(tuple(named.group().split("."))) if named else None
-        return f"{message} ({written or whole})."
+        mentioned = re.search(r"\b[a-z]+\.[a-z_]+\b", message)
+        source = sources.get(tuple(mentioned.group().split("."))) if mentioned else None
+        return f"{message} ({source or whole})."
     if detail["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
         return f"`{name}` is a section, not a value ({where}). Write its keys below it, such as `{_example(key)}`."
     shown = repr(detail["input"])
@@ -225,7 +225,7 @@ def _example(section: Key) -> str:
     return f"{section[0]}: {{{first}: ...}}"
 
 
-_ELSEWHERE = {
+_OTHER_TRAINERS_KEYS = {
     "lr": "train.learning_rate",
     "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",
@@ -246,15 +246,15 @@ _ELSEWHERE = {
     "dataset": "data.path",
     "model_name": "model.path",
 }
-"""What others call things."""
+"""Key of another trainer -> our key."""
 
 
 def nearest_key(key: Key) -> str | None:
-    """The known key that is closest to a mistyped one, or to another trainer's: in its own section first, then
+    """Return the known key closest to a mistyped one, or to another trainer's name: first in its section, then
     anywhere."""
     everywhere = {".".join(k): k for k in all_keys() if k != key[: len(k)]}
-    if key[-1] in _ELSEWHERE:
-        return _ELSEWHERE[key[-1]]
+    if key[-1] in _OTHER_TRAINERS_KEYS:
+        return _OTHER_TRAINERS_KEYS[key[-1]]
     section = [k[-1] for k in everywhere.values() if k[:-1] == key[:-1]]
     close = difflib.get_close_matches(key[-1], section, n=1, cutoff=0.6)
     if close:
@@ -267,15 +267,15 @@ def nearest_key(key: Key) -> str | None:
 
 
 def all_keys() -> list[Key]:
-    """Every settable key, sections included."""
-    found: list[Key] = []
-    todo: list[tuple[Key, Any]] = [((), TrainConfig)]
-    while todo:
-        prefix, owner = todo.pop()
+    """Return every settable key, sections included."""
+    keys: list[Key] = []
+    pending: list[tuple[Key, Any]] = [((), TrainConfig)]
+    while pending:
+        prefix, owner = pending.pop()
         for name, kind in (field_names(owner) or {}).items():
-            found.append((*prefix, name))
-            todo.append(((*prefix, name), kind))
-    return found
+            keys.append((*prefix, name))
+            pending.append(((*prefix, name), kind))
+    return keys
 
 
 def dump_yaml(config: TrainConfig) -> str:

@@ -1,8 +1,8 @@
-"""Code that comes with a model, and who has said that it may run.
+"""Consent to run code that comes with a model.
 
-`model.trust_remote_code` runs Python files of a model folder, and `model.allow_pickle` loads weights that can run code.
-Who writes a configuration says so there. The `config.yaml` of a run folder may be somebody else's: a command that reads
-one asks again, with a flag. The operator of a machine can refuse both, whatever a configuration or a flag says.
+`model.trust_remote_code` runs Python files from a model folder, and `model.allow_pickle` loads weights that can run
+code. A user's own configuration is consent. The `config.yaml` of a run folder may come from someone else, so commands
+that read one need a flag as well. The operator of a machine can forbid both, whatever a configuration or flag says.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pantheraml.specs.train import ModelConfig
 
 FLAGS = {"trust_remote_code": "--trust-remote-code", "allow_pickle": "--allow-pickle"}
 _WHAT = {
-    "trust_remote_code": "Python code that comes with the model is run",
-    "allow_pickle": "pickled weights are loaded, which can run code",
+    "trust_remote_code": "runs Python code from the model repository",
+    "allow_pickle": "loads pickled weights, which can run code",
 }
 
 
 class Consent(BaseModel):
-    """What the person at the command line has agreed to."""
+    """Consent given on the command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,19 +33,19 @@ class Consent(BaseModel):
     allow_pickle: bool = False
 
     def check(self, model: ModelConfig, *, where: str, flags: Mapping[str, str] = FLAGS) -> None:
-        """ConfigError if `model`, as written in a run folder, asks for more. `flags`: how to agree to it."""
+        """ConfigError if `model`, read from a run folder, needs more consent. `flags`: how the user gives it."""
         for field, flag in flags.items():
             if getattr(model, field) and not getattr(self, field):
                 raise ConfigError(
-                    f"The run folder's own model.{field}=true asks that {_WHAT[field]}.",
+                    f"The run folder sets model.{field}=true, which {_WHAT[field]}.",
                     where=where,
-                    todo=f"If you know the model {model.path} and trust where the folder comes from, add {flag}.",
+                    fix=f"If you trust the model {model.path} and the source of the folder, add {flag}.",
                 )
 
 
 def check_config_file(path: Path, model: ModelConfig, overrides: Mapping[tuple[str, ...], Any]) -> None:
-    """A configuration that people name is theirs, unless it is the one of a run folder: then as for any of these, with
-    `overrides`, which are the command line's, as consent."""
+    """Check consent for a configuration file named on the command line. It is the user's own, unless it lies in a run
+    folder: then `overrides` from the command line must give the consent."""
     if not (path.parent / "run.lock").exists():
         return
     given = {field: overrides.get(("model", field)) is True for field in FLAGS}
@@ -53,13 +53,12 @@ def check_config_file(path: Path, model: ModelConfig, overrides: Mapping[tuple[s
 
 
 def refuse_foreign_code(model: ModelConfig) -> None:
-    """ConfigError if `model` asks for what the operator of this machine refuses."""
+    """ConfigError if `model` needs what the operator of this machine forbids."""
     if not env.foreign_code_refused():
         return
     for field in FLAGS:
         if getattr(model, field):
             raise ConfigError(
-                f"model.{field}=true asks that {_WHAT[field]}, which is refused on this machine"
-                f" ({env.NO_FOREIGN_CODE}).",
-                todo="Use a model that transformers knows, with weights in safetensors.",
+                f"model.{field}=true {_WHAT[field]}. This is not allowed on this machine ({env.NO_FOREIGN_CODE}).",
+                fix="Use a model supported by transformers, with safetensors weights.",
             )

@@ -1,13 +1,13 @@
-"""Failures that a test asks for: which rank meets what kind of misfortune at which step.
+"""Fault injection for tests: a failure at a given rank and step.
 
-A fault is written `RANK:STEP:KIND` in the configuration (`faults: ["1:5:kill"]`) and happens once in the life of a run
-folder, so that a run that was started again because of it goes on. None of this works unless `PANTHERAML_FAULTS=1`.
+A fault is written `RANK:STEP:KIND` in the configuration (`faults: ["1:5:kill"]`). It fires once per run folder, so the
+restarted run gets past it. Requires `PANTHERAML_FAULTS=1`.
 
-    kill, raise, hang    the process is killed, meets an error nobody foresaw, or gets no further
-    slow                 the step takes a second longer
-    oom                  a layer's forward pass runs out of memory
-    nan                  a layer gives a value that is not a number
-    bit_flip             a bit flips in a gradient, as in memory that fails
+    kill, raise, hang    kill the process, raise an unexpected exception, or block forever
+    slow                 add a second to the step
+    oom                  run out of memory in a layer's forward
+    nan                  write NaN into a layer's output
+    bit_flip             flip a bit of a gradient, as faulty memory would
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FaultText = Annotated[str, Field(pattern=_PATTERN)]
 class Fault:
     rank: int
     step: int
-    """As events count: the first one is 1."""
+    """Step number as in events; the first is 1."""
     kind: FaultKind
 
     def __str__(self) -> str:
@@ -46,14 +46,14 @@ class Fault:
 
 
 def fail_at(rank: int, step: int, kind: FaultKind) -> str:
-    """A fault, as the configuration has it."""
+    """Return a fault in the format of the configuration."""
     return str(Fault(rank, step, kind))
 
 
 def check_allowed(faults: Sequence[str]) -> None:
-    """ConfigError if the configuration asks for failures and nobody said that this is a test."""
+    """ConfigError if the configuration has faults but fault injection is not enabled."""
     if faults and not env.faults_allowed():
         raise ConfigError(
-            "The configuration asks for failures (`faults`), which is for tests of PantheraML itself.",
-            todo="Remove `faults`; if this is such a test, set the environment variable PANTHERAML_FAULTS=1.",
+            "The configuration injects failures (`faults`), which is for tests of PantheraML itself.",
+            fix="Remove `faults`, or set the environment variable PANTHERAML_FAULTS=1 if this is such a test.",
         )

@@ -1,7 +1,7 @@
-"""A model's `config.json`, read without transformers and held to bounds before anything is built from it.
+"""Read a model's `config.json` without transformers, and check its sizes before a model is built from it.
 
 A file of a few bytes can describe a model of 20,000 layers, which takes minutes and gigabytes to build before the first
-weight is missed.
+missing weight is noticed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ BOUNDS = {
     "width": (1 << 20, r"(size|dim|width|rank|embd|inner|d_model|d_ff)$"),
     "positions": (1 << 27, r"position|ctx|seq_len|context"),
 }
-"""What is counted -> its largest value, and which keys count it, whatever else families put into their names. The first
-that fits a key holds. Each is at least ten times what any published model has."""
+"""Quantity -> its limit, and a pattern for the keys that hold it, whatever else families put into their names. The
+first match of a key applies. Each limit is at least ten times the value of any published model."""
 OTHERS = 1 << 31
-"""For every other whole number: none that large is a size of anything."""
+"""Limit for all other integers: no size is that large."""
 IN_LISTS = 1 << 24
-"""For whole numbers in lists: some say how often something is repeated, such as gpt_neo's attention_types."""
+"""Limit for integers in lists: some are repeat counts, as in gpt_neo's attention_types."""
 
 _BOUNDS = [(limit, re.compile(pattern)) for limit, pattern in BOUNDS.values()]
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The values of `config.json`; ModelError if it is not there, not JSON, or describes an absurd model."""
+    """Return the values of `config.json`; ModelError if it is missing, not JSON, or over a limit."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(
             f"The model folder {folder} has no config.json.",
-            todo="It is an adapter's: give its base model, and load the adapter onto that with PEFT."
+            fix="This folder holds an adapter: use its base model, and load the adapter with PEFT."
             if (folder / "adapter_config.json").is_file()
-            else "Give the folder of a Hugging Face causal LM.",
+            else "Use the folder of a Hugging Face causal LM.",
         )
     if path.stat().st_size > MAX_BYTES:
         raise _refused(path, f"is larger than {MAX_BYTES >> 20} MiB")
@@ -53,13 +53,15 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     except RecursionError as err:
         raise _refused(path, f"is nested more than {MAX_DEPTH} levels deep") from err
     except (OSError, ValueError) as err:
-        raise ModelError("The model's config.json is not valid JSON.", where=str(path), todo="Get it again.") from err
+        raise ModelError(
+            "The model's config.json is not valid JSON.", where=str(path), fix="Download it again."
+        ) from err
     if not isinstance(values, dict):
-        raise ModelError("The model's config.json holds no settings.", where=str(path), todo="Get it again.")
+        raise ModelError("The model's config.json contains no settings.", where=str(path), fix="Download it again.")
     for key, value, limit in _numbers(values, path):
         if value > limit:
             shown = str(value) if value < 1 << 63 else "a number of more than 63 bits"
-            raise _refused(path, f"has {key}={shown}, more than the {limit:,} that are allowed")
+            raise _refused(path, f"has {key}={shown}, above the limit of {limit:,}")
     return values
 
 
@@ -68,7 +70,7 @@ def _limit(key: str) -> int:
 
 
 def _numbers(value: Any, path: Path, key: str = "", limit: int = OTHERS, depth: int = 0) -> Iterator[Any]:
-    """Every number, at any depth, with the key that it is below and the limit of that."""
+    """Yield every number, at any depth, with the key above it and that key's limit."""
     if depth > MAX_DEPTH:
         raise _refused(path, f"is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
@@ -82,4 +84,4 @@ def _numbers(value: Any, path: Path, key: str = "", limit: int = OTHERS, depth: 
 
 
 def _refused(path: Path, what: str) -> ModelError:
-    return ModelError(f"The model's config.json {what}.", where=str(path), todo="Check where the model comes from.")
+    return ModelError(f"The model's config.json {what}.", where=str(path), fix="Check the source of the model.")

@@ -1,4 +1,4 @@
-"""ParallelDims: how many ways each thing is divided over the processes of a run."""
+"""ParallelDims: the degree of each kind of parallelism."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pantheraml.base.errors import ConfigError
 Degree = Annotated[int, Field(ge=1)]
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Slowest first. Neighbouring ranks, which are on one machine, get what talks most."""
+"""Outermost first. Neighboring ranks, which share a node, get the dimensions that communicate most."""
 
 
 class ParallelDims(BaseModel):
-    """Every process has one place in each dimension; the product of all degrees is the number of processes."""
+    """Parallel degrees; their product is the world size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pipeline: Degree = 1
-    """Stages: groups of layers, one after another."""
+    """Pipeline parallel: successive stages of layers."""
     replicate: Degree = 1
-    """Copies of the weights (DDP); each sees other samples."""
+    """DDP: replicas of the weights, each with different samples."""
     shard: Degree = 1
-    """Parts that weights, gradients and optimizer state are cut into (FSDP2); each sees other samples."""
+    """FSDP2: shards of weights, gradients and optimizer states, each rank with different samples."""
     context: Degree = 1
-    """Parts that every sequence is cut into."""
+    """Context parallel: shards of each sequence."""
     tensor: Degree = 1
-    """Parts that each weight matrix is cut into; all see the same tokens."""
+    """Tensor parallel: shards of each weight matrix; all ranks see the same tokens."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """In the order of DIMENSIONS."""
+        """Degrees in the order of DIMENSIONS."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @property
@@ -42,25 +42,25 @@ class ParallelDims(BaseModel):
 
     @property
     def data(self) -> int:
-        """How many shares a global batch is split into."""
+        """Data parallel degree: number of parts of a global batch."""
         return self.replicate * self.shard
 
     @property
-    def model_copies_apart(self) -> bool:
-        """Whether some process does not hold the whole model."""
+    def model_is_sharded(self) -> bool:
+        """True if no process holds the whole model."""
         return max(self.pipeline, self.shard, self.tensor) > 1
 
     def check(self, world_size: int) -> None:
-        """ConfigError unless this is a way to use just `world_size` processes."""
+        """ConfigError unless the degrees use exactly `world_size` processes."""
         if self.world_size == world_size:
             return
         product = " x ".join(f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True))
         raise ConfigError(
-            f"The degrees of parallelism do not fit the {world_size} process(es): {product} = {self.world_size}.",
-            todo="Change parallel.pipeline, replicate, shard, context or tensor, or the number of processes (--nproc).",
+            f"The parallel degrees do not match the {world_size} process(es): {product} = {self.world_size}.",
+            fix="Change parallel.pipeline, replicate, shard, context or tensor, or the number of processes (--nproc).",
         )
 
     def __str__(self) -> str:
-        """As people say it: `shard 2 x tensor 2`."""
-        named = [f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True) if degree > 1]
-        return " x ".join(named) or "one process"
+        """Return the degrees above 1, such as `shard 2 x tensor 2`."""
+        parts = [f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True) if degree > 1]
+        return " x ".join(parts) or "one process"

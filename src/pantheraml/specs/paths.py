@@ -1,4 +1,4 @@
-"""Which keys of a configuration are paths, and whether these are where an operator allows them."""
+"""Path keys of a configuration, and the check that they are inside the allowed roots."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def is_hub_name(name: str) -> bool:
-    """`model` or `owner/model`, as the hub spells them."""
+    """Return True for `model` or `owner/model`."""
     return _HUB_NAME.fullmatch(name) is not None
 
 
 def path_keys(config: TrainConfig) -> dict[str, str]:
-    """Key -> value, for every key whose value is a local path. A model's name that is no folder here is the hub's."""
+    """Map key -> value for every key that is a local path. A model name that is not a local folder is a hub name."""
     model, data = config.model, config.data
-    found = {
+    paths = {
         "data.path": data.path,
         "data.eval_path": data.eval_path,
         "data.cache_dir": data.cache_dir,
         "model.path": _local(model.path),
         "model.tokenizer": None if model.tokenizer is None else _local(model.tokenizer),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in paths.items() if value is not None}
 
 
 def check_roots(config: TrainConfig, roots: Sequence[Path] | None = None) -> None:
-    """ConfigError, naming the key, unless every path of `config` is inside one of `roots` (None: the operator's)."""
+    """ConfigError unless every path of `config` is inside one of `roots` (None: PANTHERAML_ALLOWED_ROOTS)."""
     for key, value in path_keys(config).items():
         require_allowed(value, key=key, roots=roots)
 

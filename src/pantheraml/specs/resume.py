@@ -1,4 +1,4 @@
-"""What may change between two starts of one run, and making a configuration independent of the current folder."""
+"""Settings that may change when a run is resumed; also makes the paths of a config absolute."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pantheraml.base.errors import CheckpointError, ConfigError
 from pantheraml.specs.config_file import all_keys, nearest_key
 from pantheraml.specs.train import StabilityConfig, TrainConfig
 
-# A resumed run gives the numbers it would have given without a stop. These keys do not enter those numbers, or say only
-# how to watch, save or meet what goes wrong; any other change would make it another run.
-MAY_CHANGE = frozenset(
+# A resumed run gives the same numbers as an uninterrupted one. These keys do not affect the numbers, or only affect
+# logging, saving and error handling; a change of any other key makes it a different run.
+CHANGEABLE_KEYS = frozenset(
     {
         *("device", "faults", "train.micro_batch_size"),
         *("train.activation_checkpointing", "train.compile", "train.fp8_layouts"),
@@ -21,23 +21,22 @@ MAY_CHANGE = frozenset(
         *("data.path", "data.eval_path", "data.eval_fraction", "data.workers", "data.cache_dir", "data.on_bad_row"),
     }
 )
-SECTIONS_THAT_MAY_CHANGE = frozenset({"parallel", "stability", "checkpoint", "report"})
-WHERE_WEIGHTS_ARE = ("model.device_map", "model.max_memory")
-# Of those sections: several processes equal one only where gradients are summed over all tokens; and clipping is a part
-# of every step.
-MAY_NOT_CHANGE = frozenset(
+CHANGEABLE_SECTIONS = frozenset({"parallel", "stability", "checkpoint", "report"})
+PLACEMENT_KEYS = ("model.device_map", "model.max_memory")
+# Exceptions in these sections: several processes equal one only with aggregation=mean, and clipping affects every step.
+FIXED_KEYS = frozenset(
     {
         *("parallel.aggregation", "parallel.aggregation_weights"),
         *(f"stability.{name}" for name in StabilityConfig.model_fields if name.startswith("clip")),
     }
 )
 LENGTH = frozenset({"train.max_steps", "train.epochs"})
-"""A longer run is the same one only if the learning rate does not go by its length."""
+"""May change only if the learning rate schedule does not depend on the length of the run."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs between two starts of a run."""
+    """A key whose value differs from the one at the last start."""
 
     key: str
     before: Any
@@ -48,45 +47,45 @@ class Change:
 
 
 def check_resumable(old: TrainConfig, new: TrainConfig) -> list[Change]:
-    """The changes that only `checkpoint.allow_change` of `new` lets pass; CheckpointError if it does not.
+    """Return the changes permitted only by `checkpoint.allow_change` of `new`; CheckpointError for any other.
 
-    (Whether the data's content is the same shows later.)
+    The content of the data is compared later.
     """
     _check_names(new.checkpoint.allow_change)
     before, after = _flat(old.to_dict()), _flat(new.to_dict())
     changed = [
         Change(key, before.get(key), after.get(key))
-        for key in sorted(what_makes_the_numbers(old).keys() | what_makes_the_numbers(new).keys())
+        for key in sorted(reproducibility_settings(old).keys() | reproducibility_settings(new).keys())
         if before.get(key) != after.get(key)
     ]
     refused = [change for change in changed if not is_allowed(change.key, new.checkpoint.allow_change)]
     if refused:
-        insist = " ".join(f"--allow-change {change.key}" for change in refused)
+        flags = " ".join(f"--allow-change {change.key}" for change in refused)
         why = ""
         if any(change.key in LENGTH for change in refused):
-            why = f" (Under train.schedule={new.train.schedule} learning rates go by the run's length.)"
+            why = f" (With train.schedule={new.train.schedule} the learning rate depends on the run's length.)"
         raise CheckpointError(
-            f"The run cannot be continued exactly with another configuration: {'; '.join(map(str, refused))}.{why}",
-            todo=f"Undo the change, start a new run in another folder, or insist with {insist}.",
+            f"The run cannot be resumed exactly with a different configuration: {'; '.join(map(str, refused))}.{why}",
+            fix=f"Undo the change, start a new run in another folder, or allow it with {flags}.",
         )
     return changed
 
 
-def what_makes_the_numbers(config: TrainConfig) -> dict[str, Any]:
-    """The settings that a run's numbers come from, by their whole names."""
+def reproducibility_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that determine a run's numbers, by full key."""
     free = LENGTH if config.train.schedule == "constant" else frozenset()
     return {key: value for key, value in _flat(config.to_dict()).items() if key not in free and not _may_change(key)}
 
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:
-    """Whether `key` (`train.seed`, or a section as a whole) is among keys and sections that may change."""
+    """Return True if `key` (`train.seed`, or a whole section) is covered by the `allowed` keys and sections."""
     return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in allowed)
 
 
 def _may_change(key: str) -> bool:
-    if is_allowed(key, WHERE_WEIGHTS_ARE):
+    if is_allowed(key, PLACEMENT_KEYS):
         return True
-    return key in MAY_CHANGE or (key.partition(".")[0] in SECTIONS_THAT_MAY_CHANGE and key not in MAY_NOT_CHANGE)
+    return key in CHANGEABLE_KEYS or (key.partition(".")[0] in CHANGEABLE_SECTIONS and key not in FIXED_KEYS)
 
 
 def _check_names(allowed: Sequence[str]) -> None:
@@ -95,21 +94,21 @@ def _check_names(allowed: Sequence[str]) -> None:
         if name not in known:
             near = nearest_key(tuple(name.split(".")))
             hint = f"Did you mean `{near}`?" if near else "`pantheraml schema` lists every key."
-            raise ConfigError(f"--allow-change takes a key or a section of the configuration, not {name!r}.", todo=hint)
+            raise ConfigError(f"--allow-change takes a key or section of the configuration, not {name!r}.", fix=hint)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The same configuration, usable from any folder. What is not there (a hub name, say) stays as typed."""
+    """Return the config with absolute paths, usable from any folder. Names that are not local (hub names) stay."""
 
     def absolute(path: str | None) -> str | None:
         return path if path is None or not Path(path).exists() else str(Path(path).absolute())

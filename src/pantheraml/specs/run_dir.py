@@ -1,7 +1,7 @@
-"""RunDir: the folder of a run, the names of what lies in it, and who may write there.
+"""RunDir: the folder of a run, its file names, and its lock.
 
-A folder is a run's if it holds `run.lock`, which only we write. The process that carries out a run holds a lock on that
-file, so a second one is refused. Whatever else lies in the folder is not ours, and is never removed.
+A folder that contains `run.lock` is a run folder. The process that executes a run holds a lock on that file, so a
+second one is refused. Files that a run does not write are never removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import RunDirectoryError
-from pantheraml.base.events import FILE_NAME, read_events
+from pantheraml.base.event_stream import FILE_NAME, read_events
+from pantheraml.base.events import TrainStarted
 from pantheraml.base.folders import PARTIAL, write_text
 from pantheraml.base.private import open_private, private_folder, refuse_links
 from pantheraml.base.roots import require_allowed
@@ -34,9 +35,9 @@ CONTENTS = (
     *("checkpoints", "incidents", "stacks", "faults", "adapter", "model"),
     *("sinks", "tensorboard", "wandb", "mlflow", "trackio"),
 )
-"""Everything that a run writes."""
+"""Names of everything that a run writes."""
 OTHERS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Of that, what other tools write in their own way, with links of their own."""
+"""Folders among CONTENTS that trackers write, possibly with symlinks of their own."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class RunDir:
 
     @property
     def data_file(self) -> Path:
-        """Where the prepared data lies; written by the `prepare` task for the `train` task."""
+        """Location of the prepared data; written by the `prepare` task for the `train` task."""
         return self.path / "data.json"
 
     @property
     def stop_file(self) -> Path:
-        """Its presence asks the workers to save and leave."""
+        """If this file exists, the workers save and exit."""
         return self.path / "stop-requested"
 
     @property
@@ -67,17 +68,17 @@ class RunDir:
 
     @property
     def stacks(self) -> Path:
-        """Where each rank was, if it did not get on for too long."""
+        """Stack traces of the ranks of a hung run."""
         return self.path / "stacks"
 
     @property
     def incidents(self) -> Path:
-        """What was found out about steps that went wrong."""
+        """Reports on bad steps."""
         return self.path / "incidents"
 
     @property
     def faults(self) -> Path:
-        """Marks of failures that a test asked for and got."""
+        """Markers of injected faults that have fired."""
         return self.path / "faults"
 
     @property
@@ -88,17 +89,17 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.html"
 
-    # What it holds ----------------------------------------------------------------------------------------------------
+    # Contents ---------------------------------------------------------------------------------------------------------
 
     def holds_run(self) -> bool:
         return (self.path / LOCK).is_file()
 
     def holds_work(self) -> bool:
-        """Whether the run got as far as training; one that failed before (a bad row, say) has nothing to lose."""
-        return self.checkpoints.exists() or any(event["kind"] == "train.started" for event in read_events(self.path))
+        """Return True if the run got as far as training; one that failed earlier (invalid data) has nothing to lose."""
+        return self.checkpoints.exists() or any(isinstance(event, TrainStarted) for event in read_events(self.path))
 
     def last_checkpoint(self) -> int | None:
-        """The step of the newest whole checkpoint."""
+        """Step of the newest complete checkpoint."""
         steps = [int(path.parent.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*/manifest.json")]
         return max(steps, default=None)
 
@@ -107,7 +108,7 @@ class RunDir:
         return load_config(self.config_file)
 
     def received_config(self, consent: Consent) -> TrainConfig:
-        """The same, for a folder that may be somebody else's: ConfigError if it asks for more than `consent`."""
+        """Return the config of a run folder of unknown origin; ConfigError if it needs more than `consent`."""
         require_allowed(self.path, key="the run folder")
         config = self.config()
         consent.check(config.model, where=str(self.config_file))
@@ -118,23 +119,23 @@ class RunDir:
             return Plan.model_validate(json.loads(self.plan_file.read_text()))
         except (OSError, ValueError) as err:
             raise RunDirectoryError(
-                f"The plan of this run cannot be read: {err}.", where=str(self.plan_file), todo="Resume or rerun it."
+                f"The plan of this run cannot be read: {err}.", where=str(self.plan_file), fix="Resume or rerun it."
             ) from err
 
     def data(self) -> dict[str, Any]:
-        """What `data_file` holds: the folders `train` and `eval` (or None), the `format` of rows, and the `sources`
-        (file and unit of each; none where an earlier version wrote it)."""
+        """Read `data_file`: the folders `train` and `eval` (or None), the `format` of rows, and the `sources` (file and
+        unit of each; empty if an earlier version wrote it)."""
         try:
-            found = json.loads(self.data_file.read_text(encoding="utf-8"))
-            if not _describes_data(found):
-                raise ValueError("it describes no data")
+            description = json.loads(self.data_file.read_text(encoding="utf-8"))
+            if not _describes_data(description):
+                raise ValueError("it does not describe data")
         except (OSError, ValueError, RecursionError) as err:
             raise RunDirectoryError(
-                "The run folder's data.json, which says what its data is, is missing or damaged.",
+                "The run folder's data.json, which describes its data, is missing or damaged.",
                 where=str(self.data_file),
-                todo="Bring the file back, or have `pantheraml resume` prepare the data again.",
+                fix="Restore the file, or run `pantheraml resume` to prepare the data again.",
             ) from err
-        return {"sources": [], **found}
+        return {"sources": [], **description}
 
     def write_config(self, config: TrainConfig) -> None:
         write_text(self.config_file, dump_yaml(config))
@@ -143,25 +144,25 @@ class RunDir:
         write_text(self.plan_file, json.dumps(plan.model_dump(mode="json"), indent=1))
 
     def trained(self) -> Path:
-        """The folder with the trained weights."""
+        """Folder of the trained weights."""
         for name in ("adapter", "model"):
             if (self.path / name).is_dir():
                 return self.path / name
         raise RunDirectoryError(
-            "This run has no trained weights yet.", where=str(self.path), todo="Finish it with `pantheraml resume`."
+            "This run has no trained weights yet.", where=str(self.path), fix="Finish it with `pantheraml resume`."
         )
 
     def require(self) -> None:
         if not self.config_file.is_file():
             raise RunDirectoryError(
                 f"{self.path} is not a run folder: it has no config.yaml.",
-                todo="Give the folder that `pantheraml train --output` made.",
+                fix="Use a folder created by `pantheraml train --output`.",
             )
 
-    # Who may write there ----------------------------------------------------------------------------------------------
+    # Locking ----------------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """Make the folder, and make it a run's."""
+        """Create the folder and mark it as a run folder."""
         try:
             private_folder(self.path)
             os.close(open_private(self.path / LOCK, os.O_RDWR | os.O_CREAT))
@@ -170,16 +171,17 @@ class RunDir:
 
     def _unusable(self, err: OSError) -> RunDirectoryError:
         return RunDirectoryError(
-            f"The output folder {self.path} cannot be used: {err.strerror}.", todo="Choose another --output."
+            f"The output folder {self.path} cannot be used: {err.strerror}.", fix="Choose another --output."
         )
 
     @contextmanager
     def claim(self, *, resume: bool, overwrite: bool) -> Iterator[Replacement]:
-        """Hold the folder for a run. One that holds another run, or anything else, is left alone unless told so."""
+        """Lock the folder for a run. One that contains a run needs `resume` or `overwrite`; other files are refused."""
         require_allowed(self.path, key="--output")
         if self.path.is_dir() and any(self.path.iterdir()) and not self.holds_run():
             raise RunDirectoryError(
-                f"The output folder {self.path} holds other files.", todo="Choose an empty or new folder for --output."
+                f"The output folder {self.path} contains other files.",
+                fix="Choose an empty or new folder for --output.",
             )
         self.mark()
         with self._lock_file() as lock:
@@ -187,15 +189,15 @@ class RunDir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as err:
                 raise RunDirectoryError(
-                    f"Another process is at work in {self.path}.",
-                    todo="Wait for it, stop it, or choose another --output.",
+                    f"Another process is using {self.path}.",
+                    fix="Wait for it, stop it, or choose another --output.",
                 ) from err
             self._refuse_links()
             replacement = Replacement(self.path)
             if not resume and self.holds_work() and not overwrite:
                 raise RunDirectoryError(
-                    f"The output folder {self.path} already holds a run.",
-                    todo="Add --resume to continue it, --overwrite to replace it, or choose another --output.",
+                    f"The output folder {self.path} already contains a run.",
+                    fix="Add --resume to continue it, --overwrite to replace it, or choose another --output.",
                 )
             if not resume:
                 replacement.move_aside()
@@ -217,60 +219,61 @@ class RunDir:
             os.close(descriptor)
 
     def _refuse_links(self) -> None:
-        """A folder that somebody else made must not have a run write to, or remove, what its links lead to."""
+        """Refuse symlinks: a folder made by someone else must not redirect writes or deletions."""
         partial = tuple(path.name for path in self.path.glob(f"{PARTIAL}*"))
         try:
             refuse_links(self.path, (*(name for name in CONTENTS if name not in OTHERS), LOCK, REPLACED, *partial))
             for name in OTHERS:
                 if (self.path / name).is_symlink():
-                    raise OSError(errno.ELOOP, f"{name} in it is a link")
+                    raise OSError(errno.ELOOP, f"{name} in it is a symlink")
         except OSError as err:
             raise self._unusable(err) from err
 
 
 class Replacement:
-    """An old run on its way out: kept aside until the new one is known to start, and put back if it does not."""
+    """Backup of an overwritten run: kept until the new run has started, and restored if it fails before."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._aside = path / REPLACED
+        self._backup = path / REPLACED
 
     def move_aside(self) -> None:
-        shutil.rmtree(self._aside, ignore_errors=True)
-        self._aside.mkdir()
+        shutil.rmtree(self._backup, ignore_errors=True)
+        self._backup.mkdir()
         for name in CONTENTS:
             if (self._path / name).exists():
-                os.rename(self._path / name, self._aside / name)
+                os.rename(self._path / name, self._backup / name)
 
     def commit(self) -> None:
-        shutil.rmtree(self._aside, ignore_errors=True)
+        shutil.rmtree(self._backup, ignore_errors=True)
 
     def restore(self) -> None:
-        """Put an old run that trained back in place of the new one that did not; do nothing after `commit`."""
-        if not self._aside.is_dir():
+        """Restore an old run that had trained; do nothing after `commit`."""
+        if not self._backup.is_dir():
             return
-        if RunDir(self._aside).holds_work():
+        if RunDir(self._backup).holds_work():
             remove_contents(self._path)
-            for path in self._aside.iterdir():
+            for path in self._backup.iterdir():
                 os.rename(path, self._path / path.name)
-        shutil.rmtree(self._aside)
+        shutil.rmtree(self._backup)
 
 
-def _describes_data(found: Any) -> bool:
+def _describes_data(values: Any) -> bool:
     return (
-        isinstance(found, dict)
-        and isinstance(found.get("train"), str)
-        and isinstance(found.get("eval"), str | None)
-        and found.get("format") in ("text", "prompt", "messages", "instruction")
-        and isinstance(found.get("sources", []), list)
+        isinstance(values, dict)
+        and isinstance(values.get("train"), str)
+        and isinstance(values.get("eval"), str | None)
+        and values.get("format") in ("text", "prompt", "messages", "instruction")
+        and isinstance(values.get("sources", []), list)
         and all(
-            isinstance(one, list) and [type(part) for part in one] == [str, str] for one in found.get("sources", [])
+            isinstance(source, list) and [type(part) for part in source] == [str, str]
+            for source in values.get("sources", [])
         )
     )
 
 
 def remove_contents(folder: Path) -> None:
-    """Remove what a run writes, and nothing else."""
+    """Remove the files that a run writes, and nothing else."""
     for path in [*(folder / name for name in CONTENTS), *folder.glob(f"{PARTIAL}*")]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""What a worker is asked beside training: the `request.json` of a task folder."""
+"""Requests to and results of worker tasks other than training; a request is the `request.json` of a task folder."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Request(BaseModel):
 
 
 class ReceivedRequest(Request):
-    """Of a run folder that may be somebody else's."""
+    """Request on a run folder that may come from someone else."""
 
     consent: Consent
 
 
 class GenerateRequest(ReceivedRequest):
-    """Completions for prompts; the answers go to `answers.jsonl` of the task folder."""
+    """Generate completions for prompts; they are written to `answers.jsonl` in the task folder."""
 
     prompts: list[str]
     weights: Literal["trained", "base"]
-    """base: the model as it was before the run, for comparison."""
+    """base: the model before the run, for comparison."""
     device: Literal["cpu", "cuda"]
     precision: Precision
     max_new_tokens: int
@@ -50,48 +50,48 @@ class GenerateRequest(ReceivedRequest):
 
 
 class VerifyRequest(Request):
-    """The first steps of a run in each mode and in one process; the answer goes to `verdicts.json`."""
+    """Run the first steps in each mode and in one process; the result is written to `verdicts.json`."""
 
     modes: dict[str, ParallelDims]
     steps: int
-    asked: bool
-    """The modes were named by the user: one that the model cannot do is an error, not a line in the table."""
+    explicit: bool
+    """The user named the modes: an unsupported one is an error, not a line in the table."""
 
 
 class ModeVerdict(BaseModel):
-    """How a mode compares with one process on the same global batches."""
+    """Comparison of a mode with one process on the same global batches."""
 
     mode: str
     dims: ParallelDims
     batch_shares: list[int] | None = None
-    """Samples of a global batch for each share of it, as the config says; None: evenly."""
+    """Samples of a global batch per data parallel rank, from the config; None: even."""
     not_possible: str | None = None
-    """Why the run cannot be divided that way; nothing was measured then."""
+    """Why the run cannot use this mode; nothing was measured then."""
     loss: float | None = None
-    """Largest relative difference of a step's loss."""
+    """Largest relative difference in the loss of a step."""
     gradient: float | None = None
-    """Largest relative difference of a parameter's gradient, at the first step."""
+    """Largest relative difference in the gradient of a parameter, at the first step."""
     weights: float | None = None
-    """Relative difference of the trained weights after the last step."""
+    """Relative difference in the trained weights after the last step."""
     seconds: float | None = None
-    """Median of the steps after the first."""
+    """Median step time, without the first step."""
     passed: bool | None = None
 
 
 class Verdicts(BaseModel):
-    """What `verify` found."""
+    """Result of `verify`."""
 
     device: str
     precision: str
     steps: int
     tolerance: float
-    """Of loss and gradient."""
+    """Tolerance for loss and gradient."""
     weights_tolerance: float
     tolerance_reason: str
     seconds_of_one: float
-    """Median seconds of a step in one process."""
+    """Median step time of one process."""
     notes: list[str]
-    """In what the compared steps differ from those of the run."""
+    """Differences between the compared steps and those of the run."""
     modes: list[ModeVerdict]
 
     @property
@@ -100,59 +100,59 @@ class Verdicts(BaseModel):
 
 
 class ReplayRequest(ReceivedRequest):
-    """The step of an incident once more, in one process; the answer goes to `replay.json`."""
+    """Rerun the step of an incident in one process; the result is written to `replay.json`."""
 
     incident: Path
     plan: Plan
 
 
 class ReplayResult(BaseModel):
-    """What was found when the step of an incident was run again, beside what was recorded."""
+    """Findings of a rerun of an incident's step, next to the original ones."""
 
     step: int
     cause: str
     recorded: str
-    """What was found out when it happened."""
+    """Original findings."""
     found: str
-    """What was found now."""
+    """Findings of the rerun."""
     weights: str
-    """Which weights the step was run with."""
+    """Weights used for the rerun."""
     loss: str
-    """Of the step, now; as text, for it may not be finite."""
+    """Loss of the rerun, as text because it may not be finite."""
     same: bool
 
 
 class ExportRequest(ReceivedRequest):
-    """The trained model as a plain Hugging Face folder."""
+    """Export the trained model as a plain Hugging Face folder."""
 
     output: Path
     precision: Precision
     base: Literal["trained", "plain"]
-    """plain: an adapter that was trained over 4-bit weights is merged into the unquantized ones."""
+    """plain: merge an adapter trained on 4-bit weights into the unquantized weights."""
 
 
-class QuantiseRequest(Request):
-    """A model's weights in nf4, rounded by what the first text of a run's data makes of its layers; what was done goes
-    to `quantised.json`."""
+class QuantizeRequest(Request):
+    """Quantize a model to nf4, calibrated on the first text of a run's data; the result is written to
+    `quantized.json`."""
 
     output: Path
     tokens: int
-    """Of the text, or as many as there are."""
+    """Calibration tokens, or fewer if the data has fewer."""
 
 
-class Quantised(BaseModel):
-    """What `quantise` did."""
+class QuantizeResult(BaseModel):
+    """Result of `quantize`."""
 
     output: Path
     layers: int
-    """Linear layers whose weights were rounded."""
+    """Number of quantized linear layers."""
     share: float
-    """Of all weights, that are in them."""
+    """Fraction of all weights in these layers."""
     tokens: int
-    """That they were rounded by."""
+    """Calibration tokens used."""
     left: float | None
-    """Of what rounding to the nearest values would change of products on this text, squared; the mean over layers.
-    None: that would change nothing."""
+    """Squared output error left, relative to round-to-nearest, on the calibration text; mean over layers. None:
+    round-to-nearest has no error."""
     bytes: int
-    """Of all weights in the folder."""
+    """Size of all weights in the folder."""
     seconds: float

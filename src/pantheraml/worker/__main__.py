@@ -1,7 +1,7 @@
-"""`python -m pantheraml.worker TASK FOLDER`: a task and its folder in, events out. Started by the launcher.
+"""`python -m pantheraml.worker TASK FOLDER`: run one task and write its events. Started by the launcher.
 
-The folder of `prepare`, `train` and `start` is the run's own; `generate` and `export` have one of their own with a
-request in it, so that what happens to a finished run later does not enter its event stream.
+`prepare`, `train` and `prepare_and_train` use the run folder. `generate`, `export` and others use a separate folder
+with a request in it, so that they do not add to the event stream of a finished run.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import WorkerError
-from pantheraml.base.events import EventWriter
+from pantheraml.base.event_stream import EventWriter
 from pantheraml.launch.local import die_with_parent
-from pantheraml.worker.early import begin_early
+from pantheraml.worker.prefetch import prefetch_for
 from pantheraml.worker.process import run_reporting
 
 Task = Callable[[Path, EventWriter], None]
 
-TASKS = ("prepare", "train", "start", "generate", "export", "quantise", "verify", "replay")
-TRAINING = ("train", "start")
+TASKS = ("prepare", "train", "prepare_and_train", "generate", "export", "quantize", "verify", "replay")
+TRAINING = ("train", "prepare_and_train")
 
 
 def load_task(name: str) -> Task:
-    """The function `NAME_task` of module NAME; imported alone, since `prepare` needs no training code and so on."""
+    """Import module NAME and return its `NAME_task`. Only that module: `prepare`, for one, needs no training code."""
     if name not in TASKS:
-        raise WorkerError(f"There is no worker task {name!r}.", todo=f"Tasks are {', '.join(TASKS)}.")
-    # An import leaves no garbage to speak of, and to look for some takes a sixth of its time. Nor will there be any in
-    # what was imported: a collection that need not go through it takes 10 ms instead of 600.
+        raise WorkerError(f"Unknown worker task {name!r}.", fix=f"Use one of {', '.join(TASKS)}.")
+    # Garbage collection takes a sixth of the import time and finds almost nothing. Freezing what was imported makes
+    # later collections take 10 ms instead of 600.
     gc.disable()
     try:
         from transformers.utils.logging import disable_progress_bar
@@ -39,13 +39,13 @@ def load_task(name: str) -> Task:
     finally:
         gc.freeze()
         gc.enable()
-    disable_progress_bar()  # what the libraries draw would end up in the log; our own progress is events
+    disable_progress_bar()  # library progress bars would go to the log; our progress is events
     return task
 
 
 def run_task(name: str, folder: Path, events: EventWriter) -> None:
     if name in TRAINING:
-        begin_early(folder)
+        prefetch_for(folder)
     load_task(name)(folder, events)
 
 

@@ -1,4 +1,4 @@
-"""Task `export`: the run's adapter merged into its base, as a plain Hugging Face folder."""
+"""Task `export`: merge the run's adapter into its base model, as a plain Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from pathlib import Path
 
 import torch
 
-from pantheraml.base.events import EventWriter
-from pantheraml.models.adapters import quantisation
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import ModelSaved, Notice
+from pantheraml.models.adapters import base_quantization
+from pantheraml.models.load_finetuned import export_merged
 from pantheraml.models.loader import read_config
-from pantheraml.models.quantise.stored import stored_format
-from pantheraml.models.trained import export_merged
+from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.specs.tasks import ExportRequest
-from pantheraml.worker.received import received
+from pantheraml.worker.received import load_received_run
 from pantheraml.worker.train import DTYPES
 
-MERGED_OVER_4_BIT = "the adapter is merged over the base's 4-bit weights (nf4), which it was trained on"
-OFFER = "; --base plain merges it into the unquantized base instead"
+MERGED_INTO_NF4 = "the adapter is merged into the base's 4-bit weights (nf4), which it was trained on"
+PLAIN_BASE_HINT = "; --base plain merges it into the unquantized base instead"
 
 
 def export_task(folder: Path, emit: EventWriter) -> None:
     request = ExportRequest.read(folder)
-    run, config = received(request, emit)
-    if request.base == "trained" and quantisation(config.model, config.method) is not None:
-        has_plain = stored_format(read_config(config.model)) is None
-        emit("notice", message=MERGED_OVER_4_BIT + (OFFER if has_plain else ""))
+    run, config = load_received_run(request, emit)
+    if request.base == "trained" and base_quantization(config.model, config.method) is not None:
+        has_plain = detect_checkpoint_format(read_config(config.model)) is None
+        emit(Notice(message=MERGED_INTO_NF4 + (PLAIN_BASE_HINT if has_plain else "")))
     export_merged(
         config.model,
         config.method,
@@ -34,4 +35,4 @@ def export_task(folder: Path, emit: EventWriter) -> None:
         output=request.output,
         plain_base=request.base == "plain",
     )
-    emit("model.saved", path=str(request.output), form="merged")
+    emit(ModelSaved(path=str(request.output), form="merged"))

@@ -1,4 +1,4 @@
-"""The border of a worker process: whatever happens inside leaves it as events, a log and an exit code."""
+"""Run a worker task and report its result, errors included, as events, a log and an exit code."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from pathlib import Path
 
 from pantheraml.base import env
 from pantheraml.base.errors import PantheraError, StorageError, WorkerError
-from pantheraml.base.events import EventWriter, emit_error
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import ErrorRaised
 from pantheraml.base.private import private_files
 from pantheraml.launch.local import LOG_FILE
 
 
 def run_reporting(name: str, folder: Path, work: Callable[[EventWriter], None]) -> int:
-    """The exit code of `work`, which writes its events, errors included, into `folder`."""
+    """Run `work` and return its exit code; its events, errors included, go to `folder`."""
     faulthandler.enable()  # a crash in native code (SIGSEGV) leaves every thread's stack in the log
-    with _for_whom(name), EventWriter(folder, rank=env.process_rank().rank) as emit:
+    with _file_permissions(name), EventWriter(folder, rank=env.process_rank().rank) as emit:
         try:
             work(emit)
         except PantheraError as err:
-            return _told(emit, err)
-        except Exception as err:  # noqa: BLE001 - the border of the process: anything unforeseen is reported, not lost
-            said = next(iter(str(err).splitlines()), "").rstrip(".")
-            unforeseen = WorkerError(
-                f"The {name} worker failed: {type(err).__name__}{': ' if said else ''}{said}.",
+            return _report_error(emit, err)
+        except Exception as err:  # noqa: BLE001 - top level of the process: unexpected errors are reported
+            message = next(iter(str(err).splitlines()), "").rstrip(".")
+            unexpected = WorkerError(
+                f"The {name} worker failed: {type(err).__name__}{': ' if message else ''}{message}.",
                 where=str(folder / LOG_FILE),
-                todo="The full traceback is in that log; `--debug` prints it.",
+                fix="See the traceback in that log, or print it with `--debug`.",
             )
-            return _told(emit, unforeseen)
+            return _report_error(emit, unexpected)
     return 0
 
 
-def _for_whom(name: str) -> contextlib.AbstractContextManager[None]:
-    """Models that are made to be given away are for whom the umask says; all else is for this user alone."""
-    return contextlib.nullcontext() if name in ("export", "quantise") else private_files()
+def _file_permissions(name: str) -> contextlib.AbstractContextManager[None]:
+    """Exported models, made to be shared, follow the umask; all other files are private to this user."""
+    return contextlib.nullcontext() if name in ("export", "quantize") else private_files()
 
 
-def _told(emit: EventWriter, err: PantheraError) -> int:
-    """The exit code of `err`, which is being handled, and is in the log and in the events if these can be written."""
+def _report_error(emit: EventWriter, err: PantheraError) -> int:
+    """Write `err`, which is being handled, to the log and the events; return its exit code."""
     traceback.print_exc()
-    with contextlib.suppress(StorageError):  # then the parent cannot write there either, and says so
-        emit_error(emit, err, traceback=traceback.format_exc())
+    with contextlib.suppress(StorageError):  # the parent cannot write there either, and reports that
+        emit(ErrorRaised.of(err, traceback=traceback.format_exc()))
     return err.exit_code

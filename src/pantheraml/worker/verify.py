@@ -1,6 +1,7 @@
-"""Task `verify`: the first steps of a run in every mode and in one process, and how far apart they are.
+"""Task `verify`: compare the first steps of a run in every parallelism mode with a single process.
 
-All modes use the same processes, one mode after another. Rank 0 takes the steps alone first, while the others wait.
+All modes run in the same processes, one after another. Rank 0 first takes the single-process steps, while the others
+wait.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 
 from pantheraml.base.errors import ConfigError, UnsupportedModelError
-from pantheraml.base.events import Emit, EventWriter
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import Emit, VerifyProgress, silent
 from pantheraml.base.folders import write_text
 from pantheraml.data.dataset import TokenDataset
-from pantheraml.engine.trial import Difference, Trial, difference, shares_by_hand, trial
+from pantheraml.engine.trial import Difference, Trial, configured_shares, difference, trial
 from pantheraml.parallel.layout import ALONE, make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.planner.dims import check_together
@@ -29,27 +31,27 @@ from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model, check_fits, open_data
 
 TOLERANCE = 1e-5
-"""Of loss and gradient in float32: the same sums in another order."""
+"""For loss and gradient in float32: the same sums in another order."""
 
-WEIGHTS = 10
-"""Adam divides a gradient by its own size, so one near zero brings its last digits into the weight at full strength."""
+WEIGHTS_FACTOR = 10
+"""Weights may differ this much more: Adam divides a gradient by its own magnitude, so rounding errors of a gradient
+near zero reach the weight at full strength."""
 
-NARROW = 2
-"""Where numbers are narrow, what one process makes of the same work in another way sets the measure, and a mode may be
-this many times off."""
+LOW_PRECISION_FACTOR = 2
+"""In low precision, a mode may differ by this many times what another order of the same sums changes in one process."""
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """How far a mode's losses and gradients may be from those of one process."""
+class Tolerances:
+    """Allowed difference of a mode's losses and gradients from those of one process."""
 
-    usual: float
+    default: float
     reason: str
-    cut_rows: float
-    """Where matrices are cut and products are in fp8: each process rounds its own part of a row."""
+    tensor_parallel: float
+    """Larger with fp8 matmuls, where each rank quantizes its own part of a row."""
 
     def of(self, dims: ParallelDims) -> float:
-        return self.cut_rows if dims.tensor > 1 else self.usual
+        return self.tensor_parallel if dims.tensor > 1 else self.default
 
 
 def verify_task(folder: Path, events: EventWriter) -> None:
@@ -57,132 +59,133 @@ def verify_task(folder: Path, events: EventWriter) -> None:
     run = RunDir(request.run_dir)
     config, plan = run.config(), run.plan()
     train_data, _ = open_data(run)
-    patience = config.parallel.timeout_seconds
-    with open_world(plan, timeout_seconds=patience, max_retries=config.parallel.max_retries) as world:
-        verdicts = compare_modes(request, config, plan, world, train_data, events if world.is_main else _silent)
+    timeout = config.parallel.timeout_seconds
+    with open_world(plan, timeout_seconds=timeout, max_retries=config.parallel.max_retries) as world:
+        verdicts = compare_modes(request, config, plan, world, train_data, events if world.is_main else silent)
         if verdicts is not None:
             write_text(folder / "verdicts.json", verdicts.model_dump_json(indent=1))
         world.wait_for_main()
 
 
-def _silent(kind: str, /, **fields: object) -> None:
-    """Ranks other than 0 say nothing."""
-
-
 def compare_modes(
     request: VerifyRequest, config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset, emit: Emit
 ) -> Verdicts | None:
-    """The verdicts, on rank 0. A collective."""
-    alone: Trial | None = None
-    allowed: Allowed | None = None
+    """Return the verdicts on rank 0, None elsewhere. Collective."""
+    single: Trial | None = None
+    tolerances: Tolerances | None = None
     notes = differences_to_run(config, request.modes.values())
-    config = comparable(config)
+    config = comparable_config(config)
     if world.is_main:
-        emit("verify.progress", done=0, total=len(request.modes), mode="one process")
+        emit(VerifyProgress(done=0, total=len(request.modes), mode="one process"))
 
-        def alone_with(**changes: Any) -> Trial:
+        def single_with(**changes: Any) -> Trial:
             whole = _plan_for(ParallelDims(), plan, config.train.global_batch_size).model_copy(update=changes)
-            return _trial(config, whole, _by_itself(world), dataset, request.steps)
+            return _trial(config, whole, _single_process(world), dataset, request.steps)
 
-        alone = alone_with()
-        cuts_rows = any(dims.tensor > 1 for dims in request.modes.values())
-        allowed = allowed_differences(plan, alone, alone_with, cuts_rows=cuts_rows)
-        if allowed.cut_rows > allowed.usual:
+        single = single_with()
+        tensor_parallel = any(dims.tensor > 1 for dims in request.modes.values())
+        tolerances = measure_tolerances(plan, single, single_with, tensor_parallel=tensor_parallel)
+        if tolerances.tensor_parallel > tolerances.default:
             notes.append(
-                f"allowed where matrices are cut: {allowed.cut_rows:.1e}, {NARROW} times what fp8 itself changes, since"
-                " each process rounds its own part of a row"
+                f"allowed with tensor parallelism: {tolerances.tensor_parallel:.1e}, {LOW_PRECISION_FACTOR} times the"
+                " effect of fp8 itself, since each rank quantizes its own part of a row"
             )
     world.wait_for_main()
-    found = []
+    verdicts = []
     for number, (mode, dims) in enumerate(request.modes.items()):
-        emit("verify.progress", done=number + 1, total=len(request.modes), mode=mode)
-        verdict = ModeVerdict(mode=mode, dims=dims, batch_shares=shares_by_hand(config, dims))
+        emit(VerifyProgress(done=number + 1, total=len(request.modes), mode=mode))
+        verdict = ModeVerdict(mode=mode, dims=dims, batch_shares=configured_shares(config, dims))
         try:
             check_mode(config, dims)
-            there = replace(world, layout=make_layout(dims, world.device.type))
-            made = _trial(config, _plan_for(dims, plan, plan.micro_batch_size), there, dataset, request.steps)
-        except (ConfigError, UnsupportedModelError) as err:  # for the same reason on every rank, before they meet
-            if request.asked:
+            mode_world = replace(world, layout=make_layout(dims, world.device.type))
+            result = _trial(config, _plan_for(dims, plan, plan.micro_batch_size), mode_world, dataset, request.steps)
+        except (ConfigError, UnsupportedModelError) as err:  # the same on every rank, before any collective
+            if request.explicit:
                 raise
-            found.append(verdict.model_copy(update={"not_possible": err.what}))
+            verdicts.append(verdict.model_copy(update={"not_possible": err.what}))
             continue
-        if alone is not None and allowed is not None:
-            found.append(_judged(verdict, difference(made, alone), made.seconds, allowed.of(dims)))
-    if alone is None or allowed is None:
+        if single is not None and tolerances is not None:
+            verdicts.append(_judge_mode(verdict, difference(result, single), result.seconds, tolerances.of(dims)))
+    if single is None or tolerances is None:
         return None
     return Verdicts(
         device=world.device.type,
         precision=plan.precision,
         steps=request.steps,
-        tolerance=allowed.usual,
-        weights_tolerance=WEIGHTS * allowed.usual,
-        tolerance_reason=allowed.reason,
-        seconds_of_one=alone.seconds,
-        notes=[*_about_dropout(alone), *notes],
-        modes=found,
+        tolerance=tolerances.default,
+        weights_tolerance=WEIGHTS_FACTOR * tolerances.default,
+        tolerance_reason=tolerances.reason,
+        seconds_of_one=single.seconds,
+        notes=[*_dropout_note(single), *notes],
+        modes=verdicts,
     )
 
 
-def allowed_differences(plan: Plan, alone: Trial, alone_with: Callable[..., Trial], *, cuts_rows: bool) -> Allowed:
-    """Measured in one process, where numbers are narrow: `alone_with` takes the steps again with another plan."""
-    in_fp8 = plan.frozen_weights == "fp8" or plan.fp8_products
+def measure_tolerances(
+    plan: Plan, single: Trial, single_with: Callable[..., Trial], *, tensor_parallel: bool
+) -> Tolerances:
+    """Fixed in float32, measured in one process otherwise. `single_with` reruns the steps with a changed plan."""
+    in_fp8 = plan.frozen_weights == "fp8" or plan.fp8_matmuls
     if plan.precision == "fp32" and not in_fp8:
-        return Allowed(TOLERANCE, "float32: the same sums in another order", TOLERANCE)
-    usual = _measure(alone_with(micro_batch_size=1), alone)
+        return Tolerances(TOLERANCE, "float32: the same sums in another order", TOLERANCE)
+    default = _measure(single_with(micro_batch_size=1), single)
     name = "fp8" if in_fp8 else plan.precision
-    reason = f"{name}: {NARROW} times what another order of the same sums makes in one process"
-    cut_rows = _measure(alone_with(frozen_weights=None), alone) if in_fp8 and cuts_rows else usual
-    return Allowed(usual, reason, max(usual, cut_rows))
+    reason = f"{name}: {LOW_PRECISION_FACTOR} times what another order of the same sums changes in one process"
+    sharded = _measure(single_with(frozen_weights=None), single) if in_fp8 and tensor_parallel else default
+    return Tolerances(default, reason, max(default, sharded))
 
 
-def _measure(other: Trial, alone: Trial) -> float:
-    apart = difference(other, alone)
-    return max(TOLERANCE, NARROW * max(apart.loss, apart.gradient))
+def _measure(other: Trial, single: Trial) -> float:
+    diff = difference(other, single)
+    return max(TOLERANCE, LOW_PRECISION_FACTOR * max(diff.loss, diff.gradient))
 
 
-def comparable(config: TrainConfig) -> TrainConfig:
-    """`config` with the one aggregation that promises the result of one process."""
+def comparable_config(config: TrainConfig) -> TrainConfig:
+    """Return `config` with mean aggregation, the only one that matches a single process."""
     parallel = replace(config.parallel, aggregation="mean", aggregation_weights=None)
     return config.model_copy(update={"parallel": parallel})
 
 
 def differences_to_run(config: TrainConfig, modes: Iterable[ParallelDims]) -> list[str]:
-    """What is compared differs in this from what the config says."""
+    """Notes on how the comparison differs from the config."""
     notes, parallel = [], config.parallel
     if parallel.aggregation != "mean":
         notes.append(
-            f"compared with parallel.aggregation=mean: {parallel.aggregation} is not meant to equal one process"
+            f"compared with parallel.aggregation=mean: {parallel.aggregation} does not match a single process by design"
         )
-    if isinstance(parallel.batch_shares, list) and all(shares_by_hand(config, dims) is None for dims in modes):
+    if isinstance(parallel.batch_shares, list) and all(configured_shares(config, dims) is None for dims in modes):
         sizes = ",".join(map(str, parallel.batch_shares))
-        notes.append(f"compared with even shares: no mode has {len(parallel.batch_shares)} for batch_shares={sizes}")
+        notes.append(
+            f"compared with even batch shares: no mode has {len(parallel.batch_shares)} data-parallel ranks for"
+            f" batch_shares={sizes}"
+        )
     return notes
 
 
-def _about_dropout(alone: Trial) -> list[str]:
-    names = ", ".join(sorted(alone.without))
-    return [f"compared without dropout ({names}): each process draws its own"] if names else []
+def _dropout_note(single: Trial) -> list[str]:
+    names = ", ".join(sorted(single.without))
+    return [f"compared without dropout ({names}): each rank has its own RNG state"] if names else []
 
 
 def check_mode(config: TrainConfig, dims: ParallelDims) -> None:
-    """ConfigError where training would be refused; shares of a batch are compared as far as they go."""
+    """Raise ConfigError for modes that training rejects; uneven batch shares are compared where they apply."""
     parallel = replace(config.parallel, batch_shares="even", leave_out_nonfinite=False)
     check_together(config.model_copy(update={"parallel": parallel}), dims)
 
 
-def _judged(verdict: ModeVerdict, apart: Difference, seconds: float, tolerance: float) -> ModeVerdict:
+def _judge_mode(verdict: ModeVerdict, diff: Difference, seconds: float, tolerance: float) -> ModeVerdict:
     # written so that NaN fails
-    passed = apart.loss <= tolerance and apart.gradient <= tolerance and apart.weights <= WEIGHTS * tolerance
-    measured = {"loss": apart.loss, "gradient": apart.gradient, "weights": apart.weights}
+    passed = diff.loss <= tolerance and diff.gradient <= tolerance and diff.weights <= WEIGHTS_FACTOR * tolerance
+    measured = {"loss": diff.loss, "gradient": diff.gradient, "weights": diff.weights}
     return verdict.model_copy(update={**measured, "seconds": seconds, "passed": passed})
 
 
-def _by_itself(world: World) -> World:
+def _single_process(world: World) -> World:
     return World(rank=0, size=1, device=world.device, layout=ALONE)
 
 
 def _plan_for(dims: ParallelDims, plan: Plan, micro_batch: int) -> Plan:
-    """Without what is only for speed in one process."""
+    """Return `plan` for a mode, without single-process optimizations."""
     changes = {"dims": dims, "world_size": dims.world_size, "micro_batch_size": micro_batch}
     plain = {"cuda_graph": False, "compile": False, "fused": plan.fused and dims.world_size == dims.replicate}
     return plan.model_copy(update={**changes, **plain})
@@ -190,11 +193,11 @@ def _plan_for(dims: ParallelDims, plan: Plan, micro_batch: int) -> Plan:
 
 def _trial(config: TrainConfig, plan: Plan, world: World, dataset: TokenDataset, steps: int) -> Trial:
     torch.manual_seed(config.train.seed)
-    model = build_model(config, plan, world, _silent)
+    model = build_model(config, plan, world, silent)
     check_fits(model, dataset)
-    made = trial(model, config, plan, world, dataset, steps=steps)
+    result = trial(model, config, plan, world, dataset, steps=steps)
     del model
-    gc.collect()  # a model holds itself in cycles, and the next mode needs its memory
+    gc.collect()  # models contain reference cycles, and the next mode needs the memory
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""`device_map` and `max_memory` of FastLanguageModel, as far as a CPU can tell."""
+"""`device_map` and `max_memory` of FastLanguageModel, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.models.conftest import TinyModel
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
-        pytest.skip("is about a machine without GPUs")
+        pytest.skip("needs a host without GPUs")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PANTHERAML_ENABLE_MULTIGPU"):
         monkeypatch.delenv(name, raising=False)
 
@@ -51,12 +51,12 @@ def test_a_rank_has_its_own_device(tiny_model: TinyModel, device_map: Any, monke
         loaded(tiny_model, device_map="auto", max_memory={"cpu": "1GB"})
 
 
-def test_limits_that_the_model_keeps_to(tiny_model: TinyModel) -> None:
+def test_max_memory_within_limits(tiny_model: TinyModel) -> None:
     model = loaded(tiny_model, device_map="auto", max_memory={"cpu": "1GB"})
     assert next(model.parameters()).device.type == "cpu"
 
 
-def test_an_automatic_map_by_its_other_name(tiny_model: TinyModel) -> None:
+def test_auto_device_map_alias(tiny_model: TinyModel) -> None:
     model = loaded(tiny_model, auto_device_map=True, use_multi_gpu=True, max_memory={"cpu": "1GB"})
     assert next(model.parameters()).device.type == "cpu"
     with pytest.raises(ConfigError, match=r"auto_device_map means .* device_map is 'balanced'"):

@@ -1,4 +1,4 @@
-"""FastLanguageModel against transformers and PEFT as they are: same loss, same gradients, same files."""
+"""FastLanguageModel against plain transformers and PEFT: same loss, same gradients, same files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from pantheraml.base.errors import (
 )
 from pantheraml.models.attention import uses_document_attention
 from pantheraml.models.fast import is_fused, second_layouts
-from pantheraml.models.quantise.fp8 import FP8Linear
-from pantheraml.models.quantise.trained_fp8 import TrainedFP8Linear
+from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.fp8_training import FP8TrainingLinear
 from tests import toy
 from tests.unit.models.conftest import TinyModel
 
@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "gpt2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
-    "gemma2": {},  # caps its logits: the loss needs them all
+    "gemma2": {},  # logit soft-capping: the loss needs full logits
 }
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -55,8 +55,8 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def disturb(model: Any) -> None:
-    """A fresh adapter does nothing; give it values that do."""
+def randomize_adapter(model: Any) -> None:
+    """Give the adapter values that have an effect; a fresh one has none."""
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -66,12 +66,12 @@ def disturb(model: Any) -> None:
 def fast_model(folder: Path, **arguments: Any) -> Any:
     model, _ = FastLanguageModel.from_pretrained(str(folder), device_map="cpu")
     adapted = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, **arguments)
-    disturb(adapted)
+    randomize_adapter(adapted)
     return adapted.train()
 
 
 def plain_model(folder: Path, like: Any) -> Any:
-    """The same model and adapter by transformers and PEFT alone."""
+    """Return the same model and adapter, from transformers and PEFT alone."""
     config = like.peft_config["default"]
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     lora = LoraConfig(
@@ -89,10 +89,10 @@ def plain_model(folder: Path, like: Any) -> Any:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    assert found
-    return found
+    assert grads
+    return grads
 
 
 def assert_trains_alike(fast: Any, plain: Any, **more: Any) -> None:
@@ -128,7 +128,7 @@ def test_full_fine_tuning(tiny_model: TinyModel, tmp_path: Path) -> None:
     fast, _ = FastLanguageModel.from_pretrained(str(folder), device_map="cpu", full_finetuning=True)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_trains_alike(fast.train(), plain.train())
-    assert not any(is_fused(layer) for layer in fast.modules()), "compiled is what was measured"
+    assert not any(is_fused(layer) for layer in fast.modules()), "compiled layers were measured faster"
     fast.save_pretrained(tmp_path)
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path))
     assert after == before
@@ -136,7 +136,7 @@ def test_full_fine_tuning(tiny_model: TinyModel, tmp_path: Path) -> None:
     torch.testing.assert_close(again(batch()["input_ids"]).logits, fast.eval()(batch()["input_ids"]).logits, **CLOSE)
 
 
-def test_training_holds_no_logits_and_evaluation_gives_them(tiny_model: TinyModel) -> None:
+def test_logits_in_evaluation_but_not_in_training(tiny_model: TinyModel) -> None:
     fast = fast_model(tiny_model("llama"))
     plain = plain_model(tiny_model("llama"), fast)
     assert fast(**batch()).logits is None
@@ -144,13 +144,13 @@ def test_training_holds_no_logits_and_evaluation_gives_them(tiny_model: TinyMode
     with torch.no_grad():
         ours, theirs = FastLanguageModel.for_inference(fast)(**batch()), plain.eval()(**batch())
     torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
-    seen = batch()["attention_mask"].bool()  # what padding sees is nobody's business
-    torch.testing.assert_close(ours.logits[seen], theirs.logits[seen], rtol=1e-4, atol=1e-5)
+    attended = batch()["attention_mask"].bool()  # padding positions do not matter
+    torch.testing.assert_close(ours.logits[attended], theirs.logits[attended], rtol=1e-4, atol=1e-5)
     assert FastLanguageModel.for_training(fast).training
 
 
 @pytest.mark.parametrize("more", [{"logits_to_keep": 3}, {"return_dict": False}])
-def test_who_asks_for_logits_while_training_gets_them(tiny_model: TinyModel, more: dict[str, Any]) -> None:
+def test_requested_logits_in_training(tiny_model: TinyModel, more: dict[str, Any]) -> None:
     fast = fast_model(tiny_model("llama"))
     inputs = {name: tensor[:1] for name, tensor in batch().items()}
     if "logits_to_keep" in more:
@@ -175,7 +175,7 @@ def test_token_scores(tiny_model: TinyModel, training: bool) -> None:
     assert torch.equal(scores.label_mask, mask)
 
 
-def test_no_token_scores_from_a_head_that_is_more_than_a_product(tiny_model: TinyModel) -> None:
+def test_no_token_scores_from_a_non_linear_head(tiny_model: TinyModel) -> None:
     with pytest.raises(UnsupportedModelError, match="capped"):
         fast_model(tiny_model("gemma2"))(**batch(), fused_lm_head=True)
 
@@ -212,7 +212,7 @@ def test_generation(tiny_model: TinyModel) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_the_seed_alone_decides_the_first_values(tiny_model: TinyModel) -> None:
+def test_adapter_init_depends_on_the_seed_only(tiny_model: TinyModel) -> None:
     def first(seed: int) -> Tensor:
         model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu")
         adapted = FastLanguageModel.get_peft_model(model, random_state=seed)
@@ -225,11 +225,11 @@ def test_the_seed_alone_decides_the_first_values(tiny_model: TinyModel) -> None:
     assert not torch.equal(one, first(2))
 
 
-@pytest.mark.parametrize(("packed", "likeness"), [("load_in_4bit", 0.8), ("load_in_8bit", 0.99), ("load_in_fp8", 0.95)])
-def test_over_packed_weights(tiny_model: TinyModel, packed: str, likeness: float) -> None:
-    model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu", **{packed: True})
+@pytest.mark.parametrize(("option", "cosine"), [("load_in_4bit", 0.8), ("load_in_8bit", 0.99), ("load_in_fp8", 0.95)])
+def test_over_quantized_weights(tiny_model: TinyModel, option: str, cosine: float) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu", **{option: True})
     adapted = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8)
-    disturb(adapted)
+    randomize_adapter(adapted)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float32 for p in trained)
     plain = plain_model(tiny_model("llama"), adapted)
@@ -238,22 +238,22 @@ def test_over_packed_weights(tiny_model: TinyModel, packed: str, likeness: float
     ours.loss.backward()
     theirs.loss.backward()
     mine, other = (torch.cat([g.flatten() for g in gradients(m).values()]) for m in (adapted, plain))
-    assert torch.cosine_similarity(mine, other, dim=0) > likeness
-    # the adapter counts: without it the loss is another one
+    assert torch.cosine_similarity(mine, other, dim=0) > cosine
+    # the adapter has an effect on the loss
     with adapted.disable_adapter(), torch.no_grad():
         assert abs(float(adapted(**batch()).loss) - float(ours.loss.detach())) > 0.01
 
 
 @pytest.fixture(scope="module")
 def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a vocabulary that the fp8 tensor cores take: a multiple of 16."""
+    """A model whose vocabulary size is a multiple of 16, as fp8 tensor cores need."""
     return toy.write_llama(tmp_path_factory.mktemp("fp8") / "model", hidden_size=64, initializer_range=0.1)
 
 
 def fp8_model(folder: Path, **arguments: Any) -> Any:
     model, _ = FastLanguageModel.from_pretrained(str(folder), device_map="cpu", load_in_fp8=True)
     adapted = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, **arguments)
-    disturb(adapted)
+    randomize_adapter(adapted)
     return adapted.train()
 
 
@@ -278,7 +278,7 @@ def test_an_fp8_base_has_an_fp8_head(fp8_folder: Path, tmp_path: Path) -> None:
     assert torch.cosine_similarity(again, mine, dim=0) > 0.9999
 
     ids = batch()["input_ids"][:1]
-    with torch.no_grad():  # transformers' own forward, through the head's
+    with torch.no_grad():  # transformers' own forward, which calls the head's
         evaluated = FastLanguageModel.for_inference(fast)(**batch(), use_cache=False)
         torch.testing.assert_close(evaluated.loss, ours.loss, rtol=1e-5, atol=0)
         assert evaluated.logits.shape == (2, 12, head.out_features)
@@ -287,7 +287,7 @@ def test_an_fp8_base_has_an_fp8_head(fp8_folder: Path, tmp_path: Path) -> None:
     assert not any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
-def test_fp8_weights_are_kept_twice_unless_memory_is_short(
+def test_two_fp8_layouts_unless_memory_is_short(
     fp8_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def model(**arguments: Any) -> tuple[Any, str]:
@@ -295,28 +295,28 @@ def test_fp8_weights_are_kept_twice_unless_memory_is_short(
         with caplog.at_level(logging.INFO, logger="pantheraml"):
             return fp8_model(fp8_folder, **arguments), caplog.text
 
-    fast, said = model()
-    assert "fp8 weights are kept in two layouts: backward passes" in said
+    fast, log = model()
+    assert "fp8 weights are stored in two layouts: the backward" in log
     assert len(second_layouts(fast)) == 2 * 2, "of two layers"
-    lean, said = model(use_gradient_checkpointing=True)
-    assert "fp8 weights are kept in one layout: activation checkpointing is full" in said
-    assert second_layouts(lean) == []
+    checkpointed, log = model(use_gradient_checkpointing=True)
+    assert "fp8 weights are stored in one layout: activation_checkpointing=full" in log
+    assert second_layouts(checkpointed) == []
     monkeypatch.setattr("pantheraml.api.why_one_layout", lambda _: "it is too large")
-    large, said = model()
-    assert "fp8 weights are kept in one layout: it is too large" in said
+    large, log = model()
+    assert "fp8 weights are stored in one layout: it is too large" in log
     assert second_layouts(large) == []
-    found = []
-    for model_ in (fast, lean, large):
+    collected = []
+    for model_ in (fast, checkpointed, large):
         loss = model_(**batch()).loss
         loss.backward()
-        found.append([loss.detach(), *gradients(model_).values()])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
+        collected.append([loss.detach(), *gradients(model_).values()])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*collected, strict=True))
 
 
-def test_a_full_fine_tune_may_multiply_in_fp8(fp8_folder: Path, tmp_path: Path) -> None:
+def test_full_finetuning_with_fp8_matmuls(fp8_folder: Path, tmp_path: Path) -> None:
     fast, _ = FastLanguageModel.from_pretrained(str(fp8_folder), full_finetuning=True, load_in_fp8=True)
     kinds = {type(layer) for layer in fast.model.layers.modules() if isinstance(layer, torch.nn.Linear)}
-    assert kinds == {TrainedFP8Linear}
+    assert kinds == {FP8TrainingLinear}
     assert type(fast.lm_head) is torch.nn.Linear
     assert all(parameter.requires_grad for parameter in fast.parameters())
     fused = [layer for layer in fast.modules() if is_fused(layer)]
@@ -328,7 +328,7 @@ def test_a_full_fine_tune_may_multiply_in_fp8(fp8_folder: Path, tmp_path: Path) 
     assert all(map(torch.equal, again.state_dict().values(), fast.state_dict().values()))
 
 
-def test_a_head_with_an_adapter_is_not_quantised(fp8_folder: Path) -> None:
+def test_a_head_with_an_adapter_is_not_quantized(fp8_folder: Path) -> None:
     fast = fp8_model(fp8_folder, target_modules=["q_proj", "lm_head"])
     head = fast.get_output_embeddings()
     assert isinstance(head, BaseTunerLayer)
@@ -337,7 +337,7 @@ def test_a_head_with_an_adapter_is_not_quantised(fp8_folder: Path) -> None:
 
 
 def test_an_nf4_base_is_not_fused_on_a_cpu(tmp_path: Path) -> None:
-    """There is nothing to gain, and its products would be rounded to fp8."""
+    """Nothing would be gained, and its matmuls would round to fp8."""
     folder = toy.write_llama(tmp_path / "model", hidden_size=64)
     model, _ = FastLanguageModel.from_pretrained(str(folder), device_map="cpu", load_in_4bit=True)
     fast = FastLanguageModel.get_peft_model(model, r=4).train()
@@ -356,29 +356,29 @@ def assert_trains(model: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 8], ids=["few labels", "nearly all"])
-@pytest.mark.parametrize("told", [7, torch.tensor(7), None], ids=["number", "tensor", "not told"])
-def test_whatever_share_of_tokens_has_a_label(tiny_model: TinyModel, length: int, told: Any) -> None:
-    """The head runs on those that have one, or on all."""
+@pytest.mark.parametrize("num_items", [7, torch.tensor(7), None], ids=["number", "tensor", "none"])
+def test_any_share_of_labeled_tokens(tiny_model: TinyModel, length: int, num_items: Any) -> None:
+    """The head runs on labeled tokens only, or on all."""
     fast = fast_model(tiny_model("llama"))
     plain = plain_model(tiny_model("llama"), fast)
     inputs = {"input_ids": batch()["input_ids"], "labels": batch()["input_ids"].clone()}
     inputs["labels"][:, :-length] = -100
-    ours, theirs = (m(**inputs, num_items_in_batch=told).loss for m in (fast, plain))
+    ours, theirs = (m(**inputs, num_items_in_batch=num_items).loss for m in (fast, plain))
     torch.testing.assert_close(ours, theirs, **CLOSE)
-    scores = fast(**inputs, num_items_in_batch=told, fused_lm_head=True)
+    scores = fast(**inputs, num_items_in_batch=num_items, fused_lm_head=True)
     torch.testing.assert_close(scores.loss, theirs, **CLOSE)
     assert scores.log_probs.shape == scores.label_mask.shape == (2, 11)
     assert int(scores.label_mask.sum()) == 2 * length
 
 
-def test_labels_that_are_shifted_already(tiny_model: TinyModel) -> None:
+def test_shifted_labels(tiny_model: TinyModel) -> None:
     fast = fast_model(tiny_model("llama"))
     ids = batch()["input_ids"]
-    usual = fast(input_ids=ids, labels=ids, fused_lm_head=True)
+    unshifted = fast(input_ids=ids, labels=ids, fused_lm_head=True)
     shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     scores = fast(input_ids=ids, shift_labels=shifted, fused_lm_head=True)
     assert scores.log_probs.shape == (2, 12)
-    assert torch.equal(scores.log_probs[:, :-1], usual.log_probs)
+    assert torch.equal(scores.log_probs[:, :-1], unshifted.log_probs)
     assert not scores.log_probs[:, -1].any()
 
 
@@ -387,12 +387,12 @@ def test_checkpointed_activations_give_the_same_gradients(tiny_model: TinyModel,
     fast = fast_model(tiny_model("llama"), use_gradient_checkpointing=mode)
     layers = fast.get_base_model().model.layers
     chosen = [layer._gradient_checkpointing_func for layer in layers]
-    fast.gradient_checkpointing_enable()  # as a trainer does; must not replace or double what was asked for
+    fast.gradient_checkpointing_enable()  # as a trainer does; must not replace or duplicate the requested mode
     assert [layer._gradient_checkpointing_func for layer in layers] == chosen
     assert_trains_alike(fast, plain_model(tiny_model("llama"), fast))
 
 
-def test_without_a_mode_the_trainer_is_obeyed(tiny_model: TinyModel) -> None:
+def test_checkpointing_is_left_to_the_trainer(tiny_model: TinyModel) -> None:
     fast = fast_model(tiny_model("llama"))
     assert not fast.is_gradient_checkpointing
     fast.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -406,7 +406,7 @@ def test_a_loaded_model_is_frozen_and_on_document_attention(tiny_model: TinyMode
     assert uses_document_attention(model)
 
 
-def test_max_seq_length_is_where_the_tokenizer_cuts(tiny_model: TinyModel) -> None:
+def test_max_seq_length_sets_tokenizer_truncation(tiny_model: TinyModel) -> None:
     _, tokenizer = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu", max_seq_length=5)
     assert len(tokenizer("many more characters than five", truncation=True)["input_ids"]) == 5
 
@@ -417,13 +417,13 @@ def test_max_seq_length_is_where_the_tokenizer_cuts(tiny_model: TinyModel) -> No
         ({"max_seq_length": 65}, UnsupportedModelError, "64 positions"),
         ({"max_seq_length": 0}, ConfigError, "max_seq_length=0"),
         ({"dtype": "int8"}, ConfigError, "bfloat16, float16, float32"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "exclude each other"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "mutually exclusive"),
         ({"load_in_4bit": True, "full_finetuning": True}, ConfigError, "nf4 weights cannot be trained"),
         ({"device_map": {"layer": "cpu"}}, ConfigError, "modules that the model does not have: layer"),
         ({"device_map": {"": "cpu", "lm_head": "cuda:63"}}, DeviceError, "cuda:63"),
         ({"max_memory": {"cpu": "1KB"}}, OutOfMemoryError, "device cpu"),
-        ({"device_map": None, "max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory goes with a device_map"),
-        ({"device_map": "nowhere"}, ConfigError, "not a device"),
+        ({"device_map": None, "max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory needs a device_map"),
+        ({"device_map": "nowhere"}, ConfigError, "not a valid device"),
         ({"device_map": "cuda:63"}, DeviceError, "cuda:63"),
         ({"use_gradient_checkpointing": "unsloth"}, ConfigError, "get_peft_model"),
         ({"use_gradient_checkpointing": "some", "full_finetuning": True}, ConfigError, "'selective'"),
@@ -456,8 +456,8 @@ def test_adapter_errors(tiny_model: TinyModel, arguments: Any, error: type[Panth
         FastLanguageModel.get_peft_model(model, **arguments)
 
 
-def test_adapters_go_on_fast_models_once(tiny_model: TinyModel) -> None:
-    with pytest.raises(ConfigError, match="adapters already"):
+def test_get_peft_model_rejects_other_models(tiny_model: TinyModel) -> None:
+    with pytest.raises(ConfigError, match="already has adapters"):
         FastLanguageModel.get_peft_model(fast_model(tiny_model("llama")))
     other = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):

@@ -1,4 +1,4 @@
-"""TRL's packing and padding-free batches over `FastLanguageModel`: the loss of each document alone, or an error."""
+"""TRL's packing and padding-free batches with `FastLanguageModel`: the loss of each document alone, or an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from pantheraml import FastLanguageModel
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.hooks import trl
-from pantheraml.models.tiny import tiny_config
+from pantheraml.models.tiny_model import tiny_config
 from tests import toy
 
 TARGETS = {"mamba2": ["in_proj"]}
@@ -27,7 +27,7 @@ PACKED = [{"packing": True, "eval_packing": True}, {"padding_free": True, "max_l
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     disable_progress_bar()
-    before = dict(os.environ)  # trainers write to it
+    before = dict(os.environ)  # trainers modify it
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -64,15 +64,15 @@ def trainer(folder: Path, output: Path, **settings: Any) -> SFTTrainer:
 
 @pytest.mark.parametrize("settings", PACKED, ids=["packing", "padding_free"])
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
-def test_a_family_that_cannot_be_packed_is_refused(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+def test_packing_is_rejected_for_unsupported_families(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     run = trainer(write_model(tmp_path / "model", family), tmp_path / "out", **settings)
     for use in (run.train, run.evaluate):
-        with pytest.raises(UnsupportedModelError, match="other values for packed documents") as caught:
+        with pytest.raises(UnsupportedModelError, match="different values for packed documents") as caught:
             use()
         assert "packing=False and padding_free=False" in str(caught.value)
 
 
-def test_it_is_trained_without_packing(tmp_path: Path) -> None:
+def test_training_without_packing(tmp_path: Path) -> None:
     run = trainer(write_model(tmp_path / "model", "mamba2"), tmp_path / "out")
     run.train()
     assert run.state.global_step == 1
@@ -80,11 +80,11 @@ def test_it_is_trained_without_packing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", PACKED, ids=["packing", "padding_free"])
 @pytest.mark.parametrize("family", ["gpt_oss", "opt"])
-def test_the_loss_is_that_of_padded_rows(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+def test_packed_loss_matches_padded(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     folder = write_model(tmp_path / "model", family)
-    # batches hold other rows, and each counts as one: so all rows are in one batch
-    whole = {"per_device_eval_batch_size": 24}
-    packed = trainer(folder, tmp_path / "out", **settings, **whole).evaluate()["eval_loss"]
-    padded = trainer(folder, tmp_path / "other", **whole).evaluate()["eval_loss"]
+    # the mean is over batches, whose rows differ with packing: so put all rows in one batch
+    one_batch = {"per_device_eval_batch_size": 24}
+    packed = trainer(folder, tmp_path / "out", **settings, **one_batch).evaluate()["eval_loss"]
+    padded = trainer(folder, tmp_path / "other", **one_batch).evaluate()["eval_loss"]
     assert packed == pytest.approx(padded, rel=1e-5)
     trainer(folder, tmp_path / "trained", **settings).train()

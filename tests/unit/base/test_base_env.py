@@ -1,4 +1,4 @@
-"""Who a process is told to be, by the variables of each launcher."""
+"""Rank, rendezvous address and switches from the environment variables of each launcher."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
 
 
-def told(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
 
-def test_a_lone_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_has_no_launched_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.launched_rank() is None
     assert env.process_rank() == env.ProcessRank(rank=0, local_rank=0, world_size=1)
-    # a batch script sees these, and is alone all the same
-    told(monkeypatch, SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="4")
+    # a batch script has these variables, but is a single process
+    set_variables(monkeypatch, SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="4")
     assert env.launched_rank() is None
 
 
-def test_torchrun_and_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
+def test_rank_from_torchrun_and_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
     assert env.launched_rank() == env.ProcessRank(rank=5, local_rank=1, world_size=8)
-    told(monkeypatch, LOCAL_WORLD_SIZE="4")
+    set_variables(monkeypatch, LOCAL_WORLD_SIZE="4")
     assert env.process_rank().local_world_size == 4
 
 
-def test_srun_in_torchruns_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_STEP_NUM_TASKS="4")
+def test_rank_from_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_STEP_NUM_TASKS="4")
     place = env.launched_rank()
     assert place == env.ProcessRank(rank=3, local_rank=1, world_size=4)
     assert env.rank_variables(place) == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
     for node, here in (("0", 2), ("2", 2), ("3", 1), ("4", None)):
-        told(monkeypatch, SLURM_NODEID=node, SLURM_STEP_TASKS_PER_NODE="2(x3),1")
+        set_variables(monkeypatch, SLURM_NODEID=node, SLURM_STEP_TASKS_PER_NODE="2(x3),1")
         assert env.process_rank().local_world_size == here
     assert env.rank_variables(env.ProcessRank(0, 0, 4, 2))["LOCAL_WORLD_SIZE"] == "2"
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({"RANK": "0"}, "LOCAL_RANK, WORLD_SIZE"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK"),
@@ -63,62 +63,64 @@ def test_srun_in_torchruns_words(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "SLURM_LOCALID"),
     ],
 )
-def test_half_a_rank_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str) -> None:
-    told(monkeypatch, **variables)
-    with pytest.raises(LaunchError, match=said):
+def test_incomplete_rank_variables_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    set_variables(monkeypatch, **variables)
+    with pytest.raises(LaunchError, match=message):
         env.launched_rank()
 
 
-def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="MASTER_ADDR and MASTER_PORT"):
         env.store_address()
-    told(monkeypatch, MASTER_ADDR="node0", MASTER_PORT="29500")
+    set_variables(monkeypatch, MASTER_ADDR="node0", MASTER_PORT="29500")
     assert env.store_address() == env.StoreAddress("node0", 29500, hosted_by_agent=False, attempt=0)
-    told(monkeypatch, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="2")
+    set_variables(monkeypatch, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="2")
     assert env.store_address() == env.StoreAddress("node0", 29500, hosted_by_agent=True, attempt=2)
 
 
 @pytest.mark.parametrize("hosted_by_agent", [True, False])
-def test_a_child_is_told_where_ranks_meet(monkeypatch: pytest.MonkeyPatch, hosted_by_agent: bool) -> None:
+def test_store_variables_round_trip(monkeypatch: pytest.MonkeyPatch, hosted_by_agent: bool) -> None:
     address = env.StoreAddress("node0", 29500, hosted_by_agent=hosted_by_agent, attempt=3)
-    told(monkeypatch, **env.store_variables(address))
+    set_variables(monkeypatch, **env.store_variables(address))
     assert env.store_address() == address
     assert env.started_by_agent() == hosted_by_agent
 
 
-def test_the_switch_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_gpu_switch_and_nproc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not env.multi_gpu_requested()
-    told(monkeypatch, UNSLOTH_ENABLE_MULTIGPU="1")
+    set_variables(monkeypatch, UNSLOTH_ENABLE_MULTIGPU="1")
     assert env.multi_gpu_requested()
-    told(monkeypatch, PANTHERAML_ENABLE_MULTIGPU="0")
-    assert not env.multi_gpu_requested(), "our own name goes first"
+    set_variables(monkeypatch, PANTHERAML_ENABLE_MULTIGPU="0")
+    assert not env.multi_gpu_requested(), "our own variable takes precedence"
     assert env.processes_requested() is None
-    told(monkeypatch, PANTHERAML_NPROC="3")
+    set_variables(monkeypatch, PANTHERAML_NPROC="3")
     assert env.processes_requested() == 3
-    told(monkeypatch, PANTHERAML_NPROC="all")
+    set_variables(monkeypatch, PANTHERAML_NPROC="all")
     with pytest.raises(LaunchError, match="PANTHERAML_NPROC='all' is not a number"):
         env.processes_requested()
 
 
-def in_c(name: bytes) -> bytes | None:
+def c_getenv(name: bytes) -> bytes | None:
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     value: bytes | None = getenv(name)
     return value
 
 
-def test_what_is_suggested_to_native_code_stays_when_the_environment_is_put_back(
+def test_native_default_survives_restoring_os_environ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = dict(os.environ)
-    env.suggest_to_native_code("PANTHERAML_TEST_NATIVE", "0")
+    env.set_native_default("PANTHERAML_TEST_NATIVE", "0")
     try:
         os.environ.clear()
         os.environ.update(before)
-        assert in_c(b"PANTHERAML_TEST_NATIVE") == b"0"
+        assert c_getenv(b"PANTHERAML_TEST_NATIVE") == b"0"
         assert "PANTHERAML_TEST_NATIVE" not in env.child_environment()
         monkeypatch.setenv("PANTHERAML_TEST_NATIVE", "7")
-        env.suggest_to_native_code("PANTHERAML_TEST_NATIVE", "0")
-        assert in_c(b"PANTHERAML_TEST_NATIVE") == b"7"
+        env.set_native_default("PANTHERAML_TEST_NATIVE", "0")
+        assert c_getenv(b"PANTHERAML_TEST_NATIVE") == b"7"
     finally:
         os.unsetenv("PANTHERAML_TEST_NATIVE")

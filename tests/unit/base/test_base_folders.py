@@ -9,7 +9,7 @@ from pantheraml.base.errors import StorageError
 from pantheraml.base.folders import committed_folder, write_text
 
 
-def test_the_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_folder_appears_only_when_complete(tmp_path: Path) -> None:
     final = tmp_path / "a" / "b"
     with committed_folder(final) as folder:
         (folder / "x").write_text("1")
@@ -18,7 +18,7 @@ def test_the_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     assert [p.name for p in final.parent.iterdir()] == ["b"]
 
 
-def test_an_error_leaves_the_old_folder_and_no_scraps(tmp_path: Path) -> None:
+def test_error_keeps_old_folder_and_leaves_no_scratch(tmp_path: Path) -> None:
     final = tmp_path / "b"
     with committed_folder(final) as folder:
         (folder / "x").write_text("old")
@@ -29,7 +29,7 @@ def test_an_error_leaves_the_old_folder_and_no_scraps(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
-def test_a_full_disk_is_a_storage_error_and_the_old_content_stays(tmp_path: Path) -> None:
+def test_full_disk_is_a_storage_error_and_keeps_old_content(tmp_path: Path) -> None:
     final, text = tmp_path / "b", tmp_path / "t.json"
     with committed_folder(final) as folder:
         (folder / "x").write_text("old")

@@ -1,4 +1,4 @@
-"""No character that a terminal obeys gets from a file, a row or a model to the terminal."""
+"""No control character from a file, a row or a model reaches the terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from pantheraml.base import log
 from pantheraml.base.errors import DataError, WorkerError
+from pantheraml.base.events import Notice, RunRestarted, WarningIssued
 from pantheraml.base.text import printable
 from pantheraml.cli import generate, plan
 from pantheraml.cli.main import main
@@ -25,15 +26,15 @@ from pantheraml.specs.tasks import ModeVerdict, Verdicts
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08\r\u202egnp.exe\u2066\u200f\ud800\x00"
 MARKUP = "[red]not red[/red] [/nothing]"
-OBEYED = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u202e\u2066\u200f\ud800"} - {"\n", "\t"}
+CONTROLS = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u202e\u2066\u200f\ud800"} - {"\n", "\t"}
 
 
 def harmless(text: str) -> bool:
     text.encode()
-    return not OBEYED & set(text)
+    return not CONTROLS & set(text)
 
 
-def test_controls_are_shown_by_their_codes() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable(EVIL) == (r"\x1b]0;owned\x07\x1b[2J\x9b31m\x08\x0d\u202egnp.exe\u2066\u200f\ud800\x00")
     for number in (*range(0x20), *range(0x7F, 0xA0), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF):
         assert printable(chr(number)) != chr(number) or chr(number) in "\n\t"
@@ -41,13 +42,13 @@ def test_controls_are_shown_by_their_codes() -> None:
     assert printable(plain) == plain
 
 
-def test_errors_are_harmless_wherever_they_are_printed() -> None:
-    err = DataError(f"A row {EVIL}", where=f"{EVIL}.jsonl", todo=EVIL)
+def test_error_messages_are_escaped() -> None:
+    err = DataError(f"A row {EVIL}", where=f"{EVIL}.jsonl", fix=EVIL)
     assert harmless(str(err))
-    assert err.what == f"A row {EVIL}", "events and reports have it as it is"
+    assert err.what == f"A row {EVIL}", "events and reports get the raw text"
 
 
-def test_the_command_line_prints_harmless_errors(
+def test_cli_errors_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["train", "--model", EVIL[:-2], "--data", "d", "--set", f"train.{EVIL[:-2]}=1"]) == 2
@@ -62,15 +63,19 @@ def test_the_command_line_prints_harmless_errors(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_progress_display_shows_text_as_text(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_escapes_text(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     stream = io.StringIO()
     bar = ProgressBar(f"train {EVIL}", console=Console(file=stream, width=300, force_terminal=terminal))
-    told = {"message": f"{EVIL} {MARKUP}"}
-    for kind in ("notice", "warning", "run.restarted"):
-        bar.handle({"kind": kind, "v": 1, "time": 0.0, "clock": 0.0, "rank": 0, **told})
+    message = f"{EVIL} {MARKUP}"
+    for event in (
+        Notice(message=message),
+        WarningIssued(message=message),
+        RunRestarted(message=message, step=None, world_size=1),
+    ):
+        bar.handle(event)
     bar.close()
     shown = stream.getvalue()
     assert shown.count(printable(EVIL)) == 4
@@ -80,7 +85,7 @@ def test_the_progress_display_shows_text_as_text(terminal: bool, monkeypatch: py
     assert terminal or harmless(shown)
 
 
-def test_verify_shows_text_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_table_escapes_text(capsys: pytest.CaptureFixture[str]) -> None:
     impossible = ModeVerdict(mode="tp", dims=ParallelDims(), not_possible=f"{EVIL[:-2]} {MARKUP}")
     show(
         Verdicts(
@@ -94,25 +99,25 @@ def test_verify_shows_text_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_model_speaks_to_a_terminal_harmlessly_and_to_a_pipe_exactly(
+def test_generated_text_is_escaped_for_a_terminal_and_raw_for_a_pipe(
     terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = EVIL.replace("\ud800", "").replace("\r", "")
-    monkeypatch.setattr(generate, "complete", lambda *arguments, **others: [said])
+    completion = EVIL.replace("\ud800", "").replace("\r", "")
+    monkeypatch.setattr(generate, "complete", lambda *arguments, **others: [completion])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     assert main(["generate", "run", "--prompt", "x"]) == 0
     shown = capsys.readouterr().out
-    assert harmless(shown) if terminal else shown == f"{said}\n"
+    assert harmless(shown) if terminal else shown == f"{completion}\n"
     assert main(["generate", "run", "--prompt", "x", "--json"]) == 0
     shown = capsys.readouterr().out
-    assert json.loads(shown)["completion"] == said
+    assert json.loads(shown)["completion"] == completion
     assert harmless(shown) or not terminal
 
 
-def test_the_log_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("pantheraml")
     before = logger.handlers, logger.level, logger.propagate
-    logger.propagate = False  # pytest would keep the record, and pytest-xdist cannot send half a surrogate pair
+    logger.propagate = False  # pytest would store the record, and pytest-xdist cannot send a lone surrogate
     try:
         log.start()
         log.get("pantheraml.test").warning("a file says %s", EVIL)
@@ -122,7 +127,7 @@ def test_the_log_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     assert harmless(capsys.readouterr().err)
 
 
-def test_the_report_shows_text_as_text() -> None:
+def test_report_escapes_text() -> None:
     shown = escape(f"{EVIL}<script>alert(1)</script>")
     assert harmless(shown)
     assert "<" not in shown

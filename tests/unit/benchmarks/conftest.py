@@ -1,4 +1,4 @@
-"""Benchmarks are scripts that find each other through sys.path, so tests run them in processes of their own."""
+"""Benchmarks are scripts that import each other through sys.path, so tests run them in their own processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Python(Protocol):
 
 @pytest.fixture
 def python() -> Python:
-    """Run code that can import every module in `benchmarks`; what it printed."""
+    """Runs code that can import every module in `benchmarks`, and returns its output."""
 
     def run(code: str, *arguments: str) -> str:
         command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{code}", *arguments]

@@ -1,4 +1,4 @@
-"""The accuracy benchmark: a corpus that is always the same, figures that mean what they say, and that it runs."""
+"""The accuracy benchmark: its corpus is deterministic, its summary is correct, and it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.benchmarks.conftest import Python
+
+pytestmark = pytest.mark.extended
 
 CORPUS = """
 import json
@@ -23,7 +25,7 @@ print(json.dumps(texts))
 """
 
 
-def test_the_corpus_is_the_same_every_time_and_its_domains_are_apart(python: Python, tmp_path: Path) -> None:
+def test_corpus_is_deterministic_and_its_domains_are_disjoint(python: Python, tmp_path: Path) -> None:
     first, second = map(json.loads, python(CORPUS, str(tmp_path)).splitlines())
     (prose, code), again = first
     assert [prose, code] == again
@@ -84,4 +86,4 @@ def test_it_runs(python: Python) -> None:
     assert 0 < abs(nf4["relative_difference"]) < 0.005
     assert 0.97 < nf4["gradient_cosine"] < 0.9999
     assert 0.97 < nf4["gradient_cosine_random_up"] < 0.9999
-    assert measured["parameters"]["base_eval_loss"] < 6.3, "below log(512): it has begun to learn"
+    assert measured["parameters"]["base_eval_loss"] < 6.3, "below log(512): it has started to learn"

@@ -1,4 +1,4 @@
-"""The kernel benchmark on a CPU: every op of ours agrees with its reference, and what is missing has a reason."""
+"""The kernel benchmark on a CPU: every op matches its reference, and missing results have a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/performance.md: figures come from result files alone, and every measured trick is described."""
+"""docs/performance.md: figures come from result files alone, and every ablation is described."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ ABLATION: dict[str, Any] = {
 }
 
 
-def test_the_page_is_what_the_result_files_generate(python: Python) -> None:
+def test_page_is_up_to_date(python: Python) -> None:
     generated = python("import run; sys.stdout.write(run.performance_page.page(run.records()))")
     assert PAGE.read_text(encoding="utf-8") == generated, "run `python benchmarks/run.py --table`"
 
 
-MADE = "import json, performance_page\nprint(performance_page.page(json.loads(sys.argv[1])))"
+RENDER = "import json, performance_page\nprint(performance_page.page(json.loads(sys.argv[1])))"
 
 
-def test_a_trick_is_shown_with_its_newest_share(python: Python) -> None:
+def test_newest_ablation_is_shown(python: Python) -> None:
     newer = {**ABLATION, "date": "2031-01-01", "results": [{**ABLATION["results"][0], "on_tokens_per_second": 13000}]}
-    lines = python(MADE, json.dumps([newer, ABLATION])).splitlines()
+    lines = python(RENDER, json.dumps([newer, ABLATION])).splitlines()
     assert (
         "Measured (A GPU, 2031-01-01): **10,000 tokens/s without, 13,000 with (+30.0%)**;"
         " **60.0 GiB without, 48.5 with (-11.5 GiB)**." in lines
@@ -46,7 +46,7 @@ def test_a_trick_is_shown_with_its_newest_share(python: Python) -> None:
     assert "Not measured yet." in lines
 
 
-def test_a_trick_that_nobody_described_is_an_error(python: Python) -> None:
+def test_ablation_without_a_description_is_an_error(python: Python) -> None:
     unknown = {**ABLATION, "results": [{"trick": "magic"}]}
     code = (
         "import json, performance_page\n"
@@ -54,3 +54,12 @@ def test_a_trick_that_nobody_described_is_an_error(python: Python) -> None:
         "except ValueError as err: print(err)"
     )
     assert "magic" in python(code, json.dumps([unknown]))
+
+
+def test_the_ratios_in_the_readme_are_those_of_the_result_files(python: Python) -> None:
+    readme = PAGE.parents[1] / "README.md"
+    generated = python(
+        "import run; sys.stdout.write(run.readme_table.with_ratios(run.README.read_text(), run.records()))"
+    )
+    assert readme.read_text(encoding="utf-8") == generated, "run `python benchmarks/run.py --table`"
+    assert readme.read_text().count("**1.") >= 3

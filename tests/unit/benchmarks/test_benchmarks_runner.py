@@ -1,4 +1,4 @@
-"""The benchmark runner: what a result file holds, and that docs/benchmarks.md is what the files say."""
+"""The benchmark runner: content of result files, and pages generated from them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ ROOT = Path(__file__).parents[3]
 RUN = ROOT / "benchmarks" / "run.py"
 
 
-def test_the_page_is_what_the_result_files_generate(python: Python) -> None:
+def test_page_is_up_to_date(python: Python) -> None:
     generated = python("import run; sys.stdout.write(run.page())")
     written = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert written == generated, "run `python benchmarks/run.py --table`"
     assert len(written.encode()) <= 10 << 10
 
 
-def test_the_csv_files_are_what_the_result_files_generate(python: Python) -> None:
+def test_csv_files_are_up_to_date(python: Python) -> None:
     code = "import json, run; print(json.dumps({path.name: text for path, text in run.histories().items()}))"
     generated = json.loads(python(code))
     written = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks/history").glob("*.csv")}
     assert written == generated, "run `python benchmarks/run.py --table`"
 
 
-def test_a_result_file_says_where_and_with_what(python: Python, tmp_path: Path) -> None:
+def test_result_file_has_hardware_versions_and_commit(python: Python, tmp_path: Path) -> None:
     code = (
         "import run; from pathlib import Path; run.RESULTS = Path(sys.argv[1])\n"
         "print(run.measure('cli_start', {'repeats': 1}))"
@@ -47,13 +47,13 @@ def test_a_result_file_says_where_and_with_what(python: Python, tmp_path: Path) 
     assert results["import_seconds"] > 0
 
 
-def test_an_unknown_benchmark_lists_the_known_ones() -> None:
+def test_unknown_benchmark_lists_the_known_ones() -> None:
     done = subprocess.run([sys.executable, str(RUN), "cli_stard"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "known: ablation, accuracy, checkpoint_save, cli_start" in done.stderr
 
 
-def test_running_all_leaves_out_what_needs_a_gpu_where_there_is_none(python: Python) -> None:
+def test_benchmarks_that_need_a_gpu_are_skipped_without_one(python: Python) -> None:
     code = (
         "import run; from pantheraml.devices.probe import probe\n"
         "found = run.possible()\n"
@@ -62,8 +62,8 @@ def test_running_all_leaves_out_what_needs_a_gpu_where_there_is_none(python: Pyt
         "assert all('run' in vars(run.importlib.import_module(name)) for name in run.names())\n"
         "assert 'torch' not in sys.modules"
     )
-    said = python(code)
-    assert not said or "kernels: left out, it needs a GPU" in said
+    output = python(code)
+    assert not output or "kernels: skipped, it needs a GPU" in output
 
 
 RECORD: dict[str, Any] = {
@@ -93,11 +93,11 @@ print(table.history("made_up", own, [record, newer]))
 
 
 def test_tables(python: Python) -> None:
-    said = python(TABLES, json.dumps(RECORD)).partition("# Benchmarks")[2]
-    assert "| How fast it is | 2 x A GPU | 2030-01-02, `012345678`+ | `benchmarks/history/made_up.csv` |" in said
-    assert "## Fast\n\nHow. (`benchmarks/made_up.py`; all results: `benchmarks/history/made_up.csv`)\n\n2.\n" in said
+    output = python(TABLES, json.dumps(RECORD)).partition("# Benchmarks")[2]
+    assert "| How fast it is | 2 x A GPU | 2030-01-02, `012345678`+ | `benchmarks/history/made_up.csv` |" in output
+    assert "## Fast\n\nHow. (`benchmarks/made_up.py`; all results: `benchmarks/history/made_up.csv`)\n\n2.\n" in output
     origin = "2 x A GPU,0.2,Python 3.12.1,`012345678`+"
-    assert said.endswith(
+    assert output.endswith(
         "time,hardware,load,versions,commit,date\n"
         f"1000 ms,{origin},2031-01-01\n123 ms,{origin},2030-01-02\n2000 ms,{origin},2030-01-02\n\n"
     )

@@ -1,4 +1,4 @@
-"""docs/stability.md and its pictures: made from result files alone."""
+"""docs/stability.md and its plots are generated from result files alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def test_the_page_and_its_pictures_are_what_the_result_files_generate(python: Python) -> None:
+def test_page_and_plots_are_up_to_date(python: Python) -> None:
     code = "import json, run; found = run.records(); page = run.stability_page\n"
     made = json.loads(python(code + "print(json.dumps([page.page(found), page.pictures(found)]))"))
     assert (DOCS / "stability.md").read_text(encoding="utf-8") == made[0], "run `python benchmarks/run.py --table`"
@@ -32,15 +32,15 @@ def test_the_page_and_its_pictures_are_what_the_result_files_generate(python: Py
         assert (DOCS / "images" / name).read_text(encoding="utf-8") == svg, name
 
 
-def test_numbers_that_are_not_finite_are_gaps(python: Python) -> None:
+def test_nonfinite_numbers_are_gaps(python: Python) -> None:
     code = "import json, stability_page as page; found = json.loads(sys.argv[1])\n"
     text, pictures = json.loads(
         python(code + "print(json.dumps([page.page(found), page.pictures(found)]))", json.dumps([MEASURED]))
     )
     assert "| off | 3.000 | NaN | NaN |" in text
-    assert "Not measured yet." in text, "what the guard costs"
+    assert "Not measured yet." in text, "overhead of the guard"
     drawn = ElementTree.fromstring(pictures["stability-nan.svg"])
     space = "{http://www.w3.org/2000/svg}"
     lines = [line.attrib["points"].split() for line in drawn.iter(f"{space}polyline")]
-    assert [len(points) for points in lines] == [2, 2], "a line of one point cannot be seen"
+    assert [len(points) for points in lines] == [2, 2], "a line of one point is invisible"
     assert "skip <&>" in [text.text for text in drawn.iter(f"{space}text")]

@@ -1,4 +1,4 @@
-"""Suites: cases are data that the programs they name accept, and no case's end is lost."""
+"""Suites: commands of cases are valid, and every outcome has a result row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from pantheraml.cli.main import build_parser, main
 from pantheraml.cli.train import config_from
 from tests.unit.benchmarks.conftest import BENCHMARKS, Python
 
+pytestmark = pytest.mark.extended
+
 ROWS = ["case", "status", "reason", "system", "path", "model", "method", "precision", "checkpointing", "data", "batch",
         "seq", "cache", "tokens_per_second", "peak_gib", "seconds_to_first_step", "loss_first", "loss_last",
         "settings", "seconds", "date", "commit"]  # fmt: skip
 
 
 def bench(results: Path, *words: str, suite: str = "smoke", status: int = 0) -> dict[str, Any]:
-    """Run the smoke suite on the CPU; the record it wrote."""
+    """Run the smoke suite on the CPU and return the record it wrote."""
     places = ["--results", str(results), "--work", str(results.parent / "work"), "--device", "cpu"]
     command = [sys.executable, "-m", "pantheraml.cli.main", "bench", "--suite", suite, *places, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
@@ -45,7 +47,7 @@ print(json.dumps({case.name: cli_command(case, Path("m"), Path("d"), Path("o"), 
 """
 
 
-def test_every_command_line_of_the_suite_is_a_valid_configuration(python: Python) -> None:
+def test_commands_of_the_suite_are_valid(python: Python) -> None:
     commands = json.loads(python(COMMANDS))
     assert len(commands) >= 10
     for name, words in commands.items():
@@ -58,18 +60,18 @@ def test_every_command_line_of_the_suite_is_a_valid_configuration(python: Python
 NAMES = """
 import json
 from suites.h200 import CASES, TARGETS
-wanted = {name for each in TARGETS.comparisons for name in (each.ours, *each.peers)}
-print(json.dumps([[case.name for case in CASES], sorted(wanted | {start.case for start in TARGETS.starts})]))
+expected = {name for each in TARGETS.comparisons for name in (each.ours, *each.peers)}
+print(json.dumps([[case.name for case in CASES], sorted(expected | {start.case for start in TARGETS.starts})]))
 """
 
 
 def test_targets_name_cases_of_the_suite(python: Python) -> None:
-    cases, wanted = json.loads(python(NAMES))
+    cases, expected = json.loads(python(NAMES))
     assert len(set(cases)) == len(cases)
-    assert set(wanted) <= set(cases)
+    assert set(expected) <= set(cases)
 
 
-def test_what_is_not_installed_is_skipped_and_what_was_not_asked_for_is_not_run(tmp_path: Path) -> None:
+def test_missing_packages_skip_a_case_and_unselected_cases_do_not_run(tmp_path: Path) -> None:
     described = tmp_path / "peers" / "unsloth_zoo-1.2.3.dist-info"
     described.mkdir(parents=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: unsloth_zoo\nVersion: 1.2.3\n")
@@ -78,7 +80,7 @@ def test_what_is_not_installed_is_skipped_and_what_was_not_asked_for_is_not_run(
     assert statuses(record) == {
         "ours-tiny-lora": "not run",
         "ours-tiny-uneven": "not run",
-        "ours-tiny-quantised": "not run",
+        "ours-tiny-quantized": "not run",
         "hf-tiny-lora": "not run",
         "ours-trl-tiny-lora": "not run",
         "unsloth-tiny-lora": "skipped",
@@ -90,7 +92,7 @@ def test_what_is_not_installed_is_skipped_and_what_was_not_asked_for_is_not_run(
     assert record["versions"]["unsloth-zoo"] == "1.2.3", "from the folder of the peers"
 
 
-def test_no_time_is_a_reason(tmp_path: Path) -> None:
+def test_cases_beyond_the_time_budget_have_a_reason(tmp_path: Path) -> None:
     record = bench(tmp_path / "results", "--minutes", "0.5", status=1)
     assert set(statuses(record).values()) == {"not run"}
     assert record["results"][0]["reason"] == "no time left of 0.5 minutes"
@@ -98,7 +100,7 @@ def test_no_time_is_a_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_measured_case_is_kept_when_the_suite_goes_on(tmp_path: Path) -> None:
+def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     first = bench(tmp_path / "results", "--only", "ours-tiny-lora")
     (row,) = [row for row in first["results"] if row["status"] == "measured"]
     assert row["tokens_per_second"] > 0
@@ -110,63 +112,63 @@ def test_a_measured_case_is_kept_when_the_suite_goes_on(tmp_path: Path) -> None:
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
 
 
-QUANTISE = """
+QUANTIZE = """
 import json
 from pathlib import Path
 from suites.smoke import CASES
-from suites.workshop import Workshop
-shop = Workshop(Path(sys.argv[1]), "cpu")
+from suites.workshop import SuiteFolder
+folder = SuiteFolder(Path(sys.argv[1]), "cpu")
 (case,) = [case for case in CASES if case.model != case.shape]
-words = shop.quantise_command(case.shape, shop.model(case.model))
-print(json.dumps([words[3:], str(shop.model(case.shape)), str(shop.model(case.model)), str(shop.data(case))]))
+words = folder.quantize_command(case.shape, folder.model(case.model))
+print(json.dumps([words[3:], str(folder.model(case.shape)), str(folder.model(case.model)), str(folder.data(case))]))
 """
 
 
-def test_models_are_quantised_by_a_command_that_there_is(python: Python, tmp_path: Path) -> None:
-    """What it does is tested end to end elsewhere, and takes a minute."""
-    words, plain, quantised, data = json.loads(python(QUANTISE, str(tmp_path)))
+def test_quantize_command_is_valid(python: Python, tmp_path: Path) -> None:
+    """Its effect is tested end to end elsewhere; it takes a minute."""
+    words, plain, quantized, data = json.loads(python(QUANTIZE, str(tmp_path)))
     given = build_parser().parse_args(words)
-    assert (given.command, given.model, given.output, given.device) == ("quantise", plain, quantised, "cpu")
+    assert (given.command, given.model, given.output, given.device) == ("quantize", plain, quantized, "cpu")
     assert config_from(given).data.path == given.data
     rows = [json.loads(line)["text"].split() for line in Path(given.data).read_text(encoding="utf-8").splitlines()]
     assert sum(len(row) + 1 for row in rows) == given.tokens, "an end token is added to each"
-    assert Path(data).name.startswith("tiny-full"), "trained on what others of that shape are trained on"
+    assert Path(data).name.startswith("tiny-full"), "same data as other models of that shape"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_trainers_of_others_are_measured_the_same_way_and_prepare_before_their_turn(tmp_path: Path) -> None:
+def test_cases_through_trl_prepare_ahead_of_their_turn(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     record = bench(tmp_path / "results", "--only", "hf-tiny-lora", "--only", "ours-trl-tiny-lora")
     first, second = (row for row in record["results"] if row["status"] == "measured")
     for row in (first, second):
         assert row["tokens_per_second"] > 0
         assert row["loss_first"] == pytest.approx(6.24, abs=0.1)
-        assert row["peak_gib"] is None, "only a GPU tells"
-    assert first["seconds"] > first["seconds_to_first_step"], "nothing came before it that it could have used"
-    assert second["seconds"] < second["seconds_to_first_step"], "it had prepared when its turn came, and says so"
-    assert (first["cache"], second["cache"]) == ("cold", "cold"), "its own system's first turn"
+        assert row["peak_gib"] is None, "measured only on a GPU"
+    assert first["seconds"] > first["seconds_to_first_step"], "the first case has nothing to wait for"
+    assert second["seconds"] < second["seconds_to_first_step"], "it prepared while the first case ran"
+    assert (first["cache"], second["cache"]) == ("cold", "cold"), "first case of each system"
     run = tmp_path / "work" / "smoke" / "runs" / "hf-tiny-lora"
     (run / "result").unlink()
     command = [sys.executable, str(BENCHMARKS / "suites" / "trl_run.py"), str(run / "job.json")]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False, timeout=400).returncode == 1
-    assert not (run / "result").exists(), "a suite that is gone gives nobody a turn"
+    assert not (run / "result").exists(), "without a suite there is no turn"
 
 
 ENDS = """
 import dataclasses, json
 from pathlib import Path
-from suites.run_case import Starts, run_case
+from suites.run_case import CaseLauncher, run_case
 from suites.smoke import CASES
-from suites.workshop import Workshop
+from suites.workshop import SuiteFolder
 refused = dataclasses.replace(CASES[0], settings={"train.no_such_key": "1"})
 broken = CASES[-1]
 slow = dataclasses.replace(CASES[0], minutes=0.0005)
-with Starts(Workshop(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))) as starts:
+with CaseLauncher(SuiteFolder(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))) as launcher:
     print(json.dumps([
-        run_case(refused, None, starts, coming=[broken, slow]),
-        run_case(broken, None, starts, coming=[slow]),
-        run_case(slow, None, starts),
+        run_case(refused, None, launcher, coming=[broken, slow]),
+        run_case(broken, None, launcher, coming=[slow]),
+        run_case(slow, None, launcher),
     ]))
 """
 
@@ -181,7 +183,7 @@ def test_failures_and_timeouts_are_results(python: Python, tmp_path: Path) -> No
     assert refused["status"] == "failed"
     assert refused["reason"].startswith("exit code 2: ConfigError:")
     assert refused["tokens_per_second"] is None
-    assert broken["status"] == "failed", "its packages are found beside ours, and it fails while it prepares"
+    assert broken["status"] == "failed", "its packages are found, and importing them fails"
     assert broken["reason"] == "exit code 1: ImportError: another torch is needed"
     assert slow["status"] == "timed out"
     assert slow["reason"] == "stopped after 0 s"
@@ -190,32 +192,30 @@ def test_failures_and_timeouts_are_results(python: Python, tmp_path: Path) -> No
 STARTS = """
 import dataclasses, json
 from pathlib import Path
-from suites.run_case import Starts
+from suites.run_case import CaseLauncher
 from suites.smoke import CASES
-from suites.workshop import Workshop
+from suites.workshop import SuiteFolder
 cli, _, _, hf, ours, unsloth = CASES
 fresh = dataclasses.replace(hf, name="fresh", cache="fresh")
-shop = Workshop(Path(sys.argv[1]), "cpu", Path(sys.argv[2]), Path(sys.argv[1]) / "extras")
+folder = SuiteFolder(Path(sys.argv[1]), "cpu", Path(sys.argv[2]), Path(sys.argv[1]) / "extras")
 def there():
-    return [case.name for case in (*CASES, fresh) if shop.output(case).exists()]
-with Starts(shop) as starts:
-    starts.start_ahead([cli, unsloth, fresh, hf, ours])
+    return [case.name for case in (*CASES, fresh) if folder.output(case).exists()]
+with CaseLauncher(folder) as launcher:
+    launcher.start_next([cli, unsloth, fresh, hf, ours])
     first = there()
-    starts.start_ahead([hf, ours])
-    waited = starts.take(hf)
-    again = starts.take(hf)
-    starts.start_ahead([ours, hf])
+    launcher.start_next([hf, ours])
+    waited = launcher.take(hf)
+    again = launcher.take(hf)
+    launcher.start_next([ours, hf])
     print(json.dumps([first, there(), waited.began < again.began]))
     waited.end()
     again.end()
-paths = [shop.environment(case).get("PYTHONPATH", "") for case in (cli, hf, ours)]
+paths = [folder.environment(case).get("PYTHONPATH", "") for case in (cli, hf, ours)]
 print(json.dumps([[name in path for name in ("peers", "extras")] for path in paths]))
 """
 
 
-def test_only_what_can_wait_is_started_before_its_turn_and_only_it_sees_the_peers(
-    python: Python, tmp_path: Path
-) -> None:
+def test_only_trl_cases_start_ahead_and_see_the_peers(python: Python, tmp_path: Path) -> None:
     (tmp_path / "peers").mkdir()
     started, seen = map(json.loads, python(STARTS, str(tmp_path), str(tmp_path / "peers")).splitlines())
     assert started == [["hf-tiny-lora"], ["hf-tiny-lora", "ours-trl-tiny-lora"], True]
@@ -227,20 +227,20 @@ import os
 from pathlib import Path
 from suites.process import Process
 folder = Path(sys.argv[1])
-told = "import pathlib, sys; pathlib.Path('told').write_text(repr(sys.stdin.readline()))"
-Process([sys.executable, "-c", told], folder / "log", dict(os.environ), cwd=folder)
+reader = "import pathlib, sys; pathlib.Path('read').write_text(repr(sys.stdin.readline()))"
+Process([sys.executable, "-c", reader], folder / "log", dict(os.environ), cwd=folder)
 Process(["sleep", "5"], folder / "sleep", dict(os.environ))
 os._exit(0)
 """
 
 
-def test_a_process_that_waits_for_its_turn_learns_that_the_suite_is_gone(python: Python, tmp_path: Path) -> None:
+def test_waiting_process_notices_the_end_of_the_suite(python: Python, tmp_path: Path) -> None:
     python(DEATH, str(tmp_path))
     deadline = time.monotonic() + 4
-    while not (tmp_path / "told").exists() or not (tmp_path / "told").read_text():
-        assert time.monotonic() < deadline, "another process of the suite holds its input open"
+    while not (tmp_path / "read").exists() or not (tmp_path / "read").read_text():
+        assert time.monotonic() < deadline, "another process of the suite keeps its stdin open"
         time.sleep(0.05)
-    assert (tmp_path / "told").read_text() == "''"
+    assert (tmp_path / "read").read_text() == "''"
 
 
 def test_listing_runs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -250,13 +250,13 @@ def test_listing_runs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith(f"{len(lines) - 1} cases, about")
 
 
-def test_unknown_names_are_refused_with_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_names_are_rejected_with_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", "h2000", "--list"]) == 2
     assert "known: h200, smoke" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--only", "nothing"]) == 2
-    assert "no case of smoke is named nothing" in capfd.readouterr().err
+    assert "no case of smoke matches nothing" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--peers", "no/such/folder"]) == 2
-    assert "there is no folder no/such/folder" in capfd.readouterr().err
+    assert "no such folder: no/such/folder" in capfd.readouterr().err
 
 
 COMPARED = """
@@ -297,9 +297,7 @@ def comparisons(python: Python, *runs: list[dict[str, object]]) -> list[str]:
         ),
     ],
 )
-def test_a_peer_that_was_ahead_in_another_run_counts(
-    elsewhere: tuple[int, int, int], speed: str, memory: str, python: Python
-) -> None:
+def test_peers_from_another_run_count(elsewhere: tuple[int, int, int], speed: str, memory: str, python: Python) -> None:
     newer, older = measured(ours=(1700, 40, 9), fast=(1000, 50, 1)), measured(slow=elsewhere)
     line = comparisons(python, newer, older)[1]
     assert f"| {speed} |" in line
@@ -307,14 +305,14 @@ def test_a_peer_that_was_ahead_in_another_run_counts(
     assert "at least 1.6: so far yes |" in comparisons(python, newer)[1], "one was never measured"
 
 
-def test_ratios_are_to_the_fastest_and_to_the_leanest(python: Python) -> None:
+def test_ratios_use_the_fastest_and_the_leanest_peer(python: Python) -> None:
     lines = comparisons(python, measured(ours=(1600, 40, 61), slow=(800, 50, 1), fast=(1000, 80, 1), lost=(1, 1, 1)))
     assert lines[1:] == [
         "| speed and memory | ours | 1,600 | 1,000 (fast) | 1.60 | at least 1.6: yes"
         " | 40.0 GiB | 50.0 GiB (slow) | 0.80 | at most 0.95: yes |",
         "| memory only | ours | 1,600 | – | – | – | 40.0 GiB | 50.0 GiB (slow) | 0.80 | at most 0.5: no |",
         "| not there | lost | not measured | 1,000 (fast) | – | at least 1 | not measured | – | – | – |",
-        "| start to first step | our case | measured | limit |",
+        "| time to first step | our case | measured | limit |",
         "| cold | ours | 61 s | 60 s: no |",
         "| warm | lost | not measured | 30 s |",
     ]

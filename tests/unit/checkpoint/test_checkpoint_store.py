@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from pantheraml.base.errors import DamagedCheckpointError, StorageError
-from pantheraml.checkpoint.parts import Groups, whole
+from pantheraml.checkpoint.sharded_files import Groups, unsharded
 from pantheraml.checkpoint.store import CheckpointStore
 
 
 def tensors(value: float, size: int = 4) -> Groups:
     weights, codes = {"a": torch.full((size,), value)}, {"a::codes": torch.ones(3, dtype=torch.uint8)}
-    return {"weights": whole(weights), "optimizer": whole(codes)}
+    return {"weights": unsharded(weights), "optimizer": unsharded(codes)}
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_save_and_load_round_trip(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(7, tensors(2.0), {"progress": {"step": 7}})
     loaded = store.load(7)
@@ -36,8 +36,8 @@ def flip_last_bit(file: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flip": (lambda folder: flip_last_bit(folder / "weights.safetensors"), "another checksum"),
-    "flip in state": (lambda folder: flip_last_bit(folder / "state.json"), "another checksum"),
+    "flip": (lambda folder: flip_last_bit(folder / "weights.safetensors"), "fails its checksum"),
+    "flip in state": (lambda folder: flip_last_bit(folder / "state.json"), "fails its checksum"),
     "cut": (lambda folder: (folder / "weights.safetensors").write_bytes(b"x"), "has 1 bytes, not"),
     "file gone": (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
     "manifest cut": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
@@ -48,7 +48,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found_before_it_is_used(tmp_path: Path, damage: str) -> None:
+def test_damage_is_detected_on_load(tmp_path: Path, damage: str) -> None:
     store = CheckpointStore(tmp_path)
     inflict, words = DAMAGES[damage]
     inflict(store.save(1, tensors(1.0), {}))
@@ -56,27 +56,27 @@ def test_damage_is_found_before_it_is_used(tmp_path: Path, damage: str) -> None:
         store.load(1)
 
 
-def test_no_flipped_bit_of_a_manifest_passes_for_something_else(tmp_path: Path) -> None:
+def test_every_flipped_manifest_bit_is_detected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     manifest = store.save(1, tensors(1.0), {"x": 1}) / "manifest.json"
-    whole = manifest.read_bytes()
+    original = manifest.read_bytes()
     blanks = set(b" \n\t\r")
-    for place in range(len(whole)):
-        changed = bytearray(whole)
-        changed[place] ^= 4
+    for index in range(len(original)):
+        changed = bytearray(original)
+        changed[index] ^= 4
         manifest.write_bytes(changed)
-        if {whole[place], changed[place]} <= blanks:
+        if {original[index], changed[index]} <= blanks:
             store.load(1)
         else:
             with pytest.raises(DamagedCheckpointError):
                 store.load(1)
 
 
-def test_a_damaged_one_can_be_set_aside_and_saved_anew(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_can_be_set_aside_and_saved_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         store.save(step, tensors(step), {})
-    for _ in range(2):  # a second one of the same step takes the place of the first
+    for _ in range(2):  # a second one of the same step replaces the first
         aside = store.set_aside(2)
         assert (aside / "weights.safetensors").is_file()
         assert store.steps() == [1]
@@ -104,7 +104,7 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_last_checkpoint_intact(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, tensors(1.0, size=100), {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="Saving step-00000001 failed"):
         CheckpointStore(tmp_path / "file" / "checkpoints").save(1, tensors(1.0), {})
@@ -131,25 +131,25 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     assert listed == {p.name for p in path.iterdir()} - {"manifest.json"}
 
 
-def test_a_run_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+def test_store_does_not_recreate_a_missing_run_folder(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file or directory"):
         CheckpointStore(tmp_path / "run" / "checkpoints").save(1, tensors(1.0), {})
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["../secret", "{tmp}/secret", "sub/../../secret"])
-def test_a_manifest_leads_to_no_other_files(name: str, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("of somebody else")
+def test_a_manifest_cannot_name_files_outside_the_checkpoint(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("not part of the checkpoint")
     store = CheckpointStore(tmp_path / "checkpoints")
     manifest = store.save(1, tensors(1.0), {}) / "manifest.json"
     known = json.loads(manifest.read_text())
     known["files"][name.format(tmp=tmp_path)] = {"bytes": 3, "blake2b": "0"}
     manifest.write_text(json.dumps(known))
-    with pytest.raises(DamagedCheckpointError, match="names files that are not its own"):
+    with pytest.raises(DamagedCheckpointError, match="lists files outside of the checkpoint"):
         store.load(1)
 
 
-def test_a_link_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_symlink_is_not_accepted_as_a_checkpoint_file(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     weights = store.save(1, tensors(1.0), {}) / "weights.safetensors"
     weights.rename(tmp_path / "elsewhere")

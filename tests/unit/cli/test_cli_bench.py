@@ -1,4 +1,4 @@
-"""`pantheraml bench` runs the benchmarks of its own checkout, and no program that lies where it is called."""
+"""`pantheraml bench` runs the benchmarks of its own checkout, and no script from the current folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's parts that need no training: its folder, its inputs, its configs, its marks."""
+"""Parts of the demo that need no training: folder, inputs, configs, score."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def claim(output: Path) -> None:
     claim_folder(output, training_configs(output.absolute(), 2)[1])
 
 
-def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+def test_earlier_demo_is_replaced(tmp_path: Path) -> None:
     output = tmp_path / "demo"
     claim(output)
-    (output / "checkpoints").mkdir()  # the mark of a run that trained
+    (output / "checkpoints").mkdir()  # marks a run that has trained
     (output / "adapter").mkdir()
     claim(output)
     assert sorted(path.name for path in output.iterdir()) == ["config.yaml", "run.lock"]
@@ -37,18 +37,18 @@ def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
 def test_another_run_is_never_replaced(tmp_path: Path) -> None:
     claim(tmp_path / "demo")
     (tmp_path / "demo" / "checkpoints").mkdir()
-    (tmp_path / "demo").rename(tmp_path / "mine")  # its config now speaks of another folder
-    with pytest.raises(RunDirectoryError, match="holds other files"):
+    (tmp_path / "demo").rename(tmp_path / "mine")  # its config now names another folder
+    with pytest.raises(RunDirectoryError, match="contains other files"):
         claim(tmp_path / "mine")
 
 
 def test_other_files_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(RunDirectoryError, match="holds other files"):
+    with pytest.raises(RunDirectoryError, match="contains other files"):
         claim(tmp_path)
 
 
-def test_inputs_are_where_the_configs_look_for_them(tmp_path: Path) -> None:
+def test_configs_refer_to_the_written_inputs(tmp_path: Path) -> None:
     output = tmp_path / "demo"
     claim(output)
     held_out = make_inputs(output)

@@ -1,4 +1,4 @@
-"""What the worker says while it exports or generates reaches the person, though nothing is drawn meanwhile."""
+"""Notices of the export and generate workers reach the user, although no progress bar is shown."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from pantheraml.base.events import EventWriter
-from pantheraml.cli import execute
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import Notice
 from pantheraml.cli.main import main
+from pantheraml.runs import tasks
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import DataConfig, MethodConfig, ModelConfig, TrainConfig
 from tests.harness import make_plan
 
 
-def finished(path: Path, kind: Any) -> RunDir:
+def finished_run(path: Path, kind: Any) -> RunDir:
     config = TrainConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"), method=MethodConfig(kind=kind))
     run = RunDir(path)
     run.mark()
@@ -27,39 +28,39 @@ def finished(path: Path, kind: Any) -> RunDir:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that were made; the worker is one that answers with a notice."""
-    requests: list[Any] = []
+def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Requests to a fake worker, which answers with a notice."""
+    made: list[Any] = []
 
-    def answer_at_once(task: str, request: Any, *, answer: Any, **others: Any) -> Any:
-        requests.append(request)
+    def fake_request(task: str, request: Any, *, answer: Any, **others: Any) -> Any:
+        made.append(request)
         with EventWriter(tmp_path) as emit:
-            emit("notice", message="something is not as you may think")
+            emit(Notice(message="something is unusual"))
         (tmp_path / "answers.jsonl").write_text(json.dumps({"completion": "x"}) + "\n")
         return answer(tmp_path)
 
-    monkeypatch.setattr(execute, "run_request", answer_at_once)
-    return requests
+    monkeypatch.setattr(tasks, "run_request", fake_request)
+    return made
 
 
-def test_notices_are_printed(tmp_path: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    run = finished(tmp_path / "run", "qlora")
+def test_notices_are_printed(tmp_path: Path, requests: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished_run(tmp_path / "run", "qlora")
     command = ["export", str(run.path), "--merge", "--output", str(tmp_path / "out")]
     assert main(command) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "Something is not as you may think."
+    assert capsys.readouterr().out.splitlines()[0] == "Something is unusual."
     assert main([*command, "--base", "plain", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notices"][0].startswith("something")
-    assert [request.base for request in asked] == ["trained", "plain"]
+    assert [request.base for request in requests] == ["trained", "plain"]
     assert main(["generate", str(run.path), "--prompt", "x", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
-    assert "something is not as you may think" in captured.err
+    assert "something is unusual" in captured.err
     assert captured.out == "x\n"
 
 
-def test_a_whole_model_has_no_base_to_choose(
-    tmp_path: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
+def test_base_option_is_rejected_for_a_full_fine_tune(
+    tmp_path: Path, requests: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = finished(tmp_path / "run", "full")
+    run = finished_run(tmp_path / "run", "full")
     assert main(["export", str(run.path), "--output", str(tmp_path / "out"), "--base", "plain"]) == 2
     assert "this run trained every weight" in capsys.readouterr().err
-    assert not asked
+    assert not requests

@@ -1,4 +1,4 @@
-"""The command line is a promise: this pins it, so that it neither grows nor shrinks by accident."""
+"""Pins commands and options, so that the command line does not change by accident."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ OPTIONS = {
         "run_dir",
     ],
     "export": [*CONSENT, "--base", "--json", "--merge", "--output", "--precision", "run_dir"],
-    "quantise": [*INPUTS, "--json", "--output", "--tokens"],
+    "quantize": [*INPUTS, "--json", "--output", "--tokens"],
     "gpus": ["--json"],
-    "schema": [],
+    "schema": ["--events"],
+    "import-config": ["--from", "--json", "--output", "file"],
     "bench": [
         "--again",
         "--commit",
@@ -81,7 +82,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
     return dict(found.choices)
 
 
-def test_the_commands_are_these() -> None:
+def test_commands_are_pinned() -> None:
     assert list(commands()) == [
         "demo",
         "train",
@@ -91,19 +92,20 @@ def test_the_commands_are_these() -> None:
         "replay",
         "generate",
         "export",
-        "quantise",
+        "quantize",
         "gpus",
         "schema",
+        "import-config",
         "bench",
     ]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_options_are_these(name: str) -> None:
+def test_options_are_pinned(name: str) -> None:
     actions = commands()[name]._actions
     names = [a.option_strings[-1] if a.option_strings else a.dest for a in actions]
     assert sorted(names) == sorted([*OPTIONS[name], *COMMON])
-    assert all(a.help for a in actions), "every option says what it does"
+    assert all(a.help for a in actions), "every option has a help text"
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -123,7 +125,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0
 
 
-def test_errors_are_text_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_print_a_message_and_return_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("ConfigError: Nothing to train")
@@ -150,12 +152,12 @@ def test_plan_gives_a_reason_for_every_choice(inputs: list[str], capsys: pytest.
     assert "Warning" not in out
 
 
-def test_plan_tells_settings_without_effect(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_warns_of_settings_without_effect(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *inputs, "--method", "full", "--set", "method.rank=8"]) == 0
     assert "Warning: method.rank=8 has no effect: method.kind=full" in capsys.readouterr().out
 
 
-def test_plan_fails_for_what_is_not_there(inputs: list[str], tmp_path: Path) -> None:
+def test_plan_fails_if_an_input_is_missing(inputs: list[str], tmp_path: Path) -> None:
     assert main(["plan", *inputs, "--data", str(tmp_path / "absent.jsonl")]) == 3
     assert main(["plan", *inputs, "--eval-data", str(tmp_path / "absent.jsonl")]) == 3
     assert main(["plan", *inputs, "--model", str(tmp_path / "absent")]) == 4
@@ -186,15 +188,13 @@ def test_plan_fails_for_an_unknown_architecture(
     assert main(["plan", *inputs, "--set", "model.trust_remote_code=true"]) == 0
 
 
-def test_plan_warns_of_a_warm_up_that_takes_the_whole_run(
-    inputs: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_warns_about_warmup_as_long_as_the_run(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *inputs, "--set", "train.max_steps=10", "--set", "train.warmup_steps=100"]) == 0
     assert "Warning: train.warmup_steps=100 takes the whole run of 10 step(s)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("given", "advice"),
+    ("arguments", "suggestion"),
     [
         (["train", "--lr", "1e-3"], "--set train.learning_rate=VALUE"),
         (["train", "--lora-r=8"], "--set method.rank=VALUE"),
@@ -204,11 +204,11 @@ def test_plan_warns_of_a_warm_up_that_takes_the_whole_run(
         (["verify", "--mode", "x", "--lr"], "See `pantheraml verify --help`"),
     ],
 )
-def test_an_unknown_flag_is_told_with_what_it_may_stand_for(
-    given: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+def test_unknown_flag_error_suggests_a_flag_or_key(
+    arguments: list[str], suggestion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(given) == 2
-    assert advice in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert suggestion in capsys.readouterr().err
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,3 +217,5 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert set(schema["properties"]) >= {"model", "data", "method", "train", "parallel", "stability", "checkpoint"}
+    assert main(["schema", "--events"]) == 0
+    assert "train.step" in json.loads(capsys.readouterr().out)["discriminator"]["mapping"]

@@ -1,4 +1,4 @@
-"""What `pantheraml verify` shows of its verdicts."""
+"""Output of `pantheraml verify`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.tasks import ModeVerdict, Verdicts
 
 
-def test_every_verdict_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verdict_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     measured = {"loss": 1e-7, "gradient": 2e-7, "weights": 3e-7, "seconds": 1.0}
     two = ParallelDims(replicate=2)

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer, a recorder of events, and prepare with a cache of the test's own."""
+"""Fixtures: a small byte-level BPE tokenizer, an event recorder, and `prepare` with a cache per test."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pantheraml.base.events import KINDS
 from pantheraml.data.prepare import PreparedData, prepare
 from pantheraml.specs.train import DataConfig
+from tests.event_log import EventLog
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -50,23 +50,9 @@ def chat_tokenizer() -> Any:
     return make_tokenizer(bos=False, chat_template=CHATML)
 
 
-class Recorder:
-    """An Emit that keeps what it is given, and insists on the fields of each kind."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def __call__(self, kind: str, /, **fields: Any) -> None:
-        assert KINDS[kind] <= fields.keys()
-        self.events.append({"kind": kind, **fields})
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["kind"] == kind]
-
-
 @pytest.fixture
-def events() -> Recorder:
-    return Recorder()
+def events() -> EventLog:
+    return EventLog()
 
 
 @pytest.fixture
@@ -81,8 +67,8 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, tokenizer: Any, events: Recorder) -> Callable[..., PreparedData]:
-    """prepare(path, **settings), with a cache of the test's own and short sequences."""
+def prepared(tmp_path: Path, tokenizer: Any, events: EventLog) -> Callable[..., PreparedData]:
+    """Return prepare(path, **settings) with a cache per test and short sequences."""
 
     def run(path: Path, *, tokenizer: Any = tokenizer, **settings: Any) -> PreparedData:
         values = {"cache_dir": str(tmp_path / "cache"), "seq_len": 64, **settings}

@@ -28,26 +28,26 @@ def test_boundaries_end_every_document_and_the_padding() -> None:
     batch = collate([sequence([5, 6, 7], [8, 9]), sequence([3, 4])], pad_id=1, width=6)
     assert batch.boundaries is not None
     assert batch.boundaries.dtype == torch.int32
-    assert batch.boundaries.tolist() == [0, 3, 5, 6, 8, 11, 12, 12, 12]  # six documents, room for eight
+    assert batch.boundaries.tolist() == [0, 3, 5, 6, 8, 11, 12, 12, 12]  # six documents, padded to eight
     assert batch.max_length == 3
 
 
-def test_padding_has_no_position_that_no_document_has() -> None:
-    """Beyond them a learned embedding may end, and some rotary ones change for the whole batch."""
+def test_padding_has_no_position_beyond_the_longest_document() -> None:
+    """A learned position embedding may end there, and some RoPE variants change for the whole batch."""
     batch = collate([sequence([5, 6, 7], [8, 9]), sequence([3, 4])], pad_id=1, width=32)
     assert int(batch.position_ids.max()) == 2
     assert batch.boundaries is not None
     assert torch.equal(batch.boundaries.unique()[:-1].long(), (batch.position_ids.flatten() == 0).nonzero().flatten())
 
 
-def test_rows_of_one_whole_document_have_no_boundaries() -> None:
+def test_rows_of_a_single_document_have_no_boundaries() -> None:
     batch = collate([sequence([1, 2, 3, 4]), sequence([5, 6, 7, 8])], pad_id=0, width=4)
     assert batch.boundaries is None
     assert batch.max_length == 4
     assert collate([sequence([1, 2, 3, 4]), sequence([5, 6, 7])], pad_id=0, width=4).boundaries is not None
 
 
-def test_the_width_is_the_longest_rounded_up_to_eight() -> None:
+def test_width_is_the_longest_sequence_rounded_up_to_eight() -> None:
     assert collate([sequence([1] * 9), sequence([1] * 3)], pad_id=0, width=None).input_ids.shape == (2, 16)
     assert collate([sequence([1] * 8)], pad_id=0, width=None).input_ids.shape == (1, 8)
 
@@ -57,13 +57,13 @@ def test_a_full_sequence_has_no_padding() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 0, 1]]
 
 
-def test_a_sequence_that_does_not_fit_is_refused() -> None:
+def test_a_sequence_that_does_not_fit_is_rejected() -> None:
     with pytest.raises(ValueError, match="9 tokens"):
         collate([sequence([1] * 9)], pad_id=0, width=8)
 
 
-def test_documents_do_not_see_each_other_nor_the_padding() -> None:
-    """Logits of a packed, padded batch are those of each document alone."""
+def test_documents_do_not_attend_to_each_other_or_to_padding() -> None:
+    """Logits of a packed, padded batch match those of each document alone."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, use_cache=False

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from pantheraml.base.errors import DataError, StorageError
+from pantheraml.base.events import EventBase
 from pantheraml.data import cache
-from pantheraml.data.cache import locked
+from pantheraml.data.cache import fingerprint_lock
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import PreparedData, prepare
-from pantheraml.data.store import LAYOUT_VERSION, numbers, open_table, validate
+from pantheraml.data.token_store import LAYOUT_VERSION, open_table, to_numpy, validate
 from pantheraml.specs.train import DataConfig
 
 
@@ -49,7 +50,7 @@ def old_layout(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_data, lose_middle, overwrite_footer, lose_data, cut_meta, old_layout])
-def test_a_damaged_entry_is_noticed_and_built_again(
+def test_a_damaged_cache_entry_is_detected_and_rebuilt(
     write_jsonl: Callable[..., Path],
     prepared: Callable[..., PreparedData],
     events: Any,
@@ -67,23 +68,23 @@ def test_a_damaged_entry_is_noticed_and_built_again(
 
 
 def replace_tokens(folder: Path, other: Path) -> None:
-    """As many tokens, other ones: lengths and sums are as they were."""
+    """Replace tokens without changing lengths or sums."""
     data = bytearray((folder / "data.arrow").read_bytes())
     table = open_table(folder)
-    tokens = numbers(table.column("tokens").combine_chunks().values).tobytes()
+    tokens = to_numpy(table.column("tokens").combine_chunks().values).tobytes()
     begin = bytes(data).index(tokens[:40])
     data[begin : begin + 40] = tokens[40:80]
     (folder / "data.arrow").write_bytes(data)
 
 
 def replace_by_other_data(folder: Path, other: Path) -> None:
-    """Whole, with its own description; but of other rows."""
+    """Replace the folder by complete data of other rows."""
     shutil.rmtree(folder)
     shutil.copytree(other, folder)
 
 
 @pytest.mark.parametrize("replace", [replace_tokens, replace_by_other_data])
-def test_replaced_tokens_are_noticed_and_built_again(
+def test_replaced_tokens_are_detected_and_rebuilt(
     write_jsonl: Callable[..., Path],
     prepared: Callable[..., PreparedData],
     events: Any,
@@ -96,15 +97,15 @@ def test_replaced_tokens_are_noticed_and_built_again(
     assert prepared(path).train == folder
     replace(folder, other)
     assert (folder / "data.arrow").read_bytes() != before
-    TokenDataset.open(folder)  # by its lengths and sums it is whole
+    TokenDataset.open(folder)  # lengths and sums still match
     assert prepared(path).train == folder
     assert (folder / "data.arrow").read_bytes() == before
     assert [ready["cached"] for ready in events.of("data.ready")] == [False, False, True, False]
-    (warning,) = [event["message"] for event in events.of("warning") if "not what was written" in event["message"]]
+    (warning,) = [event["message"] for event in events.of("warning") if "fails its checksum" in event["message"]]
     assert str(folder) in warning
 
 
-def test_an_entry_of_an_earlier_version_is_built_again_without_a_word(
+def test_an_entry_of_an_earlier_version_is_rebuilt_without_warning(
     write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData], events: Any
 ) -> None:
     path = write_jsonl([{"text": f"row {i}"} for i in range(50)])
@@ -114,19 +115,19 @@ def test_an_entry_of_an_earlier_version_is_built_again_without_a_word(
     (folder / "meta.json").write_text(json.dumps(meta))
     prepared(path)
     assert [ready["cached"] for ready in events.of("data.ready")] == [False, False]
-    assert not [event for event in events.of("warning") if "not what was written" in event["message"]]
+    assert not [event for event in events.of("warning") if "fails its checksum" in event["message"]]
 
 
-def test_data_of_a_stranger_is_validated_before_it_is_read(
+def test_untrusted_data_is_validated_before_it_is_read(
     write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData]
 ) -> None:
-    """Offsets that lead out of the file are found, not followed."""
+    """Out-of-bounds offsets are detected, not followed."""
     folder = prepared(write_jsonl([{"text": f"row {i}"} for i in range(50)])).train
     validate(folder)
     offsets = open_table(folder).column("tokens").combine_chunks().offsets
     end = np.array([offsets[len(offsets) - 1].as_py()], dtype=np.int32).tobytes()
     data = bytearray((folder / "data.arrow").read_bytes())
-    first = bytes(data).index(numbers(offsets).tobytes())
+    first = bytes(data).index(to_numpy(offsets).tobytes())
     last = first + 4 * (len(offsets) - 1)
     assert bytes(data[last : last + 4]) == end
     data[last : last + 4] = np.array([2**30], dtype=np.int32).tobytes()
@@ -138,16 +139,15 @@ def test_data_of_a_stranger_is_validated_before_it_is_read(
 def prepare_in_child(path: Path, cache: Path, tokenizer: Any, answers: Any) -> None:
     seen: list[tuple[str, Any]] = []
 
-    def emit(kind: str, /, **fields: Any) -> None:
+    def emit(event: EventBase, /) -> None:
+        kind, fields = event.kind, event.model_dump()
         seen.append((kind, fields.get("cached")))
 
     config = DataConfig(path=str(path), cache_dir=str(cache), seq_len=64)
     answers.put((str(prepare(config, tokenizer=tokenizer, emit=emit).train), seen))
 
 
-def test_runs_that_start_together_prepare_once(
-    write_jsonl: Callable[..., Path], tmp_path: Path, tokenizer: Any
-) -> None:
+def test_concurrent_runs_prepare_once(write_jsonl: Callable[..., Path], tmp_path: Path, tokenizer: Any) -> None:
     path = write_jsonl([{"text": f"row {i} " * 20} for i in range(2000)])
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -156,21 +156,21 @@ def test_runs_that_start_together_prepare_once(
     ]
     for run in runs:
         run.start()
-    found = [answers.get(timeout=200) for _ in runs]
+    results = [answers.get(timeout=200) for _ in runs]
     for run in runs:
         run.join()
-    assert len({folder for folder, _ in found}) == 1
-    cached = sorted(seen for _, events in found for kind, seen in events if kind == "data.ready")
+    assert len({folder for folder, _ in results}) == 1
+    cached = sorted(seen for _, events in results for kind, seen in events if kind == "data.ready")
     assert cached == [False, True, True]
-    assert len(TokenDataset.open(Path(found[0][0]))) > 0
+    assert len(TokenDataset.open(Path(results[0][0]))) > 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner")
 @pytest.mark.parametrize("planted", ["entry", "file", "link"])
-def test_what_another_user_put_into_a_shared_cache_is_not_used(
+def test_data_that_another_user_put_into_a_shared_cache_is_not_used(
     write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData], events: Any, tmp_path: Path, planted: str
 ) -> None:
-    """Data with a checksum of its own that fits: only who wrote it tells."""
+    """The planted data has a matching checksum, so only its owner reveals it."""
     path = write_jsonl([{"text": f"row {i}"} for i in range(50)])
     folder = prepared(path).train
     folder.parent.chmod(0o777)
@@ -182,46 +182,46 @@ def test_what_another_user_put_into_a_shared_cache_is_not_used(
     if planted == "link":
         folder.symlink_to(tmp_path / "elsewhere")
     (folder / "meta.json").write_text(meta)
-    for stranger in {"entry": [folder, *folder.iterdir()], "file": [folder / "data.arrow"], "link": []}[planted]:
-        os.chown(stranger, 12345, 12345)
-    TokenDataset.open(folder)  # by all that it says of itself it is right
+    for entry in {"entry": [folder, *folder.iterdir()], "file": [folder / "data.arrow"], "link": []}[planted]:
+        os.chown(entry, 12345, 12345)
+    TokenDataset.open(folder)  # valid according to its own metadata
     assert prepared(path).train == folder
     assert not folder.is_symlink()
     assert (folder / "data.arrow").read_bytes() == before
     assert [ready["cached"] for ready in events.of("data.ready")] == [False, False, False]
-    (warning,) = [event["message"] for event in events.of("warning") if "of another user" in event["message"]]
+    (warning,) = [event["message"] for event in events.of("warning") if "to another user" in event["message"]]
     assert str(folder) in warning
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
-def test_a_lock_of_another_user_is_not_awaited(tmp_path: Path, events: Any) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner")
+def test_a_lock_of_another_user_is_rejected(tmp_path: Path, events: Any) -> None:
     tmp_path.chmod(0o777)
     (tmp_path / "abc.lock").touch()
     os.chown(tmp_path / "abc.lock", 12345, 12345)
     with (
         pytest.raises(StorageError, match=r"belongs to another user \(uid 12345\)") as raised,
-        locked(tmp_path, "abc", events),
+        fingerprint_lock(tmp_path, "abc", events),
     ):
         pytest.fail("locked")
     assert raised.value.where == str(tmp_path / "abc.lock")
 
 
-def test_another_run_is_not_awaited_for_ever(tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_another_run_has_a_timeout(tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.2)
     with (
-        locked(tmp_path, "abc", events),
+        fingerprint_lock(tmp_path, "abc", events),
         pytest.raises(StorageError, match=r"held the lock of abc\.lock"),
-        locked(tmp_path, "abc", events),
+        fingerprint_lock(tmp_path, "abc", events),
     ):
         pytest.fail("locked")
 
 
-def test_waiting_for_another_run_is_said(tmp_path: Path, events: Any) -> None:
+def test_waiting_for_another_run_emits_a_notice(tmp_path: Path, events: Any) -> None:
     context = multiprocessing.get_context("fork")
     holds, release = context.Event(), context.Event()
 
     def hold() -> None:
-        with locked(tmp_path, "abc", events):
+        with fingerprint_lock(tmp_path, "abc", events):
             holds.set()
             release.wait(100)
 
@@ -229,11 +229,11 @@ def test_waiting_for_another_run_is_said(tmp_path: Path, events: Any) -> None:
     other.start()
     assert holds.wait(100)
 
-    def emit(kind: str, /, **fields: Any) -> None:
-        events(kind, **fields)
+    def emit(event: EventBase, /) -> None:
+        events(event)
         release.set()
 
-    with locked(tmp_path, "abc", emit):
+    with fingerprint_lock(tmp_path, "abc", emit):
         pass
     other.join()
     assert "waiting" in events.of("notice")[0]["message"]

@@ -23,7 +23,7 @@ def write(tmp_path: Path, data: bytes | str) -> Path:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 64, 1 << 20])
-def test_lines_are_whole_and_numbered_wherever_the_file_is_cut(
+def test_lines_are_complete_and_numbered_for_any_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", size)
@@ -37,11 +37,11 @@ def test_a_text_file_is_one_document_per_line(tmp_path: Path) -> None:
     assert rows_of(chunks.read_lines(path, plain=True)) == [(1, {"text": "first line"}), (4, {"text": "second"})]
 
 
-def test_a_file_of_only_a_mark_has_no_rows(tmp_path: Path) -> None:
+def test_a_file_with_only_a_byte_order_mark_has_no_rows(tmp_path: Path) -> None:
     assert rows_of(chunks.read_lines(write(tmp_path, "\ufeff"), plain=True)) == []
 
 
-def test_a_line_that_is_not_an_object_says_what_it_is(tmp_path: Path) -> None:
+def test_a_line_that_is_not_an_object_is_described(tmp_path: Path) -> None:
     path = write(tmp_path, '{"text": \n[1]\n"x"\n3\n' + "y" * 500)
     problems = rows_of(chunks.read_lines(path, plain=False))
     assert [number for number, _ in problems] == [1, 2, 3, 4, 5]
@@ -54,7 +54,7 @@ def test_a_line_that_is_not_an_object_says_what_it_is(tmp_path: Path) -> None:
     assert len(problems[4][1]) < 200
 
 
-def test_a_byte_that_is_not_utf8_is_named_with_line_and_offset(tmp_path: Path) -> None:
+def test_invalid_utf8_is_reported_with_line_and_offset(tmp_path: Path) -> None:
     path = write(tmp_path, b'\xef\xbb\xbf{"text": "a"}\n{"text": "caf\xe9"}\n{"text": "b"}\n')
     rows = rows_of(chunks.read_lines(path, plain=False))
     assert rows[0] == (1, {"text": "a"})
@@ -64,7 +64,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_line_and_offset(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("read", [chunks.read_json, chunks.read_csv, lambda path: chunks.read_lines(path, plain=True)])
-def test_utf16_is_named(tmp_path: Path, read: Any) -> None:
+def test_utf16_is_rejected(tmp_path: Path, read: Any) -> None:
     path = write(tmp_path, "text\nhello".encode("utf-16"))
     with pytest.raises(DataError, match="UTF-16"):
         list(read(path))
@@ -82,7 +82,7 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path, monkeypatch: py
     assert [number for number, _ in found] == [text.count("\n", 0, start) + 1 for start in starts]
 
 
-def test_numbers_at_the_edge_of_the_window_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_at_the_window_edge_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 2)
     assert rows_of(chunks.read_json(write(tmp_path, "[12345, {}]"))) == [
         (1, "expected a JSON object, found the number 12345"),
@@ -100,14 +100,14 @@ def test_numbers_at_the_edge_of_the_window_are_whole(tmp_path: Path, monkeypatch
         ('[\n{text: "a"}' + " " * 99 + "]", "not JSON", 2),
     ],
 )
-def test_a_broken_array_names_its_line(tmp_path: Path, text: str, problem: str, line: int) -> None:
+def test_a_broken_array_reports_its_line(tmp_path: Path, text: str, problem: str, line: int) -> None:
     with pytest.raises(DataError, match=problem) as caught:
         list(chunks.read_json(write(tmp_path, text)))
     assert caught.value.where is not None
     assert caught.value.where.endswith(f"line {line}")
 
 
-def test_a_syntax_error_is_found_without_reading_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_syntax_error_does_not_read_the_rest_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
     path = write(tmp_path, "[{bad}" + " " * 100_000 + "]")
     text = chunks._SlidingText(path)
@@ -117,21 +117,21 @@ def test_a_syntax_error_is_found_without_reading_on(tmp_path: Path, monkeypatch:
     assert len(text._text) < 200
 
 
-def test_wrong_encoding_in_an_array_names_line_and_offset(tmp_path: Path) -> None:
+def test_wrong_encoding_in_an_array_reports_line_and_offset(tmp_path: Path) -> None:
     path = write(tmp_path, b'[\n{"text": "caf\xe9"}]')
     with pytest.raises(DataError, match="0xe9 at byte offset 15") as caught:
         list(chunks.read_json(path))
     assert caught.value.where == f"{path}, line 2"
 
 
-def test_json_lines_under_the_name_json_are_read(tmp_path: Path) -> None:
+def test_json_lines_with_a_json_extension_are_read(tmp_path: Path) -> None:
     assert rows_of(chunks.read_json(write(tmp_path, '{"text": "a"}\n{"text": "b"}\n'))) == [
         (1, {"text": "a"}),
         (2, {"text": "b"}),
     ]
 
 
-def test_csv_with_quotes_line_ends_and_long_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_with_quotes_line_breaks_and_long_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 20)
     limit = csv.field_size_limit()
     long = "x" * 200_000
@@ -145,7 +145,7 @@ def test_csv_with_quotes_line_ends_and_long_fields(tmp_path: Path, monkeypatch: 
     assert csv.field_size_limit() == limit
 
 
-def test_csv_errors_name_the_line(tmp_path: Path) -> None:
+def test_csv_errors_report_the_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not valid CSV") as caught:
         list(chunks.read_csv(write(tmp_path, 'a,b\n1,2\n"x"y,2\n')))
     assert str(caught.value.where).endswith("line 3")
@@ -165,26 +165,26 @@ LONG = {
 
 @pytest.mark.parametrize("size", [64, 1 << 20])
 @pytest.mark.parametrize("end", ["", "\n", "\nlast\n"])
-def test_a_line_beyond_the_bound_is_a_bad_row_and_is_not_read_whole(
+def test_a_line_over_the_size_limit_is_a_bad_row_and_not_kept_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, end: str
 ) -> None:
-    monkeypatch.setattr(chunks, "ROW_BYTES", 1000)
+    monkeypatch.setattr(chunks, "MAX_ROW_BYTES", 1000)
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", size)
     text = "first\n" + "x" * (2 * size + 3000) + end
     found = list(chunks.read_lines(write(tmp_path, text), plain=True))
     assert rows_of(found)[:2] == [
         (1, {"text": "first"}),
-        (2, "expected a shorter row: it is longer than 16 MiB, the most that one row may hold"),
+        (2, "expected a shorter row: it is longer than 16 MiB, the maximum for one row"),
     ]
     assert rows_of(found)[2:] == ([(3, {"text": "last"})] if "last" in end else [])
     assert max(len(getattr(chunk, "data", b"")) for chunk in found) < size + 1000
 
 
 @pytest.mark.parametrize("what", LONG)
-def test_a_row_beyond_the_bound_is_refused_before_it_is_read_whole(
+def test_a_row_over_the_size_limit_is_rejected_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(chunks, "ROW_BYTES", 1000)
+    monkeypatch.setattr(chunks, "MAX_ROW_BYTES", 1000)
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
     text, read = LONG[what]
     with pytest.raises(DataError, match="longer than 16 MiB") as caught:
@@ -192,7 +192,7 @@ def test_a_row_beyond_the_bound_is_refused_before_it_is_read_whole(
     assert ", line" in str(caught.value.where)
 
 
-def test_a_long_element_is_not_decoded_again_for_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_element_is_not_retried_for_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 16)
     path = write(tmp_path, json.dumps([{"text": "x" * 100_000}]))
     tries = []
@@ -218,7 +218,7 @@ def test_deep_nesting_makes_a_bad_row(tmp_path: Path, depth: int, opening: str) 
             list(chunks.read_json(write(tmp_path, f"[{deep}]")))
 
 
-def test_nesting_within_the_bound_is_read(tmp_path: Path) -> None:
+def test_nesting_within_the_limit_is_read(tmp_path: Path) -> None:
     value: Any = "x"
     for _ in range(60):
         value = [value]
@@ -228,12 +228,12 @@ def test_nesting_within_the_bound_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
-def test_the_mark_between_fields_is_found_in_the_header(tmp_path: Path, mark: str) -> None:
+def test_the_csv_delimiter_is_detected_from_the_header(tmp_path: Path, mark: str) -> None:
     path = write(tmp_path, f'\ufeff"prompt"{mark}completion\r\n"a{mark}b"{mark}c, d; e\r\n'.replace("c, d; e", "c d"))
     assert chunks.csv_delimiter(path) == mark
     assert rows_of(chunks.read_csv(path)) == [(2, {"prompt": f"a{mark}b", "completion": "c d"})]
 
 
 @pytest.mark.parametrize("header", ["text", "", '"a;b;c",d', "a|b,c", "text\n1;2;3;4", "x" * 200_000 + ";y"])
-def test_without_a_better_mark_it_is_a_comma(tmp_path: Path, header: str) -> None:
+def test_the_default_csv_delimiter_is_a_comma(tmp_path: Path, header: str) -> None:
     assert chunks.csv_delimiter(write(tmp_path, header)) == ","

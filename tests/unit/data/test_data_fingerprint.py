@@ -5,14 +5,14 @@ from typing import Any
 from pantheraml.data.fingerprint import data_fingerprint, tokenizer_digest
 
 
-def test_the_digest_of_a_tokenizer_forgets_how_it_was_last_called(tokenizer: Any) -> None:
+def test_tokenizer_digest_ignores_call_state(tokenizer: Any) -> None:
     before = tokenizer_digest(tokenizer, with_template=False)
     tokenizer(["a b c d e f"], truncation=True, max_length=3)
     assert tokenizer.backend_tokenizer.truncation is not None
     assert tokenizer_digest(tokenizer, with_template=False) == before
 
 
-def test_the_digest_of_a_tokenizer_is_of_its_words_and_its_special_tokens(tokenizer: Any) -> None:
+def test_tokenizer_digest_covers_vocabulary_and_special_tokens(tokenizer: Any) -> None:
     def digest(**special: str) -> str:
         return tokenizer_digest(
             type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, **special), with_template=False

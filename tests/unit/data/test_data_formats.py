@@ -7,13 +7,13 @@ import pytest
 from tokenizers import processors
 
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import Encoder, checked, detect, render_prompt, special_prefix
+from pantheraml.data.formats import Encoder, detect, render_prompt, special_prefix, validate_row
 from pantheraml.data.rows import RowError
 
 
 def encode(format: str, row: dict[str, Any], tokenizer: Any) -> tuple[list[int], str]:
-    """Tokens of a row, and the text of those that bear loss."""
-    (document,) = Encoder(format, tokenizer).encode([checked(format, row)])
+    """Return the tokens of a row and the text of those that bear loss."""
+    (document,) = Encoder(format, tokenizer).encode([validate_row(format, row)])
     assert not isinstance(document, RowError), document
     tokens, runs = document
     return tokens.tolist(), tokenizer.decode(tokens[loss_mask(runs, len(tokens))])
@@ -36,44 +36,44 @@ def test_detection_by_columns(columns: list[str], format: str | None) -> None:
     assert detect(columns) == format
 
 
-def test_text_is_learnt_whole_with_its_end(tokenizer: Any) -> None:
-    tokens, learnt = encode("text", {"text": "hello there"}, tokenizer)
+def test_text_bears_loss_including_its_end_token(tokenizer: Any) -> None:
+    tokens, targets = encode("text", {"text": "hello there"}, tokenizer)
     assert tokenizer.decode(tokens) == "<s>hello there</s>"
-    assert learnt == "hello there</s>"
+    assert targets == "hello there</s>"
 
 
-def test_of_a_prompt_only_the_completion_is_learnt(tokenizer: Any) -> None:
-    tokens, learnt = encode("prompt", {"prompt": "2+2=", "completion": "4"}, tokenizer)
+def test_only_the_completion_bears_loss(tokenizer: Any) -> None:
+    tokens, targets = encode("prompt", {"prompt": "2+2=", "completion": "4"}, tokenizer)
     assert tokenizer.decode(tokens) == "<s>2+2=4</s>"
-    assert learnt == "4</s>"
+    assert targets == "4</s>"
 
 
 def test_the_instruction_template(tokenizer: Any) -> None:
     row = {"instruction": "Add.", "input": "1 2", "output": "3"}
-    tokens, learnt = encode("instruction", row, tokenizer)
+    tokens, targets = encode("instruction", row, tokenizer)
     assert tokenizer.decode(tokens) == ("<s>### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3</s>")
-    assert learnt == "3</s>"
+    assert targets == "3</s>"
 
 
 @pytest.mark.parametrize("nothing", [{}, {"input": ""}, {"input": None}])
-def test_without_input_the_template_has_no_input_part(tokenizer: Any, nothing: dict[str, Any]) -> None:
+def test_the_template_drops_an_empty_input(tokenizer: Any, nothing: dict[str, Any]) -> None:
     tokens, _ = encode("instruction", {"instruction": "Go.", "output": "ok", **nothing}, tokenizer)
     assert tokenizer.decode(tokens) == "<s>### Instruction:\nGo.\n\n### Response:\nok</s>"
 
 
 def test_special_tokens_in_the_text_are_not_doubled(tokenizer: Any) -> None:
-    tokens, learnt = encode("text", {"text": "<s>hello</s>"}, tokenizer)
+    tokens, targets = encode("text", {"text": "<s>hello</s>"}, tokenizer)
     assert tokenizer.decode(tokens) == "<s>hello</s>"
-    assert learnt == "hello</s>"
+    assert targets == "hello</s>"
 
 
 def test_without_bos_the_first_token_of_the_text_bears_no_loss(chat_tokenizer: Any) -> None:
-    tokens, learnt = encode("text", {"text": "xyz"}, chat_tokenizer)
+    tokens, targets = encode("text", {"text": "xyz"}, chat_tokenizer)
     assert chat_tokenizer.decode(tokens) == "xyz</s>"
-    assert learnt == "yz</s>"
+    assert targets == "yz</s>"
 
 
-def test_what_the_tokenizer_puts_after_a_text_is_not_put_after_a_prompt(tokenizer: Any) -> None:
+def test_a_prompt_does_not_get_the_tokenizer_suffix(tokenizer: Any) -> None:
     closing = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>")
     closing.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
@@ -103,17 +103,17 @@ def test_what_the_tokenizer_puts_after_a_text_is_not_put_after_a_prompt(tokenize
         ("messages", {"messages": [{"role": "user", "content": "x"}]}, "messages", "role `assistant`"),
     ],
 )
-def test_a_bad_row_names_its_field_and_what_was_expected(
+def test_a_bad_row_reports_its_field_and_what_was_expected(
     format: str, row: dict[str, Any], field: str, problem: str
 ) -> None:
     with pytest.raises(RowError, match=problem) as caught:
-        checked(format, row)
+        validate_row(format, row)
     assert caught.value.field == field
 
 
 def test_a_long_value_is_shortened() -> None:
     with pytest.raises(RowError) as caught:
-        checked("text", {"text": ["word"] * 10_000})
+        validate_row("text", {"text": ["word"] * 10_000})
     assert len(caught.value.problem) < 150
 
 
@@ -133,7 +133,7 @@ def test_a_prompt_has_the_same_tokens_in_generation_as_in_training(
     assert tokenizer.decode(tokens[len(prompt) :]) == "4</s>"
 
 
-def test_a_text_prompt_is_not_ended(tokenizer: Any) -> None:
+def test_a_text_prompt_gets_no_end_token(tokenizer: Any) -> None:
     assert tokenizer.decode(render_prompt("text", "hello", tokenizer)) == "<s>hello"
 
 

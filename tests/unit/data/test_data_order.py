@@ -12,7 +12,7 @@ def stream(steps: int, **changes: object) -> list[int]:
 
 
 def test_every_epoch_visits_every_sample_once() -> None:
-    samples = stream(15)  # 60 samples: six epochs, with batches that cross their borders
+    samples = stream(15)  # 60 samples: six epochs, with batches that cross epoch boundaries
     for epoch in range(6):
         assert sorted(samples[epoch * 10 : epoch * 10 + 10]) == list(range(10))
 
@@ -42,23 +42,23 @@ def test_the_limit_shortens_the_last_batch_and_empties_later_ones() -> None:
     assert stream(4, limit=10) == whole[:10]
 
 
-def test_the_order_is_fixed_for_all_time() -> None:
-    """A resumed run relies on it: these numbers may change only together with the fingerprint's version."""
+def test_the_order_is_pinned() -> None:
+    """Resumed runs rely on it: these numbers may change only together with the fingerprint's version."""
     assert step_samples("fingerprint", 0, 12, 12, 0).tolist() == [6, 0, 9, 8, 1, 4, 7, 5, 2, 10, 11, 3]
 
 
-def test_samples_are_mixed_evenly() -> None:
-    """The mean position of each half of the data is the same within sampling error."""
+def test_samples_are_shuffled_uniformly() -> None:
+    """The mean position of the first half of the data is the center, within sampling error."""
     order = step_samples("abc", 0, 100_000, 100_000, 0)
     first_half = np.flatnonzero(order < 50_000)
     assert abs(first_half.mean() - 50_000) < 5 * 100_000 / np.sqrt(12 * 50_000)
 
 
-def test_the_callers_array_is_its_own() -> None:
+def test_the_returned_array_is_a_copy() -> None:
     step_samples("abc", 7, 10, 10, 0)[:] = 0
     assert sorted(step_samples("abc", 7, 10, 10, 0).tolist()) == list(range(10))
 
 
-def test_an_empty_data_set_has_no_order() -> None:
+def test_an_empty_data_set_raises() -> None:
     with pytest.raises(ValueError, match="empty"):
         step_samples("abc", 0, 0, 4, 0)

@@ -1,4 +1,4 @@
-"""Every document of prepared data is known by its file and row, however it was split, cut and packed."""
+"""Every document of prepared data is traced to its file and row, through splitting, truncation and packing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pantheraml.data import origin
 from pantheraml.data.dataset import TokenDataset
-from pantheraml.data.origin import Document, Origin, Origins, first_words, said
+from pantheraml.data.origin import Document, Origin, Origins, first_words, summarize_origins
 from pantheraml.data.prepare import prepare
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.train import DataConfig, ModelConfig
@@ -28,13 +28,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_documents_are_known_by_file_and_row(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+def test_documents_are_traced_to_file_and_row(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
     rows = [{"text": f"{number} {'word ' * (number % 7)}"} for number in range(60)]
     folder = tmp_path / "data"
     folder.mkdir()
     lines = [json.dumps(row) for row in rows[:20]]
     lines.insert(3, "")  # counts as a line
-    lines.insert(9, '{"text": 5}')  # cannot be used
+    lines.insert(9, '{"text": 5}')  # an invalid row
     (folder / "a.jsonl").write_text("\n".join(lines))
     (folder / "b.jsonl").write_text('{"text": []}\n')  # a file without a document
     (folder / "c.csv").write_text("text\n" + "\n".join(row["text"] for row in rows[20:40]))
@@ -71,13 +71,13 @@ def test_documents_are_known_by_file_and_row(tmp_path: Path, tokenizer: Any, pac
         assert document.unit == ("row" if name == "d.parquet" else "line")
 
 
-def test_a_token_tells_which_document(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_token_position_finds_its_document(tmp_path: Path, tokenizer: Any) -> None:
     toy.write_jsonl(tmp_path / "data.jsonl", [{"text": f"number {number}"} for number in range(30)])
     config = DataConfig(path=str(tmp_path / "data.jsonl"), seq_len=256, cache_dir=str(tmp_path / "cache"))
     prepared = prepare(config, tokenizer=tokenizer, emit=silent)
     dataset = TokenDataset.open(prepared.train)
     lengths = dataset.sequence(0).document_lengths.tolist()
-    assert len(lengths) > origin.MOST_DOCUMENTS
+    assert len(lengths) > origin.MAX_DOCUMENTS
     origins = Origins(dataset, prepared.sources, lambda: tokenizer)
     (before,) = origins([0])
     assert not any(document.suspect for document in before.documents)
@@ -87,8 +87,8 @@ def test_a_token_tells_which_document(tmp_path: Path, tokenizer: Any) -> None:
             first, *others = found.documents
             assert first.suspect
             assert not any(document.suspect for document in others)
-            assert len(found.documents) == origin.MOST_DOCUMENTS
-            if number < origin.MOST_DOCUMENTS:
+            assert len(found.documents) == origin.MAX_DOCUMENTS
+            if number < origin.MAX_DOCUMENTS:
                 assert first.number == before.documents[number].number
     (padding,) = origins([0], [sum(lengths)])
     assert padding == before
@@ -100,10 +100,10 @@ def test_first_words() -> None:
     assert first_words("ab " * 40) == ("ab " * 20).strip() + "..."
 
 
-def test_said() -> None:
+def test_summarize_origins() -> None:
     documents = [Document(f"/data/{number}.jsonl", "line", number, f"text {number}") for number in range(5)]
-    assert said([Origin(3, documents[:1], 1)]) == '0.jsonl line 0 "text 0"'
-    assert said([Origin(3, documents[:2], 2), Origin(4, documents[2:], 9)]) == (
+    assert summarize_origins([Origin(3, documents[:1], 1)]) == '0.jsonl line 0 "text 0"'
+    assert summarize_origins([Origin(3, documents[:2], 2), Origin(4, documents[2:], 9)]) == (
         '0.jsonl line 0 "text 0", 1.jsonl line 1 "text 1", 2.jsonl line 2 "text 2" and 8 more'
     )
-    assert said([Origin(3, [Document(None, None, None, "text")], 1)]) == '"text"'
+    assert summarize_origins([Origin(3, [Document(None, None, None, "text")], 1)]) == '"text"'

@@ -11,32 +11,32 @@ from pantheraml.specs.train import DataConfig
 
 
 def reference(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit-decreasing as a textbook writes it, quadratic; ties go to the sequence that got its room last."""
+    """Quadratic textbook best-fit-decreasing; ties go to the most recently filled sequence."""
     packs: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     filled: list[int] = []  # when each sequence was last filled
     for turn, document in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        fits = [pack for pack in range(len(packs)) if room[pack] >= lengths[document]]
+        fits = [pack for pack in range(len(packs)) if free[pack] >= lengths[document]]
         if fits:
-            best = min(fits, key=lambda pack: (room[pack], -filled[pack]))
+            best = min(fits, key=lambda pack: (free[pack], -filled[pack]))
             packs[best].append(document)
-            room[best] -= lengths[document]
+            free[best] -= lengths[document]
             filled[best] = turn
         else:
             packs.append([document])
-            room.append(capacity - lengths[document])
+            free.append(capacity - lengths[document])
             filled.append(turn)
     return packs
 
 
 @pytest.mark.parametrize("capacity", [8, 50, 333])
-def test_it_is_best_fit_decreasing(capacity: int) -> None:
+def test_packing_matches_a_best_fit_decreasing_reference(capacity: int) -> None:
     random = np.random.default_rng(capacity)
     lengths = random.integers(1, capacity + 1, size=400).astype(np.int32)
     assert best_fit_decreasing(lengths, capacity) == reference(lengths.tolist(), capacity)
 
 
-def test_every_document_stands_in_one_sequence_and_none_overflows() -> None:
+def test_every_document_is_packed_once_and_no_sequence_overflows() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, size=1000).astype(np.int32)
     packs = best_fit_decreasing(lengths, 99)
     assert sorted(document for pack in packs for document in pack) == list(range(1000))
@@ -57,7 +57,7 @@ def test_one_window_of_log_normal_lengths_is_packed_to_97_percent(seq_len: int, 
     assert window.sum() / (len(packs) * seq_len) >= 0.97
 
 
-def test_memory_grows_with_the_documents_not_with_the_length_of_sequences() -> None:
+def test_packing_memory_does_not_grow_with_sequence_length() -> None:
     lengths = np.random.default_rng(2).integers(1, 5000, size=2000).astype(np.int32)
     tracemalloc.start()
     packs = best_fit_decreasing(lengths, 10_000_000)
@@ -67,7 +67,7 @@ def test_memory_grows_with_the_documents_not_with_the_length_of_sequences() -> N
     assert peak < 1 << 20
 
 
-def test_a_window_is_bounded_for_the_longest_sequences() -> None:
+def test_the_packing_window_is_bounded_for_the_longest_sequences() -> None:
     longest = 1 << 21
     assert window_tokens(longest) == 16 * longest
     assert DataConfig(path="x", seq_len=longest).seq_len == longest

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import Encoder, checked, render_prompt
+from pantheraml.data.formats import Encoder, render_prompt, validate_row
 from pantheraml.data.pairs import _first_after, encode_pairs, plain_ids
 
 TEXTS = [
@@ -24,7 +24,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def metaspace(scheme: str, kind: str) -> Any:
-    """As tokenizer.json of SentencePiece models has it: a space before the text, the rest by merges or by a lattice."""
+    """Like the tokenizer.json of SentencePiece models: a space before the text, then BPE or a Unigram lattice."""
     if kind == "unigram":
         tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0)], 0, byte_fallback=True))
         trainer: Any = trainers.UnigramTrainer(
@@ -45,14 +45,14 @@ def metaspace(scheme: str, kind: str) -> Any:
 
 
 def legacy_llama() -> Any:
-    """A space before every text by a normalizer, as in Llama 2's tokenizer.json."""
+    """Prepend a space to every text with a normalizer, as in Llama 2's tokenizer.json."""
     made = metaspace("never", "bpe").backend_tokenizer
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.pre_tokenizer = None
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
 
 
-# as of Qwen and GPT-4: digits in threes, line ends with what precedes them
+# as in Qwen and GPT-4: digits in groups of three, line breaks with the text before them
 GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -111,16 +111,14 @@ def made(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize(("prompt", "answer"), PAIRS)
-def test_prompt_and_answer_are_the_text_and_the_prompt_is_that_of_generation(
-    made: Any, prompt: str, answer: str
-) -> None:
-    ((given, learnt),) = encode_pairs(made, [prompt], [answer])
-    assert made.decode(given + learnt, clean_up_tokenization_spaces=False) == prompt + answer
-    assert given == plain_ids(made, [prompt])[0]
-    assert learnt
+def test_pairs_decode_to_the_text_and_prompts_match_generation(made: Any, prompt: str, answer: str) -> None:
+    ((prompt_ids, targets),) = encode_pairs(made, [prompt], [answer])
+    assert made.decode(prompt_ids + targets, clean_up_tokenization_spaces=False) == prompt + answer
+    assert prompt_ids == plain_ids(made, [prompt])[0]
+    assert targets
 
 
-def test_any_text_divided_anywhere(made: Any) -> None:
+def test_random_texts_split_anywhere(made: Any) -> None:
     random = np.random.default_rng(0)
     pieces = [
         "foo",
@@ -141,24 +139,24 @@ def test_any_text_divided_anywhere(made: Any) -> None:
         "e\u0301",
     ]
     texts = ["a" + "".join(random.choice(pieces, size=8)) + "b" for _ in range(150)]
-    borders = [int(random.integers(1, len(text))) for text in texts]
-    prompts = [text[:border] for text, border in zip(texts, borders, strict=True)]
-    pairs = encode_pairs(made, prompts, [text[border:] for text, border in zip(texts, borders, strict=True)])
-    for text, own, (given, learnt) in zip(texts, plain_ids(made, prompts), pairs, strict=True):
-        assert made.decode(given + learnt, clean_up_tokenization_spaces=False) == text
-        assert given == own
+    boundaries = [int(random.integers(1, len(text))) for text in texts]
+    prompts = [text[:boundary] for text, boundary in zip(texts, boundaries, strict=True)]
+    pairs = encode_pairs(made, prompts, [text[boundary:] for text, boundary in zip(texts, boundaries, strict=True)])
+    for text, own, (prompt_ids, targets) in zip(texts, plain_ids(made, prompts), pairs, strict=True):
+        assert made.decode(prompt_ids + targets, clean_up_tokenization_spaces=False) == text
+        assert prompt_ids == own
 
 
-def test_where_the_border_lies_between_tokens_they_are_those_of_the_whole(made: Any) -> None:
-    ((given, learnt),) = encode_pairs(made, ["the answer is"], [" 42"])
-    assert given + learnt == plain_ids(made, ["the answer is 42"])[0]
+def test_a_clean_boundary_keeps_the_joint_tokens(made: Any) -> None:
+    ((prompt_ids, targets),) = encode_pairs(made, ["the answer is"], [" 42"])
+    assert prompt_ids + targets == plain_ids(made, ["the answer is 42"])[0]
 
 
 @pytest.mark.parametrize("format", ["prompt", "instruction"])
 def test_a_completion_gains_no_space(made: Any, format: str) -> None:
     names = ("prompt", "completion") if format == "prompt" else ("instruction", "output")
     row = dict(zip(names, ("def f", "oo(bar)"), strict=True))
-    ((tokens, runs),) = Encoder(format, made).encode([checked(format, row)])
+    ((tokens, runs),) = Encoder(format, made).encode([validate_row(format, row)])
     text = made.decode(tokens, clean_up_tokenization_spaces=False)
     assert text == (
         "def foo(bar)</s>" if format == "prompt" else "### Instruction:\ndef f\n\n### Response:\noo(bar)</s>"
@@ -168,15 +166,15 @@ def test_a_completion_gains_no_space(made: Any, format: str) -> None:
     assert loss_mask(runs, len(tokens)).tolist() == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
 
 
-def test_a_token_that_cannot_be_divided_bears_loss() -> None:
-    """Whole words only: nothing but the word that holds both can be learnt."""
+def test_a_straddling_token_bears_loss() -> None:
+    """With whole-word tokens, only the word that spans the boundary can be learned."""
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "foo": 1, "def": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     assert encode_pairs(words, ["def f"], ["oo"]) == [([2], [1])]
 
 
-def test_tokens_of_white_space_without_width_belong_to_what_they_stand_in() -> None:
+def test_zero_width_white_space_tokens_are_assigned_by_position() -> None:
     class Encoding:
         offsets = ((0, 3), (4, 4), (5, 5), (6, 8))
 

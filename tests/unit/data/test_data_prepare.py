@@ -20,14 +20,14 @@ Write = Callable[..., Path]
 
 
 def documents(path: Path, tokenizer: Any) -> list[str]:
-    """The text of every document in the data, sorted."""
+    """Return the text of every document in the data, sorted."""
     data = TokenDataset.open(path)
-    found = []
+    decoded = []
     for index in range(len(data)):
         sequence = data.sequence(index)
-        borders = np.cumsum(sequence.document_lengths)[:-1]
-        found += [tokenizer.decode(part) for part in np.split(sequence.input_ids, borders)]
-    return sorted(found)
+        offsets = np.cumsum(sequence.document_lengths)[:-1]
+        decoded += [tokenizer.decode(part) for part in np.split(sequence.input_ids, offsets)]
+    return sorted(decoded)
 
 
 def texts(count: int) -> list[dict[str, str]]:
@@ -59,8 +59,8 @@ def test_the_index_agrees_with_the_sequences(write_jsonl: Write, prepared: Prepa
         assert sequence.document_lengths.sum() == len(sequence.input_ids)
         starts = np.cumsum(sequence.document_lengths) - sequence.document_lengths
         assert (sequence.labels[starts] == -100).all()
-        learnt = sequence.labels != -100
-        assert (sequence.labels[learnt] == sequence.input_ids[learnt]).all()
+        bears_loss = sequence.labels != -100
+        assert (sequence.labels[bears_loss] == sequence.input_ids[bears_loss]).all()
     (ready,) = events.of("data.ready")
     assert ready["tokens"] == sum(len(sequence.input_ids) for sequence in sequences)
     assert ready["target_tokens"] == data.target_tokens(ids).sum()
@@ -90,7 +90,7 @@ def test_all_kinds_of_files_give_the_same_documents(tmp_path: Path, prepared: Pr
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_number_of_workers_changes_nothing(
+def test_the_number_of_workers_does_not_change_the_result(
     write_jsonl: Write, prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packing: bool
 ) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 500)
@@ -105,11 +105,11 @@ def test_the_number_of_workers_changes_nothing(
     assert stored[0] == stored[1] == stored[2]
 
 
-def test_the_second_time_it_is_read_from_the_cache(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
+def test_a_second_run_reads_from_the_cache(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
     first = prepared(write_jsonl(texts(20)))
     assert prepared(write_jsonl(texts(20), name="moved.jsonl")) == first
     assert [ready["cached"] for ready in events.of("data.ready")] == [False, True]
-    assert [event["stage"] for event in events.of("data.progress")] == ["hash", "tokenise", "hash"]
+    assert [event["stage"] for event in events.of("data.progress")] == ["hash", "tokenize", "hash"]
 
 
 def test_progress_ends_at_the_total(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
@@ -123,7 +123,7 @@ def test_progress_ends_at_the_total(write_jsonl: Write, prepared: Prepared, even
     "change",
     [{"seq_len": 32}, {"packing": False}, {"on_long_row": "stop"}, {"on_bad_row": "skip"}, {"eval_fraction": 0.5}],
 )
-def test_what_changes_the_result_changes_the_fingerprint(
+def test_settings_that_change_the_result_change_the_fingerprint(
     write_jsonl: Write, prepared: Prepared, change: dict[str, Any]
 ) -> None:
     rows = [{"text": f"row {i}"} for i in range(20)]
@@ -138,12 +138,12 @@ def test_another_tokenizer_changes_the_fingerprint(
     assert prepared(path).train != prepared(path, tokenizer=chat_tokenizer).train
 
 
-def test_what_the_tokenizer_was_used_for_before_does_not_matter(
+def test_earlier_tokenizer_calls_do_not_change_the_fingerprint(
     write_jsonl: Write, prepared: Prepared, tokenizer: Any
 ) -> None:
     path = write_jsonl(texts(5))
     first = prepared(path).train
-    tokenizer(["a b c d e f"], truncation=True, max_length=3)  # the tokenizer remembers this
+    tokenizer(["a b c d e f"], truncation=True, max_length=3)  # the tokenizer keeps this as state
     assert tokenizer.backend_tokenizer.truncation is not None
     assert prepared(path).train == first
 
@@ -169,22 +169,22 @@ def test_separate_evaluation_data(write_jsonl: Write, prepared: Prepared, tokeni
     assert [ready["split"] for ready in events.of("data.ready")] == ["train", "eval"]
 
 
-def test_a_fraction_that_leaves_a_side_empty_is_refused(write_jsonl: Write, prepared: Prepared) -> None:
+def test_an_eval_fraction_that_leaves_a_split_empty_is_rejected(write_jsonl: Write, prepared: Prepared) -> None:
     with pytest.raises(DataError, match="leaves no rows for eval"):
         prepared(write_jsonl(texts(3)), eval_fraction=0.001)
 
 
-def test_a_bad_row_stops_with_its_place(write_jsonl: Write, prepared: Prepared, tmp_path: Path) -> None:
+def test_a_bad_row_stops_with_its_location(write_jsonl: Write, prepared: Prepared, tmp_path: Path) -> None:
     path = write_jsonl([{"text": "a"}, {"text": 5}, "{not json", {"text": "b"}])
     with pytest.raises(DataError, match="expected a string, found the number 5") as caught:
         prepared(path)
     assert caught.value.where == f"{path}, line 2, field `text`"
     assert "also line 3" in caught.value.what
-    assert "on_bad_row=skip" in str(caught.value.todo)
+    assert "on_bad_row=skip" in str(caught.value.fix)
     assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_the_last_row_is_checked_too(write_jsonl: Write, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_row_is_validated(write_jsonl: Write, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 500)
     monkeypatch.setattr(prepare, "_BYTES_PER_WORKER", 500)
     path = write_jsonl([*texts(200), {"txt": "typo"}])
@@ -200,7 +200,7 @@ def test_bad_rows_are_skipped_and_counted(write_jsonl: Write, prepared: Prepared
     (ready,) = events.of("data.ready")
     assert (ready["rows"], ready["skipped_rows"]) == (2, 2)
     (warning,) = events.of("warning")
-    assert "2 rows" in warning["message"]
+    assert "2 invalid rows" in warning["message"]
     assert "line 3" in warning["message"]
 
 
@@ -225,7 +225,7 @@ def test_a_file_of_nonsense_is_an_error(tmp_path: Path, prepared: Prepared) -> N
     with pytest.raises(DataError, match="not JSON") as caught:
         prepared(path, on_bad_row="skip")
     assert caught.value.where == f"{path}, line 1"
-    assert "skip" not in str(caught.value.todo)
+    assert "skip" not in str(caught.value.fix)
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "text\n")])
@@ -236,7 +236,7 @@ def test_a_file_without_rows_is_an_error(tmp_path: Path, prepared: Prepared, nam
             prepared(tmp_path / name, **settings)
 
 
-def test_no_usable_column_lists_what_is_there_and_what_is_accepted(write_jsonl: Write, prepared: Prepared) -> None:
+def test_missing_columns_list_found_and_accepted_ones(write_jsonl: Write, prepared: Prepared) -> None:
     with pytest.raises(DataError, match="`question`, `answer`") as caught:
         prepared(write_jsonl([{"question": "a", "answer": "b"}]))
     assert "`prompt` + `completion`" in caught.value.what
@@ -248,7 +248,7 @@ def test_a_set_format_is_not_detected(write_jsonl: Write, prepared: Prepared, to
     assert not [event for event in events.of("notice") if "detected" in event["message"]]
 
 
-def test_long_rows_are_cut_and_counted(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
+def test_long_rows_are_truncated_and_counted(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
     result = prepared(write_jsonl([{"text": "x" * 200}, {"text": "short"}]), packing=False)
     data = TokenDataset.open(result.train)
     assert max(len(data.sequence(i).input_ids) for i in range(2)) == 64
@@ -263,17 +263,17 @@ def test_long_rows_can_stop(write_jsonl: Write, prepared: Prepared) -> None:
     assert caught.value.where == f"{path}, line 2"
 
 
-def test_rows_with_nothing_to_learn_from_are_left_out(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
+def test_rows_without_targets_are_skipped(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
     long = {"prompt": "x" * 100, "completion": "never reached"}
     result = prepared(write_jsonl([long, {"prompt": "a", "completion": "b"}]))
     assert len(TokenDataset.open(result.train)) == 1
     (ready,) = events.of("data.ready")
     assert (ready["rows"], ready["truncated_rows"], ready["skipped_rows"]) == (1, 1, 1)
-    assert "1 rows are left out" in events.of("warning")[0]["message"]
+    assert "1 rows are skipped" in events.of("warning")[0]["message"]
 
 
-def test_data_with_nothing_to_learn_from_is_an_error(write_jsonl: Write, prepared: Prepared) -> None:
-    with pytest.raises(DataError, match="anything to learn from"):
+def test_data_without_targets_is_an_error(write_jsonl: Write, prepared: Prepared) -> None:
+    with pytest.raises(DataError, match="has a token that bears loss within"):
         prepared(write_jsonl([{"prompt": "x" * 100, "completion": "never reached"}]))
 
 
@@ -286,7 +286,7 @@ def test_messages_without_a_chat_template(write_jsonl: Write, prepared: Prepared
     assert TokenDataset.open(result.train).format == "messages"
 
 
-def test_the_chat_template_counts_for_messages_only(
+def test_the_chat_template_is_fingerprinted_for_messages_only(
     write_jsonl: Write, prepared: Prepared, chat_tokenizer: Any
 ) -> None:
     other = type(chat_tokenizer)(
@@ -335,4 +335,4 @@ def test_a_cache_that_cannot_be_written_is_a_storage_error(
     (tmp_path / "a file").touch()
     with pytest.raises(StorageError, match="cannot be written") as caught:
         prepared(write_jsonl(texts(3)), cache_dir=str(tmp_path / "a file"))
-    assert "data.cache_dir" in str(caught.value.todo)
+    assert "data.cache_dir" in str(caught.value.fix)

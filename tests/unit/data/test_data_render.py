@@ -10,8 +10,8 @@ import pytest
 from pantheraml.base.errors import ModelError, WorkerError
 from pantheraml.data import render
 from pantheraml.data.chat import ChatEncoder
-from pantheraml.data.pool import ordered_map
 from pantheraml.data.rows import RowError
+from pantheraml.data.worker_pool import ordered_map
 
 CONVERSATION = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -34,7 +34,7 @@ def limits() -> list[Any]:
     ]
 
 
-def test_a_template_that_loops_is_stopped(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_template_is_stopped(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "RENDER_SECONDS", 0)
     before = limits()
     with pytest.raises(ModelError, match="more than 0 seconds for one conversation"):
@@ -42,16 +42,14 @@ def test_a_template_that_loops_is_stopped(chat_tokenizer: Any, monkeypatch: pyte
     assert limits() == before
 
 
-def test_a_template_that_loops_is_stopped_in_generation_too(
-    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_template_is_stopped_in_generation(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "RENDER_SECONDS", 0)
     with pytest.raises(ModelError, match="for one conversation"):
         ChatEncoder(with_template(chat_tokenizer, LOOP)).prompt(CONVERSATION[:1])
 
 
 def test_a_template_that_is_slow_to_compile_is_stopped(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jinja computes constants while it compiles, and takes any Exception there for one that it cannot compute."""
+    """Jinja folds constants while it compiles, and swallows any Exception that this raises."""
     monkeypatch.setattr(render, "RENDER_SECONDS", 0)
     begin = time.process_time()
     with pytest.raises(ModelError, match="more than 0 seconds for one conversation"):
@@ -59,35 +57,33 @@ def test_a_template_that_is_slow_to_compile_is_stopped(chat_tokenizer: Any, monk
     assert time.process_time() - begin < 5
 
 
-def test_the_kernels_limit_is_not_put_off_once_time_is_over(
-    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renewed: list[Any] = []
-    monkeypatch.setattr(render, "_end_if_stuck", renewed.append)
+def test_the_cpu_limit_is_not_extended_after_the_timeout(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    extended: list[Any] = []
+    monkeypatch.setattr(render, "_extend_cpu_limit", extended.append)
     renderer = render.Renderer(chat_tokenizer)
-    renderer._look()
-    assert len(renewed) == 1
+    renderer._check_time()
+    assert len(extended) == 1
     renderer._started = time.process_time() - render.RENDER_SECONDS - 1
-    with pytest.raises(render._TooSlow):
-        renderer._look()
-    assert len(renewed) == 1
+    with pytest.raises(render._RenderTimeout):
+        renderer._check_time()
+    assert len(extended) == 1
 
 
-def test_a_template_that_fills_the_memory_is_stopped(chat_tokenizer: Any) -> None:
+def test_a_template_over_the_memory_limit_is_stopped(chat_tokenizer: Any) -> None:
     before = limits()
     with pytest.raises(ModelError, match="more than 2048 MiB"):
         encode(chat_tokenizer, "{{ 'x' * 100000000000 }}")
     assert limits() == before
 
 
-def test_a_template_that_writes_far_more_than_it_is_given_is_stopped(chat_tokenizer: Any) -> None:
-    with pytest.raises(ModelError, match=r"1000000 characters of a conversation of \d+; the most is 26\d{4}"):
+def test_a_template_with_excessive_output_is_stopped(chat_tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match=r"1000000 characters from a conversation of \d+; the maximum is 26\d{4}"):
         encode(chat_tokenizer, "{{ 'x' * 1000000 }}")
 
 
-def test_a_process_that_no_signal_reaches_is_ended(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_no_signal_reaches_is_killed(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "STUCK_SECONDS", 2)
-    # one step of Python that looks for no signal
+    # a single bytecode, during which no signal handler runs
     monkeypatch.setattr(render, "render_jinja_template", lambda **options: sum(range(10**13)))
     encoder = ChatEncoder(chat_tokenizer)
     with pytest.raises(WorkerError, match="stuck, most likely in the chat template"):
@@ -101,12 +97,12 @@ def test_a_template_that_fails_makes_a_bad_row(chat_tokenizer: Any, template: st
     assert isinstance(encode(chat_tokenizer, template), RowError)
 
 
-def test_a_template_beyond_the_bound_is_refused(chat_tokenizer: Any) -> None:
-    with pytest.raises(ModelError, match="the most is 1048576"):
+def test_a_template_over_the_length_limit_is_rejected(chat_tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match="the maximum is 1048576"):
         ChatEncoder(with_template(chat_tokenizer, "x" * (render.TEMPLATE_CHARACTERS + 1)))
 
 
-def test_half_a_surrogate_pair_anywhere_makes_a_bad_row(chat_tokenizer: Any) -> None:
+def test_a_lone_surrogate_anywhere_makes_a_bad_row(chat_tokenizer: Any) -> None:
     encoder = ChatEncoder(with_template(chat_tokenizer, "{{ messages[0].name }}"))
     (found,) = encoder.encode([{"messages": [CONVERSATION[0] | {"name": "\ud83d"}, CONVERSATION[1]]}])
     assert "surrogate" in str(found)

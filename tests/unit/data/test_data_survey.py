@@ -10,7 +10,7 @@ import pytest
 
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.fingerprint import tokenizer_digest
-from pantheraml.data.formats import checked, unread
+from pantheraml.data.formats import unused_columns, validate_row
 from pantheraml.data.prepare import PreparedData
 from pantheraml.data.rows import RowError
 
@@ -28,7 +28,7 @@ def with_template(tokenizer: Any, template: Any) -> Any:
     return type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>", chat_template=template)
 
 
-def said(events: Any, kind: str) -> str:
+def messages_of(events: Any, kind: str) -> str:
     return "\n".join(event["message"] for event in events.of(kind))
 
 
@@ -36,7 +36,7 @@ def text_of(folder: Path, tokenizer: Any) -> str:
     return str(tokenizer.decode(np.concatenate([TokenDataset.open(folder).sequence(0).input_ids])))
 
 
-def test_system_and_history_stand_before_the_instruction(
+def test_system_and_history_precede_the_instruction(
     write_jsonl: Write, prepared: Prepared, tokenizer: Any, events: Any
 ) -> None:
     row = {
@@ -53,73 +53,73 @@ def test_system_and_history_stand_before_the_instruction(
     )
     sequence = TokenDataset.open(result.train).sequence(0)
     assert tokenizer.decode(sequence.labels[sequence.labels != -100]) == "4</s>"
-    assert said(events, "warning") == ""
+    assert messages_of(events, "warning") == ""
 
 
 @pytest.mark.parametrize("history", [None, [], "", " ", "[]", "null"])
-def test_no_history_is_no_part_of_the_row(history: Any) -> None:
+def test_empty_history_is_dropped(history: Any) -> None:
     row = {"instruction": "a", "output": "b", "history": history, "system": None}
-    assert checked("instruction", row) == {"instruction": "a", "output": "b"}
+    assert validate_row("instruction", row) == {"instruction": "a", "output": "b"}
 
 
-def test_history_may_be_json_as_csv_holds_it() -> None:
+def test_history_may_be_a_json_string() -> None:
     row = {"instruction": "a", "output": "b", "history": json.dumps([["x", "y"]])}
-    assert checked("instruction", row)["history"] == [["x", "y"]]
+    assert validate_row("instruction", row)["history"] == [["x", "y"]]
 
 
 @pytest.mark.parametrize(
     ("history", "field"),
     [("words", "history"), ({"a": 1}, "history"), ([["a"]], "history[0]"), ([[1, "b"]], "history[0]")],
 )
-def test_history_of_another_kind_is_named(history: Any, field: str) -> None:
+def test_history_of_the_wrong_type_is_reported(history: Any, field: str) -> None:
     with pytest.raises(RowError) as caught:
-        checked("instruction", {"instruction": "a", "output": "b", "history": history})
+        validate_row("instruction", {"instruction": "a", "output": "b", "history": history})
     assert caught.value.field == field
 
 
-def test_columns_that_nobody_reads_are_named_in_every_run(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
+def test_unused_columns_are_reported_in_every_run(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
     rows = [{"prompt": "a", "completion": "b", "system": "be kind", "topic": "x", "id": 3, "empty": ""}] * 3
     rows += [{"prompt": "a", "completion": "b", "tools": "[]", "late": 1}] * 200
     path = write_jsonl(rows)
     prepared(path)
-    assert "does not use `system`" in said(events, "warning")
-    assert "not used: `topic`" in said(events, "notice")
-    assert "`late`" in said(events, "notice")
-    assert "`id`" not in said(events, "notice")
-    assert "empty" not in said(events, "notice")
+    assert "does not use `system`" in messages_of(events, "warning")
+    assert "unused columns: `topic`" in messages_of(events, "notice")
+    assert "`late`" in messages_of(events, "notice")
+    assert "`id`" not in messages_of(events, "notice")
+    assert "empty" not in messages_of(events, "notice")
     events.events.clear()
     prepared(path)
     assert events.of("data.ready")[0]["cached"]
-    assert "does not use `system`" in said(events, "warning")
-    assert said(events, "notice").count("`topic`") == 1
+    assert "does not use `system`" in messages_of(events, "warning")
+    assert messages_of(events, "notice").count("`topic`") == 1
 
 
-def test_a_column_that_first_appears_late_is_named(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
+def test_an_unused_column_that_appears_late_is_reported(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
     rows: list[dict[str, Any]] = [{"text": f"row {index}"} for index in range(150)]
     path = write_jsonl([*rows, {"text": "last", "system": "be kind"}])
     prepared(path)
-    assert "does not use `system`" in said(events, "warning")
+    assert "does not use `system`" in messages_of(events, "warning")
     events.events.clear()
     prepared(path)
     assert events.of("data.ready")[0]["cached"]
-    assert "does not use `system`" in said(events, "warning")
+    assert "does not use `system`" in messages_of(events, "warning")
 
 
-def test_what_is_read_is_not_named() -> None:
-    assert unread("messages", ["messages", "tools", "id"]) == ([], [])
-    assert unread("instruction", ["instruction", "input", "output", "system", "history"]) == ([], [])
-    assert unread("text", ["text", "history", "label"]) == (["history"], ["label"])
+def test_used_columns_are_not_reported() -> None:
+    assert unused_columns("messages", ["messages", "tools", "id"]) == ([], [])
+    assert unused_columns("instruction", ["instruction", "input", "output", "system", "history"]) == ([], [])
+    assert unused_columns("text", ["text", "history", "label"]) == (["history"], ["label"])
 
 
-def test_a_template_that_does_not_write_tools_is_named(
+def test_a_template_without_tools_emits_a_warning(
     write_jsonl: Write, prepared: Prepared, chat_tokenizer: Any, events: Any
 ) -> None:
     path = write_jsonl([{"messages": TURNS, "tools": [{"name": "f"}]}])
     prepared(path, tokenizer=chat_tokenizer)
-    assert "does not write tools" in said(events, "warning")
+    assert "does not render tools" in messages_of(events, "warning")
 
 
-def test_the_template_for_tools_is_used_where_there_is_one(
+def test_the_tool_template_is_used_if_there_is_one(
     write_jsonl: Write, prepared: Prepared, chat_tokenizer: Any, events: Any
 ) -> None:
     template = (
@@ -128,7 +128,7 @@ def test_the_template_for_tools_is_used_where_there_is_one(
     several = with_template(chat_tokenizer, {"default": "unused", "tool_use": template})
     result = prepared(write_jsonl([{"messages": TURNS, "tools": [{"name": "hammer"}]}]), tokenizer=several)
     assert text_of(result.train, several) == "hammer hello</s>hi</s>"
-    assert said(events, "warning") == ""
+    assert messages_of(events, "warning") == ""
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_template_for_tools_is_used_where_there_is_one(
         ("", "", True),
     ],
 )
-def test_a_learnt_part_without_an_end_token_is_warned_about(
+def test_turns_without_an_end_token_emit_a_warning(
     write_jsonl: Write, prepared: Prepared, chat_tokenizer: Any, events: Any, inside: str, outside: str, warned: bool
 ) -> None:
     template = MARKED.replace("INSIDE", inside).replace("OUTSIDE", outside)
@@ -149,10 +149,10 @@ def test_a_learnt_part_without_an_end_token_is_warned_about(
     for _ in ("fresh", "cached"):
         events.events.clear()
         prepared(path, tokenizer=with_template(chat_tokenizer, template))
-        assert ("ends without an end token" in said(events, "warning")) == warned
+        assert ("no end token that bears loss" in messages_of(events, "warning")) == warned
 
 
-def test_the_digest_of_a_tokenizer_holds_what_stands_beside_its_file(chat_tokenizer: Any) -> None:
+def test_tokenizer_digest_covers_settings_outside_tokenizer_json(chat_tokenizer: Any) -> None:
     plain, splitting = (with_template(chat_tokenizer, "x") for _ in range(2))
     splitting.split_special_tokens = True
     assert tokenizer_digest(plain, with_template=False) != tokenizer_digest(splitting, with_template=False)
@@ -160,13 +160,13 @@ def test_the_digest_of_a_tokenizer_holds_what_stands_beside_its_file(chat_tokeni
     assert len({tokenizer_digest(each, with_template=True) for each in several}) == 2
 
 
-def test_names_of_columns_are_shown_in_short_and_in_print(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
+def test_column_names_are_shortened_and_escaped(write_jsonl: Write, prepared: Prepared, events: Any) -> None:
     strange = {"\x1b[31mred\n": 1, "long" * 100: 2} | {f"column {index}": index for index in range(50)}
     prepared(write_jsonl([{"text": "a"} | strange]))
-    told = said(events, "notice")
-    assert "`\\x1b[31mred\\n`" in told
-    assert len(told) < 500
+    notices = messages_of(events, "notice")
+    assert "`\\x1b[31mred\\n`" in notices
+    assert len(notices) < 500
     with pytest.raises(RowError) as caught:
-        checked("text", strange)
+        validate_row("text", strange)
     assert len(str(caught.value)) < 500
     assert "\x1b" not in str(caught.value)

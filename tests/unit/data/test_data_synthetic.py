@@ -1,4 +1,4 @@
-"""The demo's data: the same everywhere, right by an independent computation, held out for real, and tokenised whole."""
+"""The demo's data: deterministic, correct by an independent computation, held out, and tokenized without loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DATE = r"(\d\d \w+ \d{4})"
 
 
 def iso(words: str) -> str:
-    """strptime reads month names by itself: a second way to the same date."""
+    """Parse a date with strptime, independently of the implementation."""
     return time.strftime("%Y-%m-%d", time.strptime(words, "%d %B %Y"))
 
 
@@ -44,7 +44,7 @@ def found(pattern: str, prompt: str) -> tuple[str, ...]:
 
 
 def expected(task: Task, prompt: str) -> Any:
-    """What the prompt asks for, computed from its text alone."""
+    """Return the correct answer, computed from the text of the prompt alone."""
     if task.name == "date-to-iso":
         return iso(*found(rf"Date to ISO: {DATE}", prompt))
     if task.name == "date-in-words":
@@ -83,7 +83,7 @@ def read(task: Task, completion: str) -> Any:
 
 
 @pytest.mark.parametrize("task", ALL_TASKS, ids=lambda task: task.name)
-def test_completions_are_right(task: Task) -> None:
+def test_completions_are_correct(task: Task) -> None:
     rng = Random(3)
     for _ in range(300):
         prompt, completion = task.make(rng)
@@ -104,7 +104,7 @@ def test_base_examples_depend_on_the_seed_alone() -> None:
 
 
 def test_examples_are_the_same_in_every_process() -> None:
-    """Nothing may hang on hash order: the demo's numbers are to be the same for everyone."""
+    """Nothing may depend on hash order: the demo must give the same numbers everywhere."""
     program = (
         "from pantheraml.data.synthetic import *;"
         "print(base_examples(90, seed=1), split_examples(TARGET_TASK, train=20, held_out=5, seed=1))"
@@ -118,7 +118,7 @@ def test_examples_are_the_same_in_every_process() -> None:
     assert len(outputs) == 1
 
 
-def test_base_examples_hold_every_base_task_equally_and_never_the_target() -> None:
+def test_base_examples_cover_the_base_tasks_evenly_and_never_the_target() -> None:
     examples = base_examples(9 * 50, seed=0)
     counts = Counter(example.prompt.partition(":")[0] for example in examples)
     assert set(counts.values()) == {50}
@@ -127,7 +127,7 @@ def test_base_examples_hold_every_base_task_equally_and_never_the_target() -> No
     assert len(set(first)) < 9, "the examples are not shuffled"
 
 
-def test_split_holds_out_what_is_not_trained_on() -> None:
+def test_held_out_examples_are_not_in_the_training_set() -> None:
     split = split_examples(TARGET_TASK, train=2000, held_out=200, seed=0)
     assert (len(split.train), len(split.held_out)) == (2000, 200)
     prompts = {example.prompt for example in (*split.train, *split.held_out)}
@@ -136,13 +136,13 @@ def test_split_holds_out_what_is_not_trained_on() -> None:
 
 
 def test_split_drops_repeated_examples() -> None:
-    """`add` has 81 different prompts, so random draws repeat long before all of them are found."""
+    """`add` has 81 different prompts, so random draws repeat long before all of them are drawn."""
     add = next(task for task in BASE_TASKS if task.name == "add")
     split = split_examples(add, train=61, held_out=20, seed=0)
     assert len({example.prompt for example in (*split.train, *split.held_out)}) == 81
 
 
-def test_split_refuses_more_examples_than_there_are() -> None:
+def test_split_rejects_more_examples_than_exist() -> None:
     add = next(task for task in BASE_TASKS if task.name == "add")
     with pytest.raises(ValueError, match="add"):
         split_examples(add, train=80, held_out=20, seed=0)
@@ -171,7 +171,7 @@ def test_transformers_loads_the_tokenizer(model_folder: Path) -> None:
     assert len(tokenizer) == 384
 
 
-def test_tokenizer_gives_back_every_text(model_folder: Path) -> None:
+def test_tokenizer_round_trips_every_text(model_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     texts = [text for task in ALL_TASKS for text in task.make(Random(8))]
     for text in [*texts, "Ünknown wörds , with  spaces ,\nlines and 漢字 ."]:
@@ -200,7 +200,7 @@ def test_transformers_loads_the_model_config(model_folder: Path) -> None:
     assert config.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_making_data_needs_neither_torch_nor_transformers() -> None:
+def test_synthetic_data_needs_neither_torch_nor_transformers() -> None:
     program = "import sys, pantheraml.data.synthetic; print({'torch', 'transformers', 'peft'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -13,11 +13,11 @@ from pantheraml.base.errors import DataError
 from pantheraml.data import columnar
 from pantheraml.data.chat import ChatEncoder
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import checked
+from pantheraml.data.formats import validate_row
 from pantheraml.data.rows import RowError
 from tests import toy
 
-# Each as the family's own template does it, less what does not matter here.
+# The relevant parts of each family's own template.
 QWEN25 = (
     "{% if tools %}{{ '<|im_start|>system\\n# Tools' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endif %}"
@@ -32,7 +32,7 @@ QWEN25 = (
     "{% else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# writes an empty block of thoughts into the last turn alone
+# renders an empty thinking block in the last turn only
 QWEN3 = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
@@ -63,7 +63,7 @@ LLAMA3 = """
 {%- if add_generation_prompt %}<|start|>assistant<|end|>
 
 {% endif %}"""
-# asks for null to know that tools are called, and joins the arguments to other strings
+# tests for null content to detect a tool call, and concatenates the arguments with strings
 DEEPSEEK = """
 {%- for message in messages %}
 {%- if message['role'] == 'assistant' and message['content'] is none %}<A>
@@ -72,7 +72,7 @@ DEEPSEEK = """
 {%- elif message['role'] == 'assistant' %}<A>{{ message['content'] }}<E>
 {%- else %}<U>{{ message['content'] }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}<A>{% endif %}"""
-# prints whatever the content is, and the calls as they come
+# prints the content, whatever it is, and the calls as they are
 PRINTING = """
 {%- for message in messages %}<{{ message.role }}>{{ message['content'] | trim }}
 {%- for call in message.tool_calls %}[{{ call.function.name }} {{ call.function.arguments }}]{% endfor %}<E>
@@ -94,9 +94,9 @@ def conversation(arguments: Any, **content: Any) -> list[dict[str, Any]]:
 
 
 def encode(tokenizer: Any, template: str, row: dict[str, Any]) -> tuple[str, str]:
-    """The rendered conversation, and the part that bears loss."""
+    """Return the rendered conversation and the part that bears loss."""
     made = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>", chat_template=template)
-    (document,) = ChatEncoder(made).encode([checked("messages", row)])
+    (document,) = ChatEncoder(made).encode([validate_row("messages", row)])
     if isinstance(document, RowError):
         raise document
     tokens, runs = document
@@ -106,37 +106,37 @@ def encode(tokenizer: Any, template: str, row: dict[str, Any]) -> tuple[str, str
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}], ids=["null", "missing", "empty"])
 @pytest.mark.parametrize("form", ["text", "object"])
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_turn_that_only_calls_a_tool_is_written_and_learnt(
+def test_a_turn_with_only_a_tool_call_is_rendered_and_bears_loss(
     chat_tokenizer: Any, family: str, form: str, content: dict[str, Any]
 ) -> None:
     arguments = json.dumps(ARGUMENTS, ensure_ascii=False) if form == "text" else ARGUMENTS
-    whole, learnt = encode(chat_tokenizer, TEMPLATES[family], {"messages": conversation(arguments, **content)})
+    whole, targets = encode(chat_tokenizer, TEMPLATES[family], {"messages": conversation(arguments, **content)})
     assert "None" not in whole
     called = json.dumps(ARGUMENTS, ensure_ascii=False)
     assert whole.count(called) == 1, whole
-    assert called in learnt
-    assert "weather" in learnt
-    assert learnt.count("It rains.") == 1
-    assert "Köln?" not in learnt
-    assert "rain" not in learnt.replace("It rains.", "")
+    assert called in targets
+    assert "weather" in targets
+    assert targets.count("It rains.") == 1
+    assert "Köln?" not in targets
+    assert "rain" not in targets.replace("It rains.", "")
 
 
-def test_content_beside_calls_is_kept(chat_tokenizer: Any) -> None:
+def test_content_next_to_tool_calls_is_kept(chat_tokenizer: Any) -> None:
     messages = conversation(ARGUMENTS, content="Let me look: None")
-    whole, learnt = encode(chat_tokenizer, QWEN25, {"messages": messages})
-    assert "Let me look: None" in learnt
+    whole, targets = encode(chat_tokenizer, QWEN25, {"messages": messages})
+    assert "Let me look: None" in targets
     assert whole.count("None") == 1
 
 
-def test_a_tool_that_answers_nothing_is_accepted(chat_tokenizer: Any) -> None:
+def test_an_empty_tool_result_is_accepted(chat_tokenizer: Any) -> None:
     messages = conversation(ARGUMENTS, content=None)
     messages[2]["content"] = None
     whole, _ = encode(chat_tokenizer, QWEN25, {"messages": messages})
     assert "<tool_response>\n\n</tool_response>" in whole
 
 
-def test_a_template_that_leaves_calls_out_is_refused(chat_tokenizer: Any) -> None:
-    with pytest.raises(RowError, match="leaves out a call of `weather`"):
+def test_a_template_that_drops_tool_calls_is_rejected(chat_tokenizer: Any) -> None:
+    with pytest.raises(RowError, match="drops a call of `weather`"):
         encode(
             chat_tokenizer,
             "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}",
@@ -144,63 +144,63 @@ def test_a_template_that_leaves_calls_out_is_refused(chat_tokenizer: Any) -> Non
         )
 
 
-FIRST_CALL_ALONE = """
+FIRST_CALL_ONLY = """
 {%- for message in messages %}<{{ message.role }}>{{ message.content or '' }}
 {%- if message.tool_calls %}[{{ message.tool_calls[0].function.name }} {{ message.tool_calls[0].function.arguments }}]
 {%- endif %}<E>{%- endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
-def test_a_name_that_a_user_says_is_no_call(chat_tokenizer: Any) -> None:
+def test_a_name_in_the_text_of_a_message_is_not_a_call(chat_tokenizer: Any) -> None:
     messages = conversation("{}", content=None)
     messages[0]["content"] = "Ask for the weather in Köln."
-    with pytest.raises(RowError, match="leaves out a call of `weather`") as caught:
+    with pytest.raises(RowError, match="drops a call of `weather`") as caught:
         encode(chat_tokenizer, toy.TEMPLATE, {"messages": messages, "tools": TOOLS})
-    assert "whose chat template writes tool calls" in str(caught.value.todo)
+    assert "whose chat template renders tool calls" in str(caught.value.fix)
 
 
-def test_every_call_has_to_be_written(chat_tokenizer: Any) -> None:
+def test_every_call_must_be_rendered(chat_tokenizer: Any) -> None:
     messages = conversation("{}", content=None)
-    encode(chat_tokenizer, FIRST_CALL_ALONE, {"messages": messages})
+    encode(chat_tokenizer, FIRST_CALL_ONLY, {"messages": messages})
     messages[1]["tool_calls"] *= 2
-    with pytest.raises(RowError, match="leaves out a call of `weather`"):
-        encode(chat_tokenizer, FIRST_CALL_ALONE, {"messages": messages})
+    with pytest.raises(RowError, match="drops a call of `weather`"):
+        encode(chat_tokenizer, FIRST_CALL_ONLY, {"messages": messages})
 
 
-def test_the_older_form_of_a_call_has_to_be_written(chat_tokenizer: Any) -> None:
+def test_the_older_form_of_a_call_must_be_rendered(chat_tokenizer: Any) -> None:
     messages = conversation("{}", content=None)
     messages[1]["function_call"] = messages[1].pop("tool_calls")[0]["function"]
     messages[0]["content"] = "Ask for the weather in Köln."
-    with pytest.raises(RowError, match="leaves out a call of `weather`"):
+    with pytest.raises(RowError, match="drops a call of `weather`"):
         encode(chat_tokenizer, toy.TEMPLATE, {"messages": messages})
 
 
-def test_the_error_names_a_tokenizer_that_writes_calls(
+def test_the_error_asks_for_a_tokenizer_that_renders_calls(
     write_jsonl: Callable[..., Path], prepared: Callable[..., Any], chat_tokenizer: Any
 ) -> None:
     path = write_jsonl([{"messages": conversation("{}", content=None)}])
-    with pytest.raises(DataError, match="whose chat template writes tool calls") as caught:
+    with pytest.raises(DataError, match="whose chat template renders tool calls") as caught:
         prepared(path, tokenizer=chat_tokenizer)
     assert "on_bad_row" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]], ids=["list", "text", "texts"])
-def test_tools_beside_messages_reach_the_template(chat_tokenizer: Any, tools: Any) -> None:
+def test_tools_reach_the_template(chat_tokenizer: Any, tools: Any) -> None:
     row = {"messages": conversation(ARGUMENTS, content=None), "tools": tools}
-    whole, learnt = encode(chat_tokenizer, QWEN25, row)
+    whole, targets = encode(chat_tokenizer, QWEN25, row)
     assert whole.startswith("<|im_start|>system\n# Tools\n" + json.dumps(TOOLS[0]))
-    assert "# Tools" not in learnt
+    assert "# Tools" not in targets
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "null", "[]"])
-def test_without_tools_the_template_gets_none(tools: Any) -> None:
+def test_empty_tools_are_dropped(tools: Any) -> None:
     row = {"messages": [{"role": "assistant", "content": "a"}], "tools": tools}
-    assert checked("messages", row) == {"messages": row["messages"]}
+    assert validate_row("messages", row) == {"messages": row["messages"]}
 
 
 @pytest.mark.parametrize(
     ("row", "field", "problem"),
     [
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "or null beside `tool_calls`"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "or null with `tool_calls`"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "found null"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "expected a string, found null"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls", "the number 3"),
@@ -210,14 +210,14 @@ def test_without_tools_the_template_gets_none(tools: Any) -> None:
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": "[" * 9999}, "tools", "expected JSON"),
     ],
 )
-def test_what_is_no_message_or_tool_is_named(row: dict[str, Any], field: str, problem: str) -> None:
+def test_invalid_messages_and_tools_are_reported(row: dict[str, Any], field: str, problem: str) -> None:
     with pytest.raises(RowError, match=problem) as caught:
-        checked("messages", row)
+        validate_row("messages", row)
     assert caught.value.field == field
 
 
-def test_calls_from_parquet_have_their_own_arguments_alone(chat_tokenizer: Any, tmp_path: Path) -> None:
-    """Arrow gives all objects of a column the keys of all others, with null where they had none."""
+def test_parquet_tool_calls_keep_only_their_own_arguments(chat_tokenizer: Any, tmp_path: Path) -> None:
+    """Arrow gives every object of a column the keys of all others, filled with null."""
     rows = [
         {"messages": conversation({"city": "Köln"}, content=None)},
         {"messages": conversation({"id": 3}, content=None)},

@@ -25,7 +25,7 @@ def test_cuda_visible_devices(variable: str | None, shown: list[int]) -> None:
     assert visible_indices(variable, UUIDS) == shown
 
 
-def test_probe_tells_what_is_here() -> None:
+def test_probe_reports_local_hardware() -> None:
     spec = probe()
     assert 1 <= spec.cpu_count <= (psutil.cpu_count() or 1)
     assert spec.ram_bytes == psutil.virtual_memory().total

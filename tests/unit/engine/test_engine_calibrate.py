@@ -1,4 +1,4 @@
-"""Moments of inputs and gradients, layer by layer: those of an ordinary pass, with one layer's weights at a time."""
+"""Calibration moments, computed layer by layer, equal those of a full backward pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import TokenSequence
-from pantheraml.engine.calibrate import Moments, decoder_layers, visits
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.calibrate import LayerMoments, calibrate_layers, decoder_layers
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.models.attention import use_document_attention
+from pantheraml.models.lazy_weights import DEFERRED_WEIGHTS, materialize_per_layer
 from pantheraml.models.loader import load_model
-from pantheraml.models.quantise.packed import packable_layers
-from pantheraml.models.unread import UNREAD, read_in_turn
+from pantheraml.models.quantize.quantized_linear import quantizable_linears
 from pantheraml.specs.train import ModelConfig
 from tests import toy
 from tests.unit.models.conftest import TinyModel, tiny_model  # noqa: F401
@@ -28,14 +28,14 @@ CPU = torch.device("cpu")
 
 def loaded(folder: Path, *, unread: bool = True) -> Any:
     config = ModelConfig(path=str(folder))
-    model = load_model(config, dtype=torch.float32, device=CPU, quantise="dense", layers_unread=unread)
-    with read_in_turn(model):
+    model = load_model(config, dtype=torch.float32, device=CPU, quantize="dense", lazy_layers=unread)
+    with materialize_per_layer(model):
         use_document_attention(model)
     return model
 
 
 def text(rows: int = 3, length: int = 24, seed: int = 0) -> Batch:
-    """Each row two documents, of which some tokens are not to be predicted."""
+    """Rows of two documents each, with some tokens masked out of the loss."""
     random = torch.Generator().manual_seed(seed)
     sequences = []
     for _ in range(rows):
@@ -48,19 +48,19 @@ def text(rows: int = 3, length: int = 24, seed: int = 0) -> Batch:
 
 
 def quiet(stage: str, done: int, total: int) -> None:
-    """For those who do not listen."""
+    """Ignore progress."""
 
 
-def expected_moments(model: Any, batches: list[Batch], names: list[str]) -> dict[str, Moments]:
-    """By an ordinary pass forward and back through the whole model."""
-    found = {name: Moments.zero(model.get_submodule(name)) for name in names}
+def expected_moments(model: Any, batches: list[Batch], names: list[str]) -> dict[str, LayerMoments]:
+    """Moments from a forward and backward pass through the full model."""
+    found = {name: LayerMoments.zero(model.get_submodule(name)) for name in names}
 
-    def seen(own: Moments, _layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def seen(own: LayerMoments, _layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         rows = args[0].detach().flatten(0, -2)
         own.inputs += rows.T @ rows
         output.register_hook(partial(seen_back, own))
 
-    def seen_back(own: Moments, gradient: Tensor) -> None:
+    def seen_back(own: LayerMoments, gradient: Tensor) -> None:
         rows = gradient.flatten(0, -2)
         own.gradients += rows.T @ rows
 
@@ -74,13 +74,13 @@ def expected_moments(model: Any, batches: list[Batch], names: list[str]) -> dict
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma", "phi3", "gemma2", "granite"])
-def test_moments_are_those_of_an_ordinary_pass(family: str, tiny_model: TinyModel) -> None:  # noqa: F811
+def test_moments_match_a_full_backward(family: str, tiny_model: TinyModel) -> None:  # noqa: F811
     folder = tiny_model(family)
     model, whole = loaded(folder), loaded(folder, unread=False)
-    names, batches = packable_layers(model, "nf4"), [text(seed=0), text(seed=1)]
+    names, batches = quantizable_linears(model, "nf4"), [text(seed=0), text(seed=1)]
     expected = expected_moments(whole, batches, names)
     seen = []
-    for visit in visits(model, batches, names, quiet):
+    for visit in calibrate_layers(model, batches, names, quiet):
         seen.append(visit.name)
         for name, moments in visit.moments.items():
             wanted = expected.pop(name)
@@ -100,22 +100,22 @@ def weight(model: Any, name: str) -> Tensor:
 
 
 def unread(model: Any) -> list[bool]:
-    return [any(UNREAD in vars(module) for module in layer.modules()) for _, layer in decoder_layers(model)]
+    return [any(DEFERRED_WEIGHTS in vars(module) for module in layer.modules()) for _, layer in decoder_layers(model)]
 
 
-def test_one_layer_has_its_weights_at_a_time(tmp_path: Path) -> None:
+def test_one_layer_is_materialized_at_a_time(tmp_path: Path) -> None:
     model = loaded(toy.write_llama(tmp_path, num_hidden_layers=3))
-    during = [unread(model) for _ in visits(model, [text()], packable_layers(model, "nf4"), quiet)]
+    during = [unread(model) for _ in calibrate_layers(model, [text()], quantizable_linears(model, "nf4"), quiet)]
     assert during == [[True, True, False], [True, False, True], [False, True, True]]
     assert unread(model) == [True, True, True]
 
 
-def test_it_tells_how_far_it_is(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_calibration_reports_progress(tmp_path: Path) -> None:
+    progress_calls: list[tuple[str, int, int]] = []
     model = loaded(toy.write_llama(tmp_path))
-    for _ in visits(model, [text(), text()], [], lambda *progress: told.append(progress)):
+    for _ in calibrate_layers(model, [text(), text()], [], lambda *progress: progress_calls.append(progress)):
         pass
-    assert told == [
+    assert progress_calls == [
         ("reading text", 0, 2),
         ("reading text", 1, 2),
         ("rounding layers", 1, 2),
@@ -123,25 +123,25 @@ def test_it_tells_how_far_it_is(tmp_path: Path) -> None:
     ]
 
 
-def test_a_model_whose_layers_do_not_follow_each_other_is_refused(tmp_path: Path) -> None:
+def test_layers_that_are_not_sequential_are_rejected(tmp_path: Path) -> None:
     model = loaded(toy.write_llama(tmp_path))
     (_, first), _ = decoder_layers(model)
     calls = []
 
     def only_at_first(_layer: nn.Module, _args: Any, output: Tensor) -> Tensor:
         calls.append(1)
-        return output + 1 if len(calls) <= 3 else output  # two looks at the head, and the text
+        return output + 1 if len(calls) <= 3 else output  # two probes of the head, and the text
 
     first.register_forward_hook(only_at_first)
     with pytest.raises(UnsupportedModelError, match=r"after model\.layers\.0"):
-        list(visits(model, [text()], [], quiet))
+        list(calibrate_layers(model, [text()], [], quiet))
 
 
-def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
+def test_nonfinite_calibration_loss_raises(tmp_path: Path) -> None:
     model = loaded(toy.write_poisoned_llama(tmp_path))
     model.get_input_embeddings().weight.data.fill_(torch.nan)
     with pytest.raises(ModelError, match="not finite"):
-        list(visits(model, [text()], [], quiet))
+        list(calibrate_layers(model, [text()], [], quiet))
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from pantheraml.base.errors import OutOfMemoryError, UnsupportedModelError
-from pantheraml.engine import host_memory
-from pantheraml.engine.checkpointing import SMALLEST_INNER, apply_checkpointing
-from pantheraml.engine.host_memory import HostStore
+from pantheraml.engine.memory import host_offload as host_memory
+from pantheraml.engine.memory.checkpointing import MIN_INNER_DIM, apply_checkpointing
+from pantheraml.engine.memory.host_offload import HostStore
 from pantheraml.specs.train import Checkpointing
 
 MODES: tuple[Checkpointing, ...] = ("selective", "full", "offload")
-WIDTH, LENGTH, BATCH, LAYERS = SMALLEST_INNER, 16, 2, 4
+WIDTH, LENGTH, BATCH, LAYERS = MIN_INNER_DIM, 16, 2, 4
 INPUT_BYTES = BATCH * LENGTH * WIDTH * 4
 
 
@@ -70,7 +70,7 @@ def loss_and_gradients(model: nn.Module, mode: Checkpointing) -> tuple[float, di
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [llama, gpt2_with_dropout, llama_with_adapters])
-def test_gradients_are_those_without_it_bit_for_bit(make: Any, mode: Checkpointing) -> None:
+def test_checkpointed_gradients_are_bit_equal(make: Any, mode: Checkpointing) -> None:
     plain_loss, plain = loss_and_gradients(make(), "none")
     loss, gradients = loss_and_gradients(make(), mode)
     assert loss == plain_loss
@@ -79,7 +79,7 @@ def test_gradients_are_those_without_it_bit_for_bit(make: Any, mode: Checkpointi
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
-def test_bf16_under_autocast_is_exact_too() -> None:
+def test_checkpointing_is_exact_under_bf16_autocast() -> None:
     results = []
     for mode in ("none", *MODES):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -90,7 +90,7 @@ def test_bf16_under_autocast_is_exact_too() -> None:
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors made inside that are still there."""
+    """Counts the bytes of tensors created inside that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def kept_bytes(mode: Checkpointing) -> int:
-    """What the decoder's graph holds after a forward pass, in the device's memory."""
+    """Device memory held by the decoder's graph after a forward pass."""
     model = llama()
     apply_checkpointing(model, mode)
     with Alive() as alive:
@@ -125,17 +125,17 @@ def kept_bytes(mode: Checkpointing) -> int:
     return held
 
 
-def test_each_mode_keeps_less_than_the_one_before() -> None:
+def test_each_mode_saves_fewer_activations() -> None:
     none, selective, full = (kept_bytes(mode) for mode in ("none", "selective", "full"))
     layers_inputs = LAYERS * INPUT_BYTES
-    # A layer keeps its input; the final norm and rotary embeddings keep a little besides.
+    # A layer saves its input; the final norm and RoPE save a little more.
     assert layers_inputs <= full <= layers_inputs + 4 * INPUT_BYTES
-    # And nine widths of products and attention: q 1, k and v 1/2 each, attention 1, o 1, gate and up 2 each, down 1.
+    # Plus outputs of matmuls and attention: q 1, k and v 1/2 each, attention 1, o 1, gate and up 2 each, down 1.
     assert full + 8 * layers_inputs <= selective <= full + 10 * layers_inputs
     assert selective < 0.65 * none
 
 
-def test_offloaded_inputs_leave_the_device_for_buffers_that_are_used_again() -> None:
+def test_offload_frees_device_memory_and_reuses_host_buffers() -> None:
     model = llama()
     apply_checkpointing(model, "offload")
     store: HostStore = model.model.layers[0]._gradient_checkpointing_func.args[0]
@@ -152,25 +152,25 @@ def test_offloaded_inputs_leave_the_device_for_buffers_that_are_used_again() -> 
     hidden.sum().backward()
 
 
-def test_buffers_do_not_pile_up_with_lengths_and_dropped_graphs() -> None:
+def test_host_buffers_do_not_accumulate() -> None:
     model = llama()
     apply_checkpointing(model, "offload")
     store: HostStore = model.model.layers[0]._gradient_checkpointing_func.args[0]
     for length in (4, 16, 8, 2, 12):
-        model.model(input_ids=tokens()[:, :length])  # no backward: the graph dies here
+        model.model(input_ids=tokens()[:, :length])  # no backward: the graph is freed here
     assert store.bytes == LAYERS * INPUT_BYTES
 
 
-def test_too_little_host_memory_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_host_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "RESERVE", 1.0)
     model = llama()
     apply_checkpointing(model, "offload")
-    with pytest.raises(OutOfMemoryError, match="Host memory does not suffice"):
+    with pytest.raises(OutOfMemoryError, match="Not enough host memory"):
         model(input_ids=tokens())
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_gradients_layers_run_as_ever(mode: Checkpointing) -> None:
+def test_without_gradients_layers_run_normally(mode: Checkpointing) -> None:
     model = llama()
     apply_checkpointing(model, mode)
     calls: list[int] = []
@@ -186,7 +186,7 @@ def test_without_gradients_layers_run_as_ever(mode: Checkpointing) -> None:
     assert len(calls) >= 5
 
 
-def test_a_mode_can_be_taken_back() -> None:
+def test_checkpointing_can_be_disabled_again() -> None:
     model = llama()
     assert apply_checkpointing(model, "full") == LAYERS
     assert model.is_gradient_checkpointing

@@ -1,4 +1,4 @@
-"""Layers compiled under another's trainer: for shapes that keep coming, and without a change of any number."""
+"""Layers compiled under a third-party trainer: for recurring shapes, with unchanged results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pantheraml.models.attention import use_document_attention
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch's own doing
+)  # raised by torch itself
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def train(model: Any, width: int, **inputs: Any) -> list[torch.Tensor]:
 
 
 def is_compiled(model: Any) -> bool:
-    """The last pass was."""
+    """Whether the last pass ran compiled."""
     (found,) = {layer._compiled_call_impl is not None for layer in model.model.layers}
     return found
 
 
-def test_a_shape_that_keeps_coming_is_compiled_and_gives_the_same_numbers() -> None:
+def test_recurring_shape_is_compiled_with_equal_results() -> None:
     ours, theirs = llama(), llama()
     assert compile_steady_shapes(ours) == 2
     for turn in range(PASSES_BEFORE + 2):
@@ -58,7 +58,7 @@ def test_a_shape_that_keeps_coming_is_compiled_and_gives_the_same_numbers() -> N
         assert all(map(torch.equal, found, wanted))
 
 
-def test_what_runs_as_ever() -> None:
+def test_other_passes_run_eagerly() -> None:
     ours, theirs = llama(), llama()
     compile_steady_shapes(ours)
     for _ in range(PASSES_BEFORE + 1):
@@ -69,7 +69,7 @@ def test_what_runs_as_ever() -> None:
     padded = torch.ones(2, 8, dtype=torch.long)
     padded[0, 5:] = 0
     assert all(map(torch.equal, train(ours, 8, attention_mask=padded), train(theirs, 8, attention_mask=padded)))
-    assert not is_compiled(ours), "documents that are not whole rows"
+    assert not is_compiled(ours), "several documents in a row"
     with torch.no_grad():
         ours(input_ids=torch.zeros(2, 8, dtype=torch.long))
     assert not is_compiled(ours)
@@ -77,7 +77,7 @@ def test_what_runs_as_ever() -> None:
     assert is_compiled(ours)
 
 
-def test_no_more_than_a_few_shapes_are_compiled() -> None:
+def test_number_of_compiled_shapes_is_bounded() -> None:
     model = llama()
     compile_steady_shapes(model)
     for width in range(8, 8 + MOST_SHAPES + 1):
@@ -88,7 +88,7 @@ def test_no_more_than_a_few_shapes_are_compiled() -> None:
     assert is_compiled(model)
 
 
-def test_a_copy_has_layers_of_its_own() -> None:
+def test_deepcopied_model_compiles_its_own_layers() -> None:
     model = llama()
     compile_steady_shapes(model)
     for _ in range(PASSES_BEFORE + 1):
@@ -99,7 +99,7 @@ def test_a_copy_has_layers_of_its_own() -> None:
     assert is_compiled(model)
 
 
-def test_with_checkpointing_layers_run_as_they_are() -> None:
+def test_checkpointed_layers_run_eagerly() -> None:
     model = llama()
     compile_steady_shapes(model)
     model.gradient_checkpointing_enable()
@@ -108,7 +108,7 @@ def test_with_checkpointing_layers_run_as_they_are() -> None:
     assert not is_compiled(model)
 
 
-def test_a_compiler_that_fails_is_told_once_and_training_goes_on(
+def test_compiler_failure_warns_once_and_falls_back_to_eager(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -122,7 +122,7 @@ def test_a_compiler_that_fails_is_told_once_and_training_goes_on(
     assert caplog.text.count("decoder layers are not compiled") == 1
 
 
-def test_layers_that_somebody_compiled_stay_so() -> None:
+def test_layers_compiled_by_the_user_are_left_alone() -> None:
     model = llama()
     compile_steady_shapes(model)
     for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""The auxiliary loss of mixtures of experts: transformers' own, over the global batch, however that is cut."""
+"""Auxiliary loss of mixtures of experts: that of transformers over the global batch, however it is split."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.data.batch import collate
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
-from pantheraml.engine.feed import Feed
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.step.feed import Feed
+from pantheraml.engine.step.step import Stepper
 from pantheraml.engine.trial import Trial, difference, trial
 from pantheraml.models.loader import load_tokenizer
-from pantheraml.models.routing import Balance, RouterSums, find_balance
+from pantheraml.models.router_loss import RouterLoss, RouterSums, find_router_loss
 from pantheraml.parallel.layout import ALONE, Layout
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.parallel import ParallelDims
@@ -61,7 +61,7 @@ def tried(config: TrainConfig, *, micro: int | None = None) -> Trial:
 
 
 def theirs(config: TrainConfig) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradient that transformers has for the first global batch, padded and with an attention mask."""
+    """Loss and gradient by transformers for the first global batch, padded and with an attention mask."""
     dataset = dataset_of(config)
     model = AutoModelForCausalLM.from_pretrained(config.model.path).train()
     with Feed(dataset, HERE, seed=0, global_batch=6, micro_batch=6, limit=None) as feed:
@@ -75,7 +75,7 @@ def theirs(config: TrainConfig) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "plain mixtral"])
-def test_loss_and_gradient_are_those_of_transformers(root: Path, family: str) -> None:
+def test_aux_loss_and_gradient_match_transformers(root: Path, family: str) -> None:
     config = config_of(root, family, data={"packing": False})
     loss, gradient = theirs(config)
     for micro in (6, 2):
@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_those_of_transformers(root: Path, family: str) ->
     ],
     ids=["packed", "padded", "checkpointed", "lora selective"],
 )
-def test_accumulation_changes_nothing(root: Path, family: str, changes: dict[str, Any]) -> None:
+def test_aux_loss_is_independent_of_gradient_accumulation(root: Path, family: str, changes: dict[str, Any]) -> None:
     config = config_of(root, family, **changes)
     unchecked = merged(changes, {"train": {"activation_checkpointing": "none"}})
     expected = tried(config_of(root, family, **unchecked))
@@ -106,23 +106,21 @@ def test_accumulation_changes_nothing(root: Path, family: str, changes: dict[str
     assert expected.losses[0] > tried(config_of(root, f"plain {family}", **unchecked)).losses[0] + 0.05
 
 
-def test_random_numbers_are_the_same_when_experts_are_weighed_and_when_they_train(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routing_pass_and_training_pass_use_the_same_rng(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(root, "mixtral", method={"kind": "lora", "rank": 4, "dropout": 0.5})
     plan = make_plan(config, micro=2)
-    stepper = Stepper(build_model(config, plan, HERE, silent), config, HERE, plan)
+    stepper = Stepper(build_model(config, plan, HERE, silent), config, HERE, plan).setup()
     stepper.model.train()
     for _, parameter in stepper.parameters:
-        torch.nn.init.normal_(parameter, std=0.3)  # adapters begin as nothing
+        torch.nn.init.normal_(parameter, std=0.3)  # adapters are initialized to zero output
     seen: list[RouterSums] = []
 
-    def spy(self: Balance, *args: Any) -> RouterSums:
+    def spy(self: RouterLoss, *args: Any) -> RouterSums:
         seen.append(sums(self, *args))
         return seen[-1]
 
-    sums = Balance.sums
-    monkeypatch.setattr(Balance, "sums", spy)
+    sums = RouterLoss.sums
+    monkeypatch.setattr(RouterLoss, "sums", spy)
     with Feed(dataset_of(config), HERE, seed=0, global_batch=6, micro_batch=2, limit=None) as feed:
         stepper.backward(feed.step(0), stop_requested=False)
     assert len(seen) == 6
@@ -131,34 +129,34 @@ def test_random_numbers_are_the_same_when_experts_are_weighed_and_when_they_trai
     assert not torch.equal(seen[0].probabilities, seen[1].probabilities)
 
 
-def test_a_run_tells_of_it_and_evaluates_token_losses_alone(root: Path, tmp_path: Path) -> None:
-    told = {}
+def test_aux_loss_is_logged_and_excluded_from_evaluation(root: Path, tmp_path: Path) -> None:
+    runs_events = {}
     for family in ("mixtral", "plain mixtral"):
         config = config_of(root, family, data={"eval_fraction": 0.2}, train={"max_steps": 1, "learning_rate": 1e-9})
         run = make_run(tmp_path / family, config, make_plan(config, micro=4))
-        told[family] = train_here(run)
-    (aux,) = values(told["mixtral"], "train.step", "aux_loss")
-    losses = {family: values(events, "train.step", "loss")[0] for family, events in told.items()}
+        runs_events[family] = train_here(run)
+    (aux,) = values(runs_events["mixtral"], "train.step", "aux_loss")
+    losses = {family: values(events, "train.step", "loss")[0] for family, events in runs_events.items()}
     assert losses["mixtral"] == pytest.approx(losses["plain mixtral"] + 0.1 * aux, rel=1e-6)
-    assert "aux_loss" not in next(event for event in told["plain mixtral"] if event["kind"] == "train.step")
-    evaluated = [values(events, "eval.done", "loss")[-1] for events in told.values()]
+    assert values(runs_events["plain mixtral"], "train.step", "aux_loss") == [None]
+    evaluated = [values(events, "eval.done", "loss")[-1] for events in runs_events.values()]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["pipeline", "tensor"])
-def test_what_cannot_add_it_refuses(root: Path, name: str) -> None:
+def test_unsupported_layouts_reject_the_aux_loss(root: Path, name: str) -> None:
     config = config_of(root, "mixtral")
     plan = make_plan(config)
-    layout = Layout(ParallelDims(**{name: 2}), ALONE.place, None)
+    layout = Layout(ParallelDims(**{name: 2}), ALONE.coordinates, None)
     with pytest.raises(UnsupportedModelError, match=rf"parallel\.{name}=2") as caught:
-        Stepper(build_model(config, plan, HERE, silent), config, replace(HERE, layout=layout), plan)
-    assert "output_router_logits" in str(caught.value.todo)
+        Stepper(build_model(config, plan, HERE, silent), config, replace(HERE, layout=layout), plan).setup()
+    assert "output_router_logits" in str(caught.value.fix)
 
 
-def test_another_auxiliary_loss_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_aux_loss_is_rejected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.mixtral import modeling_mixtral
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: torch.tensor(3.0))
     model = AutoModelForCausalLM.from_pretrained(root / "mixtral")
     with pytest.raises(UnsupportedModelError, match="auxiliary loss"):
-        find_balance(model)
+        find_router_loss(model)

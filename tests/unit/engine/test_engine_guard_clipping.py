@@ -1,4 +1,4 @@
-"""Every kind of clipping does what its definition says, and goes on after a resume as if it had not stopped."""
+"""Every kind of clipping follows its definition and resumes exactly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pantheraml.base.errors import CheckpointError
-from pantheraml.engine.adamw import LeanAdamW
 from pantheraml.engine.guard.clipping import SMALLEST_WEIGHTS, Clipping, build_clipping
-from pantheraml.engine.guard.norms import Spread
+from pantheraml.engine.guard.norms import ShardedParams
+from pantheraml.engine.optim.adamw import LeanAdamW
 from pantheraml.specs.train import StabilityConfig
 
 KINDS = ["none", "value", "norm", "global_norm", "adaptive", "percentile", "zclip", "adagc"]
@@ -50,7 +50,7 @@ def global_norm(named: list[tuple[str, nn.Parameter]]) -> float:
 
 def clipping(named: list[tuple[str, nn.Parameter]], kind: str, limit: float = 1.0, **changes: Any) -> Clipping:
     config = StabilityConfig.model_validate({"clipping": kind, "clip_warmup_steps": WARMUP, **changes})
-    return build_clipping(config, limit, Spread(named, named))
+    return build_clipping(config, limit, ShardedParams(named, named))
 
 
 def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -58,7 +58,7 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def norms_after(clip: Clipping, named: list[tuple[str, nn.Parameter]], norms: list[float]) -> list[float]:
-    """The global norm that each step sees, where gradients came with `norms`."""
+    """Global norm after clipping in each step, for gradients with the given `norms`."""
     seen = []
     for number, norm in enumerate(norms):
         set_gradients(named, norm=norm, seed=number)
@@ -67,7 +67,7 @@ def norms_after(clip: Clipping, named: list[tuple[str, nn.Parameter]], norms: li
     return seen
 
 
-def test_none_leaves_gradients_alone() -> None:
+def test_none_does_not_clip() -> None:
     named = parameters()
     set_gradients(named, norm=50.0)
     before = gradients(named)
@@ -75,7 +75,7 @@ def test_none_leaves_gradients_alone() -> None:
     assert all(torch.equal(gradients(named)[name], value) for name, value in before.items())
 
 
-def test_value_bounds_each_value() -> None:
+def test_value_clips_each_value() -> None:
     named = parameters()
     set_gradients(named, norm=50.0)
     before = gradients(named)
@@ -102,14 +102,14 @@ def test_tensors_are_clipped_one_by_one(kind: str, changes: Any, limit: Callable
     before = gradients(named)
     clipping(named, kind, **changes).clip(optimizer(named), global_norm(named))
     assert float(gradients(named)["a"].norm()) < 0.999 * float(before["a"].norm())
-    assert torch.equal(gradients(named)["b"], before["b"]), "a small gradient stays as it is"
+    assert torch.equal(gradients(named)["b"], before["b"]), "a small gradient is unchanged"
     for name, parameter in named:
         if parameter.grad is not None:
             wanted = before[name] * min(1.0, limit(parameter) / float(before[name].norm()))
             torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=0)
 
 
-def test_percentile_is_of_the_norms_that_came() -> None:
+def test_percentile_uses_unclipped_norms() -> None:
     named = parameters()
     norms = [5.0, 2.0, 3.0, 4.0, 10.0, 1.0, 20.0]
     clip = clipping(named, "percentile", limit=2.5, clip_percentile=50, clip_history=5)
@@ -118,7 +118,7 @@ def test_percentile_is_of_the_norms_that_came() -> None:
     assert seen == pytest.approx([min(norm, limit) for norm, limit in zip(norms, limits, strict=True)], rel=1e-5)
 
 
-def test_zclip_brings_outliers_back_and_nothing_else() -> None:
+def test_zclip_clips_only_outliers() -> None:
     named = parameters()
     first = [1.0, 1.2, 0.8, 1.0]
     clip = clipping(named, "zclip", limit=0.0, clip_zscore=2.0, clip_decay=0.9)
@@ -131,7 +131,7 @@ def test_zclip_brings_outliers_back_and_nothing_else() -> None:
     assert norms_after(clip, named, [1.1]) == pytest.approx([1.1], rel=1e-5), "not an outlier"
 
 
-def test_adagc_bounds_each_tensor_by_its_own_mean() -> None:
+def test_adagc_clips_each_tensor_by_its_own_mean() -> None:
     named = parameters()
     clip = clipping(named, "adagc", limit=0.0, clip_growth=1.5, clip_decay=0.9)
     means: dict[str, list[float]] = {"a": [], "b": [], "zero": []}
@@ -148,15 +148,15 @@ def test_adagc_bounds_each_tensor_by_its_own_mean() -> None:
     for name in ("a", "zero"):
         assert float(after[name].norm()) == pytest.approx(1.5 * np.mean(means[name]), rel=1e-5)
     assert torch.equal(after["b"], before["b"])
-    # the mean went up by the clipped norm, not by the one that came
+    # the mean uses the clipped norm
     set_gradients(named, norm=100.0, seed=10)
     clip.clip(optimizer(named), global_norm(named))
     grown = 0.9 * np.mean(means["a"]) + 0.1 * 1.5 * np.mean(means["a"])
     assert float(gradients(named)["a"].norm()) == pytest.approx(1.5 * grown, rel=1e-5)
 
 
-def test_adagc_lets_a_tensor_begin_late() -> None:
-    """Half of an adapter has no gradient in the first step; a limit of zero would keep it there."""
+def test_adagc_allows_a_tensor_without_initial_gradient() -> None:
+    """Half of an adapter has no gradient in the first step; a limit of zero would freeze it."""
     named = parameters()
     clip = clipping(named, "adagc", limit=0.0)
     for number in range(WARMUP):
@@ -170,7 +170,7 @@ def test_adagc_lets_a_tensor_begin_late() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_kind_goes_on_as_if_it_had_not_stopped(kind: str) -> None:
+def test_resumed_clipping_continues_exactly(kind: str) -> None:
     named = parameters()
     norms = [1.0, 1.3, 0.7, 1.1, 9.0, 0.8, 12.0, 1.0, 3.0]
     straight = norms_after(clipping(named, kind), named, norms)
@@ -186,7 +186,7 @@ def test_a_resumed_kind_goes_on_as_if_it_had_not_stopped(kind: str) -> None:
     assert found == straight[5:]
 
 
-def test_adagc_refuses_what_another_model_learnt() -> None:
+def test_adagc_rejects_the_state_of_another_model() -> None:
     named = parameters()
     state = clipping(named[:2], "adagc").to_state()
     with pytest.raises(CheckpointError, match="`unused`"):
@@ -194,8 +194,8 @@ def test_adagc_refuses_what_another_model_learnt() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_our_optimizer_sees_what_torchs_sees(kind: str) -> None:
-    """Ours takes a global limit as a factor, and must not keep that of a step before."""
+def test_lean_adamw_clips_like_torch_adamw(kind: str) -> None:
+    """LeanAdamW applies the global limit as a factor, which must be reset in every step."""
     sides = []
     for ours in (False, True):
         named = parameters()

@@ -1,4 +1,4 @@
-"""Verdicts: what each policy answers to numbers that are not finite and to spikes, how long, and after a resume."""
+"""Verdicts of each policy on non-finite numbers and spikes, their bounds, and their state after a resume."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pantheraml.engine.guard.policy import Policy
-from pantheraml.engine.guard.statistics import MovingStatistics
-from pantheraml.engine.guard.verdict import StepNumbers, Verdict
+from pantheraml.engine.guard.policy import MovingStatistics, Policy, StepNumbers, Verdict
 from pantheraml.specs.train import StabilityConfig
 
 BAD = math.nan
@@ -57,7 +55,7 @@ def noisy(count: int, level: float = 2.0) -> list[float]:
         (numbers(BAD, norm=BAD), "stop", 0, 65536.0, "stop", "rank 0", "nonfinite"),
     ],
 )
-def test_answers_to_what_is_not_finite(
+def test_verdict_on_nonfinite_numbers(
     case: StepNumbers, way: str, skipped: int, scale: float | None, action: str, cause: str, anomaly: str | None
 ) -> None:
     given = policy(on_nonfinite=way)
@@ -67,18 +65,18 @@ def test_answers_to_what_is_not_finite(
     assert cause in verdict.cause
 
 
-def test_bad_steps_are_bounded_in_a_row_and_in_all() -> None:
+def test_skips_are_bounded_in_a_row_and_in_total() -> None:
     assert actions(policy(on_nonfinite="skip", max_skipped_steps=2), [BAD, BAD, 1.0, BAD, BAD, BAD]) == (
         ["skip", "skip", "step", "skip", "skip", "stop"]
     )
     bounded = policy(on_nonfinite="skip", max_skipped_steps=2, max_skipped_total=3)
     found = verdicts(bounded, [BAD, 1.0, BAD, 1.0, BAD, 1.0, BAD])
     assert [verdict.action for verdict in found] == ["skip", "step"] * 3 + ["stop"]
-    assert "3 skipped step(s) in all" in found[-1].cause
+    assert "3 skipped step(s) in total" in found[-1].cause
 
 
-def test_a_run_that_stopped_and_resumes_meets_the_step_as_before() -> None:
-    """It comes to the same step again, perhaps with another policy; having stopped does not count."""
+def test_stop_verdict_does_not_count_after_resume() -> None:
+    """The resumed run repeats the step, perhaps with another policy; the stop itself does not count."""
     given = policy(max_skipped_steps=1)
     verdicts(given, noisy(30))
     before = given.to_state()
@@ -86,14 +84,14 @@ def test_a_run_that_stopped_and_resumes_meets_the_step_as_before() -> None:
     assert given.to_state() == before
 
 
-def test_roll_backs_are_bounded() -> None:
+def test_rollbacks_are_bounded() -> None:
     given = policy(on_nonfinite="roll_back", max_rollbacks=2, max_skipped_steps=0)
     found = verdicts(given, [1.0, BAD, BAD, 1.0, BAD])
     assert [verdict.action for verdict in found] == ["step", "roll_back", "roll_back", "step", "stop"]
-    assert "after 2 roll back(s)" in found[-1].cause
+    assert "after 2 rollback(s)" in found[-1].cause
 
 
-def test_a_look_is_not_remembered() -> None:
+def test_look_does_not_change_state() -> None:
     given = policy(on_nonfinite="lower_rate")
     verdicts(given, noisy(30))
     before = given.to_state()
@@ -101,19 +99,19 @@ def test_a_look_is_not_remembered() -> None:
     assert given.to_state() == before
 
 
-def test_nothing_is_learnt_from_an_overflow() -> None:
-    """The step is run again, and judged then."""
+def test_overflow_does_not_update_statistics() -> None:
+    """The step is retried and judged then."""
     given = policy(on_nonfinite="skip")
     verdicts(given, noisy(30))
     before = given.to_state()
     assert given.decide(numbers(1.0, norm=math.inf), loss_scale=2.0).action == "retry"
     left_out = replace(numbers(1.0), left_out=(1,))
-    assert given.decide(left_out, loss_scale=2.0).action == "retry", "a smaller scale may bring the rank back"
+    assert given.decide(left_out, loss_scale=2.0).action == "retry", "a smaller scale may make the rank finite again"
     assert given.to_state() == before
     assert given.decide(left_out, loss_scale=1.0).anomaly == "left_out"
 
 
-def test_the_learning_rate_stays_lowered() -> None:
+def test_lowered_learning_rate_persists() -> None:
     given = policy(on_nonfinite="lower_rate", rate_factor=0.1)
     assert actions(given, [1.0, BAD, 1.0, BAD, 1.0]) == ["step", "skip", "step", "skip", "step"]
     assert given.rate_factor == pytest.approx(0.01)
@@ -130,7 +128,7 @@ def test_the_learning_rate_stays_lowered() -> None:
         ("stop", "stop", "spike"),
     ],
 )
-def test_answers_to_a_spike(way: str, action: str, anomaly: str | None) -> None:
+def test_verdict_on_a_spike(way: str, action: str, anomaly: str | None) -> None:
     given = policy(on_spike=way)
     assert all(verdict.anomaly is None for verdict in verdicts(given, noisy(60)))
     verdict = given.decide(numbers(4.0), loss_scale=None)
@@ -138,51 +136,51 @@ def test_answers_to_a_spike(way: str, action: str, anomaly: str | None) -> None:
     assert given.rate_factor == (0.5 if way == "lower_rate" else 1.0)
 
 
-def test_a_norm_is_a_jump_where_it_is_both_rare_and_large() -> None:
+def test_jump_needs_a_large_ratio_and_a_large_zscore() -> None:
     draw = random.Random(0)
-    norms = [math.exp(draw.gauss(0, 0.7)) for _ in range(2000)]  # they scatter over more than a factor of 50
+    norms = [math.exp(draw.gauss(0, 0.7)) for _ in range(2000)]  # the norms scatter by more than a factor of 50
     given = policy()
     found = [given.decide(numbers(2.0, norm=norm), loss_scale=None).anomaly for norm in norms]
-    assert found.count("jump") <= 4, "each costs a second pass"
+    assert found.count("jump") <= 4, "each would cost a second pass"
     assert given.decide(numbers(2.0, norm=100.0), loss_scale=None).anomaly == "jump"
     assert given.decide(numbers(2.0, norm=1.0), loss_scale=None).anomaly is None
     for _ in range(20):
         given.decide(numbers(2.0, norm=30.0), loss_scale=None)
-    assert given.decide(numbers(2.0, norm=30.0), loss_scale=None).anomaly is None, "a new level is learnt"
+    assert given.decide(numbers(2.0, norm=30.0), loss_scale=None).anomaly is None, "the statistics adapt to a new level"
 
 
-def test_ranks_that_were_left_out_do_not_stop_a_step() -> None:
+def test_excluded_ranks_do_not_stop_a_step() -> None:
     verdict = policy().decide(replace(numbers(1.0, 0.0), left_out=(1,)), loss_scale=None)
     assert (verdict.action, verdict.anomaly) == ("step", "left_out")
     assert "rank 1" in verdict.cause
 
 
-def test_a_falling_loss_and_the_first_steps_are_no_spikes() -> None:
+def test_falling_loss_and_first_steps_are_not_spikes() -> None:
     assert all(verdict.anomaly is None for verdict in verdicts(policy(), [9.0, 1.0, 8.0, 2.0] * 4))
     falling = [2.0 + 6 * math.exp(-step / 30) for step in range(200)]
     assert all(verdict.anomaly is None for verdict in verdicts(policy(), falling))
 
 
-def test_a_constant_loss_makes_no_spike_of_its_last_digits() -> None:
+def test_rounding_of_a_constant_loss_is_not_a_spike() -> None:
     given = policy()
     assert all(verdict.anomaly is None for verdict in verdicts(given, [0.5] * 50 + [0.505] * 5))
     assert given.decide(numbers(0.6), loss_scale=None).anomaly == "spike"
 
 
-def test_one_spike_does_not_hide_the_next_but_a_new_level_is_learnt() -> None:
+def test_spike_does_not_mask_the_next_but_a_new_level_is_learned() -> None:
     given = policy()
     verdicts(given, noisy(60))
     assert [verdict.anomaly for verdict in verdicts(given, [50.0, 2.0, 50.0])] == ["spike", None, "spike"]
     assert verdicts(given, noisy(60, level=5.0))[-1].anomaly is None
 
 
-def test_losses_that_are_not_finite_do_not_enter_the_statistics() -> None:
+def test_nonfinite_losses_are_excluded_from_the_statistics() -> None:
     given = policy(on_nonfinite="detect")
     verdicts(given, [*noisy(60), BAD, math.inf])
     assert given.decide(numbers(4.0), loss_scale=None).anomaly == "spike"
 
 
-def test_a_resumed_policy_goes_on_as_if_it_had_not_stopped() -> None:
+def test_resumed_policy_continues_exactly() -> None:
     settings = {"on_nonfinite": "lower_rate", "on_spike": "skip", "max_skipped_total": 4}
     losses = [*noisy(30), BAD, 9.0, *noisy(10), BAD, *noisy(5), 9.0, 2.0, BAD]
     straight = policy(**settings)
@@ -196,7 +194,7 @@ def test_a_resumed_policy_goes_on_as_if_it_had_not_stopped() -> None:
     assert expected[-1].action == "stop"
 
 
-def test_statistics_are_the_mean_and_variance_of_the_first_values() -> None:
+def test_warmup_statistics_are_plain_mean_and_variance() -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0]
     found = MovingStatistics(decay=0.9, warmup=5)
     for value in values[:4]:
@@ -205,9 +203,9 @@ def test_statistics_are_the_mean_and_variance_of_the_first_values() -> None:
     assert found.score(1e9) == 0.0
     found.add(values[4])
     assert found.mean == pytest.approx(np.mean(values))
-    assert found.spread == pytest.approx(np.std(values))
+    assert found.std == pytest.approx(np.std(values))
     assert found.score(9.0) == pytest.approx((9.0 - np.mean(values)) / np.std(values))
     variance, mean = np.var(values), np.mean(values)
     found.add(10.0)
     assert found.mean == pytest.approx(0.9 * mean + 0.1 * 10)
-    assert found.spread**2 == pytest.approx(0.9 * variance + 0.9 * 0.1 * (10 - mean) ** 2)
+    assert found.std**2 == pytest.approx(0.9 * variance + 0.9 * 0.1 * (10 - mean) ** 2)

@@ -1,4 +1,4 @@
-"""Whole steps and runs under the guard: bad ones are explained and survived, clean ones are not touched."""
+"""Steps and runs under the guard: bad steps are explained and survived, clean runs are unchanged."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pantheraml.base.errors import NonFiniteError, TrainingError
-from pantheraml.base.events import read_events
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
-from pantheraml.engine.feed import Feed, StepBatches
-from pantheraml.engine.guard.groups import group_of
 from pantheraml.engine.guard.incident import culprit, investigate
-from pantheraml.engine.guard.operation import failed_operation
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.guard.nan_origin import find_nan_operation
+from pantheraml.engine.guard.norms import group_of
+from pantheraml.engine.step.feed import Feed, StepBatches
+from pantheraml.engine.step.step import Stepper
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model
 from tests import toy
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, merged, silent, train_here, values
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -70,7 +70,7 @@ def dataset_of(config: TrainConfig) -> TokenDataset:
 
 
 def poisoned_samples(config: TrainConfig) -> list[int]:
-    """Those that hold the rare token."""
+    """Samples that contain the rare token."""
     data, (token,) = dataset_of(config), load_tokenizer(config.model).encode(toy.RARE)
     return [index for index in range(len(data)) if token in data.sequence(index).input_ids]
 
@@ -83,13 +83,13 @@ def steps_of(config: TrainConfig, world: World = ALONE) -> Iterator[StepBatches]
 
 def stepper_of(config: TrainConfig) -> Stepper:
     plan = make_plan(config, micro=2)
-    return Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan)
+    return Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan).setup()
 
 
 # Bad steps ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_skipped_step_is_explained(root: Path) -> None:
+def test_incident_explains_a_skipped_step(root: Path) -> None:
     run = run_of(root, "skipped", model="poisoned", stability={"on_nonfinite": "skip"})
     events = train_here(run)
     (bad,) = poisoned_samples(run.config())
@@ -118,7 +118,7 @@ def test_a_skipped_step_is_explained(root: Path) -> None:
     assert values(events, "train.finished", "steps") == [5]
 
 
-def test_of_a_pack_the_document_is_named(root: Path) -> None:
+def test_incident_names_the_document_in_a_packed_sequence(root: Path) -> None:
     rows = toy.arithmetic(40)
     rows[7] = {"prompt": f"\x1b[31mlook{toy.RARE}", "completion": " x" * 40}
     (root / "files").mkdir()
@@ -144,7 +144,7 @@ def test_of_a_pack_the_document_is_named(root: Path) -> None:
         assert f"{row['prompt']}{row['completion']}<eos>".startswith(document["text"].removesuffix("..."))
 
 
-def test_a_run_that_stops_is_explained(root: Path) -> None:
+def test_incident_explains_a_stopped_run(root: Path) -> None:
     run = run_of(root, "stopped", model="poisoned")
     with pytest.raises(NonFiniteError, match="loss is not finite on rank 0") as err:
         train_here(run)
@@ -157,44 +157,44 @@ def test_a_run_that_stops_is_explained(root: Path) -> None:
     assert not (run.path / "adapter").exists()
 
 
-def test_zeroed_values_let_the_step_be_taken(root: Path) -> None:
+def test_zeroing_nonfinite_values_keeps_the_step(root: Path) -> None:
     run = run_of(root, "zeroed", model="poisoned", stability={"on_nonfinite": "zero", "clipping": "adagc"})
     events = train_here(run)
     assert values(events, "verdict", "action") == ["zero"]
     assert all(weight.isfinite().all() for weight in adapter(run).values())
 
 
-def test_a_run_that_only_looks_on_does_not_end_as_a_success(root: Path) -> None:
+def test_detect_only_run_with_nonfinite_weights_fails(root: Path) -> None:
     run = run_of(root, "detected", model="poisoned", stability={"on_nonfinite": "detect", "clipping": "zclip"})
     with pytest.raises(NonFiniteError, match="weights are not finite"):
         train_here(run)
-    assert len(list(run.incidents.glob("*.json"))) == 1, "those that follow in a row have the same cause"
+    assert len(list(run.incidents.glob("*.json"))) == 1, "consecutive bad steps have the same cause"
     assert not run.checkpoints.exists() or not any(run.checkpoints.glob("step-*"))
     assert not (run.path / "adapter").exists()
 
 
-def test_weights_that_are_not_finite_never_take_a_good_checkpoints_place(root: Path) -> None:
+def test_nonfinite_weights_never_replace_a_good_checkpoint(root: Path) -> None:
     stability = {"on_nonfinite": "detect"}
     run = run_of(root, "kept", model="poisoned", stability=stability, checkpoint={"every_steps": 1, "keep": 1})
     with pytest.raises(NonFiniteError, match="weights are not finite") as err:
         train_here(run)
     assert err.value.exit_code == NonFiniteError.exit_code == 18
     good = run.last_checkpoint()
-    (bad,) = values(read_events(run.path), "verdict", "step")
+    (bad,) = values(raw_events(run.path), "verdict", "step")
     assert good == bad - 1 > 0
     saved = CheckpointStore(run.checkpoints).load(good).tensors.read_group("weights")
     assert all(weight.isfinite().all() for weight in saved.values())
     assert not (run.path / "adapter").exists()
 
 
-def test_a_spike_stops_with_advice_of_its_own(root: Path) -> None:
+def test_stop_on_spike_has_its_own_advice(root: Path) -> None:
     stability = {"on_spike": "stop", "spike_warmup_steps": 2, "spike_zscore": 1e-6, "clipping": "none"}
     run = run_of(root, "spike", stability=stability, train={"learning_rate": 0.5, "schedule": "constant"})
     with pytest.raises(TrainingError, match="standard deviations above") as err:
         train_here(run)
     assert not isinstance(err.value, NonFiniteError)
-    assert "stability.on_spike=skip" in (err.value.todo or "")
-    (incident,) = [event for event in read_events(run.path) if event["kind"] == "incident"]
+    assert "stability.on_spike=skip" in (err.value.fix or "")
+    (incident,) = [event for event in raw_events(run.path) if event["kind"] == "incident"]
     written = json.loads((run.path / incident["path"]).read_text())
     assert written["verdict"]["anomaly"] == "spike"
     assert written["persistent"]
@@ -203,7 +203,7 @@ def test_a_spike_stops_with_advice_of_its_own(root: Path) -> None:
     assert incident["finding"] in (err.value.where or "")
 
 
-def test_a_lowered_rate_is_the_steps_rate(root: Path) -> None:
+def test_lowered_rate_applies_to_the_steps(root: Path) -> None:
     stability = {"on_nonfinite": "lower_rate", "rate_factor": 0.25}
     run = run_of(root, "lowered", model="poisoned", stability=stability, train={"schedule": "constant"})
     events = train_here(run)
@@ -228,7 +228,7 @@ class _Between(nn.Module):
         return made
 
 
-def test_a_gradient_that_goes_bad_is_found_in_backward(root: Path) -> None:
+def test_nonfinite_gradient_is_found_in_backward(root: Path) -> None:
     config = config_of(root)
     stepper = stepper_of(config)
     layer = stepper.model.get_submodule("base_model.model.model.layers.1")
@@ -238,30 +238,32 @@ def test_a_gradient_that_goes_bad_is_found_in_backward(root: Path) -> None:
     found = culprit(investigate(stepper, batches))
     assert found is not None
     assert (found.phase, found.tensor) == ("backward", "gradient of the output")
-    assert found.module == "base_model.model.model.layers.1.mlp.0.down_proj", "whose output the bad gradient is of"
+    assert found.module == "base_model.model.model.layers.1.mlp.0.down_proj", (
+        "the module whose output has the bad gradient"
+    )
     assert found.micro_batch == 0
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_debugging_names_the_operation_and_its_line(root: Path, checkpointing: str) -> None:
+def test_debug_names_the_nan_operation_and_its_line(root: Path, checkpointing: str) -> None:
     config = config_of(root, train={"activation_checkpointing": checkpointing})
     stepper = stepper_of(config)
     layer = stepper.model.get_submodule("base_model.model.model.layers.1")
     layer.mlp = nn.Sequential(layer.get_submodule("mlp"), _Between())
-    found = failed_operation(stepper, next(steps_of(config)))
+    found = find_nan_operation(stepper, next(steps_of(config)))
     assert found is not None
     assert "_BadGradientBackward" in found
     assert "_BadGradient.apply(value)" in found
-    assert failed_operation(stepper_of(config), next(steps_of(config))) is None
+    assert find_nan_operation(stepper_of(config), next(steps_of(config))) is None
 
 
-def test_debugging_tells_of_every_layer_in_every_step(root: Path) -> None:
+def test_debug_logs_group_norms_in_every_step(root: Path) -> None:
     run = run_of(root, "debugged", model="poisoned", stability={"on_nonfinite": "skip", "debug": True})
     events = train_here(run)
-    told = [event for event in events if event["kind"] == "train.groups"]
-    assert [event["step"] for event in told] == [1, 2, 3, 4, 5]
+    group_events = [event for event in events if event["kind"] == "train.groups"]
+    assert [event["step"] for event in group_events] == [1, 2, 3, 4, 5]
     norms = values(events, "train.step", "grad_norm")
-    for event, norm in zip(told, norms, strict=True):
+    for event, norm in zip(group_events, norms, strict=True):
         assert event["groups"].keys() == {"layers.0", "layers.1"}
         found = math.fsum(float(group["grad_norm"]) ** 2 for group in event["groups"].values()) ** 0.5
         assert found == pytest.approx(float(norm), rel=1e-6, nan_ok=True)
@@ -280,12 +282,12 @@ def test_debugging_tells_of_every_layer_in_every_step(root: Path) -> None:
         ("model.embed_tokens.weight", "embed_tokens"),
     ],
 )
-def test_parameters_belong_to_layers_or_parts(name: str, group: str) -> None:
+def test_group_of_parameter_names(name: str, group: str) -> None:
     assert group_of(name) == group
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full", "offload"])
-def test_layers_that_run_again_in_backward_do_not_confuse_the_search(root: Path, checkpointing: str) -> None:
+def test_recomputed_layers_do_not_confuse_the_search(root: Path, checkpointing: str) -> None:
     config = config_of(root, model="poisoned", train={"activation_checkpointing": checkpointing})
     stepper = stepper_of(config)
     stepper.model.train()
@@ -299,11 +301,11 @@ def test_layers_that_run_again_in_backward_do_not_confuse_the_search(root: Path,
 
 
 @pytest.mark.parametrize("zero", [True, False])
-def test_under_fp16_a_bad_step_that_is_taken_leaves_the_loss_scale_alone(root: Path, zero: bool) -> None:
-    """torch's scaler would leave out the step, and lower the scale, on just those ranks that found a bad value."""
+def test_fp16_bad_step_that_is_applied_keeps_the_loss_scale(root: Path, zero: bool) -> None:
+    """torch's scaler would skip the step and lower the scale only on ranks that found a bad value."""
     config = config_of(root)
     plan = make_plan(config, micro=2, precision="fp16")
-    stepper = Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan)
+    stepper = Stepper(build_model(config, plan, ALONE, silent), config, ALONE, plan).setup()
     stepper.scaler.scale(torch.ones(()))  # makes its tensors
     stepper.scaler.update(1.0)
     name, poisoned = stepper.parts[1]
@@ -317,7 +319,7 @@ def test_under_fp16_a_bad_step_that_is_taken_leaves_the_loss_scale_alone(root: P
     assert bool(poisoned.isfinite().all()) == zero
 
 
-def test_a_fault_that_passed_is_told_from_one_that_stays(root: Path) -> None:
+def test_transient_and_persistent_faults_are_distinguished(root: Path) -> None:
     config = config_of(root)
     stepper = stepper_of(config)
     batches = next(steps_of(config))
@@ -328,7 +330,7 @@ def test_a_fault_that_passed_is_told_from_one_that_stays(root: Path) -> None:
     assert investigate(stepper, batches) == []
 
 
-def test_a_replay_changes_nothing(root: Path) -> None:
+def test_replay_changes_nothing(root: Path) -> None:
     config = config_of(root, method={"dropout": 0.5})
     stepper = stepper_of(config)
     stepper.model.train()
@@ -373,10 +375,10 @@ def bare(root: Path) -> tuple[list[float], dict[str, Tensor]]:
     ],
     ids=str,
 )
-def test_a_clean_run_with_the_guard_is_bit_equal_to_one_without(
+def test_guard_does_not_change_a_clean_run(
     root: Path, bare: tuple[list[float], dict[str, Tensor]], stability: dict[str, Any]
 ) -> None:
-    """Of all kinds of clipping but `percentile`, to which there are no clean runs: it always clips the largest."""
+    """All kinds of clipping but `percentile`, which always clips the largest norms."""
     guarded = run_of(root, f"guarded {sorted(stability.items())}", stability=stability, train=LOOSE)
     losses, theirs = bare
     assert values(train_here(guarded), "train.step", "loss") == losses
@@ -386,7 +388,7 @@ def test_a_clean_run_with_the_guard_is_bit_equal_to_one_without(
 
 
 @pytest.mark.parametrize("kind", ["percentile", "zclip", "adagc"])
-def test_what_the_guard_learnt_resumes(root: Path, kind: str) -> None:
+def test_guard_state_resumes(root: Path, kind: str) -> None:
     stability = {
         "clipping": kind,
         "clip_warmup_steps": 2,
@@ -405,7 +407,7 @@ def test_what_the_guard_learnt_resumes(root: Path, kind: str) -> None:
     assert all(torch.equal(value, adapter(straight)[key]) for key, value in adapter(halves).items())
 
 
-def test_the_update_ratio_is_that_of_the_step_before(root: Path) -> None:
+def test_update_ratio_is_of_the_previous_step(root: Path) -> None:
     config = config_of(root, stability={"update_ratio_every": 2})
     stepper = stepper_of(config)
     ratios, expected = [], []

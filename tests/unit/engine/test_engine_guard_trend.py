@@ -1,4 +1,4 @@
-"""Divergence before there is anything to compare with, and at the end of a run."""
+"""Detection of divergence during warmup and at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from pantheraml.base.errors import TrainingError
-from pantheraml.engine.guard.policy import Policy
-from pantheraml.engine.guard.trend import LossTrend
-from pantheraml.engine.guard.verdict import StepNumbers, Verdict
+from pantheraml.engine.guard.policy import LossTrend, Policy, StepNumbers, Verdict
 from pantheraml.specs.train import StabilityConfig, TrainConfig
 from tests import toy
 from tests.harness import make_plan, make_run, merged, train_here, values
@@ -22,7 +20,7 @@ VOCABULARY = 320
 GUESS = math.log(VOCABULARY)
 
 
-def decided(losses: list[float], **settings: Any) -> tuple[Policy, list[Verdict]]:
+def run_policy(losses: list[float], **settings: Any) -> tuple[Policy, list[Verdict]]:
     policy = Policy(StabilityConfig.model_validate(settings), VOCABULARY)
     numbers = [StepNumbers([loss], grad_norm=1.0, target_tokens=1, stop_requested=False) for loss in losses]
     return policy, [policy.decide(each, loss_scale=None) for each in numbers]
@@ -37,7 +35,7 @@ def falling(first: float, last: float, steps: int, noise: float, seed: int = 0) 
 EXPLODED = [5.7, 23_327_193.0, 9_000.0, 40.0, *[GUESS + 0.01 * (step % 3) for step in range(40)]]
 
 NORMAL = {
-    # where it begins, where it ends, steps, noise
+    # first loss, last loss, steps, noise
     "fine-tuning": (2.4, 1.9, 100, 0.1),
     "learning little": (2.4, 2.35, 100, 0.1),
     "from scratch": (GUESS, 3.0, 100, 0.02),
@@ -45,45 +43,45 @@ NORMAL = {
     "few tokens a batch": (1.0, 0.6, 100, 0.5),
     "a short run": (2.4, 2.3, 5, 0.3),
     "short and from scratch": (GUESS, 5.5, 8, 0.01),
-    "already learnt": (0.03, 0.03, 40, 0.5),
+    "already converged": (0.03, 0.03, 40, 0.5),
 }
 
 
 @pytest.mark.parametrize("name", NORMAL)
-def test_normal_runs_are_left_alone(name: str) -> None:
+def test_normal_runs_raise_no_concern(name: str) -> None:
     for seed in range(100):
         losses = falling(*NORMAL[name], seed=seed)
-        policy, verdicts = decided(losses)
+        policy, verdicts = run_policy(losses)
         warm_up = verdicts[: StabilityConfig().spike_warmup_steps]
         assert [verdict.cause for verdict in warm_up if verdict.anomaly] == []
         assert policy.trend.concern() is None
 
 
-def test_a_warm_up_that_rises_is_left_alone() -> None:
-    policy, verdicts = decided([5.7, 5.9, 6.4, 7.0, 6.0, 5.0, *[4.0] * 20])
+def test_rising_loss_in_warmup_is_no_spike() -> None:
+    policy, verdicts = run_policy([5.7, 5.9, 6.4, 7.0, 6.0, 5.0, *[4.0] * 20])
     assert not any(verdict.anomaly for verdict in verdicts)
     assert policy.trend.concern() is None
 
 
-def test_an_explosion_is_a_spike_before_the_warm_up_is_over() -> None:
-    policy, verdicts = decided(EXPLODED)
+def test_divergence_during_warmup_is_a_spike() -> None:
+    policy, verdicts = run_policy(EXPLODED)
     assert [(step, verdict.anomaly) for step, verdict in enumerate(verdicts) if verdict.anomaly] == [(1, "spike")]
     assert "2.333e+07 is far above that of the first step (5.7) and of a uniform guess (5.768)" in verdicts[1].cause
     concern = policy.trend.concern()
     assert concern is not None
     assert "that of a uniform guess among 320 tokens (5.768), and began at 5.7;" in concern
-    _, verdicts = decided(EXPLODED[:2], on_spike="stop")
+    _, verdicts = run_policy(EXPLODED[:2], on_spike="stop")
     assert verdicts[-1].action == "stop"
-    _, verdicts = decided([5.7, *[1e4] * 4], on_spike="skip")
+    _, verdicts = run_policy([5.7, *[1e4] * 4], on_spike="skip")
     assert [verdict.action for verdict in verdicts] == ["step", "skip", "skip", "skip", "stop"]
-    _, verdicts = decided(EXPLODED, on_spike="ignore")
+    _, verdicts = run_policy(EXPLODED, on_spike="ignore")
     assert not any(verdict.anomaly for verdict in verdicts)
 
 
-def test_an_early_explosion_does_not_hide_later_spikes() -> None:
+def test_early_divergence_does_not_mask_later_spikes() -> None:
     draw = random.Random(0)
     losses = [5.7, 2e7, *[5.0 + draw.gauss(0, 0.05) for _ in range(60)], 14.0]
-    _, verdicts = decided(losses)
+    _, verdicts = run_policy(losses)
     assert verdicts[-1].anomaly == "spike"
 
 
@@ -91,39 +89,39 @@ def test_an_early_explosion_does_not_hide_later_spikes() -> None:
     ("losses", "words"),
     [
         (EXPLODED, "uniform guess"),
-        ([5.7, 2e7, 5e6, 1e4, 5.77], "uniform guess"),  # short, but it exploded
-        ([5.75] * 30, "uniform guess"),  # nothing was learnt
-        ([2.4] * 5 + [4.0] * 30, "ended at 4, above the 2.4"),
-        ([2.4, 2.5, 30.0, 40.0], "ended at 40, above the 2.5"),
-        ([2.4, 30.0, *[2.0] * 30], None),  # it came back
+        ([5.7, 2e7, 5e6, 1e4, 5.77], "uniform guess"),  # short, but diverged
+        ([5.75] * 30, "uniform guess"),  # no progress
+        ([2.4] * 5 + [4.0] * 30, "ended at 4, above the initial 2.4"),
+        ([2.4, 2.5, 30.0, 40.0], "ended at 40, above the initial 2.5"),
+        ([2.4, 30.0, *[2.0] * 30], None),  # recovered
         ([2.4], None),
         ([], None),
     ],
 )
-def test_what_is_said_at_the_end(losses: list[float], words: str | None) -> None:
-    policy, _ = decided(losses)
+def test_final_concern(losses: list[float], words: str | None) -> None:
+    policy, _ = run_policy(losses)
     found = policy.trend.concern()
     assert found is None if words is None else words in (found or ""), found
 
 
 @pytest.mark.parametrize(("losses", "advice"), [(EXPLODED, "a lower train"), ([5.75] * 30, "a higher train")])
-def test_the_advice_fits_what_happened(losses: list[float], advice: str) -> None:
-    policy, _ = decided(losses)
+def test_advice_fits_the_cause(losses: list[float], advice: str) -> None:
+    policy, _ = run_policy(losses)
     assert advice in (policy.trend.concern() or "")
 
 
-def test_without_a_vocabulary_the_first_loss_is_left() -> None:
+def test_without_vocabulary_only_the_first_loss_counts() -> None:
     trend = LossTrend()
     for loss in [*[2.4] * 5, *[4.0] * 30]:
         trend.add(loss, taken=True)
     assert trend.bound == math.inf
-    assert "above the 2.4" in (trend.concern() or "")
+    assert "above the initial 2.4" in (trend.concern() or "")
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 30])
-def test_a_resumed_run_says_the_same(cut: int) -> None:
-    whole, expected = decided(EXPLODED)
-    before, verdicts = decided(EXPLODED[:cut])
+def test_resumed_trend_gives_the_same_concern(cut: int) -> None:
+    whole, expected = run_policy(EXPLODED)
+    before, verdicts = run_policy(EXPLODED[:cut])
     policy = Policy(StabilityConfig(), VOCABULARY)
     policy.from_state(json.loads(json.dumps(before.to_state())))
     for loss in EXPLODED[cut:]:
@@ -151,7 +149,7 @@ def run_at(root: Path, name: str, rate: float, **changes: Any) -> list[dict[str,
     return train_here(make_run(root / name, config, make_plan(config)))
 
 
-def test_a_run_that_diverges_early_says_so(tmp_path: Path) -> None:
+def test_run_that_diverges_early_reports_it(tmp_path: Path) -> None:
     events = run_at(tmp_path, "diverged", 3.0)
     verdicts = [event for event in events if event["kind"] == "verdict"]
     assert verdicts[0]["anomaly"] == "spike"
@@ -162,7 +160,7 @@ def test_a_run_that_diverges_early_says_so(tmp_path: Path) -> None:
         run_at(tmp_path, "stopped", 3.0, stability={"on_spike": "stop"})
 
 
-def test_a_run_that_begins_above_a_guess_and_learns_says_nothing(tmp_path: Path) -> None:
+def test_run_that_starts_above_a_uniform_guess_and_learns_is_fine(tmp_path: Path) -> None:
     events = run_at(tmp_path, "learns", 1e-3)
     assert values(events, "train.step", "loss")[0] > GUESS + 0.2
     assert not [event for event in events if event["kind"] == "verdict"]

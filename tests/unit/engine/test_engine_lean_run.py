@@ -1,4 +1,4 @@
-"""Whole runs with bf16 weights, small optimizer states and activation checkpointing, on a CPU."""
+"""Full runs on a CPU with bf16 weights, quantized optimizer states and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
 from tests.harness import make_plan, make_run, train_here, values
+
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_bf16_weights_learn_like_float32_ones(root: Path) -> None:
     assert narrow[-1] == pytest.approx(wide[-1], rel=0.05)
 
 
-def test_weights_of_another_kind_do_not_resume(root: Path) -> None:
+def test_resume_with_other_weight_dtype_is_rejected(root: Path) -> None:
     changed = run(root, "changed", steps=2)
     train_here(changed)
     config = changed.config()

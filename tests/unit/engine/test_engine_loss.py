@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import TokenSequence, as_ints
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.models.attention import use_document_attention
 
 LENGTHS = [(7, 2, 9), (11,), (3, 3, 3, 8)]
@@ -45,7 +45,7 @@ def pack(parts: list[TokenSequence]) -> TokenSequence:
 
 def model(family: str, attention: str) -> Any:
     torch.manual_seed(0)
-    if family == "gemma2":  # its scores are capped, so it keeps its own attention, and the loss needs full logits
+    if family == "gemma2":  # softcapping: the model keeps its own attention, and the loss needs full logits
         return Gemma2ForCausalLM._from_config(Gemma2Config(**SIZES), attn_implementation="eager")
     return MistralForCausalLM._from_config(MistralConfig(**SIZES), attn_implementation=attention)
 
@@ -57,7 +57,7 @@ def loss(loss_model: LossModel, batch: Batch) -> float:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_the_loss_of_packed_documents_is_the_sum_of_their_losses(family: str) -> None:
+def test_packed_loss_is_the_sum_of_document_losses(family: str) -> None:
     rows = documents()
     packed, alone = LossModel(model(family, "sdpa")), LossModel(model(family, "eager"))
     assert (use_document_attention(packed.model) is None) == (family == "mistral")

@@ -1,4 +1,4 @@
-"""One process with several devices, as far as a CPU can tell: copies of the loss, placed models, whole runs."""
+"""One process with several devices, tested on a CPU: DataParallel replicas, device maps, full runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pantheraml.base.errors import ConfigError, OutOfMemoryError
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import TokenSequence, as_ints
-from pantheraml.engine.loss import LossModel
-from pantheraml.engine.passes import CopiesPasses, Peers, WholePasses
+from pantheraml.engine.step.loss import LossModel
+from pantheraml.engine.step.passes import DataParallelPasses, FullModelPasses, PeerSync
 from pantheraml.models.attention import use_document_attention
-from pantheraml.parallel.split import is_split
+from pantheraml.parallel.device_map import is_split
 from pantheraml.specs.plan import LayerSplit
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
@@ -41,7 +41,7 @@ def adapted() -> Any:
 
 
 def batches() -> list[Batch]:
-    """Two of packed rows, with documents and targets unevenly over them."""
+    """Two batches of packed rows, with documents and targets spread unevenly."""
     draw = np.random.default_rng(0)
     rows = []
     for lengths in ((7, 2, 9), (11,), (3, 3, 3, 8), (5, 5)):
@@ -61,11 +61,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert float((found[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()), name
 
 
-def test_passes_of_copies_find_loss_and_gradient_of_the_whole() -> None:
+def test_data_parallel_passes_match_a_single_model() -> None:
     one, other = adapted(), adapted()
     whole_model = LossModel(one)
-    whole = WholePasses(whole_model, whole_model, Peers(), device=CPU, autocast=nullcontext)
-    copies = CopiesPasses(LossModel(other), (), device=CPU, autocast=nullcontext)
+    whole = FullModelPasses(whole_model, whole_model, PeerSync(), device=CPU, autocast=nullcontext)
+    copies = DataParallelPasses(LossModel(other), (), device=CPU, autocast=nullcontext)
     assert copies.full_logits_reason is None
     assert float(copies.backward(batches(), 0.01)) == pytest.approx(float(whole.backward(batches(), 0.01)), rel=1e-6)
     assert_close(gradients(other), gradients(one))
@@ -74,12 +74,12 @@ def test_passes_of_copies_find_loss_and_gradient_of_the_whole() -> None:
     assert not evaluated.requires_grad
 
 
-def test_copies_compute_in_the_precision_that_they_are_told() -> None:
+def test_replicas_use_autocast() -> None:
     model = adapted()
     seen: list[torch.dtype] = []
     layer = model.get_base_model().model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda _layer, _args, out: seen.append(out.dtype))
-    passes = CopiesPasses(
+    passes = DataParallelPasses(
         LossModel(model), (), device=CPU, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
     )
     seen.clear()
@@ -88,7 +88,7 @@ def test_copies_compute_in_the_precision_that_they_are_told() -> None:
 
 
 def replica(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
-    """A copy as torch's DataParallel makes it: without parameters, with tensors of its own in their place."""
+    """A replica as DataParallel creates it: plain tensors in place of parameters."""
     made = module._replicate_for_data_parallel()
     for name, child in module._modules.items():
         made._modules[name] = None if child is None else replica(child, tensors)
@@ -100,7 +100,7 @@ def replica(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
     return made
 
 
-def test_a_copy_of_the_loss_works_with_its_own_weights_alone() -> None:
+def test_loss_replica_uses_only_its_own_weights() -> None:
     loss_model = LossModel(adapted())
     batch = batches()[0]
     expected = loss_model(batch.input_ids, batch.position_ids, batch.targets)
@@ -108,7 +108,7 @@ def test_a_copy_of_the_loss_works_with_its_own_weights_alone() -> None:
     own = replica(loss_model, tensors)
     head = loss_model.model.get_base_model().lm_head.weight
     own(batch.input_ids, batch.position_ids, batch.targets).backward()
-    assert tensors[id(head)].grad is not None, "the head of the copy, not the original's"
+    assert tensors[id(head)].grad is not None, "the head of the replica, not of the original"
     assert all(tensor.grad is not None for tensor in tensors.values())
     assert all(parameter.grad is None for parameter in loss_model.parameters())
     with torch.no_grad():
@@ -117,12 +117,12 @@ def test_a_copy_of_the_loss_works_with_its_own_weights_alone() -> None:
     assert abs(float(other.detach()) - float(expected.detach())) > 1
 
 
-def test_a_model_whose_layers_have_devices_of_their_own_needs_no_full_logits() -> None:
+def test_device_mapped_model_needs_no_full_logits() -> None:
     one, other = adapted(), adapted()
     base = other.get_base_model()
     names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
     dispatch_model(base, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
-    assert "forward" in vars(base.lm_head), "accelerate has put its hooks there"
+    assert "forward" in vars(base.lm_head), "accelerate has added its hooks"
     loss_model = LossModel(other)
     assert loss_model.full_logits_reason is None
     batch = batches()[0]
@@ -132,12 +132,12 @@ def test_a_model_whose_layers_have_devices_of_their_own_needs_no_full_logits() -
     expected.backward()
     assert torch.equal(found, expected)
     assert_close(gradients(other), gradients(one))
-    base.lm_head.forward = lambda hidden: hidden  # someone else's
+    base.lm_head.forward = lambda hidden: hidden  # a hook of someone else
     del base.lm_head._hf_hook
     assert LossModel(other).full_logits_reason is not None
 
 
-def test_a_model_on_one_device_is_not_split() -> None:
+def test_model_on_one_device_is_not_split() -> None:
     assert not is_split(adapted())
 
 
@@ -171,7 +171,7 @@ def trained(of: RunDir) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora", "full"])
-def test_a_run_on_a_mapped_cpu_is_a_run_on_the_cpu(root: Path, kind: str) -> None:
+def test_run_with_cpu_device_map_matches_plain_cpu(root: Path, kind: str) -> None:
     mapped = LayerSplit(device_map={"model": "cpu", "lm_head": "cpu"}, max_memory={"cpu": "1GB"})
     straight, there = run(root, "straight", None, kind), run(root, "mapped", mapped, kind)
     expected = values(train_here(straight), "train.step", "loss")
@@ -181,7 +181,7 @@ def test_a_run_on_a_mapped_cpu_is_a_run_on_the_cpu(root: Path, kind: str) -> Non
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_run_that_cannot_be_placed_says_so(root: Path) -> None:
+def test_run_that_cannot_be_placed_raises(root: Path) -> None:
     for split, error, words in (
         (LayerSplit(device_map={"": "cpu", "model.layer": "cpu"}, max_memory=None), ConfigError, r"have: model\.layer"),
         (LayerSplit(device_map={"": "cpu"}, max_memory={"cpu": "1KB"}), OutOfMemoryError, "device cpu"),
@@ -190,7 +190,7 @@ def test_a_run_that_cannot_be_placed_says_so(root: Path) -> None:
             train_here(run(root, f"refused-{error.__name__}", split, "lora"))
 
 
-def test_a_copy_of_the_model_can_be_copied_again() -> None:
+def test_loss_model_survives_shallow_and_deep_copy() -> None:
     """DataParallel copies modules shallowly, deepcopy deeply; the loss must survive both."""
     loss_model = LossModel(adapted())
     batch = batches()[0]

@@ -1,4 +1,4 @@
-"""Rolling back: older weights, newer samples, as often as allowed, and the same again after a resume."""
+"""Rollback: older weights with newer samples, bounded, and exact after a resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness import make_plan, make_run, merged, seed_with, train_here, va
 BAD_ROW, BAD_STEP = 3, 7
 
 Straight = tuple[RunDir, list[dict[str, Any]]]
-"""A run that was not stopped, and its events."""
+"""An uninterrupted run and its events."""
 
 
 @pytest.fixture(scope="module")
@@ -60,35 +60,35 @@ def same_adapter(one: RunDir, other: RunDir) -> bool:
 
 
 @pytest.fixture(scope="module")
-def straight(root: Path) -> Straight:
-    run = run_of(root, "straight")
+def uninterrupted(root: Path) -> Straight:
+    run = run_of(root, "uninterrupted")
     return run, train_here(run)
 
 
-def test_the_weights_are_those_of_an_older_checkpoint(root: Path, straight: Straight) -> None:
-    _, events = straight
+def test_rollback_restores_an_older_checkpoint(root: Path, uninterrupted: Straight) -> None:
+    _, events = uninterrupted
     at = bad_step(events)
     to = (at - 2) // 2 * 2
     assert (at, to) == (BAD_STEP, 4)
     assert values(events, "verdict", "action") == ["roll_back"]
-    (told,) = [message for message in values(events, "warning", "message") if "rolled back" in message]
-    assert f"weights of step {to};" in told
+    (warning,) = [message for message in values(events, "warning", "message") if "rolled back" in message]
+    assert f"weights of step {to};" in warning
     assert values(events, "train.step", "step") == list(range(1, 13)), "no step is counted twice"
     just_rolled_back = run_of(root, "just rolled back", train={"max_steps": at})
     never_went_on = run_of(root, "never went on", train={"max_steps": to})
     for run in (just_rolled_back, never_went_on):
         train_here(run)
     assert same_adapter(just_rolled_back, never_went_on)
-    check_that_it_resumes(just_rolled_back, straight)
+    check_resumes_exactly(just_rolled_back, uninterrupted)
 
 
-def test_a_run_that_was_stopped_just_before_resumes_exactly(root: Path, straight: Straight) -> None:
-    before = run_of(root, "before", train={"max_steps": bad_step(straight[1]) - 1})
+def test_run_stopped_before_a_rollback_resumes_exactly(root: Path, uninterrupted: Straight) -> None:
+    before = run_of(root, "before", train={"max_steps": bad_step(uninterrupted[1]) - 1})
     train_here(before)
-    check_that_it_resumes(before, straight)
+    check_resumes_exactly(before, uninterrupted)
 
 
-def test_a_run_that_a_bad_step_stopped_goes_on_as_if_it_had_not(root: Path) -> None:
+def test_run_stopped_by_a_bad_step_resumes_exactly(root: Path) -> None:
     skipping, stopped = (
         run_of(root, way, stability={"on_nonfinite": way}, checkpoint={"every_steps": None}) for way in ("skip", "stop")
     )
@@ -100,27 +100,27 @@ def test_a_run_that_a_bad_step_stopped_goes_on_as_if_it_had_not(root: Path) -> N
     assert same_adapter(stopped, skipping)
 
 
-def check_that_it_resumes(run: RunDir, straight: Straight) -> None:
-    """To the same end as the run that was never stopped."""
-    whole, events = straight
+def check_resumes_exactly(run: RunDir, uninterrupted: Straight) -> None:
+    """Check that the resumed run ends like the uninterrupted one."""
+    whole, events = uninterrupted
     config = run.config()
     run.write_config(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 12})}))
     assert values(train_here(run), "train.step", "loss") == values(events, "train.step", "loss")
     assert same_adapter(run, whole)
 
 
-def test_roll_backs_are_counted_over_the_whole_run(root: Path) -> None:
+def test_rollbacks_are_counted_over_the_whole_run(root: Path) -> None:
     run = run_of(root, "twice", train={"max_steps": 20}, stability={"max_rollbacks": 1})
-    with pytest.raises(NonFiniteError, match=r"after 1 roll back\(s\)"):
-        train_here(run)  # the second epoch comes to the bad sample again
+    with pytest.raises(NonFiniteError, match=r"after 1 rollback\(s\)"):
+        train_here(run)  # the second epoch has the bad sample again
 
 
-def test_without_a_checkpoint_that_is_old_enough_the_run_stops(root: Path) -> None:
+def test_rollback_without_an_old_enough_checkpoint_stops(root: Path) -> None:
     run = run_of(root, "too far", stability={"rollback_steps": 100})
     with pytest.raises(NonFiniteError, match="no checkpoint is old enough to roll back to"):
         train_here(run)
 
 
-def test_rolling_back_needs_checkpoints(root: Path) -> None:
+def test_rollback_requires_checkpoints(root: Path) -> None:
     with pytest.raises(ValidationError, match=r"checkpoint\.every_steps"):
         config_of(root, checkpoint={"every_steps": None})

@@ -1,4 +1,4 @@
-"""Runs that meet damaged checkpoints, disks that fail, and changes since the last start."""
+"""Runs with damaged checkpoints, failing disks, and changes since the last start."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import pytest
 import torch
 
 from pantheraml.base.errors import CheckpointError, DamagedCheckpointError, StorageError
-from pantheraml.base.events import EventWriter, read_events
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import EventBase
 from pantheraml.checkpoint.host_copy import HostCopies
-from pantheraml.checkpoint.parts import whole
+from pantheraml.checkpoint.sharded_files import unsharded
 from pantheraml.checkpoint.store import CheckpointStore
-from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.state import Progress, capture, restore
-from pantheraml.engine.step import Stepper
+from pantheraml.engine.guard.watchdog import StopFlag
+from pantheraml.engine.state.capture import RunProgress, capture, restore
+from pantheraml.engine.step.step import Stepper
 from pantheraml.parallel.process_group import open_world
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model, train_rank
 from tests import toy
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, merged, silent, train_here, values
 
 
@@ -67,7 +69,7 @@ def change(run: RunDir, section: str, **fields: Any) -> None:
     run.write_config(config.model_copy(update={section: getattr(config, section).model_copy(update=fields)}))
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(start: Callable[..., RunDir]) -> None:
+def test_damaged_checkpoint_falls_back_to_the_previous_one(start: Callable[..., RunDir]) -> None:
     run = start()
     losses = values(train_here(run), "train.step", "loss")
     whole = adapter(run)
@@ -76,8 +78,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(start: Callable[..., R
     flip(run, 4, "optimizer.safetensors")
     events = train_here(run)
     first, second = values(events, "warning", "message")
-    assert "step-00000006 is damaged: weights.safetensors has another checksum" in first
-    assert "step-00000004 is damaged: optimizer.safetensors has another checksum" in second
+    assert "step-00000006 is damaged: weights.safetensors fails its checksum" in first
+    assert "step-00000004 is damaged: optimizer.safetensors fails its checksum" in second
     assert "continues from step 2" in first
     assert values(events, "train.started", "first_step") == [1, 3]
     assert values(events, "train.step", "loss") == losses + losses[2:]
@@ -91,23 +93,25 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(start: Callable[..., R
     }
 
 
-def test_if_all_are_damaged_the_run_does_not_begin_anew(start: Callable[..., RunDir]) -> None:
+def test_run_with_only_damaged_checkpoints_raises(start: Callable[..., RunDir]) -> None:
     run = start()
     train_here(run)
     for step in (2, 4, 6):
         flip(run, step)
-    with pytest.raises(DamagedCheckpointError, match=r"No checkpoint of this run is whole.*00000006.*0004.*0002"):
+    with pytest.raises(DamagedCheckpointError, match=r"No checkpoint of this run is intact.*00000006.*0004.*0002"):
         train_here(run)
-    assert CheckpointStore(run.checkpoints).steps() == [2, 4, 6], "they stay as they are"
+    assert CheckpointStore(run.checkpoints).steps() == [2, 4, 6], "they are left in place"
 
 
-def test_writing_in_the_background_changes_nothing_but_the_wait(start: Callable[..., RunDir]) -> None:
+def test_background_saving_writes_the_same_checkpoints(start: Callable[..., RunDir]) -> None:
     beside, inline = start("beside"), start("inline", checkpoint={"background": False})
-    told = [train_here(run) for run in (beside, inline)]
-    for events in told:
+    runs_events = [train_here(run) for run in (beside, inline)]
+    for events in runs_events:
         saved = [event for event in events if event["kind"] == "checkpoint.saved"]
         assert [event["step"] for event in saved] == [2, 4, 6]
-    waits = [event["stall_seconds"] >= event["seconds"] for event in told[1] if event["kind"] == "checkpoint.saved"]
+    waits = [
+        event["stall_seconds"] >= event["seconds"] for event in runs_events[1] if event["kind"] == "checkpoint.saved"
+    ]
     assert all(waits), "without a thread training waits for the disk"
     assert adapter(beside) == adapter(inline)
     for step in (2, 4, 6):
@@ -122,12 +126,12 @@ def test_writing_in_the_background_changes_nothing_but_the_wait(start: Callable[
                 assert tensor.equal(others[name]), f"{group} {name} of step {step}"
 
 
-def test_what_was_captured_stays_as_it_is_when_training_goes_on(start: Callable[..., RunDir]) -> None:
+def test_captured_state_is_a_snapshot(start: Callable[..., RunDir]) -> None:
     run = start()
     config, plan = run.config(), run.plan()
     with open_world(plan, timeout_seconds=60) as world:
-        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
-        groups, _ = capture(stepper, Progress(), {}, HostCopies(world.device))
+        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan).setup()
+        groups, _ = capture(stepper, RunProgress(), {}, HostCopies(world.device))
         before = {name: part.values.clone() for name, part in groups["weights"].items()}
         with torch.no_grad():
             for _, parameter in stepper.parameters:
@@ -137,13 +141,13 @@ def test_what_was_captured_stays_as_it_is_when_training_goes_on(start: Callable[
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_the_state_before_the_first_step_can_be_had_again(start: Callable[..., RunDir], optimizer: str) -> None:
+def test_state_before_the_first_step_can_be_restored(start: Callable[..., RunDir], optimizer: str) -> None:
     run = start(train={"optimizer": optimizer}, method={"kind": "full"})
     config, plan = run.config(), run.plan()
     with open_world(plan, timeout_seconds=60) as world:
-        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan)
+        stepper = Stepper(build_model(config, plan, world, silent), config, world, plan).setup()
         store = CheckpointStore(run.checkpoints)
-        groups, state = capture(stepper, Progress(), {})
+        groups, state = capture(stepper, RunProgress(), {})
         store.save(0, groups, state)
         ends = []
         for _ in range(2):
@@ -152,50 +156,51 @@ def test_the_state_before_the_first_step_can_be_had_again(start: Callable[..., R
             stepper.optimizer.step()
             ends.append({name: part.detach().clone() for name, part in stepper.parts})
             restore(stepper, store.load(0), {})
-        start_again = {name: part.values for name, part in capture(stepper, Progress(), {})[0]["weights"].items()}
+        start_again = {name: part.values for name, part in capture(stepper, RunProgress(), {})[0]["weights"].items()}
     assert any(not part.equal(start_again[name]) for name, part in ends[0].items())
     for name, part in ends[0].items():
         assert part.equal(ends[1][name]), name
 
 
 def train_with(run: RunDir, at_step: int, act: Callable[[], object], kind: str = "train.step") -> None:
-    """Train, and do something once an event of that kind and step is told."""
+    """Train, and call `act` at the first event of that kind and step."""
     awaited = kind
     with open_world(run.plan(), timeout_seconds=60) as world, EventWriter(run.path) as events:
 
-        def emit(kind: str, /, **fields: Any) -> None:
-            events(kind, **fields)
+        def emit(event: EventBase, /) -> None:
+            kind, fields = event.kind, event.model_dump()
+            events(event)
             if kind == awaited and fields["step"] == at_step:
                 act()
 
         train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file))
 
 
-def test_a_disk_that_fails_meanwhile_ends_the_run_and_keeps_what_is_saved(start: Callable[..., RunDir]) -> None:
+def test_disk_failure_ends_the_run_and_keeps_saved_checkpoints(start: Callable[..., RunDir]) -> None:
     run = start(train={"max_steps": 50})
 
     def block() -> None:
-        # Writing aside fails as on a read-only disk (permissions do not bind root): a file is where the folder goes.
+        # Writing fails as on a read-only disk (permissions do not apply to root): a file blocks the temporary folder.
         (run.checkpoints / ".partial-step-00000004").write_text("")
 
     with pytest.raises(StorageError, match="Saving step-00000004 failed"):
         train_with(run, 2, block, kind="checkpoint.saved")
-    steps = values(read_events(run.path), "train.step", "step")
-    assert 4 <= steps[-1] <= 6, "the next save at the latest finds out"
+    steps = values(raw_events(run.path), "train.step", "step")
+    assert 4 <= steps[-1] <= 6, "the failure shows at the next save at the latest"
     store = CheckpointStore(run.checkpoints)
     assert store.steps() == [2]
     assert store.load(2)
 
 
-def test_checkpoints_that_somebody_removed_are_missed_and_the_next_one_is_saved(start: Callable[..., RunDir]) -> None:
+def test_removed_checkpoints_are_reported_and_saving_continues(start: Callable[..., RunDir]) -> None:
     run = start()
     train_with(run, 4, lambda: shutil.rmtree(run.checkpoints), kind="checkpoint.saved")
     assert CheckpointStore(run.checkpoints).steps() == [6]
-    (message,) = values(read_events(run.path), "warning", "message")
-    assert "step 2, 4 were removed while the run was at work" in message
+    (message,) = values(raw_events(run.path), "warning", "message")
+    assert "step 2, 4 were removed while the run was active" in message
 
 
-def test_a_change_of_data_is_refused_unless_allowed(start: Callable[..., RunDir], tmp_path: Path) -> None:
+def test_changed_data_is_rejected_unless_allowed(start: Callable[..., RunDir], tmp_path: Path) -> None:
     run = start(train={"max_steps": 2})
     train_here(run)
     toy.write_jsonl(tmp_path / "other.jsonl", toy.arithmetic(50))
@@ -211,24 +216,24 @@ def test_a_change_of_data_is_refused_unless_allowed(start: Callable[..., RunDir]
     assert "although data was" in values(events, "warning", "message")[0]
 
 
-def test_another_library_version_is_told(start: Callable[..., RunDir]) -> None:
+def test_changed_library_version_is_reported(start: Callable[..., RunDir]) -> None:
     run = start(train={"max_steps": 2})
     train_here(run)
     store = CheckpointStore(run.checkpoints)
     saved = store.load(2)
-    groups = {group: whole(saved.tensors.read_group(group)) for group in ("weights", "optimizer", "rng")}
+    groups = {group: unsharded(saved.tensors.read_group(group)) for group in ("weights", "optimizer", "rng")}
     store.save(2, groups, {**saved.state, "versions": {**saved.state["versions"], "torch": "1.0"}})
     (message,) = [text for text in values(train_here(run), "notice", "message") if "last digits" in text]
     assert message.startswith("torch was 1.0, is ")
 
 
-def test_an_evaluation_that_a_stop_prevented_is_made_up_for(start: Callable[..., RunDir]) -> None:
+def test_evaluation_prevented_by_a_stop_runs_on_resume(start: Callable[..., RunDir]) -> None:
     settings: dict[str, Any] = {"data": {"eval_fraction": 0.2}, "train": {"eval_every_steps": 2}}
     straight, stopped = start("straight", **settings), start("stopped", **settings)
     expected = values(train_here(straight), "eval.done", "loss")
     assert len(expected) == 3
     train_with(stopped, 3, stopped.stop_file.touch)  # seen in step 4, after which an evaluation is due
-    assert values(read_events(stopped.path), "eval.done", "step") == [2]
+    assert values(raw_events(stopped.path), "eval.done", "step") == [2]
     stopped.stop_file.unlink()
     assert values(train_here(stopped), "eval.done", "loss") == expected
     states = [

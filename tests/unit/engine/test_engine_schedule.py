@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pantheraml.engine.schedule import learning_rate
+from pantheraml.engine.optim.schedule import learning_rate
 from pantheraml.specs.train import TrainSettings
 
 
@@ -13,11 +13,11 @@ def rates(total: int, **settings: object) -> list[float]:
     return [learning_rate(config, step, total) for step in range(total)]
 
 
-def test_warm_up_rises_linearly_to_the_peak() -> None:
+def test_warmup_is_linear_up_to_the_peak() -> None:
     assert rates(8, warmup_steps=4, schedule="constant") == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_linear_falls_by_equal_amounts() -> None:
+def test_linear_schedule_decreases_evenly() -> None:
     assert rates(5, schedule="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 

@@ -1,4 +1,4 @@
-"""A step that runs out of memory is taken again over fewer sequences at a time, with the same result."""
+"""A step that runs out of memory is retried with smaller micro-batches, with the same result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pantheraml.base.errors import OutOfMemoryError
-from pantheraml.base.events import read_events
-from pantheraml.engine.loss import LossModel
+from pantheraml.engine.step.loss import LossModel
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, train_here, values
 
 
@@ -37,8 +37,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def room_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Memory for so many sequences at a time; the sizes that were tried."""
+def limit_memory(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Simulate memory for `rows` sequences at a time; return the sizes that were tried."""
     plain, tried = LossModel.forward, []
 
     def forward(self: LossModel, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -52,20 +52,22 @@ def room_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-def test_the_result_is_that_of_smaller_passes_from_the_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_equals_a_run_with_smaller_micro_batches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = values(train_here(make(root, "small", 2)), "train.step", "loss")
-    tried = room_for(2, monkeypatch)
+    tried = limit_memory(2, monkeypatch)
     events = train_here(make(root, "large", 8))
     assert values(events, "train.step", "loss") == expected
     assert tried[:3] == [8, 4, 2]
-    assert max(tried[3:]) == 2, "what does not fit is not tried again"
-    told = values(events, "warning", "message")
-    assert [f"with {n} sequences at a time" in message for n, message in zip((8, 4), told, strict=True)] == [True] * 2
+    assert max(tried[3:]) == 2, "sizes that do not fit are not tried again"
+    warnings = values(events, "warning", "message")
+    assert [f"with {n} sequences at a time" in message for n, message in zip((8, 4), warnings, strict=True)] == [
+        True
+    ] * 2
 
 
-def test_a_resumed_run_remembers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_the_smaller_micro_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(root, "first", 8, steps=2)
-    tried = room_for(2, monkeypatch)
+    tried = limit_memory(2, monkeypatch)
     train_here(run)
     run.write_config(run.config().model_copy(update={"train": run.config().train.model_copy(update={"max_steps": 4})}))
     tried.clear()
@@ -74,11 +76,11 @@ def test_a_resumed_run_remembers(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert max(tried) == 2
 
 
-def test_one_sequence_that_does_not_fit_ends_the_run_with_advice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_sequence_that_does_not_fit_raises_with_advice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(root, "none", 8)
-    room_for(0, monkeypatch)
+    limit_memory(0, monkeypatch)
     with pytest.raises(OutOfMemoryError) as caught:
         train_here(run)
-    assert "train.activation_checkpointing" in (caught.value.todo or "")
-    assert "micro_batch_size" not in (caught.value.todo or ""), "that is at its end"
-    assert len(values(read_events(run.path), "warning", "message")) == 3
+    assert "train.activation_checkpointing" in (caught.value.fix or "")
+    assert "micro_batch_size" not in (caught.value.fix or ""), "already at the smallest size"
+    assert len(values(raw_events(run.path), "warning", "message")) == 3

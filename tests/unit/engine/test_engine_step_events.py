@@ -10,7 +10,7 @@ from tests.harness import make_plan, make_run, train_here, values
 
 
 @pytest.mark.parametrize(("epochs", "batch"), [(1, 16), (1, 3), (2.5, 4), (2, 5)])
-def test_a_last_step_that_is_not_full_ends_with_the_epochs(tmp_path: Path, epochs: float, batch: int) -> None:
+def test_partial_last_step_ends_at_the_exact_epoch(tmp_path: Path, epochs: float, batch: int) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "one and one is two"}\n' * 10)
     settings = {
@@ -19,7 +19,9 @@ def test_a_last_step_that_is_not_full_ends_with_the_epochs(tmp_path: Path, epoch
         "train": {"epochs": epochs, "global_batch_size": batch},
     }
     config = TrainConfig.model_validate(settings)
-    told = values(train_here(make_run(tmp_path / "run", config, make_plan(config, micro=batch))), "train.step", "epoch")
-    assert told == sorted(told)
-    assert told[-1] == pytest.approx(epochs)
-    assert told[:-1] == pytest.approx([(step + 1) * batch / 10 for step in range(len(told) - 1)])
+    reported_epochs = values(
+        train_here(make_run(tmp_path / "run", config, make_plan(config, micro=batch))), "train.step", "epoch"
+    )
+    assert reported_epochs == sorted(reported_epochs)
+    assert reported_epochs[-1] == pytest.approx(epochs)
+    assert reported_epochs[:-1] == pytest.approx([(step + 1) * batch / 10 for step in range(len(reported_epochs) - 1)])

@@ -1,4 +1,4 @@
-"""Which samples a process of a trial is given."""
+"""Samples of each rank in a trial."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import prepare
-from pantheraml.engine.trial import shares_by_hand, trial_feed
+from pantheraml.engine.trial import configured_shares, trial_feed
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.parallel.layout import Layout
 from pantheraml.parallel.process_group import World
@@ -32,7 +32,7 @@ def config_of(folder: Path, shares: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(("shares", "sizes"), [([2, 5], [2, 5]), ([2, 2, 3], [4, 3]), ("adaptive", [4, 3])])
-def test_each_process_gets_its_share(tmp_path: Path, shares: Any, sizes: list[int]) -> None:
+def test_each_rank_gets_its_batch_share(tmp_path: Path, shares: Any, sizes: list[int]) -> None:
     toy.write_tokenizer(tmp_path / "model")
     toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(60))
     config, dims = config_of(tmp_path, shares), ParallelDims(replicate=2)
@@ -45,8 +45,8 @@ def test_each_process_gets_its_share(tmp_path: Path, shares: Any, sizes: list[in
             assert sum(map(len, feed.step(0).own_samples)) == size
 
 
-def test_shares_are_for_modes_with_as_many_of_them(tmp_path: Path) -> None:
+def test_configured_shares_apply_only_to_matching_data_ranks(tmp_path: Path) -> None:
     config = config_of(tmp_path, [2, 5])
-    assert shares_by_hand(config, ParallelDims(shard=2)) == [2, 5]
-    assert shares_by_hand(config, ParallelDims(tensor=2)) is None
-    assert shares_by_hand(config, ParallelDims()) is None
+    assert configured_shares(config, ParallelDims(shard=2)) == [2, 5]
+    assert configured_shares(config, ParallelDims(tensor=2)) is None
+    assert configured_shares(config, ParallelDims()) is None

@@ -1,4 +1,4 @@
-"""The guard in TRL's SFTTrainer: the trainer's own clipping is matched, bad steps are met by the policy, and resume."""
+"""GuardCallback in TRL's SFTTrainer: clipping matches the trainer's, bad steps follow the policy, and it resumes."""
 
 from __future__ import annotations
 
@@ -64,32 +64,32 @@ def weights(run: SFTTrainer) -> dict[str, torch.Tensor]:
 
 
 def nan_at(run: SFTTrainer, *steps: int, value: float = torch.nan) -> None:
-    """Half of the gradient of one tensor is NaN, or another `value`, in those steps."""
+    """Inject NaN, or another `value`, into half of one tensor's gradient in those backwards."""
     calls = [0]
 
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+    def inject(gradient: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
         half = torch.arange(gradient.numel()).reshape(gradient.shape) % 2 == 0
         return gradient.masked_fill(half, value) if calls[0] in steps else gradient
 
-    spoilt_weights(run).register_hook(spoil)
+    target_weight(run).register_hook(inject)
 
 
-def spoilt_weights(run: SFTTrainer) -> torch.nn.Parameter:
+def target_weight(run: SFTTrainer) -> torch.nn.Parameter:
     return next(value for name, value in run.model.named_parameters() if "lora_B" in name)
 
 
-def test_clipping_is_that_of_the_trainer_it_is_taken_from(folder: Path, tmp_path: Path) -> None:
+def test_clipping_matches_the_trainer(folder: Path, tmp_path: Path) -> None:
     ours, theirs = trainer(folder, tmp_path, GuardCallback()), trainer(folder, tmp_path, None)
     for run in (ours, theirs):
         run.train()
     expected = weights(theirs)
     for name, value in weights(ours).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
-    assert ours.args.max_grad_norm == 0.05, "as it was given"
+    assert ours.args.max_grad_norm == 0.05, "restored"
 
 
-def test_a_bad_step_is_survived(folder: Path, tmp_path: Path) -> None:
+def test_bad_step_is_skipped(folder: Path, tmp_path: Path) -> None:
     guard = GuardCallback(on_nonfinite="skip")
     run = trainer(folder, tmp_path, guard)
     nan_at(run, 2)
@@ -100,96 +100,97 @@ def test_a_bad_step_is_survived(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_are_taken_for_0(folder: Path, tmp_path: Path, bad: float) -> None:
-    """And all others as they are, though the trainer makes them NaN before it asks. A step has two passes."""
+def test_nonfinite_values_are_zeroed_before_the_trainer_sees_them(folder: Path, tmp_path: Path, bad: float) -> None:
+    """All others are unchanged, though the trainer would multiply them by NaN. Two micro-batches per step."""
     guard = GuardCallback(on_nonfinite="zero", clipping="value", clip_value=1e-3)
     settings = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    run, like = (
+    run, reference = (
         trainer(folder, tmp_path, callback, **settings)
         for callback in (guard, GuardCallback(clipping="value", clip_value=1e-3))
     )
-    nan_at(run, 3, value=bad)  # the first pass of step 2
-    nan_at(like, 3, value=0.0)
-    for each in (run, like):
+    nan_at(run, 3, value=bad)  # the first micro-batch of step 2
+    nan_at(reference, 3, value=0.0)
+    for each in (run, reference):
         each.train()
     assert [(step, verdict.action) for step, verdict in guard.verdicts] == [(2, "zero")]
-    expected = weights(like)
+    expected = weights(reference)
     assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
 
 
-def test_zeros_are_bounded_and_then_everything_is_as_it_was_given(folder: Path, tmp_path: Path) -> None:
+def test_zeroed_steps_are_limited_and_state_is_restored(folder: Path, tmp_path: Path) -> None:
     run = trainer(folder, tmp_path, GuardCallback(on_nonfinite="zero", max_skipped_steps=1))
     nan_at(run, 2, 3)
     with pytest.raises(NonFiniteError, match="stopped at step 3: the gradient norm is nan, after 1 skipped"):
         run.train()
     assert run.args.max_grad_norm == 0.05
-    spoilt = spoilt_weights(run)
-    spoilt.grad = None
-    (spoilt * torch.nan).sum().backward()
-    assert spoilt.grad is not None
-    assert spoilt.grad.isnan().all(), "nobody makes them 0 any more"
+    target = target_weight(run)
+    target.grad = None
+    (target * torch.nan).sum().backward()
+    assert target.grad is not None
+    assert target.grad.isnan().all(), "the gradient hooks are removed"
 
 
 @pytest.mark.parametrize(("bad", "back"), [(5, 2), (3, 0)])
-def test_rolling_back_leaves_no_trace_of_the_steps_since(folder: Path, tmp_path: Path, bad: int, back: int) -> None:
-    """Weights, optimizer and what clipping has learnt are those of then: as if the steps since had been skipped. Copies
-    are of steps 0, 2 and 4, and have to be two steps older than the weights."""
+def test_rollback_equals_skipping_the_steps(folder: Path, tmp_path: Path, bad: int, back: int) -> None:
+    """Weights, optimizer and clipping statistics are restored, as if the steps since had been skipped. Snapshots are of
+    steps 0, 2 and 4, and must be two steps older than the weights.
+    """
     settings: dict[str, Any] = {"clipping": "adagc", "clip_warmup_steps": 1, "clip_growth": 0.5}
     guard = GuardCallback(on_nonfinite="roll_back", rollback_steps=2, **settings)
-    run, like = (
+    run, reference = (
         trainer(folder, tmp_path, callback, max_steps=7)
         for callback in (guard, GuardCallback(on_nonfinite="skip", **settings))
     )
     nan_at(run, bad)
-    nan_at(like, *range(back + 1, bad + 1))
-    for each in (run, like):
+    nan_at(reference, *range(back + 1, bad + 1))
+    for each in (run, reference):
         each.train()
     ((step, verdict),) = guard.verdicts
     assert (step, verdict.action) == (bad, "roll_back")
     assert f"back to the weights of step {back}" in verdict.cause
-    expected = weights(like)
+    expected = weights(reference)
     assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
 
 
-def test_rolling_back_is_bounded(folder: Path, tmp_path: Path) -> None:
-    """A second one goes to the beginning, too; a third is one too many."""
+def test_rollbacks_are_limited(folder: Path, tmp_path: Path) -> None:
+    """A second one goes back to the start, too; a third is one too many."""
     guard = GuardCallback(on_nonfinite="roll_back", rollback_steps=2, max_rollbacks=2)
     run = trainer(folder, tmp_path, guard, max_steps=5)
-    begun = weights(run)
+    initial = weights(run)
     nan_at(run, 3, 4, 5)
-    with pytest.raises(NonFiniteError, match="after 2 roll back"):
+    with pytest.raises(NonFiniteError, match="after 2 rollback"):
         run.train()
-    assert all(torch.equal(value, begun[name]) for name, value in weights(run).items())
-    early = trainer(folder, tmp_path, GuardCallback(on_nonfinite="roll_back", rollback_steps=2))
-    nan_at(early, 2)
-    with pytest.raises(NonFiniteError, match="no weights to roll back to are old enough"):
-        early.train()
+    assert all(torch.equal(value, initial[name]) for name, value in weights(run).items())
+    early_run = trainer(folder, tmp_path, GuardCallback(on_nonfinite="roll_back", rollback_steps=2))
+    nan_at(early_run, 2)
+    with pytest.raises(NonFiniteError, match="no snapshot is old enough to roll back to"):
+        early_run.train()
 
 
-def test_a_training_that_was_broken_off_does_not_lose_the_clipping(folder: Path, tmp_path: Path) -> None:
+def test_interrupted_training_keeps_the_clipping_setting(folder: Path, tmp_path: Path) -> None:
     guard = GuardCallback()
     run = trainer(folder, tmp_path, guard)
-    guard.on_train_begin(run.args, run.state, run.control, model=run.model)  # and then something went wrong
+    guard.on_train_begin(run.args, run.state, run.control, model=run.model)  # then interrupted
     run.train()
     assert run.args.max_grad_norm == 0.05
 
 
-def test_a_lowered_rate_is_that_of_the_steps_to_come(folder: Path, tmp_path: Path) -> None:
-    """And the schedule's stays what it is."""
+def test_lowered_learning_rate_applies_to_later_steps(folder: Path, tmp_path: Path) -> None:
+    """The scheduler's own rate is unchanged."""
     guard = GuardCallback(on_nonfinite="lower_rate", rate_factor=0.25, clipping="none")
     run = trainer(folder, tmp_path, guard, max_steps=3, optim="sgd", lr_scheduler_type="linear")
     nan_at(run, 1)
-    taken: list[float] = []
+    rates: list[float] = []
     run.create_optimizer()
-    run.optimizer.register_step_pre_hook(lambda optimizer, *_: taken.append(optimizer.param_groups[0]["lr"]))
+    run.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     run.train()
-    assert taken == pytest.approx([0.25 * 1e-2 * left / 3 for left in (3, 2, 1)])
+    assert rates == pytest.approx([0.25 * 1e-2 * left / 3 for left in (3, 2, 1)])
     logged = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
     assert logged == pytest.approx([1e-2 * left / 3 for left in (3, 2, 1)])
     assert guard.state()["attributes"]["learnt"]["policy"]["rate_factor"] == 0.25
 
 
-def test_a_bad_step_stops_the_training_before_it_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_stop_ends_training_before_the_optimizer_step(folder: Path, tmp_path: Path) -> None:
     run = trainer(folder, tmp_path, GuardCallback())
     nan_at(run, 2)
     with pytest.raises(NonFiniteError, match="stopped at step 2"):
@@ -197,14 +198,14 @@ def test_a_bad_step_stops_the_training_before_it_is_taken(folder: Path, tmp_path
     assert all(value.isfinite().all() for value in weights(run).values())
 
 
-def test_weights_that_are_not_finite_are_no_success(folder: Path, tmp_path: Path) -> None:
+def test_nonfinite_weights_raise_at_the_end(folder: Path, tmp_path: Path) -> None:
     run = trainer(folder, tmp_path, GuardCallback(on_nonfinite="detect"))
     nan_at(run, 2)
     with pytest.raises(NonFiniteError, match="weights are not finite"):
         run.train()
 
 
-def test_what_it_has_learnt_resumes(folder: Path, tmp_path: Path) -> None:
+def test_guard_statistics_resume(folder: Path, tmp_path: Path) -> None:
     settings = {"clipping": "adagc", "clip_warmup_steps": 1, "clip_growth": 0.5}
     saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": False}
     straight = trainer(folder, tmp_path / "one", GuardCallback(**settings), **saved)
@@ -215,30 +216,30 @@ def test_what_it_has_learnt_resumes(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
 
 
-def test_a_second_training_owes_nothing_to_the_first(folder: Path, tmp_path: Path) -> None:
-    """Neither its model nor what was learnt of it."""
+def test_second_training_starts_fresh(folder: Path, tmp_path: Path) -> None:
+    """Neither the model nor its statistics are carried over."""
     settings: dict[str, Any] = {"clipping": "adagc", "clip_warmup_steps": 1, "clip_growth": 0.5}
     guard = GuardCallback(**settings)
     trainer(folder, tmp_path, guard, max_steps=2).train()
-    again, like = trainer(folder, tmp_path, guard), trainer(folder, tmp_path, GuardCallback(**settings))
-    for run in (again, like):
+    again, reference = trainer(folder, tmp_path, guard), trainer(folder, tmp_path, GuardCallback(**settings))
+    for run in (again, reference):
         run.train()
-    expected = weights(like)
+    expected = weights(reference)
     assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
-def test_what_a_callback_cannot_do_is_refused() -> None:
-    for asked in ({"debug": True}, {"group_norms_every": 5}, {"update_ratio_every": 1}, {"spike_warmup_steps": 2}):
-        (name,) = asked
-        with pytest.raises(ConfigError, match=f"cannot do {name}={asked[name]}"):
-            GuardCallback(**asked)
+def test_unsupported_callback_settings_raise() -> None:
+    for settings in ({"debug": True}, {"group_norms_every": 5}, {"update_ratio_every": 1}, {"spike_warmup_steps": 2}):
+        (name,) = settings
+        with pytest.raises(ConfigError, match=f"does not support {name}={settings[name]}"):
+            GuardCallback(**settings)
     args = SFTConfig(output_dir="nowhere", use_cpu=True, bf16=False, fsdp=True)
-    with pytest.raises(ConfigError, match="every process holds whole"):
+    with pytest.raises(ConfigError, match="full model on every rank"):
         GuardCallback().on_train_begin(args, TrainerState(), TrainerControl())
     GuardCallback(**GuardCallback(group_norms_every=0).state()["args"])
 
 
 @pytest.mark.parametrize("settings", [{"clipping": "foo"}, {"foo": 3}])
-def test_keys_and_values_that_it_does_not_know_are_refused(settings: dict[str, Any]) -> None:
+def test_unknown_keys_and_values_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="foo"):
         GuardCallback(**settings)

@@ -1,4 +1,4 @@
-"""What the tests of the optimizer's definition and those of its kernel step with."""
+"""Inputs shared by the tests of the AdamW reference and its kernel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def step(count: int, **changes: float) -> AdamWStep:
 
 
 def gradients(count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    """Magnitudes over ten decades, more than 8-bit codes span, and some zeros."""
+    """Magnitudes over ten decades, more than 8-bit codes cover, and some zeros."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    steps = []
     for _ in range(count):
         magnitudes = 10 ** (-10 * torch.rand(size, generator=generator))
         signs = torch.randint(-1, 2, (size,), generator=generator)
-        found.append((magnitudes * signs).to(dtype))
-    return found
+        steps.append((magnitudes * signs).to(dtype))
+    return steps
 
 
 def weights(size: int, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from pantheraml.kernels.adamw.reference import CHUNK, FIRST_BITS, ROOT_BITS, dec
 from tests.unit.kernels.adamw_inputs import gradients, step, weights
 
 
-def test_in_float32_it_is_torchs_adamw() -> None:
+def test_float32_matches_torch_adamw() -> None:
     ours, theirs = weights(1000, torch.float32), weights(1000, torch.float32).requires_grad_()
     first, second = torch.zeros_like(ours), torch.zeros_like(ours)
     optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -19,22 +19,22 @@ def test_in_float32_it_is_torchs_adamw() -> None:
     torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6, atol=2e-6)
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_does_not_depend_on_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 5 * 256 + 100
     results = []
     for chunk in (CHUNK, 512):
         monkeypatch.setattr("pantheraml.kernels.adamw.reference.CHUNK", chunk)
-        plain, packed = weights(size, torch.bfloat16), weights(size, torch.bfloat16)
-        moments, states = Moments8bit.zeros(packed), [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
+        plain, quantized = weights(size, torch.bfloat16), weights(size, torch.bfloat16)
+        moments, states = Moments8bit.zeros(quantized), [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
         for count, gradient in enumerate(gradients(3, size, torch.bfloat16), start=1):
             reference_adamw_(plain, gradient, states[0], states[1], step(count))
-            reference_adamw8bit_(packed, gradient, moments, step(count))
-        results.append([plain, packed, *states, *moments])
+            reference_adamw8bit_(quantized, gradient, moments, step(count))
+        results.append([plain, quantized, *states, *moments])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_bf16_weights_move_by_far_less_than_their_spacing_on_average() -> None:
-    """Weights of 1 have a spacing of 2**-7; steps of 2**-12 each would all be lost by rounding to nearest."""
+def test_bf16_updates_below_spacing_are_exact_on_average() -> None:
+    """Weights of 1 have a spacing of 2**-7, so rounding to nearest would lose every step of 2**-12."""
     size, steps, rate = 4096, 64, 2.0**-12
     parameter = torch.ones(size, dtype=torch.bfloat16)
     first, second = torch.zeros(size), torch.zeros(size)
@@ -43,41 +43,41 @@ def test_bf16_weights_move_by_far_less_than_their_spacing_on_average() -> None:
         reference_adamw_(parameter, torch.ones(size, dtype=torch.bfloat16), first, second, numbers)
     moved = 1 - parameter.double()
     expected = steps * rate  # Adam's step on a constant gradient is the learning rate
-    # A single step's noise has a deviation of at most half the spacing below 1 (2**-8); over 64 * 4,096 draws 2e-5.
+    # One step's noise has a standard deviation of at most half the spacing below 1 (2**-8): 2e-5 over 64 * 4,096 draws.
     assert abs(moved.mean().item() - expected) < 1e-4
-    assert moved.std() > 2.0**-9, "all weights moved alike: that is not random"
+    assert moved.std() > 2.0**-9, "all weights moved by the same amount: rounding is not random"
 
 
-def test_the_noise_is_uniform_and_independent_of_its_neighbours() -> None:
+def test_noise_is_uniform_and_uncorrelated() -> None:
     words = mix(torch.arange(1 << 16) ^ 0x12345678)
     for shift in (0, 16):
         counts = torch.bincount((words >> shift & 0xFFFF) >> 8, minlength=256).double()
         chi_squared = ((counts - 256).square() / 256).sum().item()
-        assert 150 < chi_squared < 380  # 255 degrees of freedom: 255 +- 5.5 deviations
+        assert 150 < chi_squared < 380  # 255 degrees of freedom: 255 +- 5.5 standard deviations
     values = words.double() - words.double().mean()
     assert abs((values[1:] * values[:-1]).mean() / values.square().mean()) < 0.02
 
 
-def test_codes_are_near_the_value_from_the_largest_to_a_millionth_of_it() -> None:
+def test_codes_are_accurate_over_six_decades() -> None:
     values = torch.cat([torch.ones(1), torch.logspace(-9, 0, 255)])
     for bits, lowest in ((FIRST_BITS, 8.0**-7), (ROOT_BITS, 8.0**-8)):
         codes, scale = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1)
         encode_(values, codes, scale, bits)
-        back = decode(codes, scale, bits).view(-1)
-        error = (back - values).abs() / values
-        assert back.max() == 1
-        for part in range(bits):
-            inside = (values >= 8.0 ** (part - bits)) & (values < 8.0 ** (part - bits + 1))
-            assert error[inside].max() <= 3.5 / 2**part  # half a cell of the part, against its smallest value
-        below = back[values < lowest * 0.99]
+        decoded = decode(codes, scale, bits).view(-1)
+        error = (decoded - values).abs() / values
+        assert decoded.max() == 1
+        for level in range(bits):
+            inside = (values >= 8.0 ** (level - bits)) & (values < 8.0 ** (level - bits + 1))
+            assert error[inside].max() <= 3.5 / 2**level  # half a cell, relative to the range's smallest value
+        below = decoded[values < lowest * 0.99]
         assert (below == 0).all() if bits == FIRST_BITS else (below > 0).all()
-        again, scale_again = torch.zeros_like(codes), torch.zeros(1)
-        encode_(back, again, scale_again, bits)
-        assert torch.equal(again, codes)
+        codes_again, scale_again = torch.zeros_like(codes), torch.zeros(1)
+        encode_(decoded, codes_again, scale_again, bits)
+        assert torch.equal(codes_again, codes)
         assert torch.equal(scale_again, scale)
 
 
-def test_the_signs_of_first_moments_survive() -> None:
+def test_first_moments_keep_their_sign() -> None:
     values = torch.linspace(-2, 2, 256)
     codes, scale = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1)
     encode_(values, codes, scale, FIRST_BITS)

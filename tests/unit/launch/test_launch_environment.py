@@ -1,4 +1,4 @@
-"""What a child of ours is started with: no folder to import from by accident, and no password that it does not need."""
+"""Environment of child processes: no imports from the working directory, and no secrets they do not need."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from pantheraml.base import env
-from pantheraml.launch import machines, ranks, script
+from pantheraml.launch import nodes, ranks, script
 from pantheraml.launch.local import task_command, worker_environment
-from pantheraml.launch.machines import Machine
+from pantheraml.launch.nodes import NodeSpec
 from pantheraml.specs.train import TrainConfig
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD",
@@ -25,7 +25,7 @@ NEEDED = ("PATH", "HOME", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "NCCL_DEBUG"
           "SLURM_PROCID", "XDG_CACHE_HOME", "PYTHONHASHSEED")  # fmt: skip
 
 
-def test_passwords_stay_with_the_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_secrets_are_not_passed_to_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))
     for name in (*SECRETS, *NEEDED):
         if name != "PANTHERAML_CACHE":
@@ -53,25 +53,25 @@ def test_no_worker_imports_from_the_current_folder(monkeypatch: pytest.MonkeyPat
     (tmp_path / "argparse.py").write_text("open('marker', 'w')")
     code = "import argparse, sys; print('' in sys.path, '/elsewhere' in sys.path)"
     command = [sys.executable, "-c", code]
-    told = subprocess.run(
+    done = subprocess.run(
         command, cwd=tmp_path, env=worker_environment(None), capture_output=True, text=True, check=True
     )
-    assert told.stdout == "False True\n"
+    assert done.stdout == "False True\n"
     assert not (tmp_path / "marker").exists()
 
 
-def test_every_module_of_ours_is_started_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_module_is_started_with_safe_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}})
     started: list[list[str]] = []
-    monkeypatch.setattr(machines.os, "execve", lambda _, command, __: started.append(command))
-    machines.become_agent(Machine(2, 0, "10.0.0.1", 1), 1, config, tmp_path)
+    monkeypatch.setattr(nodes.os, "execve", lambda _, command, __: started.append(command))
+    nodes.become_agent(NodeSpec(2, 0, "10.0.0.1", 1), 1, config, tmp_path)
     agent = script.agent_command(2, ["python", "user.py"])
     for command in (*started, agent, task_command("train", tmp_path), ranks.join_command(tmp_path, config)):
         assert command[:3] == [sys.executable, "-P", "-m"]
-    assert agent[-2:] == ["python", "user.py"], "as the user has it"
+    assert agent[-2:] == ["python", "user.py"], "unchanged"
 
 
-def test_compiled_kernels_are_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_kernels_go_to_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     folder = Path(worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"])
@@ -86,7 +86,7 @@ def test_compiled_kernels_are_kept_where_nobody_else_writes(monkeypatch: pytest.
 
 @pytest.mark.parametrize("planted", ["folder", "link"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
-def test_kernels_that_somebody_else_may_have_put_there_are_not_used(
+def test_a_kernel_cache_of_another_user_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Which collective each rank is in, and who waits for whom by that."""
+"""Flight recorder: the collective each rank is in, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from pantheraml.launch.flight_record import (
     Collective,
     RankRecord,
+    describe_records,
     read_records,
     remove_record,
-    tell,
     waits_for,
     write_record,
 )
@@ -24,7 +24,7 @@ TRAINS = 'Thread 0x7f02 (most recent call first):\n{}  File "/x/pantheraml/engin
 
 
 def entry(group: str, number: int, *, at: int, done: bool = True, **other: Any) -> dict[str, Any]:
-    """In the recorder's own form, as gloo's has it."""
+    """An entry of the recorder, as gloo writes it."""
     return {
         "process_group": (group, "undefined"),
         "profiling_name": "gloo:all_reduce",
@@ -46,20 +46,20 @@ AHEAD = record(entry("0", 1, at=1), entry("0", 2, at=2), entry("0", 3, at=3, don
 BEHIND = record(entry("0", 1, at=1), entry("0", 2, at=2))
 
 
-def test_who_has_not_begun_a_collective_is_waited_for() -> None:
+def test_ranks_wait_for_a_peer_that_has_not_started_the_collective() -> None:
     assert waits_for({0: AHEAD, 1: BEHIND, 2: AHEAD}) == {0: [1], 2: [1]}
-    told = "ranks 0 and 2 are in all_reduce 3 of group 0; rank 1 is past all_reduce 2 of group 0"
-    assert tell({0: AHEAD, 1: BEHIND, 2: AHEAD}) == told
+    expected = "ranks 0 and 2 are in all_reduce 3 of group 0; rank 1 is past all_reduce 2 of group 0"
+    assert describe_records({0: AHEAD, 1: BEHIND, 2: AHEAD}) == expected
 
 
 def test_ranks_in_the_same_collective_do_not_wait_for_one_of_them() -> None:
     assert waits_for({0: AHEAD, 1: AHEAD}) == {}
-    assert tell({0: AHEAD, 1: AHEAD}) == "ranks 0 and 1 are in all_reduce 3 of group 0"
-    assert tell({}) is None
+    assert describe_records({0: AHEAD, 1: AHEAD}) == "ranks 0 and 1 are in all_reduce 3 of group 0"
+    assert describe_records({}) is None
 
 
-def test_groups_are_counted_apart() -> None:
-    """Tensor groups {0, 1} and {2, 3} and data groups {0, 2} and {1, 3}, named a to d; rank 3 does not come."""
+def test_groups_have_separate_sequence_numbers() -> None:
+    """Tensor groups {0, 1} and {2, 3} and data groups {0, 2} and {1, 3}, named a to d; rank 3 is missing."""
     ranks = {
         0: record(entry("a", 5, at=1), entry("c", 2, at=2, done=False)),
         1: record(entry("a", 5, at=1), entry("d", 2, at=2, done=False)),
@@ -69,25 +69,25 @@ def test_groups_are_counted_apart() -> None:
     assert waits_for(ranks) == {0: [2], 1: [3], 2: [3]}
 
 
-def test_the_first_that_is_not_done_is_what_a_rank_is_in() -> None:
-    """Those behind it were begun too, but cannot get on."""
+def test_the_current_collective_is_the_first_unfinished_one() -> None:
+    """Later ones were started too, but cannot run."""
     several = record(entry("0", 4, at=9, done=False), entry("0", 3, at=8, done=False), entry("0", 2, at=7))
     assert several.current == Collective.from_entry(entry("0", 3, at=8, done=False))
     assert several.begun("0") == 4
     assert several.begun("1") is None
 
 
-def test_both_backends_say_when_one_is_done() -> None:
+def test_done_is_read_from_both_backends() -> None:
     assert Collective.from_entry(entry("0", 1, at=1, done=False, state="completed")).done
     assert Collective.from_entry(entry("0", 1, at=1, done=True)).done
     assert not Collective.from_entry(entry("0", 1, at=1, done=False, state="started")).done
 
 
-def test_messages_between_two_ranks_are_told_and_not_counted() -> None:
+def test_point_to_point_is_described_but_not_counted() -> None:
     sends = entry("0", 3, at=4, done=False, is_p2p=True, p2p_seq_id=7, profiling_name="nccl:send 0->1")
     pipeline = {0: record(entry("0", 3, at=1), sends), 1: BEHIND}
     assert waits_for(pipeline) == {}
-    assert (tell(pipeline) or "").startswith("rank 0 is in send 0->1 7 of group 0")
+    assert (describe_records(pipeline) or "").startswith("rank 0 is in send 0->1 7 of group 0")
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -104,21 +104,21 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("frames", "records", "stuck"),
     [
-        # all seem to be at work, but one of them is in a collective that the other has not begun
+        # neither stack is waiting, but one rank is in a collective that the other has not started
         ((READS, READS), (AHEAD, BEHIND), "rank 1 is stuck in sequence (dataset.py, line 40), and rank 0 waits for it"),
-        # all seem to wait, but one of them is in no collective
+        # both stacks are waiting, but one rank is in no collective
         ((BACKWARD, BACKWARD), (AHEAD, BEHIND), "rank 1 is stuck in backward (graph.py, line 9), called by _step"),
         ((BACKWARD, BACKWARD), (AHEAD, AHEAD), "ranks 0 and 1 wait for each other"),
         ((BACKWARD, READS), (AHEAD,), "rank 1 is stuck in sequence"),
     ],
 )
-def test_the_recorder_counts_for_more_than_the_stacks(
+def test_the_recorder_takes_precedence_over_stacks(
     tmp_path: Path, frames: tuple[str, ...], records: tuple[RankRecord, ...], stuck: str
 ) -> None:
     for rank, frame in enumerate(frames):
         (tmp_path / f"rank-{rank}.txt").write_text(TRAINS.format(frame))
     for rank, one in enumerate(records):
         write_record(tmp_path, rank, one)
-    said = explain_hang(tmp_path) or ""
-    assert stuck in said
-    assert said.endswith(f" By torch's flight recorder, {tell(dict(enumerate(records)))}.")
+    message = explain_hang(tmp_path) or ""
+    assert stuck in message
+    assert message.endswith(f" According to torch's flight recorder, {describe_records(dict(enumerate(records)))}.")

@@ -1,4 +1,4 @@
-"""Supervision with real processes; what they run is a few lines of Python instead of a training."""
+"""Supervision of real processes, which run a few lines of Python instead of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 from pantheraml.launch import local
 from pantheraml.launch.local import StopRequests, explain_death, log_tail, run_workers, task_command
 
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+IGNORES_SIGTERM = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+)
 NEST = """
 import os, subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(100)", sys.argv[1]]
@@ -26,7 +28,7 @@ while not os.path.exists(sys.argv[1] + "/seen"): time.sleep(0.02)
 os.kill(os.getpid(), 9)
 """
 PATIENCE = 100.0
-"""Seconds for what does happen."""
+"""Timeout in seconds for things that are expected to happen."""
 
 
 def run(
@@ -38,7 +40,7 @@ def run(
     ask: bool = True,
     grace: float = PATIENCE,
 ) -> tuple[int, float]:
-    """Signals come once the worker says that it is up."""
+    """Signals are sent once the worker prints that it is up."""
     stops = StopRequests()
     begin = time.monotonic()
 
@@ -61,7 +63,7 @@ def run(
 
 
 def left(folder: Path) -> list[psutil.Process]:
-    """Those of this test that are there: the command line of each names its folder."""
+    """Running processes of this test, which have its folder on their command line."""
     return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
 
 
@@ -71,7 +73,7 @@ def test_output_goes_to_the_log_and_the_status_comes_back(tmp_path: Path) -> Non
     assert set(log_tail(tmp_path, lines=5).split()) == {"out", "err"}
 
 
-def test_a_worker_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
+def test_a_worker_can_save_when_asked_to_stop(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; os.chdir(sys.argv[1]); print('up', flush=True)\n"
         "while not os.path.exists('stop'): time.sleep(0.05)\nopen('saved', 'w').close()"
@@ -81,21 +83,21 @@ def test_a_worker_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
 
 
-def test_a_worker_that_does_not_listen_is_killed_after_its_grace(
+def test_a_worker_that_ignores_the_stop_is_killed_after_the_grace_period(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "KILL_AFTER_SECONDS", 2.0)
-    status, seconds = run(tmp_path, DEAF, stop=[signal.SIGTERM], grace=0.5)
+    status, seconds = run(tmp_path, IGNORES_SIGTERM, stop=[signal.SIGTERM], grace=0.5)
     assert status == 137
     assert 2.5 < seconds < 50
     assert not left(tmp_path)
 
 
-def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "KILL_AFTER_SECONDS", PATIENCE)
-    status, seconds = run(tmp_path, DEAF, stop=[signal.SIGINT, signal.SIGINT])
+    status, seconds = run(tmp_path, IGNORES_SIGTERM, stop=[signal.SIGINT, signal.SIGINT])
     assert status == 137
-    assert seconds < 50, "without a grace period, and without time to part"
+    assert seconds < 50, "no grace period, and no time to terminate"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.Mo
         ([signal.SIGINT, signal.SIGINT], True),
     ],
 )
-def test_who_asks_to_stop_and_how(received: list[signal.Signals], urgent: bool) -> None:
+def test_stop_requests_count_signals(received: list[signal.Signals], urgent: bool) -> None:
     with StopRequests().installed() as stops:
         for number in received:
             signal.raise_signal(number)
@@ -132,12 +134,12 @@ def test_grandchildren_in_sessions_of_their_own_end_too(tmp_path: Path) -> None:
 
 
 def test_children_of_a_process_that_was_killed_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the elastic agent dies: nothing leads to its workers any more but our memory."""
-    monkeypatch.setattr(local.Family, "LOOK_SECONDS", 0.0)
+    """As when the elastic agent dies: its workers can be found only in our records."""
+    monkeypatch.setattr(local.ProcessTree, "REFRESH_SECONDS", 0.0)
     counts: list[int] = []
 
     def let_it_die() -> None:
-        """After a look at the process in which it had children already."""
+        """After a refresh that has seen the children."""
         if counts[-1:] == [3]:
             (tmp_path / "seen").touch()
         counts.append(len(left(tmp_path)))
@@ -154,7 +156,7 @@ def test_deaths_by_signal_are_explained(tmp_path: Path) -> None:
     log.write_text("some text\nRank 3 was killed by SIGSEGV.\nmore\n")
     assert explain_death(tmp_path, 139) == "Rank 3 was killed by SIGSEGV."
     assert explain_death(tmp_path, 139, log_from=log.stat().st_size) is None, (
-        "an earlier start's death is not this one's"
+        "deaths of an earlier attempt do not count"
     )
 
 

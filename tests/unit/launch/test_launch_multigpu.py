@@ -32,12 +32,12 @@ def test_who_decides(
 
 
 def test_two_names_that_disagree() -> None:
-    with pytest.raises(ConfigError, match="two names of one thing"):
+    with pytest.raises(ConfigError, match="are aliases"):
         FastLanguageModel.from_pretrained("nowhere", enable_multi_gpu=True, use_multi_gpu=False)
 
 
 def test_no_such_number() -> None:
-    with pytest.raises(ConfigError, match="0 is not a number of processes"):
+    with pytest.raises(ConfigError, match="0 is not a valid number of processes"):
         enable_multi_gpu(0)
 
 
@@ -45,13 +45,13 @@ def test_a_rank_launches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     enable_multi_gpu(2)
-    with pytest.raises(LaunchError, match="a rank already"):
+    with pytest.raises(LaunchError, match="already a rank"):
         launch(print, nproc=2)
 
 
 def test_a_rank_that_lost_its_place_does_not_start_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PANTHERAML_RELAUNCHED", "1")
-    with pytest.raises(LaunchError, match="not in the environment any more"):
+    with pytest.raises(LaunchError, match="missing from the environment"):
         enable_multi_gpu(2)
 
 

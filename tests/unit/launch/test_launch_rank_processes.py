@@ -1,4 +1,4 @@
-"""Ranks of one machine: how they end together, with shells for ranks."""
+"""The ranks of one node, here shells, end together."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pantheraml.base.errors import LaunchError
 from pantheraml.launch import rank_processes
 from pantheraml.launch.local import StopRequests
 from pantheraml.launch.outcomes import Outcome
-from pantheraml.launch.rank_processes import Watch, run_ranks
+from pantheraml.launch.rank_processes import RankWatch, run_ranks
 
 PATIENCE = 100.0
-"""Seconds for what does happen."""
+"""Timeout in seconds for things that are expected to happen."""
 
 
 @pytest.fixture(autouse=True)
-def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "PARTING_SECONDS", 0.3)
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "FAILURE_SECONDS", 0.3)
     monkeypatch.setattr(rank_processes, "KILL_AFTER_SECONDS", 1.0)
 
 
@@ -34,37 +34,39 @@ def outcome_of(
     stops: StopRequests | None = None,
     others_failed: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Of shells that know their number as $RANK, beginning with 4."""
+    """Outcome of shells with $RANK from 4 on."""
     environments = [child_environment(RANK=str(4 + number)) for number in range(ranks)]
-    told: list[Outcome] = []
+    reported: list[Outcome] = []
     ended: list[set[psutil.Process]] = []
-    before = set(psutil.Process().children())  # another test's, which lasts
+    before = set(psutil.Process().children())  # long-lived ones of other tests
 
-    def tell(outcome: Outcome) -> None:
-        told.append(outcome)
+    def report(outcome: Outcome) -> None:
+        reported.append(outcome)
         ended.append(set(psutil.Process().children()) - before)
 
-    run_ranks(["sh", "-c", script], environments, 4, Watch(stops or StopRequests(), PATIENCE, others_failed, tell))
+    run_ranks(
+        ["sh", "-c", script], environments, 4, RankWatch(stops or StopRequests(), PATIENCE, others_failed, report)
+    )
     if stops is not None:
-        assert ended == [set()], "others must hear of a stop when these have saved, or they would end theirs too soon"
+        assert ended == [set()], "a stop is reported after ranks have saved, or other nodes would end theirs too soon"
     assert set(psutil.Process().children()) == before
-    assert len(told) == 1
-    return told[0]
+    assert len(reported) == 1
+    return reported[0]
 
 
-def test_all_end_well() -> None:
+def test_all_ranks_succeed() -> None:
     assert outcome_of("exit 0") == Outcome(0)
 
 
-def test_one_is_killed(tmp_path: Path) -> None:
-    """Rank 4 fails once rank 5 is dead, as one does that loses its connection to it."""
+def test_a_killed_rank_is_the_cause(tmp_path: Path) -> None:
+    """Rank 4 fails once rank 5 is dead, as if it had lost its connection."""
     own, alive = tmp_path / "pid", f'grep -qs "State:.[RSD]" /proc/$(cat {tmp_path}/pid)/status'
     dies = f"test $RANK = 5 && echo $$ > {own}.new && mv {own}.new {own} && kill -9 $$"
     script = f"{dies}; until test -e {own}; do sleep 0.02; done; while {alive}; do sleep 0.02; done; exit 70"
     assert outcome_of(script) == Outcome.of_ranks({5: -signal.SIGKILL})
 
 
-def test_those_who_are_left_are_ended_with_all_their_children(tmp_path: Path) -> None:
+def test_remaining_ranks_are_ended_with_their_children(tmp_path: Path) -> None:
     begin, up = time.monotonic(), tmp_path / "up"
     fails = f"test $RANK = 5 && until test -e {up}; do sleep 0.02; done && exit 3"
     stubborn = f'trap "" INT TERM; {fails}; setsid sleep 100 & touch {up}; sleep 100; sleep 100'
@@ -72,9 +74,11 @@ def test_those_who_are_left_are_ended_with_all_their_children(tmp_path: Path) ->
     assert time.monotonic() - begin < 50
 
 
-def test_another_machine_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 takes these two signals, in this order, for no time to save."""
-    monkeypatch.setattr(rank_processes, "PRESSING_SECONDS", 2.0)  # a shell that has got both takes the other one first
+def test_ranks_end_when_another_node_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, then SIGINT: rank 0 then does not save."""
+    monkeypatch.setattr(
+        rank_processes, "SIGNAL_GAP_SECONDS", 2.0
+    )  # a shell that gets both at once handles SIGINT first
     monkeypatch.setattr(rank_processes, "KILL_AFTER_SECONDS", PATIENCE)
     log, up = tmp_path / "log", tmp_path / "up"
     traps = f'trap "echo TERM >> {log}" TERM; trap "echo INT >> {log}; exit 0" INT'
@@ -83,13 +87,13 @@ def test_another_machine_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert log.read_text() == "TERM\nINT\n"
 
 
-def test_another_machine_failed_and_these_say_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "PARTING_SECONDS", PATIENCE)
+def test_own_error_is_reported_after_another_node_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "FAILURE_SECONDS", PATIENCE)
     assert outcome_of("sleep 0.1; exit 17", ranks=1, others_failed=lambda: True) == Outcome.of_ranks({4: 17})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stop_is_forwarded_and_awaited(tmp_path: Path, number: signal.Signals) -> None:
     stops = StopRequests()
     log = tmp_path / "log"
     saves = f'trap "sleep 0.5; echo saved >> {log}; exit 0" {number.name[3:]}'
@@ -104,6 +108,6 @@ def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path, number: signal.Signa
     assert log.read_text() == "saved\nsaved\n"
 
 
-def test_a_command_that_is_not_there() -> None:
+def test_missing_command() -> None:
     with pytest.raises(LaunchError, match="could not be started"):
-        run_ranks(["/no/such/command"], [{}], 0, Watch(StopRequests(), 1.0, lambda: False, lambda outcome: None))
+        run_ranks(["/no/such/command"], [{}], 0, RankWatch(StopRequests(), 1.0, lambda: False, lambda outcome: None))

@@ -1,4 +1,4 @@
-"""What the command line does with a rank that somebody else gave it."""
+"""The command line as a rank of another launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError
 from pantheraml.cli.main import build_parser
 from pantheraml.cli.train import resume_overrides
-from pantheraml.launch.ranks import join_command, own_place, with_world_size
+from pantheraml.launch.ranks import join_command, own_rank, with_world_size
 from pantheraml.specs.config_file import load_config
 from pantheraml.specs.train import TrainConfig
 
@@ -22,13 +22,13 @@ def config(**parallel: int) -> TrainConfig:
     return load_config(None, {("model", "path"): "m", ("data", "path"): "d", **changes})
 
 
-def test_the_launcher_decides_how_many() -> None:
+def test_world_size_comes_from_the_launcher() -> None:
     assert with_world_size(config(), PLACE).parallel.world_size == 2
     assert with_world_size(config(world_size=2, timeout_seconds=7), PLACE).parallel.timeout_seconds == 7
 
 
-def test_another_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"4 processes were asked for .* the launcher started 2"):
+def test_a_different_world_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"4 processes were requested .* the launcher started 2"):
         with_world_size(config(world_size=4), PLACE)
 
 
@@ -41,28 +41,28 @@ def test_a_run_may_go_on_under_a_launcher_with_another_number(monkeypatch: pytes
     resumed = config(world_size=2)
     begun = load_config(None, {("model", "path"): "m", ("data", "path"): "d", **resume_overrides(asked)})
     assert with_world_size(begun, ProcessRank(1, 1, 3)).parallel.world_size == 3
-    with pytest.raises(ConfigError, match="2 processes were asked for") as raised:
+    with pytest.raises(ConfigError, match="2 processes were requested") as raised:
         with_world_size(resumed, ProcessRank(1, 1, 3))
     assert "Leave --nproc out" not in str(raised.value)
 
 
-def test_a_number_of_processes_that_is_none() -> None:
+def test_world_size_must_be_a_number() -> None:
     with pytest.raises(ConfigError, match="not 'two'") as raised:
         resume_overrides(build_parser().parse_args(["resume", "runs/old", "--nproc", "two"]))
     assert "For example: --nproc 2" in str(raised.value)
 
 
 def test_a_rank_by_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_place(config().parallel) is None
+    assert own_rank(config().parallel) is None
     second = config(world_size=2, rank=1, local_rank=1)
-    assert own_place(second.parallel) == PLACE
-    assert own_place(config(world_size=1, rank=0, local_rank=0).parallel) is None, "a lone process is no rank"
+    assert own_rank(second.parallel) == PLACE
+    assert own_rank(config(world_size=1, rank=0, local_rank=0).parallel) is None, "a lone process is no rank"
     assert with_world_size(second, PLACE) == with_world_size(config(), PLACE), "or ranks would have other settings"
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert own_place(config().parallel) == ProcessRank(0, 0, 2)
+    assert own_rank(config().parallel) == ProcessRank(0, 0, 2)
     with pytest.raises(ConfigError, match=r"parallel.rank=1 .* made this process rank 0"):
-        own_place(second.parallel)
+        own_rank(second.parallel)
 
 
 def test_ranks_can_tell_whether_they_have_the_same_configuration(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The secret that the nodes of a run share: one per run, readable by its user alone, gone when the run is."""
+"""Run token: one per run, shared by its nodes, readable only by its user, and removed in the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "runs/mine"
 
 
-def test_all_nodes_have_the_same_and_the_first_removes_it(run: Path) -> None:
+def test_all_nodes_share_one_token_and_the_first_removes_it(run: Path) -> None:
     with shared_token(run, remove=False):
         second = env.run_token()
     with shared_token(run, remove=True):
@@ -37,17 +37,17 @@ def test_all_nodes_have_the_same_and_the_first_removes_it(run: Path) -> None:
     assert not run.exists(), "nodes meet before the run folder is made"
 
 
-def test_one_that_the_user_has_chosen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_set_by_the_user(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PANTHERAML_RUN_TOKEN", "s" * 16)
     with shared_token(run, remove=True):
         assert env.run_token() == "s" * 16
         assert not token_file(run).exists()
     monkeypatch.setenv("PANTHERAML_RUN_TOKEN", "short")
-    with pytest.raises(LaunchError, match="has 5 characters, which can be guessed"), shared_token(run, remove=True):
+    with pytest.raises(LaunchError, match="has only 5 characters and could be guessed"), shared_token(run, remove=True):
         pass
 
 
-def test_where_the_folder_around_cannot_be_written_it_is_in_the_cache(
+def test_token_goes_to_the_cache_if_the_folder_is_read_only(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a container's --output /output, for a user who may not write to /."""
@@ -70,7 +70,7 @@ def test_where_the_folder_around_cannot_be_written_it_is_in_the_cache(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_whose_folder_it_is_in_does_not_make_a_file_the_users(run: Path) -> None:
+def test_token_file_of_another_user_is_refused(run: Path) -> None:
     """The folder's owner can write there, and would know the token."""
     file = token_file(run)
     file.parent.mkdir()
@@ -78,12 +78,12 @@ def test_whose_folder_it_is_in_does_not_make_a_file_the_users(run: Path) -> None
     file.chmod(0o600)
     for path in (file, file.parent):
         os.chown(path, 12345, 12345)
-    with pytest.raises(LaunchError, match="not this user's alone"), shared_token(run, remove=False):
+    with pytest.raises(LaunchError, match="not private to this user"), shared_token(run, remove=False):
         pytest.fail("taken")
 
 
 @pytest.mark.parametrize("bad", ["readable", "link", "owner", "empty"])
-def test_a_file_that_is_not_the_users_alone(run: Path, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_file_that_is_not_private_is_refused(run: Path, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_token, "WRITTEN_SECONDS", 0.1)
     file = token_file(run)
     file.parent.mkdir()

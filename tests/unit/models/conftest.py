@@ -68,7 +68,7 @@ def _quiet_transformers() -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """`tiny_model("llama", **config changes)` -> the folder of that model; made once, so do not write to it."""
+    """`tiny_model("llama", **config changes)` -> that model's folder, built once per session: do not write to it."""
     made: dict[tuple[Any, ...], Path] = {}
 
     def make(family: str, **changes: Any) -> Path:

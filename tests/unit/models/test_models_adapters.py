@@ -1,4 +1,4 @@
-"""Adapters: which layers get one, how they start, and that plain PEFT reads what is saved."""
+"""Adapters: which layers are adapted, initial values, and that plain PEFT can load what is saved."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.adapters import (
-    Trained,
+    TrainedWeights,
     apply_method,
+    base_quantization,
     parameter_count,
-    quantisation,
     save_trained,
     target_layers,
     trainable_parameters,
 )
 from pantheraml.models.loader import load_model, load_tokenizer
-from pantheraml.models.quantise.packed import pack_linears, unpack_linears
-from pantheraml.models.tiny import tiny_model as small_model
+from pantheraml.models.quantize.quantized_linear import dequantize_linears, quantize_linears
+from pantheraml.models.tiny_model import tiny_model as small_model
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2"]
@@ -41,7 +41,7 @@ IDS = torch.arange(24).view(2, 12) * 7
 
 def adapted(folder: Path, method: MethodConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     config = ModelConfig(path=str(folder))
-    base = load_model(config, dtype=dtype, device=CPU, quantise=quantisation(config, method))
+    base = load_model(config, dtype=dtype, device=CPU, quantize=base_quantization(config, method))
     return apply_method(base, method, seed=seed)
 
 
@@ -58,7 +58,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def save(model: Any, method: MethodConfig, base: Path, path: Path) -> str:
     config = ModelConfig(path=str(base))
-    save_trained(Trained.of(model), path, method=method, model_config=config, tokenizer=load_tokenizer(config))
+    save_trained(TrainedWeights.of(model), path, method=method, model_config=config, tokenizer=load_tokenizer(config))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -73,9 +73,9 @@ def test_plain_peft_gives_the_same_logits(
     save(model, method, base, tmp_path / "adapter")
 
     plain = AutoModelForCausalLM.from_pretrained(base)
-    if name == "qlora":  # the base as NF4 left it, otherwise plain
-        pack_linears(plain, "nf4", dtype=torch.float32, device=CPU)
-        unpack_linears(plain, torch.float32)
+    if name == "qlora":  # the dequantized base
+        quantize_linears(plain, "nf4", dtype=torch.float32, device=CPU)
+        dequantize_linears(plain, torch.float32)
     loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
     assert float((logits(model) - untrained).abs().max()) > 0.1
@@ -83,7 +83,7 @@ def test_plain_peft_gives_the_same_logits(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", METHODS)
-def test_saved_adapter_holds_the_adapter_alone(
+def test_saved_adapter_contains_only_adapter_weights(
     tiny_model: Callable[..., Path], tmp_path: Path, family: str, name: str
 ) -> None:
     base = tiny_model(family)
@@ -104,7 +104,7 @@ def test_saved_adapter_holds_the_adapter_alone(
 def test_untrained_adapter_changes_nothing(tiny_model: Callable[..., Path], name: str) -> None:
     base, method = tiny_model("qwen2"), METHODS[name]
     config = ModelConfig(path=str(base))
-    plain = load_model(config, dtype=torch.float32, device=CPU, quantise=quantisation(config, method))
+    plain = load_model(config, dtype=torch.float32, device=CPU, quantize=base_quantization(config, method))
     torch.testing.assert_close(logits(adapted(base, method)), logits(plain), atol=1e-5, rtol=1e-5)
 
 
@@ -120,24 +120,24 @@ def test_adapters_are_float32_over_a_base_that_keeps_its_dtype(
     assert logits(model).dtype == dtype
 
 
-def test_start_depends_on_the_seed_alone(tiny_model: Callable[..., Path]) -> None:
-    def start(seed: int, dtype: torch.dtype = torch.float32, targets: Any = "all-linear") -> dict[str, torch.Tensor]:
+def test_initial_values_depend_only_on_the_seed(tiny_model: Callable[..., Path]) -> None:
+    def initial(seed: int, dtype: torch.dtype = torch.float32, targets: Any = "all-linear") -> dict[str, torch.Tensor]:
         method = MethodConfig(rank=3, target_modules=targets)
         model = adapted(tiny_model("llama"), method, seed=seed, dtype=dtype)
         return {name: parameter.detach() for name, parameter in trainable_parameters(model)}
 
     torch.manual_seed(1)
-    first = start(5)
+    first = initial(5)
     state = torch.get_rng_state()
     torch.rand(7)
-    again = start(5, dtype=torch.bfloat16)
+    again = initial(5, dtype=torch.bfloat16)
     assert all(torch.equal(again[name], first[name]) for name in first)
-    few = start(5, targets=["v_proj"])
+    few = initial(5, targets=["v_proj"])
     assert all(torch.equal(few[name], first[name]) for name in few)
-    other = start(6)
+    other = initial(6)
     assert not any(torch.equal(other[name], first[name]) for name in first if "lora_A" in name)
     torch.set_rng_state(state)
-    start(5)
+    initial(5)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -155,14 +155,14 @@ def test_settings_reach_the_layers(tiny_model: Callable[..., Path], tmp_path: Pa
     assert (saved["use_rslora"], saved["use_dora"], saved["target_modules"]) == (rslora, False, ["q_proj"])
 
 
-def test_dora_starts_from_the_norms_of_the_weight(tiny_model: Callable[..., Path]) -> None:
+def test_dora_magnitude_starts_as_the_weight_norm(tiny_model: Callable[..., Path]) -> None:
     for family, name, dim in (("llama", "model.layers.1.mlp.up_proj", 1), ("gpt2", "transformer.h.1.mlp.c_fc", 0)):
         layer = adapted(tiny_model(family), METHODS["dora"], dtype=torch.bfloat16).get_base_model().get_submodule(name)
         expected = layer.base_layer.weight.float().norm(dim=dim)
         torch.testing.assert_close(layer.lora_magnitude_vector["default"].weight, expected)
 
 
-def test_layers_start_differently(tiny_model: Callable[..., Path]) -> None:
+def test_layers_get_different_initial_values(tiny_model: Callable[..., Path]) -> None:
     model = adapted(tiny_model("llama"), MethodConfig(rank=3))
     weights = {name: parameter.detach() for name, parameter in trainable_parameters(model)}
     name = "base_model.model.model.layers.{}.self_attn.{}.lora_A.default.weight"
@@ -172,7 +172,7 @@ def test_layers_start_differently(tiny_model: Callable[..., Path]) -> None:
     assert 0.8 * bound < float(weights[name.format(0, "q_proj")].abs().max()) <= bound
 
 
-def test_full_trains_every_weight(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_full_fine_tuning_trains_every_weight(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     base, method = tiny_model("gpt2"), MethodConfig(kind="full")
     model = adapted(base, method)
     assert len(trainable_parameters(model)) == len(list(model.parameters()))
@@ -186,7 +186,7 @@ def test_full_trains_every_weight(tiny_model: Callable[..., Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_linear_means_all_but_the_head(tiny_model: Callable[..., Path], family: str) -> None:
+def test_all_linear_selects_all_but_the_head(tiny_model: Callable[..., Path], family: str) -> None:
     model = load_model(ModelConfig(path=str(tiny_model(family))), dtype=torch.float32, device=CPU)
     names = target_layers(model, "all-linear")
     per_layer = {"phi3": 4, "gpt2": 4}.get(family, 7)
@@ -206,7 +206,7 @@ def test_target_modules_by_name(tiny_model: Callable[..., Path]) -> None:
         target_layers(model, [])
 
 
-def test_one_layer_only_is_adapted_when_named_in_full(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_full_name_selects_one_layer(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny_model("llama")
     method = MethodConfig(rank=2, target_modules=["layers.1.mlp.up_proj"])
     model = adapted(base, method)
@@ -217,12 +217,12 @@ def test_one_layer_only_is_adapted_when_named_in_full(tiny_model: Callable[..., 
     torch.testing.assert_close(logits(loaded), logits(model))
 
 
-def test_a_tied_head_is_refused(tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(UnsupportedModelError, match="shares its weight"):
+def test_a_tied_head_is_rejected(tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="is tied to the input embedding"):
         adapted(tiny_model("gpt2"), MethodConfig(target_modules=["c_attn", "lm_head"]))
 
 
-def test_layers_that_peft_cannot_adapt_are_named() -> None:
+def test_layers_that_peft_cannot_adapt_are_reported() -> None:
     mamba: Any = small_model(AutoConfig.for_model("mamba2"))
     with pytest.raises(UnsupportedModelError, match="'out_proj' is incompatible with Mamba") as caught:
         apply_method(mamba, MethodConfig(), seed=0)
@@ -230,7 +230,7 @@ def test_layers_that_peft_cannot_adapt_are_named() -> None:
     apply_method(small_model(AutoConfig.for_model("mamba2")), MethodConfig(target_modules=["in_proj"]), seed=0)
 
 
-def test_parameters_are_counted_as_if_unpacked(tiny_model: Callable[..., Path]) -> None:
+def test_quantized_parameters_are_counted_by_their_dense_size(tiny_model: Callable[..., Path]) -> None:
     for family in ("llama", "gpt2"):
         assert parameter_count(adapted(tiny_model(family), METHODS["qlora"])) == parameter_count(
             adapted(tiny_model(family), METHODS["lora"])

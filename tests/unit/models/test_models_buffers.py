@@ -1,4 +1,4 @@
-"""Buffers of a streamed model: those that no file holds have the values that transformers gives them."""
+"""Buffers of a streamed model that are in no file get transformers' values."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from pantheraml.models.matching import CannotStream
+from pantheraml.models.checkpoint_mapping import CannotStream
 from pantheraml.models.stream import stream_model
-from pantheraml.models.units import Placement
+from pantheraml.models.weight_reader import WeightPlacement
 from tests.unit.models.tiny_families import tiny_configs
 
-PLAIN = Placement(None, None, torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.extended
+
+PLAIN = WeightPlacement(None, None, torch.float32, torch.device("cpu"))
 
 
-def streamed(folder: Path, attention: str, place: Placement = PLAIN) -> Any:
+def streamed(folder: Path, attention: str, place: WeightPlacement = PLAIN) -> Any:
     return stream_model(AutoConfig.from_pretrained(folder), [folder / "model.safetensors"], attention, place)
 
 
 def differing(model: nn.Module, expected: nn.Module) -> list[str]:
-    """Names of buffers that are not those of `expected`; what is NaN in both is equal."""
+    """Return the names of buffers that differ from `expected`; NaN equals NaN."""
     theirs = dict(expected.named_buffers())
     ours = dict(model.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -39,17 +41,17 @@ def differing(model: nn.Module, expected: nn.Module) -> list[str]:
 
 
 def dirty_memory() -> None:
-    """Fill what the next small allocations are likely to get, so that unwritten memory does not pass for zeros."""
-    kept = [torch.full((size,), torch.nan) for size in itertools.chain(range(1, 65), (128, 512, 2048, 8192))]
-    del kept
+    """Fill the memory that the next small allocations are likely to reuse, so that unwritten buffers are not zero."""
+    filled = [torch.full((size,), torch.nan) for size in itertools.chain(range(1, 65), (128, 512, 2048, 8192))]
+    del filled
 
 
-def test_buffers_of_every_family_are_those_of_transformers(tmp_path: Path) -> None:
+def test_buffers_of_every_family_match_transformers(tmp_path: Path) -> None:
     compared, wrong = [], {}
     for family, config in tiny_configs():
         folder = tmp_path / family
         expected: Any = nn.Module()
-        with contextlib.suppress(Exception):  # some cannot be saved or read again by transformers itself
+        with contextlib.suppress(Exception):  # transformers itself cannot save or reload some
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if not list(expected.buffers()):
@@ -58,7 +60,7 @@ def test_buffers_of_every_family_are_those_of_transformers(tmp_path: Path) -> No
         try:
             model = streamed(folder, expected.config._attn_implementation)
         except CannotStream:
-            continue  # transformers loads it then
+            continue  # loaded by transformers instead
         compared.append(family)
         if names := differing(model, expected):
             wrong[family] = names
@@ -67,7 +69,7 @@ def test_buffers_of_every_family_are_those_of_transformers(tmp_path: Path) -> No
     assert len(compared) >= 80
 
 
-def test_buffers_that_a_parent_fills_where_layers_are_packed(tmp_path: Path) -> None:
+def test_buffers_filled_by_a_parent_with_quantized_layers(tmp_path: Path) -> None:
     (config,) = [config for family, config in tiny_configs() if family == "falcon_h1"]
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_buffers())
@@ -76,7 +78,7 @@ def test_buffers_that_a_parent_fills_where_layers_are_packed(tmp_path: Path) -> 
     assert [name for name in expected if not torch.equal(packed[name], expected[name])] == []
 
 
-def test_a_buffer_that_nothing_fills_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_nothing_fills_is_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model(
         "llama", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=264
     )

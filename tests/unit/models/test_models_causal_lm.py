@@ -1,4 +1,4 @@
-"""The fast class answers the questions that trainers ask once a step as transformers' own does, only sooner."""
+"""The fast class gives trainers the same per-step answers as transformers' own class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fast(folder: Path, *, dora: bool = False) -> Any:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("only_trainable", [False, True])
 @pytest.mark.parametrize("exclude_embeddings", [False, True])
-def test_parameters_are_counted_as_transformers_does(
+def test_num_parameters_matches_transformers(
     tiny_model: Any, tied: bool, only_trainable: bool, exclude_embeddings: bool
 ) -> None:
     model = fast(tiny_model("llama", tie_word_embeddings=tied)).base_model.model
@@ -33,7 +33,7 @@ def test_parameters_are_counted_as_transformers_does(
     assert counted > 0
 
 
-def test_every_module_is_in_the_mode_that_was_asked_for(tiny_model: Any) -> None:
+def test_train_and_eval_reach_every_module(tiny_model: Any) -> None:
     model = fast(tiny_model("llama"))
     for mode in (True, False, True):
         model.train(mode)
@@ -43,8 +43,8 @@ def test_every_module_is_in_the_mode_that_was_asked_for(tiny_model: Any) -> None
     assert all(module.training for module in model.modules())
 
 
-def test_a_module_with_more_to_do_is_told_each_time(tiny_model: Any) -> None:
-    """DoRA forgets its norms then."""
+def test_a_module_that_overrides_train_is_always_called(tiny_model: Any) -> None:
+    """DoRA clears its cached norms there."""
     model = fast(tiny_model("llama"), dora=True).train()
     dora = next(module for module in model.modules() if type(module).__name__ == "DoraLinearLayer")
     dora._cache_store("default", torch.ones(1))

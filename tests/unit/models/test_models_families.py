@@ -1,4 +1,4 @@
-"""Every tested family: packed documents do not see each other, and plain_head tells the truth about the logits."""
+"""Every tested family: packed documents do not see each other, and plain_head is right about the logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens(length: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("part", ["logits", "head"])
 def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path], family: str, part: str) -> None:
     model = load(tiny_model(family)).eval()
-    # two packs in one batch, cut at different places, longer than the sliding window of 4
+    # two packed rows in one batch, split at different places, longer than the sliding window of 4
     rows = [
         [tokens(n, seed=10 * row + i) for i, n in enumerate(lengths)]
         for row, lengths in enumerate([(7, 3, 8), (1, 11, 6)])
@@ -56,7 +56,7 @@ def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path],
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
 def test_plain_head_gives_the_logits(tiny_model: Callable[..., Path], family: str, kind: Any) -> None:
-    base = load(tiny_model(family), quantise="nf4" if kind == "qlora" else None)
+    base = load(tiny_model(family), quantize="nf4" if kind == "qlora" else None)
     model = apply_method(base, MethodConfig(kind=kind, rank=2), seed=0).eval()
     head, _ = plain_head(model)
     assert head is not None
@@ -69,8 +69,8 @@ def test_plain_head_gives_the_logits(tiny_model: Callable[..., Path], family: st
     torch.testing.assert_close(hidden @ head.layer.weight.T, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_plain_head_refuses_what_happens_after_the_head(tiny_model: Callable[..., Path]) -> None:
-    # a cap of 1e3 is invisible on this model's own logits (below 1e-6 of them), but not on trained ones
+def test_plain_head_rejects_modified_logits(tiny_model: Callable[..., Path]) -> None:
+    # a softcap of 1e3 is invisible on this model's logits (below 1e-6 of them), but not on trained ones
     for family, changes in (("gemma2", {"final_logit_softcapping": 1e3}), ("granite", {})):
         head, reason = plain_head(load(tiny_model(family, **changes)))
         assert head is None
@@ -79,7 +79,7 @@ def test_plain_head_refuses_what_happens_after_the_head(tiny_model: Callable[...
     assert head is not None
 
 
-def test_plain_head_refuses_changed_hidden_states(tiny_model: Callable[..., Path]) -> None:
+def test_plain_head_rejects_modified_hidden_states(tiny_model: Callable[..., Path]) -> None:
     model = load(tiny_model("llama"))
     model.lm_head.register_forward_pre_hook(lambda _layer, args: (args[0] * 1.001,))
     head, reason = plain_head(model)
@@ -87,7 +87,7 @@ def test_plain_head_refuses_changed_hidden_states(tiny_model: Callable[..., Path
     assert "between body and output head" in reason
 
 
-def test_plain_head_refuses_an_adapted_or_foreign_head(tiny_model: Callable[..., Path]) -> None:
+def test_plain_head_rejects_an_adapted_or_custom_head(tiny_model: Callable[..., Path]) -> None:
     adapted = apply_method(load(tiny_model("llama")), MethodConfig(target_modules=["q_proj", "lm_head"]), seed=0)
     assert plain_head(adapted)[0] is None
     assert "adapter" in plain_head(adapted)[1]
@@ -101,7 +101,7 @@ def test_plain_head_refuses_an_adapted_or_foreign_head(tiny_model: Callable[...,
     assert plain_head(model) == (None, "the output head is not a plain linear layer but Other")
 
 
-def test_plain_head_leaves_mode_and_rng_alone(tiny_model: Callable[..., Path]) -> None:
+def test_plain_head_preserves_mode_and_rng(tiny_model: Callable[..., Path]) -> None:
     model = load(tiny_model("gpt2"))  # has dropout
     model.train()
     model.transformer.h[0].eval()

@@ -1,5 +1,5 @@
-"""What surrounds FlashAttention 4's kernels, which need a GPU (tests/gpu/test_gpu_flash.py): when they are chosen, and
-the two operators, with a stand-in for the package that keeps to its layouts."""
+"""Everything around FlashAttention 4's kernels, which need a GPU (tests/gpu/test_gpu_flash.py): when they are chosen,
+and the two custom ops, with a fake package that has the same layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from pantheraml.engine.checkpointing import _selective_contexts
+from pantheraml.engine.memory.checkpointing import _selective_contexts
 from pantheraml.models import flash
 from pantheraml.models.attention import DocumentLayout, document_attention
 from pantheraml.models.block_mask import block_mask
@@ -34,7 +34,7 @@ def boundaries() -> Tensor:
 
 
 class Package:
-    """`flash_attn.cute.interface`, as far as it is called, by a mask and in float32."""
+    """Fake `flash_attn.cute.interface`, as far as it is called, with a mask and in float32."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -68,9 +68,9 @@ class Package:
         down = dout.float().view(*query.shape[::2], -1, dout.shape[-1]).transpose(1, 2)
         change = shares * (down @ value.mT - (down * (shares @ value)).sum(dim=-1, keepdim=True))
         scale = settings["softmax_scale"]
-        found = (scale * change @ key, scale * change.mT @ query, shares.mT @ down)
-        for here, gradient in zip((dq, dk, dv), found, strict=True):
-            heads = here.shape[-2]  # of a group of query heads, the sum
+        actual = (scale * change @ key, scale * change.mT @ query, shares.mT @ down)
+        for here, gradient in zip((dq, dk, dv), actual, strict=True):
+            heads = here.shape[-2]  # the sum over a group of query heads
             here.copy_(gradient.unflatten(1, (heads, -1)).sum(dim=2).transpose(1, 2).reshape(here.shape))
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ class Package:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Query, key, value [B, H, S, D] with as many heads each, and scores."""
+        """Query, key, value [B, H, S, D] with repeated key heads, and the scores."""
         assert causal
         assert cu_seqlens_q is cu_seqlens_k
         if cu_seqlens_q is not None:
@@ -139,7 +139,7 @@ def with_gradients(inputs: list[Tensor], call: Callable[..., Tensor]) -> list[Te
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("scaling", [None, 0.2])
 @pytest.mark.usefixtures("package")
-def test_the_operators_are_document_attention(packed: bool, window: int | None, scaling: float | None) -> None:
+def test_the_ops_match_document_attention(packed: bool, window: int | None, scaling: float | None) -> None:
     ends = boundaries() if packed else None
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -149,17 +149,17 @@ def test_the_operators_are_document_attention(packed: bool, window: int | None, 
         arguments = {"sliding_window": window, "scaling": scaling, **DocumentLayout(ends, WIDTH).arguments()}
         return document_attention(nn.Module(), query, key, value, None, **arguments)[0]
 
-    found, expected = with_gradients(tensors(), ours), with_gradients(tensors(), torchs)
-    assert found[0].is_contiguous()
-    for here, there in zip(found, expected, strict=True):
+    actual, expected = with_gradients(tensors(), ours), with_gradients(tensors(), torchs)
+    assert actual[0].is_contiguous()
+    for here, there in zip(actual, expected, strict=True):
         torch.testing.assert_close(here, there)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.usefixtures("package")
-def test_the_operators_keep_torchs_rules(packed: bool, window: int | None) -> None:
-    """Schema, fake results, autograd under the compiler; strides are compared too."""
+def test_the_ops_pass_opcheck(packed: bool, window: int | None) -> None:
+    """Schema, fake tensors, AOT autograd; strides are compared too."""
     inputs = [tensor.detach().transpose(1, 2) for tensor in tensors()]
     inputs = [tensor.flatten(0, 1) if packed else tensor for tensor in inputs]
     settings = (boundaries() if packed else None, WIDTH, 0.3, window)
@@ -167,13 +167,13 @@ def test_the_operators_keep_torchs_rules(packed: bool, window: int | None) -> No
     torch.library.opcheck(torch.ops.pantheraml.flash_forward.default, (*with_graph, *settings))
     out, sums = torch.ops.pantheraml.flash_forward(*inputs, *settings)
     backward = (torch.ones_like(out), *inputs, out, sums, *settings)
-    # no derivative of second order, hence no test of it
+    # second-order derivatives are not supported, so not tested
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.pantheraml.flash_backward.default, backward, test_utils=checks)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_fake_results_need_no_package(packed: bool) -> None:
+def test_fake_tensors_need_no_package(packed: bool) -> None:
     places = (ROWS * WIDTH,) if packed else (ROWS, WIDTH)
     with FakeTensorMode():
         query, key = (
@@ -189,7 +189,7 @@ def test_fake_results_need_no_package(packed: bool) -> None:
     assert all(gradient.is_contiguous() and gradient.dtype == torch.bfloat16 for gradient in gradients)
 
 
-def test_gradients_twice_over_one_graph(package: Package) -> None:
+def test_two_backwards_through_one_graph(package: Package) -> None:
     inputs = tensors()
     out = flash.attend(*inputs, boundaries(), window=None, scaling=None)
     first, second = (torch.autograd.grad(out.sum(), inputs, retain_graph=True) for _ in range(2))
@@ -197,19 +197,19 @@ def test_gradients_twice_over_one_graph(package: Package) -> None:
     assert package.calls == ["forward", "backward", "backward"]
 
 
-def test_selective_checkpointing_keeps_the_result(package: Package) -> None:
+def test_selective_checkpointing_saves_the_output(package: Package) -> None:
     def layer(*inputs: Tensor) -> Tensor:
         return flash.attend(*(3 * tensor for tensor in inputs), boundaries(), window=None, scaling=None).square()
 
-    def kept(*inputs: Tensor) -> Tensor:
+    def checkpointed(*inputs: Tensor) -> Tensor:
         out: Tensor = checkpoint(layer, *inputs, use_reentrant=False, context_fn=_selective_contexts)
         return out
 
     expected = with_gradients(tensors(), layer)
     package.calls.clear()
-    found = with_gradients(tensors(), kept)
+    actual = with_gradients(tensors(), checkpointed)
     assert package.calls == ["forward", "backward"]
-    assert all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
+    assert all(torch.equal(here, there) for here, there in zip(actual, expected, strict=True))
 
 
 GOOD: dict[str, Any] = {
@@ -231,7 +231,7 @@ GOOD: dict[str, Any] = {
         {"documents": 64},
     ],
 )
-def test_what_the_kernels_are_used_for(changes: dict[str, Any]) -> None:
+def test_supported_calls(changes: dict[str, Any]) -> None:
     assert flash.fits(**GOOD | changes)
 
 
@@ -246,56 +246,56 @@ def test_what_the_kernels_are_used_for(changes: dict[str, Any]) -> None:
         {"documents": 65},
     ],
 )
-def test_what_they_are_not_used_for(changes: dict[str, Any]) -> None:
+def test_unsupported_calls(changes: dict[str, Any]) -> None:
     assert not flash.fits(**GOOD | changes)
 
 
 def test_never_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_works", lambda *_: pytest.fail("asked for kernels"))
+    monkeypatch.setattr(flash, "_works", lambda *_: pytest.fail("kernels were requested"))
     query = torch.zeros(1, 1, 512, 64, dtype=torch.bfloat16)
-    assert not flash.serves(query, query, query, None, window=None, dropout=0.0)
+    assert not flash.supports(query, query, query, None, window=None, dropout=0.0)
 
 
 class OnGpu:
-    """A tensor that says so."""
+    """A tensor that claims to be on a GPU."""
 
     def __init__(self, heads: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.is_cuda, self.dtype, self.shape = True, dtype, (4, heads, 2048, 128)
         self.device = torch.device("cuda", 0)
 
 
-def served(**changes: Any) -> bool:
+def supported(**changes: Any) -> bool:
     key: Any = OnGpu(8)
     arguments: dict[str, Any] = {"query": OnGpu(32), "key": key, "value": key, "boundaries": None}
-    return flash.serves(**arguments | {"window": None, "dropout": 0.0} | changes)
+    return flash.supports(**arguments | {"window": None, "dropout": 0.0} | changes)
 
 
-def test_which_kernels_a_call_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(flash, "_works", lambda *kind: asked.append(kind[1:]) or True)
-    assert served()
-    assert served(boundaries=boundaries(), window=7)
-    assert served(boundaries=torch.zeros(66, dtype=torch.int32)) is False  # too many for so few tokens
-    assert served(query=OnGpu(32, torch.float32)) is False  # not what key and value are in
-    assert asked == [
+def test_which_kernels_a_call_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[Any] = []
+    monkeypatch.setattr(flash, "_works", lambda *kind: requested.append(kind[1:]) or True)
+    assert supported()
+    assert supported(boundaries=boundaries(), window=7)
+    assert supported(boundaries=torch.zeros(66, dtype=torch.int32)) is False  # too many for so few tokens
+    assert supported(query=OnGpu(32, torch.float32)) is False  # not the dtype of key and value
+    assert requested == [
         (torch.bfloat16, 128, 4, False, False, False),
         (torch.bfloat16, 128, 4, True, True, False),
     ]
 
 
-def test_not_where_sums_must_be_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_used_with_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_works", lambda *_: True)
-    assert served()
+    assert supported()
     torch.use_deterministic_algorithms(True)
     try:
-        assert not served()
+        assert not supported()
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A GPU as far as questions go; `version`: of the installed package."""
+    """A fake GPU; `version`: of the installed package."""
     settings: dict[str, Any] = {"capability": (9, 0), "version": flash.RELEASE, "fault": None, "probes": 0}
 
     def version(name: str) -> str:
@@ -311,12 +311,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: settings["capability"])
     monkeypatch.setattr(flash, "_fault", fault)
-    forget()
+    clear_caches()
     yield settings
-    forget()
+    clear_caches()
 
 
-def forget() -> None:
+def clear_caches() -> None:
     flash._installed.cache_clear()
     flash._checked.cache_clear()
     flash._failed.clear()
@@ -326,68 +326,70 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 
-def test_the_first_call_tries_the_kernels_and_says_so(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_call_checks_the_kernels_and_logs(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pantheraml")
-    assert served()
-    assert served()
+    assert supported()
+    assert supported()
     assert hopper["probes"] == 1
     ((level, message),) = logged(caplog)
     assert level == logging.INFO
-    assert message == "attention (whole rows, 4 x heads of 128, bfloat16) is computed by flash-attn-4 4.0.0b36"
+    assert message == "attention (whole rows, 4 x heads of 128, bfloat16) uses flash-attn-4 4.0.0b36"
 
 
-def test_kernels_that_fail_are_told_of_once_and_left(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_kernels_are_logged_once_and_not_used(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     hopper["fault"] = "DSLError: no ptxas"
-    assert not served()
-    assert not served()
+    assert not supported()
+    assert not supported()
     assert hopper["probes"] == 1
     ((level, message),) = logged(caplog)
     assert level == logging.WARNING
-    assert "stays with torch's kernels" in message
+    assert "uses torch's kernels" in message
     assert "DSLError: no ptxas" in message
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
-def test_other_gpus_are_left_alone(
+def test_other_gpus_are_not_checked(
     hopper: dict[str, Any], capability: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     hopper["capability"] = capability
-    assert not served()
+    assert not supported()
     assert not hopper["probes"]
     assert not logged(caplog)
 
 
-def test_without_the_package_nothing_is_tried(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_package_nothing_is_checked(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     hopper["version"] = None
-    assert not served()
+    assert not supported()
     assert not hopper["probes"]
     assert not logged(caplog)
 
 
-def test_another_release_is_not_called(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_another_release_is_not_used(hopper: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     hopper["version"] = "4.1.0"
-    assert not served()
-    assert not served(window=3)
+    assert not supported()
+    assert not supported(window=3)
     assert not hopper["probes"]
     ((level, message),) = logged(caplog)
     assert level == logging.WARNING
     assert "4.1.0" in message
 
 
-def test_the_extra_is_the_release_that_is_called() -> None:
+def test_the_extra_pins_the_supported_release() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     (requirement,) = (r for r in project["optional-dependencies"]["flash"] if r.startswith(flash.PACKAGE))
     assert f"=={flash.RELEASE}" in requirement
 
 
-def kinds() -> Iterator[flash.Kind]:
+def kinds() -> Iterator[flash.KernelVariant]:
     for packed, windowed, many in itertools.product((False, True), repeat=3):
         if packed or not many:
-            yield flash.Kind(torch.float32, HEAD_DIM, 2, packed, windowed, many)
+            yield flash.KernelVariant(torch.float32, HEAD_DIM, 2, packed, windowed, many)
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=str)
-def test_the_comparison_with_torch(package: Package, kind: flash.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_with_torch(
+    package: Package, kind: flash.KernelVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flash, "SHORTEST", WIDTH)
     device = torch.device("cpu")
     before = torch.get_rng_state()
@@ -404,7 +406,7 @@ def test_the_comparison_with_torch(package: Package, kind: flash.Kind, monkeypat
     assert "differs from torch's" in str(flash._difference(device, kind))
 
 
-def test_a_fault_is_what_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_the_exception_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
@@ -414,13 +416,13 @@ def test_a_fault_is_what_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("package")
-# torch.compile looks at tensors in ways that make torch warn; as errors, those warnings would stop it
+# torch.compile triggers warnings inside torch, which would fail the test as errors
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiled_whole(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question about kernels, too, which the compiler must ask as it compiles."""
-    asked: list[flash.Kind] = []
-    monkeypatch.setattr(flash, "_checked", lambda _, kind: asked.append(kind) or True)
+def test_compiles_without_graph_breaks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Including the check for kernels, which the compiler must evaluate as a constant."""
+    requested: list[flash.KernelVariant] = []
+    monkeypatch.setattr(flash, "_checked", lambda _, kind: requested.append(kind) or True)
     ends = boundaries() if packed else None
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -431,13 +433,13 @@ def test_compiled_whole(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return flash.attend(query, key, value, ends, window=None, scaling=0.3)
 
     expected = with_gradients(tensors(), ours)
-    found = with_gradients(tensors(), torch.compile(ours, dynamic=False, fullgraph=True, backend="aot_eager"))
-    assert asked == 2 * [flash.Kind(torch.float32, HEAD_DIM, 2, packed, False, False)]
-    assert all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
+    actual = with_gradients(tensors(), torch.compile(ours, dynamic=False, fullgraph=True, backend="aot_eager"))
+    assert requested == 2 * [flash.KernelVariant(torch.float32, HEAD_DIM, 2, packed, False, False)]
+    assert all(torch.equal(here, there) for here, there in zip(actual, expected, strict=True))
 
 
 def test_importing_pantheraml_does_not_import_the_package() -> None:
-    """Which takes seconds; the name of the module is taken by one that fails."""
+    """The import takes seconds; a module that raises takes its name here."""
     code = (
         "import sys\n"
         "sys.modules['flash_attn'] = None\n"
@@ -447,11 +449,11 @@ def test_importing_pantheraml_does_not_import_the_package() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_it_is_likely_where_it_is_installed_and_fits(hopper: dict[str, Any]) -> None:
+def test_likely_supported_where_installed_and_the_shape_fits(hopper: dict[str, Any]) -> None:
     def likely(
         kind: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, width: int = flash.SHORTEST
     ) -> bool:
-        return flash.is_likely(torch.device(kind), dtype, head_dim, width)
+        return flash.likely_supported(torch.device(kind), dtype, head_dim, width)
 
     assert likely()
     assert not any([likely("cpu"), likely(dtype=torch.float32), likely(head_dim=256), likely(width=flash.SHORTEST - 1)])
@@ -461,12 +463,12 @@ def test_it_is_likely_where_it_is_installed_and_fits(hopper: dict[str, Any]) -> 
     finally:
         torch.use_deterministic_algorithms(False)
     hopper["fault"] = "it differs"
-    flash._checked(torch.device("cuda"), flash.Kind(torch.bfloat16, 128, 4, False, False, False))
+    flash._checked(torch.device("cuda"), flash.KernelVariant(torch.bfloat16, 128, 4, False, False, False))
     assert not likely()
     assert likely(head_dim=64)
-    forget()
+    clear_caches()
     hopper["capability"] = (8, 0)
     assert not likely()
     hopper["capability"], hopper["version"] = (9, 0), None
-    forget()
+    clear_caches()
     assert not likely()

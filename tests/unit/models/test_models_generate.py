@@ -1,4 +1,4 @@
-"""Generation: a batch gives what each prompt gives alone, greedy or with a seed."""
+"""Generation: a batch gives the same as each prompt separately, greedy or with a seed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PROMPTS = ["a", "Hello there", "12+30=", "the longest of these five prompts", "x
 
 def loaded(folder: Path, kind: Any = "full") -> tuple[Any, Any]:
     config = ModelConfig(path=str(folder))
-    quantise: Any = "nf4" if kind == "qlora" else None
-    model = load_model(config, dtype=torch.float32, device=torch.device("cpu"), quantise=quantise)
+    quantize: Any = "nf4" if kind == "qlora" else None
+    model = load_model(config, dtype=torch.float32, device=torch.device("cpu"), quantize=quantize)
     return apply_method(model, MethodConfig(kind=kind, rank=2), seed=0), load_tokenizer(config)
 
 
@@ -34,7 +34,7 @@ def run(model: Any, tokenizer: Any, prompts: list[Any], **changes: Any) -> list[
 
 
 def greedy(model: Any, tokenizer: Any, prompt: str, count: int) -> str:
-    """By hand: the whole sequence again for each token."""
+    """Reference: recompute the whole sequence for each token."""
     ids: list[int] = list(tokenizer(prompt)["input_ids"])
     start = len(ids)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def greedy(model: Any, tokenizer: Any, prompt: str, count: int) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batched_greedy_is_greedy_by_hand(tiny_model: Callable[..., Path], family: str) -> None:
+def test_batched_greedy_matches_the_reference(tiny_model: Callable[..., Path], family: str) -> None:
     model, tokenizer = loaded(tiny_model(family))
     expected = [greedy(model.eval(), tokenizer, prompt, 8) for prompt in PROMPTS]
     assert run(model, tokenizer, PROMPTS, batch_size=5) == expected
@@ -61,7 +61,7 @@ def test_adapted_models_generate(tiny_model: Callable[..., Path], kind: str) -> 
     assert run(model, tokenizer, PROMPTS[:2]) == [greedy(model.eval(), tokenizer, p, 8) for p in PROMPTS[:2]]
 
 
-def test_sampling_follows_the_seed_and_leaves_the_rng_alone(tiny_model: Callable[..., Path]) -> None:
+def test_sampling_follows_the_seed_and_preserves_the_rng(tiny_model: Callable[..., Path]) -> None:
     model, tokenizer = loaded(tiny_model("llama"))
     state = torch.get_rng_state()
     first = run(model, tokenizer, PROMPTS, temperature=1.0, seed=1)
@@ -76,13 +76,13 @@ def test_stops_at_the_end_of_text(tiny_model: Callable[..., Path]) -> None:
     model.lm_head.weight.data[tokenizer.eos_token_id] = 0.0
     plain = run(model, tokenizer, ["a"])[0]
     assert plain
-    # the likeliest first token now loses to the end of text, whose logit is three times as large
+    # end of text now beats the likeliest first token: its logit is three times as large
     first = int(model(input_ids=torch.tensor([tokenizer("a")["input_ids"]])).logits[0, -1].argmax())
     model.lm_head.weight.data[tokenizer.eos_token_id] = 3 * model.lm_head.weight.data[first]
     assert run(model, tokenizer, ["a"]) == [""]
 
 
-def test_settings_that_come_with_the_model_do_not_count(tiny_model: Callable[..., Path]) -> None:
+def test_the_models_generation_config_is_ignored(tiny_model: Callable[..., Path]) -> None:
     model, tokenizer = loaded(tiny_model("llama"))
     greedy_text, sampled = run(model, tokenizer, PROMPTS), run(model, tokenizer, PROMPTS, temperature=1.0)
     theirs = model.generation_config
@@ -97,7 +97,7 @@ def test_prompts_as_tokens(tiny_model: Callable[..., Path]) -> None:
     assert run(model, tokenizer, [tokenizer(p)["input_ids"] for p in PROMPTS]) == run(model, tokenizer, PROMPTS)
 
 
-def test_bos_stands_once_and_eos_never_ends_a_prompt(tiny_model: Callable[..., Path]) -> None:
+def test_bos_is_added_once_and_eos_never_ends_a_prompt(tiny_model: Callable[..., Path]) -> None:
     model, tokenizer = loaded(tiny_model("llama"))
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     around = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", bos), ("</s>", eos)])
@@ -122,7 +122,9 @@ def test_mode_and_progress(tiny_model: Callable[..., Path]) -> None:
 
 def test_prompts_that_cannot_be_continued(tiny_model: Callable[..., Path]) -> None:
     model, tokenizer = loaded(tiny_model("llama"))
-    with pytest.raises(UnsupportedModelError, match="Prompt 2 has 60 tokens; with 8 new ones that is more than the 64"):
+    with pytest.raises(
+        UnsupportedModelError, match="Prompt 2 has 60 tokens; with 8 new ones that exceeds the model's limit of 64"
+    ):
         run(model, tokenizer, ["a", "b" * 60])
     with pytest.raises(DataError, match="Prompt 1 has no tokens"):
         run(model, tokenizer, [""])

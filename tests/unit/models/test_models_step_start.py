@@ -1,4 +1,4 @@
-"""What the host does before a GPU has its first work of a step: counted, not timed."""
+"""Host work before the GPU gets its first kernel of a step: counted, not timed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def query(model: Any) -> Any:
 
 
 class Operations(TorchDispatchMode):
-    """The names of all that is asked of a device."""
+    """Records the names of all dispatched operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,8 +66,8 @@ def calls_of_refresh(model: Any) -> int:
     return sum(entry.callcount for entry in profile.getstats())
 
 
-def test_more_adapters_take_no_more_calls(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU writes all of them in one launch, and is not to wait for hundreds of questions about them."""
+def test_more_adapters_make_no_more_calls(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU writes all of them in one launch, and must not wait for hundreds of host checks."""
     small, large = (fused(adapted(tiny_model("llama", num_hidden_layers=layers))) for layers in (1, 4))
     written: list[int] = []
     monkeypatch.setattr(AdapterTable, "write", lambda table: written.append(len(table.adapters)))
@@ -79,7 +79,7 @@ def _scale(model: Any) -> None:
     query(model).scaling["default"] *= 3
 
 
-def _exchange_a_weight(model: Any) -> None:
+def _replace_a_weight(model: Any) -> None:
     matrix = query(model).lora_A["default"]
     matrix.weight = nn.Parameter(matrix.weight.detach() * 2)
 
@@ -89,27 +89,27 @@ def _move_values(model: Any) -> None:
     weight.data = weight.data * 2
 
 
-def _exchange_a_matrix(model: Any) -> None:
+def _replace_a_matrix(model: Any) -> None:
     layer = query(model)
     matrix = nn.Linear(4, layer.out_features, bias=False)
     matrix.weight.data.copy_(layer.lora_B["default"].weight * 2)
     layer.lora_B["default"] = matrix
 
 
-def _exchange_all_matrices(model: Any) -> None:
+def _replace_all_matrices(model: Any) -> None:
     layer = query(model)
     layer.lora_A = copy.deepcopy(layer.lora_A)
     layer.lora_A["default"].weight.data *= 2
 
 
-def _switch_one_off(model: Any) -> None:
+def _disable_one(model: Any) -> None:
     query(model).enable_adapters(False)
 
 
 def _merge_one(model: Any) -> None:
     query(model).merge()
     for matrices in (query(model).lora_A, query(model).lora_B):
-        matrices["default"].weight.data *= 2  # a merged layer does not look at them
+        matrices["default"].weight.data *= 2  # a merged layer does not read them
 
 
 def _no_active_one(model: Any) -> None:
@@ -127,30 +127,30 @@ def _change_the_list_of_active_ones(model: Any) -> None:
     "change",
     [
         _scale,
-        _exchange_a_weight,
+        _replace_a_weight,
         _move_values,
-        _exchange_a_matrix,
-        _exchange_all_matrices,
-        _switch_one_off,
+        _replace_a_matrix,
+        _replace_all_matrices,
+        _disable_one,
         _merge_one,
         _no_active_one,
         _change_the_list_of_active_ones,
     ],
 )
-def test_every_change_of_an_adapter_counts(tiny_model: Any, change: Callable[[Any], None]) -> None:
+def test_every_change_of_an_adapter_is_seen(tiny_model: Any, change: Callable[[Any], None]) -> None:
     plain = adapted(tiny_model("llama"))
     ours = fused(plain)
     before = logits(ours)
     for model in (ours, plain):
         change(model)
-    found, wanted = logits(ours), logits(plain)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    actual, expected = logits(ours), logits(plain)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     unseen = change is _merge_one
-    assert bool((found - before).abs().max() > 0.02) is not unseen
+    assert bool((actual - before).abs().max() > 0.02) is not unseen
 
 
-def test_a_parameter_in_the_place_of_another_gets_the_gradient(tiny_model: Any) -> None:
-    """Also if both have the same memory."""
+def test_a_replaced_parameter_gets_the_gradient(tiny_model: Any) -> None:
+    """Even if both share memory."""
     model = fused(adapted(tiny_model("llama")))
     logits(model)
     matrix = query(model).lora_A["default"]
@@ -161,26 +161,30 @@ def test_a_parameter_in_the_place_of_another_gets_the_gradient(tiny_model: Any) 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_positions_are_laid_out_once_for_all_layers(tiny_model: Any, family: str) -> None:
+def test_rope_table_is_built_once_for_all_layers(tiny_model: Any, family: str) -> None:
     model = fused(adapted(tiny_model(family, num_hidden_layers=4)))
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         model(input_ids=IDS, use_cache=False)
     angles = torch.arange(WIDTH)[:, None] / 10_000 ** (torch.arange(0, HEAD, 2) / HEAD)
     for wave in (angles.cos(), angles.sin()):
-        wanted = torch.cat([wave, wave], dim=1).repeat(ROWS, 1)
-        same = [t for t in kept if t.numel() == wanted.numel() and torch.allclose(t.view_as(wanted), wanted, atol=1e-5)]
+        expected = torch.cat([wave, wave], dim=1).repeat(ROWS, 1)
+        same = [
+            t
+            for t in saved
+            if t.numel() == expected.numel() and torch.allclose(t.view_as(expected), expected, atol=1e-5)
+        ]
         assert len(same) >= 4
         assert len({tensor.untyped_storage().data_ptr() for tensor in same}) == 1
 
 
-def test_positions_of_another_pass_are_laid_out_anew(tiny_model: Any) -> None:
-    """Also where they stand in the same tensors, for whom batches are copied into place."""
+def test_rope_table_is_rebuilt_for_other_positions(tiny_model: Any) -> None:
+    """Even if they are in the same tensors, as when batches are copied into static buffers."""
     plain = adapted(tiny_model("llama"))
     ours = fused(plain)
     rotary = {model: model.get_base_model().model.rotary_emb for model in (ours, plain)}
@@ -196,20 +200,20 @@ def test_positions_of_another_pass_are_laid_out_anew(tiny_model: Any) -> None:
         embedding.forward = in_place
         model.eval()
     for stride in (1, 2):
-        # with a mask, or transformers would take each position for a document
+        # with a mask, or transformers would treat each position as a document
         inputs = {"position_ids": (stride * torch.arange(WIDTH))[None], "attention_mask": torch.ones_like(IDS)}
         with torch.no_grad():
-            found, wanted = (m(input_ids=IDS, use_cache=False, **inputs).logits for m in (ours, plain))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            actual, expected = (m(input_ids=IDS, use_cache=False, **inputs).logits for m in (ours, plain))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_before_the_body_runs_labels_are_sent_and_nothing_is_computed() -> None:
+def test_before_the_body_labels_are_copied_and_nothing_is_computed() -> None:
     labels = IDS.clone()
     labels[:, 1:4] = -100
     labels[1, 4:7] = -100
-    with Operations() as asked:
+    with Operations() as operations:
         targets = _Targets({"labels": labels})
-    assert set(asked.names) <= {"detach", "_to_copy", "clone"}
+    assert set(operations.names) <= {"detach", "_to_copy", "clone"}
     shifted = torch.cat([labels[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
     assert torch.equal(targets.labels(), shifted)
     assert targets.count() == int((shifted >= 0).sum()) == 15
@@ -217,13 +221,13 @@ def test_before_the_body_runs_labels_are_sent_and_nothing_is_computed() -> None:
     assert given.labels() is shifted
     assert given.count() == 15
     shifted.fill_(-100)
-    assert given.count() == 15, "as they were when the body began"
+    assert given.count() == 15, "as they were when the body started"
 
 
-def test_rows_without_padding_ask_a_device_for_their_mask_and_nothing_else() -> None:
+def test_rows_without_padding_only_copy_their_mask() -> None:
     mask = torch.ones(ROWS, WIDTH, dtype=torch.int64)
-    with Operations() as asked:
+    with Operations() as operations:
         documents = documents_from_padding(mask)
     assert documents is not None
     assert documents.arguments() == {"max_length_q": WIDTH}
-    assert set(asked.names) <= {"_to_copy", "detach"}
+    assert set(operations.names) <= {"_to_copy", "detach"}

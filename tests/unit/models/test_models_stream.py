@@ -1,4 +1,4 @@
-"""Streaming: which checkpoints fit tensor for tensor, which are left to transformers, and what it takes in memory."""
+"""Streaming: which checkpoints match tensor for tensor, which are loaded by transformers, and memory use."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pantheraml")
 
 
-def load(folder: Path, quantise: Any = None, dtype: torch.dtype = torch.float32) -> Any:
-    return load_model(ModelConfig(path=str(folder)), dtype=dtype, device=CPU, quantise=quantise)
+def load(folder: Path, quantize: Any = None, dtype: torch.dtype = torch.float32) -> Any:
+    return load_model(ModelConfig(path=str(folder)), dtype=dtype, device=CPU, quantize=quantize)
 
 
 def rewritten(made: Path, place: Path, change: Callable[[Tensors], Tensors]) -> Path:
@@ -42,16 +42,16 @@ def rewritten(made: Path, place: Path, change: Callable[[Tensors], Tensors]) -> 
     return folder
 
 
-def assert_as_transformers_loads_it(folder: Path) -> Any:
-    found = load(folder)
+def assert_matches_transformers(folder: Path) -> Any:
+    actual = load(folder)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    mine, theirs = found.state_dict(), expected.state_dict()
+    mine, theirs = actual.state_dict(), expected.state_dict()
     assert list(mine) == list(theirs)
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-    assert (found.lm_head.weight is found.get_input_embeddings().weight) == (
+    assert (actual.lm_head.weight is actual.get_input_embeddings().weight) == (
         expected.lm_head.weight is expected.get_input_embeddings().weight
     )
-    return found
+    return actual
 
 
 def copy_of_head(tensors: Tensors) -> Tensors:
@@ -86,7 +86,7 @@ def with_old_buffers(tensors: Tensors) -> Tensors:
         (with_old_buffers, True),
     ],
 )
-def test_one_tensor_for_one_weight_is_streamed(
+def test_one_tensor_per_weight_is_streamed(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -94,29 +94,31 @@ def test_one_tensor_for_one_weight_is_streamed(
     tied: bool,
 ) -> None:
     folder = rewritten(tiny_model("llama", tie_word_embeddings=True), tmp_path, change)
-    model = assert_as_transformers_loads_it(folder)
+    model = assert_matches_transformers(folder)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert "host's memory" not in caplog.text
-    assert ("not in this model, such as" in caplog.text) == (change is with_old_buffers)
+    assert "host memory" not in caplog.text
+    assert ("not used by this model, such as" in caplog.text) == (change is with_old_buffers)
 
 
-def test_gpt2_as_it_is_published_has_no_prefix(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_published_gpt2_has_no_prefix(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     def published(tensors: Tensors) -> Tensors:
         return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
-    assert_as_transformers_loads_it(rewritten(tiny_model("gpt2"), tmp_path, published))
+    assert_matches_transformers(rewritten(tiny_model("gpt2"), tmp_path, published))
 
 
-def test_what_has_to_be_converted_is_left_to_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_that_need_conversion_are_loaded_by_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
     config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert_as_transformers_loads_it(tmp_path)
-    assert "has to be converted" in caplog.text
+    assert_matches_transformers(tmp_path)
+    assert "needs conversion" in caplog.text
 
 
-def test_renamed_weights_are_left_to_transformers(
+def test_renamed_weights_are_loaded_by_transformers(
     tiny_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def renamed(tensors: Tensors) -> Tensors:
@@ -126,20 +128,20 @@ def test_renamed_weights_are_left_to_transformers(
     folder = rewritten(tiny_model("gpt2"), tmp_path, renamed)
     with pytest.raises(ModelError, match=r"ln_f\.weight"):
         load(folder)
-    assert "has to be converted" in caplog.text
+    assert "needs conversion" in caplog.text
 
 
-@pytest.mark.parametrize("packing", ["fp8", "int8", "nf4"])
-def test_packed_from_what_is_stored_whichever_way_it_is_loaded(
-    tiny_model: Callable[..., Path], tmp_path: Path, packing: Any
+@pytest.mark.parametrize("quant_format", ["fp8", "int8", "nf4"])
+def test_streaming_and_transformers_quantize_identically(
+    tiny_model: Callable[..., Path], tmp_path: Path, quant_format: Any
 ) -> None:
     made = tiny_model("qwen2")  # has biases
     folder = Path(shutil.copytree(made, tmp_path / "pickled"))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     config = ModelConfig(path=str(folder), allow_pickle=True)
-    whole = load_model(config, dtype=torch.bfloat16, device=CPU, quantise=packing)
-    streamed = load(made, packing, torch.bfloat16)
+    whole = load_model(config, dtype=torch.bfloat16, device=CPU, quantize=quant_format)
+    streamed = load(made, quant_format, torch.bfloat16)
     mine, theirs = (dict(model.named_buffers()) | dict(model.named_parameters()) for model in (streamed, whole))
     assert list(mine) == list(theirs)
     for name, tensor in theirs.items():
@@ -147,7 +149,7 @@ def test_packed_from_what_is_stored_whichever_way_it_is_loaded(
         assert torch.equal(mine[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_a_layer_may_be_spread_over_files(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_layer_may_span_several_files(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     made = tiny_model("qwen2")
     folder = Path(shutil.copytree(made, tmp_path / "spread"))
     tensors = load_file(folder / "model.safetensors")
@@ -165,35 +167,35 @@ def test_a_layer_may_be_spread_over_files(tiny_model: Callable[..., Path], tmp_p
     assert all(torch.equal(spread[name], whole[name]) for name in whole)
 
 
-def test_the_weights_outlive_their_file(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_weights_do_not_depend_on_the_file_after_loading(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "llama"))
     model = load(folder)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     file = folder / "model.safetensors"
-    with open(file, "r+b") as stream:  # the same file, not a new one in its place
+    with open(file, "r+b") as stream:  # the same inode, not a new file
         stream.write(b"\xff" * file.stat().st_size)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_loading_draws_no_random_numbers(tiny_model: Callable[..., Path]) -> None:
+def test_loading_preserves_the_rng(tiny_model: Callable[..., Path]) -> None:
     state = torch.get_rng_state()
     load(tiny_model("gemma2"), "nf4")
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_how_a_model_generates_is_read_too(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_generation_config_is_loaded(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "llama"))
     settings = {"do_sample": True, "temperature": 0.3, "eos_token_id": [257, 5]}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    found = load(folder).generation_config
-    assert (found.do_sample, found.temperature, found.eos_token_id) == (True, 0.3, [257, 5])
+    actual = load(folder).generation_config
+    assert (actual.do_sample, actual.temperature, actual.eos_token_id) == (True, 0.3, [257, 5])
 
 
-def test_a_saved_model_is_the_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_saved_model_matches_its_source(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     load(tiny_model("qwen3")).save_pretrained(tmp_path)
-    saved, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path, tiny_model("qwen3")))
-    assert saved.keys() == stored.keys()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+    saved, original = (load_file(folder / "model.safetensors") for folder in (tmp_path, tiny_model("qwen3")))
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in original.items())
     assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen3"
 
 
@@ -202,28 +204,28 @@ import sys, threading, torch
 from pantheraml.models.loader import load_model
 from pantheraml.specs.train import ModelConfig
 
-def anonymous():  # bytes that are not pages of a file
+def anonymous():  # memory that is not file-backed
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) << 10
 
-def load(folder, packing):
+def load(folder, quant_format):
     config = ModelConfig(path=folder)
-    return load_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), quantise=packing)
+    return load_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), quantize=quant_format)
 
 def watch(done, seen):
     while not done.wait(0.001):
         seen.append(anonymous())
 
-for packing in (None, "int8", "nf4", "fp8"):
-    load(sys.argv[1], packing)
+for quant_format in (None, "int8", "nf4", "fp8"):
+    load(sys.argv[1], quant_format)
     done, seen = threading.Event(), [anonymous()]
     watcher = threading.Thread(target=watch, args=(done, seen))
     watcher.start()
-    model = load(sys.argv[2], packing)
+    model = load(sys.argv[2], quant_format)
     done.set()
     watcher.join()
     size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    print(packing, size, max(seen) - seen[0])
+    print(quant_format, size, max(seen) - seen[0])
     del model
 """
 
@@ -246,17 +248,19 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_while_loading_stays_near_what_is_left(large: Path, tiny_model: Callable[..., Path]) -> None:
+def test_peak_memory_stays_near_the_loaded_size(large: Path, tiny_model: Callable[..., Path]) -> None:
     command = [sys.executable, "-c", MEASURE, str(tiny_model("llama")), str(large)]
-    # the C library keeps freed blocks of up to 32 MiB for itself, which real models' tensors exceed; here it must not
+    # malloc caches freed blocks of up to 32 MiB, which real models' tensors exceed; here it must not
     environment = child_environment(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    stored = (large / "model.safetensors").stat().st_size
+    file_size = (large / "model.safetensors").stat().st_size
     left = {"None": 1.01, "int8": 0.51, "nf4": 0.27, "fp8": 0.51}
     measured = [line.split() for line in done.stdout.splitlines()]
-    assert [packing for packing, _, _ in measured] == list(left)
-    for packing, size, growth in measured:
-        assert int(size) < left[packing] * stored
-        # five tensors of 4 MB wait or are at work, and packing one takes a few float32 copies of it: measured were
+    assert [quant_format for quant_format, _, _ in measured] == list(left)
+    for quant_format, size, growth in measured:
+        assert int(size) < left[quant_format] * file_size
+        # five tensors of 4 MB are queued or in use, and quantizing one takes a few float32 copies of it: measured were
         # 0, 18, 32 and 28 MiB above the finished model
-        assert int(growth) < int(size) + (48 << 20), f"{packing}: {int(growth) >> 20} MiB for {int(size) >> 20} MiB"
+        assert int(growth) < int(size) + (48 << 20), (
+            f"{quant_format}: {int(growth) >> 20} MiB for {int(size) >> 20} MiB"
+        )

@@ -1,4 +1,4 @@
-"""A model folder is data from somebody else: it reads nothing outside itself, and has nothing unpickled."""
+"""A model folder is untrusted data: nothing outside it is read, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECRET = "root:$6$very-secret-hash:19000:0:99999:7:::"
 
 
 class Trap:
-    """Says that it was unpickled by making a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -42,7 +42,7 @@ def index_all_as(folder: Path, name: str, *, index: str = "model.safetensors.ind
     (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}))
 
 
-def all_refuse(folder: Path, match: str, **settings: Any) -> None:
+def assert_rejected(folder: Path, match: str, **settings: Any) -> None:
     config = ModelConfig.model_validate({"path": str(folder), **settings})
     for use in (check_model, weights_fingerprint, lambda config: load_model(config, **HERE)):
         with pytest.raises(ModelError, match=match) as caught:
@@ -50,19 +50,19 @@ def all_refuse(folder: Path, match: str, **settings: Any) -> None:
         assert "secret" not in str(caught.value)
 
 
-def test_an_index_of_safetensors_names_no_pickle(folder: Path, tmp_path: Path) -> None:
+def test_a_safetensors_index_may_not_name_a_pickle(folder: Path, tmp_path: Path) -> None:
     index_all_as(folder, "shard.bin")
     (folder / "model.safetensors").unlink()
     torch.save(Trap(tmp_path / "unpickled"), folder / "shard.bin")
-    all_refuse(folder, r"names 'shard.bin', which is no \.safetensors file")
-    all_refuse(folder, r"names 'shard.bin', which is no \.safetensors file", allow_pickle=True)
+    assert_rejected(folder, r"names 'shard.bin', which is not a \.safetensors file")
+    assert_rejected(folder, r"names 'shard.bin', which is not a \.safetensors file", allow_pickle=True)
     assert not (tmp_path / "unpickled").exists()
 
 
-def test_pickled_weights_run_no_code_even_where_they_are_allowed(folder: Path, tmp_path: Path) -> None:
+def test_pickled_weights_run_no_code_even_if_allowed(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(Trap(tmp_path / "unpickled"), folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="something other than tensors"):
+    with pytest.raises(ModelError, match="objects other than tensors"):
         load_model(ModelConfig(path=str(folder), allow_pickle=True), **HERE)
     assert not (tmp_path / "unpickled").exists()
 
@@ -70,44 +70,44 @@ def test_pickled_weights_run_no_code_even_where_they_are_allowed(folder: Path, t
 @pytest.mark.parametrize(
     "how", ["../other/x.safetensors", "{tmp}/other/x.safetensors", "sub/../../other/x.safetensors"]
 )
-def test_an_index_names_nothing_outside_the_folder(how: str, folder: Path, tmp_path: Path) -> None:
+def test_an_index_may_not_name_files_outside_the_folder(how: str, folder: Path, tmp_path: Path) -> None:
     name = how.format(tmp=tmp_path)
     index_all_as(folder, name)
     (tmp_path / "other").mkdir()
     shutil.move(folder / "model.safetensors", tmp_path / "other" / "x.safetensors")
-    all_refuse(folder, "is not inside the model folder")
+    assert_rejected(folder, "is outside the model folder")
 
 
 @pytest.mark.parametrize("value", [7, None, ["x"], {"a": 1}])
-def test_an_index_that_is_no_index_is_an_error(value: Any, folder: Path) -> None:
+def test_an_invalid_index_is_an_error(value: Any, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": value}}))
-    all_refuse(folder, "index of the weights")
+    assert_rejected(folder, "weight index")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
-def test_links_do_not_lead_out(name: str, folder: Path, tmp_path: Path) -> None:
+def test_symlinks_may_not_point_outside(name: str, folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(os.path.relpath(secret, folder))
-    all_refuse(folder, f"{name} is a link that leads out of it")
-    with pytest.raises(ModelError, match="leads out"):
+    assert_rejected(folder, f"{name} is a symlink that points outside it")
+    with pytest.raises(ModelError, match="points outside"):
         load_tokenizer(ModelConfig(path=str(folder)))
-    with pytest.raises(ModelError, match="leads out"):
+    with pytest.raises(ModelError, match="points outside"):
         load_tokenizer(ModelConfig(path="nothing", tokenizer=str(folder)))
 
 
-def test_links_inside_the_folder_and_a_linked_folder_are_fine(folder: Path, tmp_path: Path) -> None:
+def test_symlinks_inside_and_a_symlinked_folder_are_allowed(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     (folder / "model.safetensors").symlink_to("weights.safetensors")
     (tmp_path / "current").symlink_to(folder)
     load_model(ModelConfig(path=str(tmp_path / "current")), **HERE)
     (folder / "loop.json").symlink_to("loop.json")
-    all_refuse(folder, "loop.json is a link that leads out of it")
+    assert_rejected(folder, "loop.json is a symlink that points outside it")
 
 
-def test_a_snapshot_of_the_hub_links_to_its_blobs(folder: Path, tmp_path: Path) -> None:
+def test_hub_snapshots_may_link_to_their_blobs(folder: Path, tmp_path: Path) -> None:
     repo = tmp_path / "hub" / "models--owner--name"
     snapshot, blobs = repo / "snapshots" / "0123abc", repo / "blobs"
     snapshot.mkdir(parents=True)
@@ -117,10 +117,10 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs(folder: Path, tmp_path: Path) 
         (snapshot / file.name).symlink_to(f"../../blobs/blob{number}")
     load_model(ModelConfig(path=str(snapshot)), **HERE)
     (snapshot / "notes.txt").symlink_to("../../refs/main")
-    all_refuse(snapshot, "notes.txt is a link that leads out of it")
+    assert_rejected(snapshot, "notes.txt is a symlink that points outside it")
 
 
-def test_what_a_file_holds_is_not_told(folder: Path) -> None:
+def test_file_contents_are_not_in_error_messages(folder: Path) -> None:
     config, header = ModelConfig(path=str(folder)), json.dumps({"weight": SECRET})
     framed = struct.pack("<Q", len(header)) + header.encode()
     for name, content in (("model.safetensors", SECRET.encode()), ("model.safetensors", framed),
@@ -132,8 +132,8 @@ def test_what_a_file_holds_is_not_told(folder: Path) -> None:
             assert "secret" not in str(caught.value)
 
 
-def test_transformers_is_not_led_to_other_files(folder: Path, tmp_path: Path) -> None:
-    """Where it loads the weights itself: it follows an adapter to its base, and config.json to other weights."""
+def test_transformers_is_not_redirected_to_other_files(folder: Path, tmp_path: Path) -> None:
+    """When it loads the weights itself, it follows an adapter to its base, and config.json to other weights."""
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
     tensors["surplus"] = torch.zeros(1)
@@ -141,14 +141,14 @@ def test_transformers_is_not_led_to_other_files(folder: Path, tmp_path: Path) ->
     base = shutil.copytree(folder, tmp_path / "elsewhere")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base)}))
     from pantheraml.models import loader
-    from pantheraml.models.matching import CannotStream
+    from pantheraml.models.checkpoint_mapping import CannotStream
 
     def cannot(*arguments: Any, **others: Any) -> Any:
         raise CannotStream("a test says so")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "stream_model", cannot)
-        with pytest.raises(ModelError, match="an adapter lies beside the weights"):
+        with pytest.raises(ModelError, match="it also contains an adapter"):
             load_model(ModelConfig(path=str(folder)), **HERE)
         (folder / "adapter_config.json").unlink()
         values = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Small configs of every causal language model that transformers has and that `models.tiny` can shrink."""
+"""Small configs of every transformers causal language model that `models.tiny_model` can shrink."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from pantheraml.models.tiny import tiny_config
+from pantheraml.models.tiny_model import tiny_config
 
 MOST_PARAMETERS = 2_000_000
 
 
 def tiny_configs() -> Iterator[tuple[str, Any]]:
-    """Model type and config, each once; those that cannot be shrunk are left out."""
+    """Yield model type and config, each once; those that cannot be shrunk are skipped."""
     seen = set()
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        # what a config or a model makes of numbers that do not fit it is its own choice of exception
+        # a config or model may raise anything for sizes that do not fit it
         with contextlib.suppress(Exception):
             config = tiny_config(kind())
             with torch.device("meta"):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.parallel.aggregate import attach, check_method, mean, median, method_named, trimmed_mean
+from pantheraml.parallel.aggregate import attach, check_method, mean, median, parse_method, trimmed_mean
 
 EQUAL = torch.full((5, 1), 0.2)
 
@@ -21,12 +21,12 @@ EQUAL = torch.full((5, 1), 0.2)
     ],
 )
 def test_names(name: str, method: str) -> None:
-    assert method_named(name) == method
+    assert parse_method(name) == method
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="`mode`") as caught:
-        method_named("mode")
+        parse_method("mode")
     assert "mean, weighted, median, trimmed_mean, weighted_mean" in str(caught.value)
 
 
@@ -53,7 +53,7 @@ def test_trimmed_mean_drops_one_end_each_and_more_of_many() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_nonfinite_value_does_not_vanish(bad: float) -> None:
+def test_nonfinite_values_propagate(bad: float) -> None:
     rows = torch.tensor([[1.0, 1.0], [2.0, bad], [3.0, 3.0], [4.0, 4.0], [5.0, 5.0]])
     for combine in (median, trimmed_mean, mean):
         found = combine(rows, EQUAL)
@@ -67,18 +67,18 @@ def test_methods_are_checked_against_the_ranks() -> None:
     check_method("trimmed_mean", 3, None)
     with pytest.raises(ConfigError, match="2 rank"):
         check_method("trimmed_mean", 2, None)
-    with pytest.raises(ConfigError, match="belong"):
+    with pytest.raises(ConfigError, match="require each other"):
         check_method("weighted", 2, None)
-    with pytest.raises(ConfigError, match="belong"):
+    with pytest.raises(ConfigError, match="require each other"):
         check_method("median", 2, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]])
-def test_wrong_weights_are_refused(weights: list[float]) -> None:
+def test_invalid_weights_are_rejected(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="2 rank"):
         check_method("weighted", 2, weights)
 
 
-def test_one_process_has_nothing_to_finish() -> None:
+def test_finish_is_a_no_op_without_ddp() -> None:
     finish = attach(nn.Linear(2, 2), "median", leave_out_nonfinite=True)
     assert finish(target_tokens=3, factor=1.0) == ()

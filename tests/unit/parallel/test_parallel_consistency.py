@@ -19,7 +19,7 @@ def number(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_bit_anywhere_is_seen(dtype: torch.dtype) -> None:
+def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     tensor = values(dtype)
     before = number(tensor)
     assert number(tensor.clone()) == before
@@ -31,7 +31,7 @@ def test_one_bit_anywhere_is_seen(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_values_that_change_places_are_seen(dtype: torch.dtype) -> None:
+def test_swapped_values_change_the_checksum(dtype: torch.dtype) -> None:
     tensor = torch.arange(200).to(dtype) if dtype != torch.float8_e4m3fn else torch.arange(16.0).to(dtype)
     before = number(tensor)
     for one, other in ((0, 1), (0, 8), (3, 13), (5, 15)):
@@ -40,7 +40,7 @@ def test_two_values_that_change_places_are_seen(dtype: torch.dtype) -> None:
         assert number(swapped.view(-1).view(dtype)) != before
 
 
-def test_it_is_the_same_in_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_is_independent_of_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = values(torch.float32)
     whole = number(tensor)
     for chunk in (1000, 999, 64, 7):
@@ -48,12 +48,12 @@ def test_it_is_the_same_in_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch)
         assert number(tensor) == whole
 
 
-def test_it_is_that_of_the_values_in_order_whatever_the_strides() -> None:
+def test_checksum_is_independent_of_strides() -> None:
     tensor = values(torch.float32, 12).view(3, 4)
     assert number(tensor.t()) == number(tensor.t().contiguous()) != number(tensor)
 
 
-def test_zeros_with_and_without_sign_differ_and_nothing_is_nothing() -> None:
+def test_signed_zeros_differ_and_empty_is_zero() -> None:
     assert number(torch.tensor(0.0)) == number(torch.empty(0)) == 0
     assert number(torch.tensor(-0.0)) != 0
     assert number(torch.full((5,), torch.nan)) != 0

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pantheraml.engine.checkpointing import apply_checkpointing
+from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.parallel.data import (
-    OwnTime,
+    ComputeTimer,
     decide_static_graph,
-    synchronise_batch_norm,
+    sync_batch_norm,
     uses_reentrant_checkpointing,
     without_sync,
     wrap,
@@ -23,7 +23,7 @@ from pantheraml.parallel.data import (
 from pantheraml.parallel.process_group import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-IN_FAVOUR = {
+STATIC_GRAPH_OK = {
     "allowed": True,
     "reentrant_checkpointing": True,
     "unused_parameters": False,
@@ -33,12 +33,12 @@ IN_FAVOUR = {
 }
 
 
-def test_one_process_gathers_itself() -> None:
+def test_gather_in_one_process() -> None:
     rows = ALONE.gather([1.0, 2.0])
     assert rows.tolist() == [[1.0, 2.0]]
 
 
-def test_one_process_is_not_wrapped() -> None:
+def test_one_process_is_not_wrapped_in_ddp() -> None:
     model = nn.Linear(2, 2)
     settings = SimpleNamespace(
         find_unused_parameters=False, gradient_as_bucket_view=True, broadcast_buffers=True, bucket_cap_mb=25
@@ -50,22 +50,22 @@ def test_one_process_is_not_wrapped() -> None:
 
 
 def test_static_graph_is_on_for_reentrant_checkpointing() -> None:
-    assert decide_static_graph(**IN_FAVOUR).value
+    assert decide_static_graph(**STATIC_GRAPH_OK).value
 
 
 @pytest.mark.parametrize(
     ("against", "reason"),
     [
         ({"allowed": False}, "parallel.static_graph"),
-        ({"reentrant_checkpointing": False}, "nothing needs it"),
+        ({"reentrant_checkpointing": False}, "not needed"),
         ({"unused_parameters": True}, "find_unused_parameters"),
-        ({"accumulates": True}, "local"),
+        ({"accumulates": True}, "no_sync"),
         ({"compiled": True}, "compiled"),
         ({"mixture_of_experts": True}, "experts"),
     ],
 )
 def test_static_graph_is_off_for_a_reason(against: dict[str, bool], reason: str) -> None:
-    decision = decide_static_graph(**{**IN_FAVOUR, **against})
+    decision = decide_static_graph(**{**STATIC_GRAPH_OK, **against})
     assert not decision.value
     assert reason in decision.reason
 
@@ -80,7 +80,7 @@ def llama() -> Any:
     ("arguments", "expected"),
     [({"use_reentrant": True}, True), ({"use_reentrant": False}, False), ({}, True), (None, False)],
 )
-def test_reentrant_checkpointing_is_seen(llama: Any, arguments: dict[str, bool] | None, expected: bool) -> None:
+def test_reentrant_checkpointing_is_detected(llama: Any, arguments: dict[str, bool] | None, expected: bool) -> None:
     llama.gradient_checkpointing_enable(arguments)
     assert uses_reentrant_checkpointing(llama) is expected
     llama.gradient_checkpointing_disable()
@@ -88,13 +88,13 @@ def test_reentrant_checkpointing_is_seen(llama: Any, arguments: dict[str, bool] 
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])
-def test_our_own_checkpointing_is_not_reentrant(llama: Any, mode: Any) -> None:
+def test_pantheraml_checkpointing_is_not_reentrant(llama: Any, mode: Any) -> None:
     apply_checkpointing(llama, mode)
     assert not uses_reentrant_checkpointing(llama)
     apply_checkpointing(llama, "none")
 
 
-def test_reentrant_checkpointing_around_another_function_is_seen(llama: Any) -> None:
+def test_reentrant_checkpointing_through_a_custom_function_is_detected(llama: Any) -> None:
     def offloading(function: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(function, *args, **kwargs)
 
@@ -105,10 +105,10 @@ def test_reentrant_checkpointing_around_another_function_is_seen(llama: Any) -> 
     llama.gradient_checkpointing_disable()
 
 
-def test_batch_norm_is_left_alone_where_there_is_none_or_no_gpu() -> None:
+def test_sync_batch_norm_is_skipped_without_layers_or_gpu() -> None:
     plain, normed = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    for model, device, reason in ((plain, "cuda", "no batch norm"), (normed, "cpu", "between GPUs only")):
-        same, decision = synchronise_batch_norm(model, torch.device(device))
+    for model, device, reason in ((plain, "cuda", "no batch norm"), (normed, "cpu", "on GPUs only")):
+        same, decision = sync_batch_norm(model, torch.device(device))
         assert same is model
         assert not decision.value
         assert reason in decision.reason
@@ -117,14 +117,14 @@ def test_batch_norm_is_left_alone_where_there_is_none_or_no_gpu() -> None:
 def test_batch_norm_is_converted_for_gpus() -> None:
     """Converting needs no GPU, only running does."""
     normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    converted, decision = synchronise_batch_norm(normed, torch.device("cuda"))
+    converted, decision = sync_batch_norm(normed, torch.device("cuda"))
     assert decision.value
     assert isinstance(converted[1], nn.SyncBatchNorm)
 
 
-def test_own_time_ends_with_the_first_parameters_gradient() -> None:
+def test_compute_timer_ends_with_the_first_parameters_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    clock = OwnTime(list(model.named_parameters()), torch.device("cpu"))
+    clock = ComputeTimer(list(model.named_parameters()), torch.device("cpu"))
     clock.start()
     time.sleep(0.05)
     model(torch.ones(1, 4)).sum().backward()
@@ -138,9 +138,9 @@ def test_own_time_ends_with_the_first_parameters_gradient() -> None:
     assert clock.seconds() == 0
 
 
-def test_own_time_spans_all_passes_of_a_step() -> None:
+def test_compute_timer_spans_all_micro_batches() -> None:
     model = nn.Linear(4, 4)
-    clock = OwnTime(list(model.named_parameters()), torch.device("cpu"))
+    clock = ComputeTimer(list(model.named_parameters()), torch.device("cpu"))
     clock.start()
     for _ in range(3):
         time.sleep(0.02)

@@ -14,7 +14,7 @@ from pantheraml.parallel.fsdp import shard_parameters, without_sync
 
 
 class Frozen(nn.Module):
-    """A frozen linear layer in 8 bits, its rows further apart than they are long."""
+    """A frozen int8 linear layer with a non-contiguous weight."""
 
     qweight: Tensor
 
@@ -27,7 +27,7 @@ class Frozen(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers, and a head whose weight the root reads by itself."""
+    """Two layers, and a head whose weight the root reads directly."""
 
     def __init__(self, size: int = 4) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone: real collectives, among one."""
+    """Real gloo collectives with world size 1."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
@@ -51,17 +51,17 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def shard(model: Model, mesh: DeviceMesh) -> None:
-    def packed(module: nn.Module) -> list[str]:
+    def quantized(module: nn.Module) -> list[str]:
         return [name for name, _ in module.named_buffers()]
 
-    shard_parameters(model, list(model.layers), mesh, packed_buffers=packed)
+    shard_parameters(model, list(model.layers), mesh, quantized_buffers=quantized)
 
 
 def is_sharded(model: nn.Module) -> bool:
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_packed_buffers_become_frozen_parameters_of_the_same_name(mesh: DeviceMesh) -> None:
+def test_quantized_buffers_become_frozen_parameters_of_the_same_name(mesh: DeviceMesh) -> None:
     model = Model()
     before = model.layers[0][1].qweight.clone()  # type: ignore[index,union-attr]
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -73,7 +73,7 @@ def test_packed_buffers_become_frozen_parameters_of_the_same_name(mesh: DeviceMe
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trainable
 
 
-def test_a_pass_without_gradients_leaves_nothing_whole(mesh: DeviceMesh) -> None:
+def test_no_grad_forward_reshards_all_parameters(mesh: DeviceMesh) -> None:
     model, x = Model(), torch.randn(2, 4)
     expected = model(x)
     shard(model, mesh)
@@ -85,7 +85,7 @@ def test_a_pass_without_gradients_leaves_nothing_whole(mesh: DeviceMesh) -> None
     assert is_sharded(model)
 
 
-def test_unsent_gradients_are_in_the_next_exchange(mesh: DeviceMesh) -> None:
+def test_gradients_under_without_sync_are_reduced_by_the_next_backward(mesh: DeviceMesh) -> None:
     model, x = Model(), torch.randn(2, 4)
     shard(model, mesh)
     weight = model.head.weight
@@ -100,7 +100,7 @@ def test_unsent_gradients_are_in_the_next_exchange(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(weight.grad.to_local(), 2 * once)
 
 
-def test_trainable_weights_of_two_dtypes_in_a_layer_are_refused(mesh: DeviceMesh) -> None:
+def test_mixed_trainable_dtypes_in_a_layer_are_rejected(mesh: DeviceMesh) -> None:
     model = Model()
     model.layers[1][0].bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))  # type: ignore[index,union-attr]
     with pytest.raises(UnsupportedModelError, match="bfloat16, float32"):
@@ -117,8 +117,8 @@ def test_frozen_weights_may_have_any_dtype(mesh: DeviceMesh) -> None:
     assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad and "bias" not in name)
 
 
-def test_a_parameter_that_is_one_number_is_refused(mesh: DeviceMesh) -> None:
+def test_scalar_parameter_is_rejected(mesh: DeviceMesh) -> None:
     model = Model()
     model.gain = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(UnsupportedModelError, match="gain is a single number"):
+    with pytest.raises(UnsupportedModelError, match="gain is a scalar"):
         shard(model, mesh)

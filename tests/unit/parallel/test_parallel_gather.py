@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pantheraml.parallel.gather import full_tensors, load_full, own_offsets, own_part, spread_like
+from pantheraml.parallel.gather import full_tensors, load_full, local_offsets, local_slice, shard_like
 from pantheraml.parallel.layout import ALONE
 
 
 @contextmanager
 def as_rank(rank: int, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    """One process of several, of which only this one exists: for what needs no messages."""
+    """One rank in a fake process group, for code without communication."""
     world = int(torch.tensor(shape).prod())
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -27,29 +27,29 @@ def as_rank(rank: int, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_parts_of_shards_tile_the_whole(rows: int) -> None:
+def test_local_slices_tile_the_full_tensor(rows: int) -> None:
     whole = torch.arange(rows * 3).view(rows, 3)
     parts = []
     for rank in range(4):
         with as_rank(rank, (4,)) as mesh:
             like = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-            part = own_part(whole, like)
+            part = local_slice(whole, like)
             assert part.shape == like.to_local().shape
             parts.append(part)
     assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, [0, 1]), (1, [3, 4]), (2, [2]), (3, [5])])
-def test_fsdp_cuts_what_tensor_parallelism_has_left(rank: int, rows: list[int]) -> None:
+def test_fsdp_shards_the_tensor_parallel_shard(rank: int, rows: list[int]) -> None:
     whole = torch.arange(6.0)
     with as_rank(rank, (2, 2)) as mesh:
         placements = [_StridedShard(0, split_factor=2), Shard(0)]
         part = torch.zeros(len(rows))
         like = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-        assert own_part(whole, like).tolist() == rows
+        assert local_slice(whole, like).tolist() == rows
 
 
-def test_loading_puts_each_part_in_its_place() -> None:
+def test_load_full_copies_the_local_slice() -> None:
     with as_rank(3, (2, 2)) as mesh:
         target = DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate(), Shard(0)], run_check=False)
         plain = torch.zeros(2)
@@ -58,32 +58,32 @@ def test_loading_puts_each_part_in_its_place() -> None:
         assert plain.tolist() == [1.0, 1.0]
 
 
-def test_a_moment_lies_as_its_parameter_does_in_its_own_memory() -> None:
+def test_shard_like_matches_its_parameter_and_shares_memory() -> None:
     with as_rank(1, (2,)) as mesh:
         parameter = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)], src_data_rank=None)
         moment = torch.zeros(2, 3)
-        spread = spread_like(moment, parameter)
+        spread = shard_like(moment, parameter)
         assert isinstance(spread, DTensor)
         assert spread.shape == parameter.shape
         assert spread.to_local().data_ptr() == moment.data_ptr()
-        with pytest.raises(AssertionError, match="a value for each"):
-            spread_like(torch.zeros(3, 3), parameter)
+        with pytest.raises(AssertionError, match="one value per"):
+            shard_like(torch.zeros(3, 3), parameter)
 
 
-def test_one_process_gives_out_what_it_has() -> None:
+def test_full_tensors_in_one_process() -> None:
     named = [("b", torch.ones(2)), ("a", torch.zeros(3, dtype=torch.bfloat16))]
     found = list(full_tensors(named, ALONE))
     assert [name for name, _ in found] == ["b", "a"]
     assert all(torch.equal(tensor, expected) for (_, tensor), (_, expected) in zip(found, named, strict=True))
-    assert torch.equal(spread_like(named[0][1], torch.ones(2)), named[0][1])
+    assert torch.equal(shard_like(named[0][1], torch.ones(2)), named[0][1])
 
 
-def test_a_part_knows_where_it_begins() -> None:
+def test_local_offsets() -> None:
     found = []
     for rank in range(4):
         with as_rank(rank, (2, 2)) as mesh:
             cut = distribute_tensor(torch.zeros(3, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None)
-            found.append(own_offsets(cut))
+            found.append(local_offsets(cut))
     assert found == [(0, 0), (2, 0), (0, 0), (2, 0)]
-    assert own_offsets(torch.zeros(2, 3)) == (0, 0)
-    assert own_offsets(torch.tensor(1.0)) == ()
+    assert local_offsets(torch.zeros(2, 3)) == (0, 0)
+    assert local_offsets(torch.tensor(1.0)) == ()

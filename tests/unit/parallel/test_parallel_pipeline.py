@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pantheraml.base.errors import ConfigError, UnsupportedModelError
 from pantheraml.parallel.pipeline import (
-    Parts,
+    BodyParts,
     PassThrough,
-    bubble_share,
-    find_parts,
-    keep_stages,
-    share_layers,
-    shared_weight,
+    assign_layers,
+    bubble_fraction,
+    find_body_parts,
+    prune_to_stages,
     stage_view,
+    tied_weight,
 )
 
 SIZES: dict[str, Any] = {
@@ -46,11 +46,11 @@ def make(family: str, **changes: Any) -> Any:
 
 
 def counts(layers: int, stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
-    return [len(share) for share in share_layers(layers, stages, first=first, last=last)]
+    return [len(share) for share in assign_layers(layers, stages, first=first, last=last)]
 
 
-def test_layers_are_shared_in_order_and_all() -> None:
-    shares = share_layers(13, 4, first=1.0, last=2.4)
+def test_all_layers_are_assigned_in_order() -> None:
+    shares = assign_layers(13, 4, first=1.0, last=2.4)
     assert [layer for share in shares for layer in share] == list(range(13))
 
 
@@ -65,11 +65,11 @@ def test_layers_are_shared_in_order_and_all() -> None:
         (3, 3, 1.0, 9.0, [1, 1, 1]),
     ],
 )
-def test_shares_are_balanced(layers: int, stages: int, first: float, last: float, expected: list[int]) -> None:
+def test_stage_loads_are_balanced(layers: int, stages: int, first: float, last: float, expected: list[int]) -> None:
     assert counts(layers, stages, first=first, last=last) == expected
 
 
-def test_no_other_cut_has_a_smaller_fullest_stage() -> None:
+def test_no_other_assignment_has_a_smaller_fullest_stage() -> None:
     def fullest(shares: tuple[int, ...]) -> float:
         loads = list(map(float, shares))
         loads[0] += 1.0
@@ -82,36 +82,36 @@ def test_no_other_cut_has_a_smaller_fullest_stage() -> None:
         assert fullest((chosen[0], chosen[1], chosen[2])) == min(map(fullest, possible))
 
 
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 layers, which cannot be cut into 4"):
-        share_layers(3, 4, first=1.0, last=1.0)
+def test_more_stages_than_layers_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="3 layers, too few for 4"):
+        assign_layers(3, 4, first=1.0, last=1.0)
 
 
-def test_bubble() -> None:
-    assert bubble_share(1, 4) == 0
-    assert bubble_share(4, 4) == pytest.approx(3 / 7)
-    assert bubble_share(4, 16) == pytest.approx(3 / 19)
-    assert bubble_share(4, 16, stages_per_process=2) == pytest.approx(3 / 35)
+def test_bubble_fraction() -> None:
+    assert bubble_fraction(1, 4) == 0
+    assert bubble_fraction(4, 4) == pytest.approx(3 / 7)
+    assert bubble_fraction(4, 16) == pytest.approx(3 / 19)
+    assert bubble_fraction(4, 16, stages_per_process=2) == pytest.approx(3 / 35)
 
 
-def test_parts_by_plan_and_by_order() -> None:
-    assert find_parts(make("llama").model) == Parts("embed_tokens", (), "layers", ("norm",))
+def test_body_parts_by_plan_and_by_order() -> None:
+    assert find_body_parts(make("llama").model) == BodyParts("embed_tokens", (), "layers", ("norm",))
     gpt2 = make("gpt2").transformer
     assert getattr(gpt2.config, "base_model_pp_plan", None) is None
-    assert find_parts(gpt2) == Parts("wte", ("wpe", "drop"), "h", ("ln_f",))
+    assert find_body_parts(gpt2) == BodyParts("wte", ("wpe", "drop"), "h", ("ln_f",))
 
 
-def test_a_model_without_a_list_of_layers_is_refused() -> None:
+def test_model_without_a_layer_list_is_rejected() -> None:
     body = make("llama").model
     body.layers = nn.ModuleList(list(body.layers)[:2])
-    with pytest.raises(UnsupportedModelError, match="LlamaModel cannot be cut"):
-        find_parts(body)
+    with pytest.raises(UnsupportedModelError, match="LlamaModel cannot be split"):
+        find_body_parts(body)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_one_after_another_are_the_model(family: str) -> None:
+def test_stages_in_sequence_match_the_full_model(family: str) -> None:
     body = make(family).base_model
-    parts = find_parts(body)
+    parts = find_body_parts(body)
     ids = torch.arange(2, 14).view(2, 6)
     inputs = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4]]), "use_cache": False}
     with torch.no_grad():
@@ -124,9 +124,9 @@ def test_stages_one_after_another_are_the_model(family: str) -> None:
     assert torch.equal(hidden, expected)
 
 
-def test_dropout_before_the_layers_is_the_first_stages_alone() -> None:
+def test_embedding_dropout_runs_on_the_first_stage_only() -> None:
     body = make("gpt2", embd_pdrop=0.5).transformer.train()
-    parts = find_parts(body)
+    parts = find_body_parts(body)
     empty = stage_view(body, parts, range(0), first=False, last=False)
     hidden = torch.randn(2, 3, 16)
     assert torch.equal(empty(inputs_embeds=hidden).last_hidden_state, hidden)
@@ -139,12 +139,12 @@ def names_of(whole: nn.Module) -> set[str]:
 
 
 def cut(whole: Any, layers: range, *, first: bool, last: bool) -> set[str]:
-    parts = find_parts(whole.base_model)
-    keep_stages(whole, parts, [stage_view(whole.base_model, parts, layers, first=first, last=last)], last=last)
+    parts = find_body_parts(whole.base_model)
+    prune_to_stages(whole, parts, [stage_view(whole.base_model, parts, layers, first=first, last=last)], last=last)
     return names_of(whole)
 
 
-def test_names_are_kept_and_each_is_on_one_stage() -> None:
+def test_parameter_names_are_unchanged_and_unique_to_a_stage() -> None:
     every = names_of(make("llama"))
     first = cut(make("llama"), range(1), first=True, last=False)
     middle = cut(make("llama"), range(1, 2), first=False, last=False)
@@ -164,23 +164,23 @@ def test_a_tied_weight_is_on_the_first_and_the_last_stage_under_one_name() -> No
     assert tied in last
     assert "lm_head.weight" not in last
     assert "transformer.wpe.weight" not in last
-    assert shared_weight(whole) is whole.lm_head.weight
+    assert tied_weight(whole) is whole.lm_head.weight
 
 
-def test_shared_weights() -> None:
-    assert shared_weight(make("llama")) is None
-    assert shared_weight(make("llama", tie_word_embeddings=True)) is not None
+def test_tied_weight() -> None:
+    assert tied_weight(make("llama")) is None
+    assert tied_weight(make("llama", tie_word_embeddings=True)) is not None
 
 
-def test_several_stages_of_one_process_keep_what_any_needs() -> None:
+def test_process_with_several_stages_keeps_modules_of_all() -> None:
     whole = make("llama")
     body = whole.model
-    parts = find_parts(body)
+    parts = find_body_parts(body)
     views = [
         stage_view(body, parts, range(1), first=True, last=False),
         stage_view(body, parts, range(2, 3), first=False, last=True),
     ]
-    keep_stages(whole, parts, views, last=True)
+    prune_to_stages(whole, parts, views, last=True)
     assert [isinstance(layer, PassThrough) for layer in body.layers] == [False, True, False]
     assert isinstance(body.embed_tokens, nn.Embedding)
     assert isinstance(whole.lm_head, nn.Linear)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.parallel.shard_batch import Adaptive, check_weights, even_shares, shards, weighted_shares
+from pantheraml.parallel.shard_batch import AdaptiveShares, check_batch_weights, even_shares, shards, weighted_shares
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ def test_no_rounding_error_moves_a_sample() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [1, 2, 3, 4], [0, 0, 0], [1, -1, 3]])
-def test_wrong_sizes_are_refused(sizes: list[int]) -> None:
+def test_invalid_batch_sizes_are_rejected(sizes: list[int]) -> None:
     with pytest.raises(ConfigError, match="3 rank"):
-        check_weights(sizes, 3)
+        check_batch_weights(sizes, 3)
 
 
-def test_right_sizes_pass() -> None:
-    check_weights([2, 0, 15], 3)
+def test_valid_batch_sizes_pass() -> None:
+    check_batch_weights([2, 0, 15], 3)
 
 
-def observe(adaptive: Adaptive, steps: range, speeds: list[float]) -> None:
+def observe(adaptive: AdaptiveShares, steps: range, speeds: list[float]) -> None:
     """Ranks that work at `speeds` tokens per second on shares that the weights give them."""
     for step in steps:
         tokens = [1000 * weight for weight in adaptive.weights_at(step)]
@@ -65,14 +65,14 @@ def observe(adaptive: Adaptive, steps: range, speeds: list[float]) -> None:
 
 
 def test_adaptive_weights_become_the_speeds() -> None:
-    adaptive = Adaptive(3, global_batch=64, window=2)
+    adaptive = AdaptiveShares(3, global_batch=64, window=2)
     observe(adaptive, range(4), [100.0, 100.0, 50.0])
     assert adaptive.weights_at(10) == pytest.approx([0.4, 0.4, 0.2])
 
 
-def test_new_weights_hold_from_the_step_after_next() -> None:
+def test_new_weights_apply_from_the_step_after_next() -> None:
     """The batches of step k + 1 are read while k runs, and may ask before or after k was observed."""
-    adaptive = Adaptive(2, global_batch=64, window=1)
+    adaptive = AdaptiveShares(2, global_batch=64, window=1)
     for step in range(6):
         before = adaptive.weights_at(step + 1)
         adaptive.observe(step, [1.0, 1.0], [1.0, 1.0 + step])
@@ -81,7 +81,7 @@ def test_new_weights_hold_from_the_step_after_next() -> None:
 
 
 def test_weights_change_at_the_ends_of_windows_alone_and_are_smoothed() -> None:
-    adaptive = Adaptive(2, global_batch=64, window=3)
+    adaptive = AdaptiveShares(2, global_batch=64, window=3)
     observe(adaptive, range(2), [1.0, 3.0])
     assert adaptive.weights_at(10) == (0.5, 0.5)
     observe(adaptive, range(2, 3), [1.0, 3.0])
@@ -90,9 +90,9 @@ def test_weights_change_at_the_ends_of_windows_alone_and_are_smoothed() -> None:
     assert adaptive.weights_at(10) == pytest.approx([1 / 3, 2 / 3])  # speeds 1 and (3 + 1) / 2
 
 
-def test_a_window_is_weighed_by_time() -> None:
+def test_window_is_weighted_by_time() -> None:
     """A long step counts for more than a short one."""
-    adaptive = Adaptive(2, global_batch=64, window=2)
+    adaptive = AdaptiveShares(2, global_batch=64, window=2)
     adaptive.observe(0, [300.0, 100.0], [1.0, 1.0])
     adaptive.observe(1, [100.0, 100.0], [3.0, 1.0])
     assert adaptive.weights_at(5) == pytest.approx([0.5, 0.5])
@@ -101,7 +101,7 @@ def test_a_window_is_weighed_by_time() -> None:
 @pytest.mark.parametrize(("global_batch", "floor"), [(64, 0.0625), (8, 0.125), (4, 0.25), (2, 0.25)])
 def test_no_rank_falls_below_the_floor(global_batch: int, floor: float) -> None:
     """A quarter of an even share, and a whole sample where there are enough."""
-    adaptive = Adaptive(4, global_batch=global_batch, window=1)
+    adaptive = AdaptiveShares(4, global_batch=global_batch, window=1)
     observe(adaptive, range(3), [100.0, 50.0, 1e-3, 1e-6])
     weights = adaptive.weights_at(9)
     assert sum(weights) == pytest.approx(1)
@@ -113,24 +113,24 @@ def test_no_rank_falls_below_the_floor(global_batch: int, floor: float) -> None:
         assert min(weighted_shares(global_batch, weights)) >= 1
 
 
-def test_a_rank_that_had_nothing_keeps_its_speed() -> None:
-    adaptive = Adaptive(2, global_batch=64, window=1)
+def test_rank_without_samples_keeps_its_speed() -> None:
+    adaptive = AdaptiveShares(2, global_batch=64, window=1)
     adaptive.observe(0, [30.0, 10.0], [1.0, 1.0])
     adaptive.observe(1, [30.0, 0.0], [1.0, 0.5])
     assert adaptive.weights_at(9) == pytest.approx([0.75, 0.25])
 
 
 def test_a_rank_that_was_never_measured_keeps_shares_even() -> None:
-    adaptive = Adaptive(2, global_batch=64, window=1)
+    adaptive = AdaptiveShares(2, global_batch=64, window=1)
     adaptive.observe(0, [30.0, 0.0], [1.0, 0.0])
     assert adaptive.weights_at(9) == (0.5, 0.5)
 
 
-def test_state_continues_as_if_nothing_happened() -> None:
-    whole = Adaptive(2, global_batch=64, window=2)
+def test_state_round_trip_continues_identically() -> None:
+    whole = AdaptiveShares(2, global_batch=64, window=2)
     observe(whole, range(4), [1.0, 2.0])
     observe(whole, range(4, 5), [5.0, 2.0])
-    resumed = Adaptive(2, global_batch=64, window=2)
+    resumed = AdaptiveShares(2, global_batch=64, window=2)
     resumed.from_state(json.loads(json.dumps(whole.to_state())))
     for each in (whole, resumed):
         observe(each, range(5, 6), [5.0, 2.0])
@@ -139,9 +139,9 @@ def test_state_continues_as_if_nothing_happened() -> None:
     assert resumed.to_state() == whole.to_state()
 
 
-def test_state_of_other_ranks_is_not_used() -> None:
-    adaptive = Adaptive(2, global_batch=64, window=1)
+def test_state_of_another_world_size_is_ignored() -> None:
+    adaptive = AdaptiveShares(2, global_batch=64, window=1)
     observe(adaptive, range(2), [1.0, 2.0])
-    other = Adaptive(3, global_batch=64, window=1)
+    other = AdaptiveShares(3, global_batch=64, window=1)
     other.from_state(adaptive.to_state())
     assert other.weights_at(9) == pytest.approx([1 / 3] * 3)

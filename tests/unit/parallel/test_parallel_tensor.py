@@ -1,4 +1,4 @@
-"""Which models tensor parallelism takes, and what becomes of their parameters; tests/distributed has the results."""
+"""Tensor parallelism: supported models and parameter placements. Numerical results are in tests/distributed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.adapters import apply_method
-from pantheraml.models.quantise.packed import pack_linears
-from pantheraml.parallel.borders import LocalParameters, Place, distribute, own_part
+from pantheraml.models.quantize.quantized_linear import quantize_linears
 from pantheraml.parallel.tensor import shard_tensors
-from pantheraml.parallel.vocabulary import is_vocabulary_parallel
+from pantheraml.parallel.tp_mappings import LocalParameters, ParameterSlot, distribute, to_local
+from pantheraml.parallel.vocabulary import is_vocab_parallel
 from pantheraml.specs.train import MethodConfig
 
 SIZES = {
@@ -35,7 +35,7 @@ SIZES = {
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """The second of four processes, of which there are no others: enough to see shapes."""
+    """Rank 1 of 4 in a fake process group: enough to check shapes."""
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -54,26 +54,26 @@ def untouched(model: nn.Module) -> bool:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_model_without_a_plan_is_refused() -> None:
+def test_model_without_tp_plan_is_rejected() -> None:
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=50))
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no plan") as caught:
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no tensor-parallel plan") as caught:
         shard_tensors(model, mesh_of(2))
-    assert "parallel.shard" in str(caught.value.todo)
+    assert "parallel.shard" in str(caught.value.fix)
 
 
 @pytest.mark.usefixtures("world")
-def test_heads_that_do_not_divide_are_refused_with_degrees_that_work() -> None:
+def test_indivisible_heads_are_rejected_with_degrees_that_work() -> None:
     model = llama(num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(UnsupportedModelError, match="cut 4 ways: a layer has 2 heads") as caught:
+    with pytest.raises(UnsupportedModelError, match="over 4 tensor-parallel ranks: a layer has 2 heads") as caught:
         shard_tensors(model, mesh_of(4))
     assert caught.value.where is not None
     assert caught.value.where.endswith("k_proj")
-    assert "parallel.tensor = 2;" in str(caught.value.todo)
+    assert "parallel.tensor = 2." in str(caught.value.fix)
     assert untouched(model)
 
 
 @pytest.mark.usefixtures("world")
-def test_an_unknown_style_is_refused_by_name() -> None:
+def test_unknown_tp_style_is_rejected_by_name() -> None:
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=2))
     with pytest.raises(UnsupportedModelError, match="packed_colwise") as caught:
         shard_tensors(model, mesh_of(2))
@@ -82,33 +82,33 @@ def test_an_unknown_style_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_vocabulary_that_leaves_a_rank_without_ids_is_refused() -> None:
+def test_vocab_that_leaves_a_rank_empty_is_rejected() -> None:
     model = llama(vocab_size=5, num_key_value_heads=4, pad_token_id=0, eos_token_id=1, bos_token_id=2)
-    with pytest.raises(UnsupportedModelError, match="vocabulary of 5 cannot be cut 4 ways"):
+    with pytest.raises(UnsupportedModelError, match="vocabulary of 5 cannot be sharded over 4"):
         shard_tensors(model, mesh_of(4))
     assert untouched(model)
 
 
 @pytest.mark.usefixtures("world")
-def test_every_trained_parameter_is_a_dtensor_under_its_name() -> None:
+def test_trainable_parameters_become_dtensors_with_the_same_names() -> None:
     model, original = llama(), llama()
     shard_tensors(model, mesh_of(2))
-    cut = dict(model.named_parameters())
-    assert list(cut) == [name for name, _ in original.named_parameters()]
-    placements = {name.removeprefix("model.layers.0."): p.placements for name, p in cut.items()}
+    sharded = dict(model.named_parameters())
+    assert list(sharded) == [name for name, _ in original.named_parameters()]
+    placements = {name.removeprefix("model.layers.0."): p.placements for name, p in sharded.items()}
     assert placements["self_attn.q_proj.weight"] == (Shard(0),)
     assert placements["self_attn.o_proj.weight"] == (Shard(1),)
     assert placements["mlp.down_proj.weight"] == (Shard(1),)
     assert placements["input_layernorm.weight"] == (Replicate(),)
     assert placements["model.embed_tokens.weight"] == placements["lm_head.weight"] == (Shard(0),)
-    assert is_vocabulary_parallel(model.lm_head)
-    assert not is_vocabulary_parallel(original.lm_head)
+    assert is_vocab_parallel(model.lm_head)
+    assert not is_vocab_parallel(original.lm_head)
     for name, parameter in original.named_parameters():
-        assert cut[name].shape == parameter.shape, name
+        assert sharded[name].shape == parameter.shape, name
 
 
 @pytest.mark.usefixtures("world")
-def test_a_rank_keeps_no_more_than_its_part_in_memory() -> None:
+def test_rank_holds_only_its_shard_in_memory() -> None:
     model = llama(tie_word_embeddings=True)
     before = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
     shard_tensors(model, mesh_of(2))
@@ -118,7 +118,7 @@ def test_a_rank_keeps_no_more_than_its_part_in_memory() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_adapters_are_cut_on_the_side_of_the_cut() -> None:
+def test_adapters_are_sharded_with_their_layer() -> None:
     model = apply_method(llama(), MethodConfig(kind="dora", rank=4), seed=0)
     shard_tensors(model, mesh_of(2))
     placements = {}
@@ -137,29 +137,29 @@ def test_adapters_are_cut_on_the_side_of_the_cut() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_packed_layers_keep_this_ranks_part() -> None:
+def test_quantized_layers_keep_this_ranks_shard() -> None:
     model = llama(attention_bias=True)
-    pack_linears(model, "int8", dtype=torch.float32, device=torch.device("cpu"))
+    quantize_linears(model, "int8", dtype=torch.float32, device=torch.device("cpu"))
     attention = model.model.layers[0].self_attn
-    rows, columns = attention.q_proj.dequantise()[16:], attention.o_proj.dequantise()[:, 16:]
+    rows, columns = attention.q_proj.dequantize()[16:], attention.o_proj.dequantize()[:, 16:]
     shard_tensors(apply_method(model, MethodConfig(kind="lora", rank=4), seed=0), mesh_of(2))
-    assert torch.equal(attention.q_proj.get_base_layer().dequantise(), rows)
-    assert torch.equal(attention.o_proj.get_base_layer().dequantise(), columns)
+    assert torch.equal(attention.q_proj.get_base_layer().dequantize(), rows)
+    assert torch.equal(attention.o_proj.get_base_layer().dequantize(), columns)
     assert attention.o_proj.get_base_layer().bias is None, "the first rank adds it"
 
 
 @pytest.mark.usefixtures("world")
-def test_parameters_are_back_in_their_place_after_an_error() -> None:
+def test_parameters_are_restored_after_an_error() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = distribute(nn.Parameter(torch.randn(4, 4)), mesh_of(2), Shard(0))
-    LocalParameters(layer, [Place(layer, "weight", own_part)])
+    LocalParameters(layer, [ParameterSlot(layer, "weight", to_local)])
     with pytest.raises(RuntimeError):
         layer(torch.randn(2, 3))
     assert isinstance(layer.weight, DTensor)
 
 
 @pytest.mark.usefixtures("world")
-def test_no_activation_outlives_its_layer() -> None:
+def test_activations_are_freed_after_their_layer() -> None:
     model = llama()
     shard_tensors(model, mesh_of(2))
     seen: list[weakref.ref[torch.Tensor]] = []

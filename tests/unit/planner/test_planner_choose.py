@@ -25,14 +25,14 @@ def config(**sections: Any) -> TrainConfig:
     return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
 
 
-def test_a_machine_without_gpus_trains_on_all_cores_in_one_process() -> None:
+def test_without_gpus_one_process_uses_all_cores() -> None:
     plan = choose(config(), machine())
     assert (plan.device, plan.world_size, plan.backend, plan.precision) == ("cpu", 1, "gloo", "fp32")
     assert plan.threads_per_process == 8
     assert plan.reason("device") == "no driver"
 
 
-def test_gpus_get_a_process_each() -> None:
+def test_one_process_per_gpu() -> None:
     plan = choose(config(), machine(gpus=4))
     assert (plan.device, plan.world_size, plan.backend, plan.precision) == ("cuda", 4, "nccl", "bf16")
     assert plan.device_ids == (0, 1, 2, 3)
@@ -43,17 +43,17 @@ def test_precision_follows_the_hardware(capability: tuple[int, int] | None, prec
     assert choose(config(), machine(gpus=1, capability=capability)).precision == precision
 
 
-def test_processes_on_cpus_may_take_turns_and_are_warned() -> None:
-    """Three or four ranks on a laptop are what people try a configuration with."""
+def test_oversubscribed_cpu_cores_give_a_warning() -> None:
+    """Three or four ranks on a laptop are a common way to try a configuration."""
     plan = choose(config(parallel={"world_size": 4}), machine(cores=2))
     assert (plan.world_size, plan.threads_per_process) == (4, 1)
     (reason,) = [choice.reason for choice in plan.choices if choice.name == "threads_per_process"]
-    assert reason == "2 cores over 4 process(es), which take turns"
-    (warned,) = plan.warnings
-    assert "4 processes share 2 CPU core(s) and take turns" in warned
+    assert reason == "2 cores for 4 process(es), oversubscribed"
+    (warning,) = plan.warnings
+    assert "4 processes share 2 CPU core(s)" in warning
     four = config(parallel={"world_size": 4})
     assert choose(four, machine(cores=4)).warnings == ()
-    assert choose(four, machine(cores=2), ProcessRank(0, 0, 4, 2)).warnings == (), "the others are on another machine"
+    assert choose(four, machine(cores=2), ProcessRank(0, 0, 4, 2)).warnings == (), "the others are on another node"
     assert choose(config(parallel={"world_size": 2}), machine(gpus=2, cores=1)).warnings == ()
 
 
@@ -66,7 +66,7 @@ def test_every_automatic_choice_has_a_reason() -> None:
 
 def test_micro_batches_fill_the_share_evenly() -> None:
     plan = choose(config(data={"path": "d", "seq_len": 2048}, train={"global_batch_size": 36}), machine(gpus=2))
-    assert plan.micro_batch_size == 6  # 18 each, at most 8 a pass: 3 passes of 6
+    assert plan.micro_batch_size == 6  # 18 each, at most 8 per micro-batch: 3 of 6
     plan = choose(config(train={"global_batch_size": 2, "micro_batch_size": 1}), machine())
     assert plan.micro_batch_size == 1
 
@@ -83,7 +83,7 @@ def test_device_ids_choose_and_order_gpus() -> None:
 def test_a_small_batch_leaves_gpus_idle_rather_than_failing() -> None:
     plan = choose(config(train={"global_batch_size": 2}), machine(gpus=4))
     assert plan.world_size == 2
-    assert "2 only" in plan.reason("parallel.world_size")
+    assert "keeps only 2 busy" in plan.reason("parallel.world_size")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,12 @@ def test_a_small_batch_leaves_gpus_idle_rather_than_failing() -> None:
         ({"parallel": {"world_size": 5}}, 4, DeviceError, "there are 4 GPU"),
         ({"parallel": {"world_size": 33}}, 0, DeviceError, "there are 8 CPU core"),
         ({"parallel": {"world_size": 2, "mode": "none"}}, 4, ConfigError, "mode=none"),
-        ({"parallel": {"world_size": 4}, "train": {"global_batch_size": 2}}, 4, ConfigError, "cannot share"),
+        (
+            {"parallel": {"world_size": 4}, "train": {"global_batch_size": 2}},
+            4,
+            ConfigError,
+            "too small for 4 processes",
+        ),
         ({"train": {"global_batch_size": 8, "micro_batch_size": 5}}, 2, ConfigError, "micro_batch_size=5"),
         ({"model": {"path": "m", "precision": "fp16"}}, 0, DeviceError, "fp16 needs a GPU"),
         ({"parallel": {"mode": "distributed"}}, 0, ConfigError, "needs a number of processes"),
@@ -101,14 +106,12 @@ def test_a_small_batch_leaves_gpus_idle_rather_than_failing() -> None:
         ({"parallel": {"device_ids": [0]}, "device": "cpu"}, 1, ConfigError, "device_ids names GPUs"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
-    sections: Any, gpus: int, error: type[Exception], message: str
-) -> None:
+def test_impossible_settings_are_refused(sections: Any, gpus: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         choose(config(**sections), machine(gpus=gpus))
 
 
-def test_backend_and_mode_are_honoured() -> None:
+def test_backend_and_mode_are_honored() -> None:
     assert choose(config(parallel={"backend": "gloo"}), machine(gpus=2)).backend == "gloo"
     assert choose(config(parallel={"mode": "none"}), machine(gpus=2)).world_size == 1
     assert choose(config(parallel={"mode": "distributed"}), machine(gpus=2)).world_size == 2
@@ -118,17 +121,17 @@ def test_frozen_weights_follow_method_and_precision() -> None:
     fp8 = config(model={"path": "m", "precision": "fp8"})
     assert choose(config(method={"kind": "qlora"}), machine(gpus=1)).frozen_weights == "nf4"
     assert (choose(fp8, machine(gpus=1)).frozen_weights, choose(fp8, machine(gpus=1)).precision) == ("fp8", "bf16")
-    assert choose(fp8, machine()).frozen_weights == "fp8", "the reference runs anywhere"
+    assert choose(fp8, machine()).frozen_weights == "fp8", "the reference implementation runs anywhere"
     with pytest.raises(DeviceError, match="compute capability"):
         choose(fp8, machine(gpus=1, capability=(8, 0)))
 
 
-def test_in_a_full_fine_tune_fp8_is_what_layers_multiply_in() -> None:
+def test_fp8_in_a_full_fine_tune_means_fp8_matmuls() -> None:
     full = config(model={"path": "m", "precision": "fp8"}, method={"kind": "full"})
     plan = choose(full, machine(gpus=1))
-    assert (plan.fp8_products, plan.frozen_weights, plan.precision, plan.compile) == (True, None, "bf16", True)
-    assert "forward products" in plan.reason("fp8_products")
-    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).fp8_products, "it has to be asked for"
+    assert (plan.fp8_matmuls, plan.frozen_weights, plan.precision, plan.compile) == (True, None, "bf16", True)
+    assert "forward and input gradients" in plan.reason("fp8_matmuls")
+    assert not choose(config(method={"kind": "full"}), machine(gpus=1)).fp8_matmuls, "it must be requested"
     with pytest.raises(DeviceError, match="compute capability"):
         choose(full, machine(gpus=1, capability=(8, 0)))
 
@@ -139,37 +142,37 @@ def test_in_a_full_fine_tune_fp8_is_what_layers_multiply_in() -> None:
         ({}, 1, (9, 0), "fp8", "fp8 tensor cores"),
         ({"parallel": {"mode": "distributed"}}, 2, (9, 0), "fp8", "fp8 tensor cores"),
         ({}, 1, (8, 0), None, "compute capability 9.0"),
-        ({"method": {"kind": "dora"}}, 1, (9, 0), None, "layers are fused"),
-        ({"method": {"dropout": 0.1}}, 1, (9, 0), None, "layers are fused"),
-        ({"train": {"fused": "off"}}, 1, (9, 0), None, "layers are fused"),
-        ({"parallel": {"mode": "distributed", "shard": 2}}, 2, (9, 0), None, "the model is divided"),
+        ({"method": {"kind": "dora"}}, 1, (9, 0), None, "only with fused layers"),
+        ({"method": {"dropout": 0.1}}, 1, (9, 0), None, "only with fused layers"),
+        ({"train": {"fused": "off"}}, 1, (9, 0), None, "only with fused layers"),
+        ({"parallel": {"mode": "distributed", "shard": 2}}, 2, (9, 0), None, "the model is sharded"),
         ({"model": {"path": "m", "precision": "bf16"}}, 1, (9, 0), None, None),
         ({"method": {"kind": "full"}}, 1, (9, 0), None, None),
         ({}, 0, (9, 0), None, None),
     ],
 )
-def test_frozen_weights_nobody_asked_about_are_fp8_where_that_was_measured(
+def test_precision_auto_chooses_fp8_where_it_was_measured(
     sections: dict[str, Any], gpus: int, capability: tuple[int, int], expected: str | None, reason: str | None
 ) -> None:
     plan = choose(config(**sections), machine(gpus=gpus, capability=capability))
     assert plan.frozen_weights == expected
-    told = [choice.reason for choice in plan.choices if choice.name == "frozen_weights"]
-    assert (reason is None and not told) or (reason is not None and reason in told[0])
+    reasons = [choice.reason for choice in plan.choices if choice.name == "frozen_weights"]
+    assert (reason is None and not reasons) or (reason is not None and reason in reasons[0])
 
 
-@pytest.mark.parametrize("packing", ["int8", "nf4"])
-def test_int8_and_nf4_leave_the_arithmetic_to_the_hardware(packing: str) -> None:
-    asked = config(model={"path": "m", "precision": packing})
-    for devices, arithmetic in (
+@pytest.mark.parametrize("quantized", ["int8", "nf4"])
+def test_compute_precision_of_int8_and_nf4_follows_the_hardware(quantized: str) -> None:
+    requested = config(model={"path": "m", "precision": quantized})
+    for devices, compute in (
         (machine(), "fp32"),
         (machine(gpus=1, capability=(7, 5)), "fp16"),
         (machine(gpus=1, capability=(8, 0)), "bf16"),
     ):
-        plan = choose(asked, devices)
-        assert (plan.frozen_weights, plan.precision) == (packing, arithmetic)
-        assert plan.reason("frozen_weights") == f"model.precision is {packing}"
+        plan = choose(requested, devices)
+        assert (plan.frozen_weights, plan.precision) == (quantized, compute)
+        assert plan.reason("frozen_weights") == f"model.precision is {quantized}"
         assert plan.reason("model.precision") == "as configured"
-        assert "as configured" not in plan.reason("arithmetic")
+        assert "as configured" not in plan.reason("compute_precision")
 
 
 @pytest.mark.parametrize(
@@ -185,20 +188,20 @@ def test_int8_and_nf4_leave_the_arithmetic_to_the_hardware(packing: str) -> None
         ("fp8", "qlora", False),
     ],
 )
-def test_packed_weights_are_for_lora(precision: str, kind: str, allowed: bool) -> None:
+def test_quantized_weights_need_lora(precision: str, kind: str, allowed: bool) -> None:
     sections = {"model": {"path": "m", "precision": precision}, "method": {"kind": kind}}
     if allowed:
         assert choose(config(**sections), machine(gpus=1)).frozen_weights == precision
         return
-    with pytest.raises(ValueError, match=f"model.precision={precision} keeps LoRA's frozen weights in {precision}"):
+    with pytest.raises(ValueError, match=f"model.precision={precision} quantizes LoRA's frozen weights to {precision}"):
         config(**sections)
 
 
 @pytest.mark.parametrize("sections", [{"method": {"kind": "qlora"}}, {"model": {"path": "m", "precision": "nf4"}}])
-def test_nf4_is_fused_where_there_are_fp8_products(sections: Any) -> None:
+def test_nf4_is_fused_on_gpus_with_fp8_matmuls(sections: Any) -> None:
     plan = choose(config(**sections), machine(gpus=2))
     assert (plan.frozen_weights, plan.fused, plan.compile) == ("nf4", True, False)
-    assert "straight from nf4" in plan.reason("train.fused")
+    assert "read nf4 weights directly" in plan.reason("train.fused")
     for capability, reason in (((8, 9), "compute capability 9.0"), ((7, 5), "fp16"), (None, "fp32")):
         older = machine(gpus=1, capability=capability)
         assert not choose(config(**sections), older).fused
@@ -207,15 +210,17 @@ def test_nf4_is_fused_where_there_are_fp8_products(sections: Any) -> None:
         with pytest.raises(DeviceError, match=r"train\.fused=on"):
             choose(config(**sections, train={"fused": "on"}), older)
     assert not choose(config(**sections), machine()).fused
-    assert choose(config(**sections, train={"fused": "on"}), machine()).fused, "the references run anywhere"
+    assert choose(config(**sections, train={"fused": "on"}), machine()).fused, (
+        "the reference implementations run anywhere"
+    )
 
 
-def test_only_nf4_asks_more_of_a_gpu_to_be_fused() -> None:
+def test_fused_layers_need_fp8_support_only_for_nf4() -> None:
     assert choose(config(), machine(gpus=1, capability=(8, 0))).fused
-    assert "straight from nf4" not in choose(config(), machine(gpus=1)).reason("train.fused")
+    assert "read nf4 weights directly" not in choose(config(), machine(gpus=1)).reason("train.fused")
     exact = config(model={"path": "m", "precision": "fp32"}, method={"kind": "qlora"})
     assert not choose(exact, machine(gpus=1)).fused
-    assert "arithmetic is fp32" in choose(exact, machine(gpus=1)).reason("train.fused")
+    assert "compute precision is fp32" in choose(exact, machine(gpus=1)).reason("train.fused")
     assert not choose(config(model={"path": "m", "precision": "fp32"}), machine(gpus=1)).fused
     assert not choose(config(method={"dropout": 0.1}), machine(gpus=1)).fused
     assert not choose(config(method={"kind": "dora"}), machine(gpus=1)).fused
@@ -227,32 +232,32 @@ def test_full_fine_tunes_are_fused_where_that_is_faster() -> None:
         return config(model=model, method={"kind": "full"}, train={"weights": "bf16", **train})
 
     plan = choose(full(), machine(gpus=1))
-    assert (plan.fp8_products, plan.fused, plan.cuda_graph) == (True, True, True)
-    assert "layers with one input are one product" in plan.reason("train.fused")
+    assert (plan.fp8_matmuls, plan.fused, plan.cuda_graph) == (True, True, True)
+    assert "layers with the same input share one matmul" in plan.reason("train.fused")
     assert choose(full(), machine(gpus=2)).fused
     plain = choose(full("bf16"), machine(gpus=1))
     assert (plain.fused, plain.compile) == (False, True)
     assert "compiled layers were faster" in plain.reason("train.fused")
     assert choose(full("bf16", fused="on"), machine(gpus=1, capability=(8, 0))).fused
     lean = choose(full("bf16", activation_checkpointing="offload"), machine(gpus=1))
-    assert (lean.fused, lean.compile, lean.cuda_graph) == (True, False, False), "layers computed again do not compile"
-    assert "gradients take the place of activations" in lean.reason("train.fused")
+    assert (lean.fused, lean.compile, lean.cuda_graph) == (True, False, False), "recomputed layers are not compiled"
+    assert "gradients reuse the memory of activations" in lean.reason("train.fused")
     assert not choose(full("bf16", activation_checkpointing="offload", weights="fp32"), machine(gpus=1)).fused
     compiled = choose(full("bf16", activation_checkpointing="offload", compile="on"), machine(gpus=1))
     assert (compiled.fused, compiled.compile) == (False, True)
-    again = choose(full("bf16", activation_checkpointing="full"), machine(gpus=1))
-    assert (again.fused, again.compile) == (False, False)
-    assert "not measured with activation_checkpointing=full" in again.reason("train.fused")
+    recomputed = choose(full("bf16", activation_checkpointing="full"), machine(gpus=1))
+    assert (recomputed.fused, recomputed.compile) == (False, False)
+    assert "not measured for bf16 matmuls with activation_checkpointing=full" in recomputed.reason("train.fused")
     wide = choose(full(weights="fp32"), machine(gpus=1))
     assert not wide.fused
     assert "train.weights is fp32" in wide.reason("train.fused")
     with pytest.raises(DeviceError, match=r"train\.fused=on is not possible here.*train\.weights is fp32"):
         choose(full(weights="fp32", fused="on"), machine(gpus=1))
     assert not choose(full(), machine()).fused
-    assert choose(full(weights="fp32", fused="on"), machine()).fused, "the references run anywhere"
+    assert choose(full(weights="fp32", fused="on"), machine()).fused, "the reference implementations run anywhere"
 
 
-def test_steps_are_recorded_where_shapes_stay_and_nothing_interrupts() -> None:
+def test_cuda_graph_needs_fixed_shapes_and_one_gpu() -> None:
     plan = choose(config(), machine(gpus=1))
     assert plan.cuda_graph
     assert "one shape" in plan.reason("train.cuda_graph")
@@ -270,17 +275,17 @@ def test_steps_are_recorded_where_shapes_stay_and_nothing_interrupts() -> None:
             choose(config(train={"cuda_graph": "on", **impossible}), machine(gpus=1 if impossible else 2))
 
 
-def test_switches_may_be_spelt_as_yaml_reads_them() -> None:
+def test_switches_accept_booleans() -> None:
     assert not choose(config(train={"fused": False}), machine(gpus=1)).fused
     assert choose(config(train={"fused": True}), machine()).fused
 
 
-def test_layers_are_compiled_where_that_pays() -> None:
+def test_compile_is_chosen_where_it_was_measured() -> None:
     unfused = {"fused": "off"}
     assert choose(config(train=unfused), machine(gpus=1)).compile
     fused = choose(config(), machine(gpus=1))
     assert (fused.fused, fused.compile) == (True, True)
-    assert "fused layers need no compiler" in fused.reason("train.compile")
+    assert "fused layers are not compiled" in fused.reason("train.compile")
     assert not choose(config(train=unfused), machine()).compile
     assert not choose(config(train=unfused), machine(gpus=2)).compile
     assert choose(config(method={"kind": "full"}), machine(gpus=1)).compile
@@ -291,7 +296,7 @@ def test_layers_are_compiled_where_that_pays() -> None:
     assert not choose(config(train={"compile": "off"}), machine(gpus=1)).compile
 
 
-def test_bf16_weights_bring_bf16_arithmetic_or_an_error() -> None:
+def test_bf16_weights_need_bf16_compute() -> None:
     full = {"method": {"kind": "full"}}
     lean = config(**full, train={"weights": "bf16"})
     assert choose(lean, machine()).precision == "bf16"
@@ -313,27 +318,27 @@ def test_checkpointing_is_planned_as_configured(mode: str) -> None:
     ("gpus", "mode", "processes"), [(0, "none", 1), (1, "none", 1), (2, "dataparallel", 1), (4, "dataparallel", 1),
                                     (5, "distributed", 5)]
 )  # fmt: skip
-def test_the_simple_policy_counts_gpus(gpus: int, mode: str, processes: int) -> None:
+def test_auto_policy_simple(gpus: int, mode: str, processes: int) -> None:
     plan = choose(config(parallel={"auto_policy": "simple"}, train={"global_batch_size": 8}), machine(gpus=gpus))
     chosen = next(choice for choice in plan.choices if choice.name == "parallel.mode")
     assert (chosen.value, plan.world_size, plan.copies) == (mode, processes, mode == "dataparallel")
-    assert chosen.reason == f"auto_policy=simple, and there are {gpus} GPU(s)"
+    assert chosen.reason == f"auto_policy=simple with {gpus} GPU(s)"
     assert choose(config(train={"global_batch_size": 8}), machine(gpus=4)).world_size == 4
 
 
-def test_processes_on_other_machines_need_no_room_here() -> None:
+def test_ranks_on_other_nodes_need_no_local_gpu() -> None:
     run = config(parallel={"world_size": 4})
-    with pytest.raises(DeviceError, match=r"4 processes were asked for, but there are 2 GPU\(s\)"):
+    with pytest.raises(DeviceError, match=r"4 processes were requested, but there are 2 GPU\(s\)"):
         choose(run, machine(gpus=2))
     plan = choose(run, machine(gpus=2), ProcessRank(rank=3, local_rank=1, world_size=4, local_world_size=2))
     assert (plan.world_size, plan.dims.replicate, plan.device_ids) == (4, 4, (0, 1))
     assert plan.threads_per_process == 4
-    with pytest.raises(DeviceError, match="3 processes were asked for"):
+    with pytest.raises(DeviceError, match="3 processes were requested"):
         choose(run, machine(gpus=2), ProcessRank(rank=3, local_rank=1, world_size=4, local_world_size=3))
 
 
-def test_where_nobody_says_how_many_are_here_a_rank_still_needs_its_own_gpu() -> None:
+def test_rank_needs_its_own_gpu_if_local_world_size_is_unknown() -> None:
     run = config(parallel={"world_size": 4})
     assert choose(run, machine(gpus=2), ProcessRank(rank=3, local_rank=1, world_size=4)).device_ids == (0, 1)
-    with pytest.raises(DeviceError, match="3 processes were asked for"):
+    with pytest.raises(DeviceError, match="3 processes were requested"):
         choose(run, machine(gpus=2), ProcessRank(rank=2, local_rank=2, world_size=4))

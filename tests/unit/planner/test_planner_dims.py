@@ -1,4 +1,4 @@
-"""From modes and degrees to ParallelDims, and what does not go together."""
+"""ParallelDims from modes and degrees, and unsupported combinations."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def test_degrees(parallel: dict[str, Any], world: int, expected: ParallelDims) -
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world", "says"),
+    ("parallel", "world", "message"),
     [
         ({"shard": 3}, 4, "shard 3"),
         ({"replicate": 2, "shard": 4}, 4, "= 8"),
         ({"mode": "hybrid"}, 1, "several processes"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], world: int, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], world: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         choose_dims(MultiGPUConfig(**parallel), world)
 
 
 @pytest.mark.parametrize(
-    ("sections", "dims", "says"),
+    ("sections", "dims", "message"),
     [
-        ({}, ParallelDims(pipeline=2, tensor=2), "pipeline goes together with copies"),
+        ({}, ParallelDims(pipeline=2, tensor=2), "combined only with parallel.replicate"),
         (
             {"model": {"path": "m", "precision": "fp8"}, "method": {"kind": "full"}},
             ParallelDims(tensor=2),
             "round its own part",
         ),
-        ({}, ParallelDims(replicate=2, shard=2, context=2), "sharded weights"),
+        ({}, ParallelDims(replicate=2, shard=2, context=2), "HSDP cannot be combined"),
         ({"parallel": {"aggregation": "median"}}, ParallelDims(shard=2), "aggregation=median"),
         ({"parallel": {"leave_out_nonfinite": True}}, ParallelDims(pipeline=2), "leave_out_nonfinite"),
         ({"parallel": {"batch_shares": "adaptive"}}, ParallelDims(shard=2), "adaptive"),
@@ -77,14 +77,12 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], world: in
         ({"train": {"optimizer": "adamw8bit"}}, ParallelDims(tensor=2), "adamw8bit"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_loaded(
-    sections: dict[str, Any], dims: ParallelDims, says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_unsupported_combinations_are_refused(sections: dict[str, Any], dims: ParallelDims, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_together(config(**sections), dims)
 
 
-def test_what_goes_together_is_not() -> None:
+def test_supported_combinations_are_accepted() -> None:
     shares = config(parallel={"batch_shares": "2,2,2,15"}, train={"global_batch_size": 21})
     check_together(shares, ParallelDims(replicate=4))
     check_together(config(parallel={"aggregation": "median"}), ParallelDims(replicate=4))
@@ -92,8 +90,8 @@ def test_what_goes_together_is_not() -> None:
         check_together(config(), dims)
 
 
-def test_the_share_of_one_process_is_a_number() -> None:
-    with pytest.raises(ConfigError, match=r"Write 1 number\(s\), such as 16\."):
+def test_batch_share_of_one_process_is_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"List 1 number\(s\), such as 16\."):
         check_together(config(parallel={"batch_shares": "8,8"}, train={"global_batch_size": 16}), ParallelDims())
     check_together(config(parallel={"batch_shares": 16}, train={"global_batch_size": 16}), ParallelDims())
 
@@ -105,19 +103,19 @@ def test_every_named_mode_uses_all_processes(world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({"mode": "none", "shard": 2}, "parallel.shard is for mode=distributed"),
-        ({"aggregation": "weighted"}, "go together"),
-        ({"aggregation_weights": [1.0, 2.0]}, "go together"),
+        ({"aggregation": "weighted"}, "must be set together"),
+        ({"aggregation_weights": [1.0, 2.0]}, "must be set together"),
         ({"stages_per_process": 2}, "parallel.pipeline"),
     ],
 )
-def test_a_config_that_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_contradicting_parallel_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config(parallel=values)
 
 
-def test_the_other_name_of_weighted_is_known() -> None:
-    found = MultiGPUConfig(aggregation="weighted_mean", aggregation_weights=[1.0, 2.0])  # type: ignore[arg-type]
-    assert found.aggregation == "weighted"
+def test_weighted_mean_alias() -> None:
+    parsed = MultiGPUConfig(aggregation="weighted_mean", aggregation_weights=[1.0, 2.0])  # type: ignore[arg-type]
+    assert parsed.aggregation == "weighted"

@@ -1,4 +1,4 @@
-"""Every field of the configuration: read by every run, refused where it does not fit, or told to have no effect."""
+"""Every config field is used by every run, refused where it does not apply, or reported to have no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pantheraml.specs.config_file import all_keys, load_config, parse_overrides,
 from pantheraml.specs.train import TrainSettings
 from tests.unit.planner.test_planner_choose import machine
 
-ALWAYS_READ = """
+ALWAYS_USED = """
 model.path model.tokenizer model.precision model.init model.trust_remote_code model.allow_pickle model.device_map
 data.path data.eval_path data.eval_fraction data.format data.seq_len data.packing data.on_bad_row data.on_long_row
 data.workers data.cache_dir method.kind
@@ -38,8 +38,8 @@ REFUSED = {
     "parallel.stages_per_process": ["parallel.stages_per_process=2"],
 }
 
-TOLD_BY_THE_LOOP = ["train.warmup_steps"]
-"""It knows how long the run is."""
+REPORTED_BY_THE_LOOP = ["train.warmup_steps"]
+"""Needs the length of the run."""
 
 NO_EFFECT = {
     "model.revision": ["model.path=/", "model.revision=main"],
@@ -101,21 +101,21 @@ def leaves() -> set[str]:
 
 
 def test_every_field_is_in_one_of_the_lists() -> None:
-    listed = [*ALWAYS_READ.split(), *REFUSED, *TOLD_BY_THE_LOOP, *NO_EFFECT]
+    listed = [*ALWAYS_USED.split(), *REFUSED, *REPORTED_BY_THE_LOOP, *NO_EFFECT]
     assert sorted(listed) == sorted(leaves())
 
 
 @pytest.mark.parametrize("key", NO_EFFECT)
-def test_a_setting_without_effect_is_told(key: str) -> None:
+def test_setting_without_effect_is_reported(key: str) -> None:
     settings = NO_EFFECT[key]
     processes = 2 if any(part.startswith(("parallel.shard", "parallel.tensor")) for part in settings) else 1
-    told = [message for message in warnings(*settings, processes=processes) if message.startswith(f"{key}=")]
-    assert len(told) == 1
-    assert "has no effect: " in told[0]
+    reported = [message for message in warnings(*settings, processes=processes) if message.startswith(f"{key}=")]
+    assert len(reported) == 1
+    assert "has no effect: " in reported[0]
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_setting_that_does_not_fit_is_refused(key: str) -> None:
+def test_inapplicable_setting_is_refused(key: str) -> None:
     with pytest.raises(PantheraError, match=key.rpartition(".")[2]):
         warnings(*REFUSED[key])
 
@@ -132,21 +132,21 @@ def test_a_setting_that_does_not_fit_is_refused(key: str) -> None:
         ["report.sinks=[wandb]", "report.project=mine"],
     ],
 )
-def test_settings_that_are_read_are_not_told(settings: list[str]) -> None:
+def test_used_settings_are_not_reported(settings: list[str]) -> None:
     assert warnings(*settings) == ()
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         (["train.max_steps=10", "train.epochs=1"], "train.epochs=1.0 has no effect: train.max_steps=10"),
         (["checkpoint.keep=2"], "checkpoint.keep=2 has no effect: without checkpoint.every_steps"),
         (["method.kind=full", "method.rank=16"], "method.rank=16 has no effect: method.kind=full"),
     ],
 )
-def test_a_default_that_was_written_is_told(settings: list[str], told: str) -> None:
+def test_explicit_defaults_are_reported(settings: list[str], expected: str) -> None:
     (message,) = warnings(*settings)
-    assert message.startswith(told)
+    assert message.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -158,25 +158,25 @@ def test_a_default_that_was_written_is_told(settings: list[str], told: str) -> N
         ["checkpoint.keep=2", "data.eval_fraction=0.1", "train.eval_every_steps=5"],  # the best ones are saved
     ],
 )
-def test_what_happens_anyway_is_not_told(settings: list[str]) -> None:
+def test_explicit_settings_that_change_nothing_are_not_reported(settings: list[str]) -> None:
     assert warnings(*settings) == ()
 
 
-@pytest.mark.parametrize(("warmup", "total", "told"), [(0, 1, False), (9, 10, False), (10, 10, True), (200, 10, True)])
-def test_a_warm_up_as_long_as_the_run_is_told(warmup: int, total: int, told: bool) -> None:
+@pytest.mark.parametrize(("warmup", "total", "warns"), [(0, 1, False), (9, 10, False), (10, 10, True), (200, 10, True)])
+def test_warmup_as_long_as_the_run_warns(warmup: int, total: int, warns: bool) -> None:
     message = long_warmup(TrainSettings(warmup_steps=warmup, learning_rate=1.0), total)
-    assert (message is not None) == told
+    assert (message is not None) == warns
     if warmup == 200:
         assert message is not None
         assert "reaches 0.05," in message
 
 
-def test_what_is_for_several_processes_is_read_by_several() -> None:
+def test_multi_process_settings_are_used_by_several_processes() -> None:
     settings = ["parallel.aggregation=median", "parallel.check_every=7", "parallel.bucket_cap_mb=5"]
     assert warnings(*settings, processes=2) == ()
 
 
-def test_a_plan_that_was_stored_before_has_no_warnings_of_its_own() -> None:
-    """A run folder's configuration lists every key."""
+def test_stored_config_gives_no_warnings() -> None:
+    """The configuration in a run folder lists every key."""
     plan = choose(validate(load_config(None, parse_overrides(["model.path=m", "data.path=d"])).to_dict()), machine())
     assert plan.warnings == ()

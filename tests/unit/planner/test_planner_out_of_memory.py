@@ -13,7 +13,7 @@ from pantheraml.specs.train import TrainConfig
 GIB = 2**30
 HOPPER = GPU(index=0, name="H200", total_bytes=140 * GIB, free_bytes=140 * GIB, compute_capability=(9, 0))
 MACHINE = DeviceSpec(gpus=(HOPPER,), cpu_count=8, ram_bytes=64 * GIB, driver="580")
-SHORTAGE = Shortage(asked=2 * GIB, free=GIB, total=140 * GIB, compute_capability=(9, 0))
+SHORTAGE = Shortage(requested=2 * GIB, free=GIB, total=140 * GIB, compute_capability=(9, 0))
 
 
 def planned(**sections: dict[str, Any]) -> tuple[TrainConfig, Plan]:
@@ -24,33 +24,33 @@ def planned(**sections: dict[str, Any]) -> tuple[TrainConfig, Plan]:
 
 def use(**changes: int) -> MemoryUse:
     values = {"frozen_weights": 16, "trained_weights": 1, "gradients": 1, "optimizer_states": 2, "activations": 100}
-    other = {"second_layout": 0, "trained_values": GIB}
+    other = {"second_layout": 0, "trainable_params": GIB}
     return MemoryUse(**{**{name: size * GIB for name, size in values.items()}, **other, **changes})
 
 
-def test_the_error_says_what_was_short_and_what_took_the_memory() -> None:
+def test_error_reports_allocation_and_memory_use() -> None:
     error = memory_error(SHORTAGE, use(), *planned())
     assert isinstance(error, OutOfMemoryError)
-    assert "2.00 GiB more were asked for and 1.00 GiB of 140.00 GiB were free" in error.what
+    assert "tried to allocate 2.00 GiB with 1.00 GiB of 140.00 GiB free" in error.what
     assert "weights 17.00 GiB, gradients 1.00 GiB, optimizer states 2.00 GiB, activations 100.00 GiB" in error.what
-    assert error.todo is not None
-    assert "train.micro_batch_size=4 (now 8; saves about 50.00 GiB)" in error.todo
+    assert error.fix is not None
+    assert "train.micro_batch_size=4 (now 8; saves about 50.00 GiB)" in error.fix
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_sizes_are_left_out() -> None:
     error = memory_error(
-        Shortage(asked=None, free=None, total=None), None, *planned(model={"path": "m", "precision": "bf16"})
+        Shortage(requested=None, free=None, total=None), None, *planned(model={"path": "m", "precision": "bf16"})
     )
     assert error.what == "The GPU ran out of memory."
-    assert error.todo is not None
-    assert "saves" not in error.todo
-    assert "fp8" not in error.todo, "whether this GPU can do it is not known"
-    assert Shortage(asked=None, free=GIB, total=2 * GIB).__str__() == ": 1.00 GiB of 2.00 GiB were free"
+    assert error.fix is not None
+    assert "saves" not in error.fix
+    assert "fp8" not in error.fix, "the GPU's capability is unknown"
+    assert Shortage(requested=None, free=GIB, total=2 * GIB).__str__() == ": 1.00 GiB of 2.00 GiB free"
 
 
-def test_that_smaller_passes_were_tried_is_said() -> None:
+def test_error_mentions_a_micro_batch_of_one() -> None:
     error = memory_error(SHORTAGE, None, *planned(train={"micro_batch_size": 1}))
-    assert error.what.startswith("The GPU ran out of memory, with one sequence at a time: 2.00 GiB more")
+    assert error.what.startswith("The GPU ran out of memory with a micro-batch of 1: tried to allocate 2.00 GiB")
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_that_smaller_passes_were_tried_is_said() -> None:
         ("offload", "parallel.shard=N"),
     ],
 )
-def test_what_a_resumed_run_may_change(mode: str, change: str) -> None:
+def test_leaner_resume_setting(mode: str, change: str) -> None:
     _, plan = planned(train={"activation_checkpointing": mode})
     assert leaner_resume(plan) == change
 
 
-def test_a_second_layout_is_the_first_to_go() -> None:
+def test_second_layout_is_dropped_first() -> None:
     twice = use(second_layout=14 * GIB)
     assert str(twice).startswith("weights 31.00 GiB, ")
     ways = advice(SHORTAGE, twice, *planned())
@@ -76,14 +76,14 @@ def test_a_second_layout_is_the_first_to_go() -> None:
     )
     assert advice(SHORTAGE, None, *planned())[0] == "train.fp8_layouts=1 (now 2)"
     for one in (
-        advice(SHORTAGE, use(), *planned()),  # the weights were too large for it
+        advice(SHORTAGE, use(), *planned()),  # the weights were too large for two
         advice(SHORTAGE, None, *planned(train={"fp8_layouts": 1})),
         advice(SHORTAGE, None, *planned(train={"activation_checkpointing": "selective"})),
     ):
         assert "fp8_layouts" not in "; ".join(one)
 
 
-def test_an_odd_micro_batch_saves_its_own_share() -> None:
+def test_saving_of_an_odd_micro_batch() -> None:
     ways = advice(SHORTAGE, use(activations=90 * GIB), *planned(train={"micro_batch_size": 3}))
     assert ways[0] == "train.micro_batch_size=1 (now 3; saves about 60.00 GiB)"
 
@@ -118,7 +118,7 @@ def test_an_odd_micro_batch_saves_its_own_share() -> None:
         ({"train": {"activation_checkpointing": "offload"}}, ["seq_len"], ["activation_checkpointing"]),
     ],
 )
-def test_only_what_would_help_this_run_is_named(
+def test_advice_lists_only_applicable_settings(
     sections: dict[str, Any], expected: list[str], absent: list[str]
 ) -> None:
     text = "; ".join(advice(SHORTAGE, use(), *planned(**sections)))
@@ -130,6 +130,6 @@ def test_only_what_would_help_this_run_is_named(
     ("mode", "named"),
     [("none", ["selective", "full", "offload"]), ("selective", ["full", "offload"]), ("full", ["offload"])],
 )
-def test_stronger_checkpointing_is_named_in_order(mode: str, named: list[str]) -> None:
+def test_stronger_checkpointing_modes_are_listed_in_order(mode: str, named: list[str]) -> None:
     text = "; ".join(advice(SHORTAGE, use(), *planned(train={"activation_checkpointing": mode})))
     assert " or ".join(f"train.activation_checkpointing={name}" for name in named) + f" (now {mode};" in text

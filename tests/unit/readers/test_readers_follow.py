@@ -1,4 +1,4 @@
-"""The follower hands on every event once, and no reader can harm the run or another reader."""
+"""The follower passes on every event once, and a failing reader affects neither the run nor other readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pantheraml.base.events import Event, EventWriter
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import EventBase, Notice
 from pantheraml.readers.follow import Follower
 from pantheraml.readers.sinks.sink import Sink
 
@@ -20,15 +21,15 @@ class Collector:
         self.messages: list[str] = []
         self.closed = 0
 
-    def handle(self, event: Event) -> None:
-        self.messages.append(event["message"])
+    def handle(self, event: EventBase) -> None:
+        self.messages.append(event.message)
 
     def close(self) -> None:
         self.closed += 1
 
 
 class Faulty(Collector):
-    def handle(self, event: Event) -> None:
+    def handle(self, event: EventBase) -> None:
         super().handle(event)
         raise ConnectionError("the server is gone")
 
@@ -42,50 +43,48 @@ class BadEnd(Collector):
         raise OSError("cannot flush")
 
 
-def test_new_events_arrive_once_while_the_file_grows(tmp_path: Path) -> None:
+def test_new_events_are_passed_on_once(tmp_path: Path) -> None:
     collector = Collector()
     follower = Follower(tmp_path, [collector])
     assert follower.poll() == [], "the stream does not exist yet"
     with EventWriter(tmp_path) as emit:
-        emit("notice", message="one")
-        assert [event["message"] for event in follower.poll()] == ["one"]
-        emit("notice", message="two")
-        emit("notice", message="three")
+        emit(Notice(message="one"))
+        assert [event.message for event in follower.poll()] == ["one"]
+        emit(Notice(message="two"))
+        emit(Notice(message="three"))
         follower.poll()
-        emit("notice", message="last")
+        emit(Notice(message="last"))
     follower.close()
-    assert collector.messages == ["one", "two", "three", "last"], "closing hands on what is left"
+    assert collector.messages == ["one", "two", "three", "last"], "closing passes on the rest"
     assert collector.closed == 1
 
 
-def test_a_resumed_run_can_start_at_the_end(tmp_path: Path) -> None:
+def test_follower_can_start_at_the_end(tmp_path: Path) -> None:
     collector = Collector()
     with EventWriter(tmp_path) as emit:
-        emit("notice", message="old")
+        emit(Notice(message="old"))
         follower = Follower(tmp_path, [collector], from_end=True)
-        emit("notice", message="new")
+        emit(Notice(message="new"))
     follower.close()
     assert collector.messages == ["new"]
 
 
-def test_a_reader_that_raises_is_switched_off_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_reader_is_disabled_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     faulty, healthy = Faulty(), Collector()
     follower = Follower(tmp_path, [faulty, healthy])
     with EventWriter(tmp_path) as emit, caplog.at_level(logging.WARNING, "pantheraml"):
         for message in ("one", "two"):
-            emit("notice", message=message)
+            emit(Notice(message=message))
         assert len(follower.poll()) == 2
         follower.close()
     assert (faulty.messages, faulty.closed) == (["one"], 1)
     assert (healthy.messages, healthy.closed) == (["one", "two"], 1)
     (record,) = caplog.records
-    expected = "the faulty one is switched off for the rest of this run: ConnectionError: the server is gone"
+    expected = "the faulty one is disabled for the rest of this run: ConnectionError: the server is gone"
     assert record.getMessage() == expected
 
 
-def test_all_readers_are_closed_when_one_cannot_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_readers_are_closed_if_one_fails_to_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad, good = BadEnd(), Collector()
     with caplog.at_level(logging.WARNING, "pantheraml"):
         Follower(tmp_path, [bad, good]).close()
@@ -94,7 +93,7 @@ def test_all_readers_are_closed_when_one_cannot_close(tmp_path: Path, caplog: py
 
 
 class SlowBackend:
-    """Hangs until released, as a server that does not answer makes its client do."""
+    """Blocks until released, like the client of an unresponsive server."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -114,13 +113,13 @@ class GoneBackend(SlowBackend):
         raise ConnectionError("no route to host")
 
 
-def test_a_slow_sink_does_not_hold_up_the_run(story: Any, tmp_path: Path) -> None:
-    story.train(1, 50)
-    story.finish(50)
+def test_slow_sink_does_not_block_the_run(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.train(1, 50)
+    fake_run.finish(50)
     backend = SlowBackend()
-    follower = Follower(story.write(tmp_path), [Sink("slow", backend)])
+    follower = Follower(fake_run.write(tmp_path), [Sink("slow", backend)])
     begin = time.monotonic()
-    assert len(follower.poll()) == len(story.events)
+    assert len(follower.poll()) == len(fake_run.events)
     assert time.monotonic() - begin < 50
     assert backend.logged == []
     backend.release.set()
@@ -129,18 +128,18 @@ def test_a_slow_sink_does_not_hold_up_the_run(story: Any, tmp_path: Path) -> Non
     assert backend.status == "succeeded"
 
 
-def test_a_sink_whose_server_is_gone_is_switched_off(
-    story: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_sink_with_an_unreachable_server_is_disabled(
+    fake_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    story.train(1, 1)
+    fake_run.train(1, 1)
     sink = Sink("gone", GoneBackend())
-    follower = Follower(story.write(tmp_path), [sink])
+    follower = Follower(fake_run.write(tmp_path), [sink])
     with EventWriter(tmp_path) as emit, caplog.at_level(logging.WARNING, "pantheraml"):
         deadline = time.monotonic() + 100
         while not caplog.records and time.monotonic() < deadline:
-            emit("notice", message="the run goes on")
+            emit(Notice(message="the run goes on"))
             follower.poll()
         follower.close()
     (record,) = caplog.records
-    assert record.getMessage().startswith("the sink 'gone' is switched off")
+    assert record.getMessage().startswith("the sink 'gone' is disabled")
     assert "no route to host" in record.getMessage()

@@ -1,4 +1,4 @@
-"""report.html: self-contained, escaped, and true to the events, from one step to a hundred thousand."""
+"""report.html: self-contained, escaped, and consistent with the events, for runs of any length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from pantheraml.base.errors import RunDirectoryError
 from pantheraml.readers import report_charts
 from pantheraml.readers.report import Section, write_report
-from pantheraml.readers.report_charts import charts, smooth, thin
+from pantheraml.readers.report_charts import charts, downsample, smooth
 from pantheraml.readers.summary import history
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser would see: tags, visible text, and the embedded chart data."""
+    """Parsed page: tags, visible text, and the embedded chart data."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Page(html.parser.HTMLParser):
         return " | ".join(text for text in self.text if text.strip())
 
 
-def test_a_complete_run_is_shown_whole(complete: Any, tmp_path: Path) -> None:
-    complete.tell("warning", message="41 rows were truncated")
+def test_report_of_a_complete_run(complete: Any, tmp_path: Path) -> None:
+    complete.emit("warning", message="41 rows were truncated")
     path = write_report(complete.write(tmp_path / "first"), extra_figures=[("exact match", "97.3 %")])
     assert path == tmp_path / "first" / "report.html"
     page = Page(path)
@@ -63,9 +63,9 @@ def test_a_complete_run_is_shown_whole(complete: Any, tmp_path: Path) -> None:
     assert titles == list(CHARTS)
     assert len(page.charts) == len(CHARTS)
     losses = {series["name"]: series for series in page.charts[0]["series"]}
-    steps = [event for event in complete.events if event["kind"] == "train.step"]
+    steps = [event for event in complete.events if event.kind == "train.step"]
     assert losses["training, each step"]["x"] == list(range(1, 121))
-    assert losses["training, each step"]["y"] == pytest.approx([event["loss"] for event in steps], rel=1e-5)
+    assert losses["training, each step"]["y"] == pytest.approx([event.loss for event in steps], rel=1e-5)
     assert losses["evaluation"]["x"] == [30, 60, 90, 120]
 
 
@@ -73,24 +73,24 @@ CHARTS = ("Loss", "Perplexity on evaluation data", "Learning rate", "Gradient no
           "Memory per device, GiB")  # fmt: skip
 
 
-def test_a_loss_that_ended_no_better_than_it_began_stands_at_the_top(story: Any, tmp_path: Path) -> None:
-    story.begin()
-    story.train(1, 3)
-    story.tell("train.finished", steps=3, stopped_by="end", concern="the loss ended at <9>")
-    page = Page(write_report(story.write(tmp_path / "run")))
-    assert page.text.index("the loss ended at <9>") < page.text.index("Curves")
+def test_concern_is_shown_at_the_top(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    fake_run.train(1, 3)
+    fake_run.emit("train.finished", steps=3, stopped_by="end", concern="the loss ended at <9>")
+    page = Page(write_report(fake_run.write(tmp_path / "run")))
+    assert page.text.index("the loss ended at <9>") < page.text.index("Charts")
 
 
-def test_what_was_decided_with_the_model_at_hand_is_shown_with_the_plan(story: Any, tmp_path: Path) -> None:
-    story.begin()
-    story.tell("choice", name="parallel.static_graph", value=False, reason="nothing needs it", automatic=True)
-    page = Page(write_report(story.write(tmp_path / "run")))
+def test_choices_made_with_the_model_are_shown_with_the_plan(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    fake_run.emit("choice", name="parallel.static_graph", value=False, reason="nothing needs it", automatic=True)
+    page = Page(write_report(fake_run.write(tmp_path / "run")))
     at = page.text.index("parallel.static_graph")
     assert page.text[at : at + 4] == ["parallel.static_graph", "False", "automatic", "nothing needs it"]
     assert at > page.text.index("activations fit")
 
 
-def test_the_file_needs_nothing_from_elsewhere(complete: Any, tmp_path: Path) -> None:
+def test_report_has_no_external_resources(complete: Any, tmp_path: Path) -> None:
     path = write_report(complete.write(tmp_path / "run"))
     page = Page(path)
     for tag, attributes in page.tags:
@@ -101,23 +101,23 @@ def test_the_file_needs_nothing_from_elsewhere(complete: Any, tmp_path: Path) ->
     assert path.read_text(encoding="utf-8").count("plotly.js v") == 1, "plotly is embedded once"
 
 
-def test_no_text_can_become_markup(story: Any, tmp_path: Path) -> None:
+def test_all_text_is_escaped(fake_run: Any, tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
-    story.begin()
-    story.events[-1]["plan"] = {
-        **story.events[-1]["plan"],
+    fake_run.begin()
+    fake_run.events[-1].plan = {
+        **fake_run.events[-1].plan,
         "choices": [{"name": evil, "value": evil, "reason": evil, "automatic": True}],
     }
-    story.train(1, 3)
+    fake_run.train(1, 3)
     for kind in ("notice", "warning"):
-        story.tell(kind, message=evil)
-    story.tell("verdict", step=2, action=evil, cause=evil)
-    story.tell("error", error=evil, what=evil, where=evil, todo=evil, exit_code=8)
-    story.tell("checkpoint.saved", step=3, path=evil, bytes=1, seconds=0.1, best=False)
-    story.tell("model.saved", path=evil, form=evil)
-    story.tell("run.finished", status=evil, seconds=1.0)
+        fake_run.emit(kind, message=evil)
+    fake_run.emit("verdict", step=2, action=evil, cause=evil)
+    fake_run.emit("error", error=evil, what=evil, where=evil, fix=evil, exit_code=8)
+    fake_run.emit("checkpoint.saved", step=3, path=evil, bytes=1, seconds=0.1, best=False)
+    fake_run.emit("model.saved", path=evil, form=evil)
+    fake_run.emit("run.finished", status=evil, seconds=1.0)
     extra = [Section(evil, evil, (evil,), [(evil,)])]
-    run_dir = story.write(tmp_path / "a<b>&c")
+    run_dir = fake_run.write(tmp_path / "a<b>&c")
     page = Page(write_report(run_dir, extra=extra, extra_figures=[(evil, evil)]))
     tags = [tag for tag, _ in page.tags]
     assert "img" not in tags
@@ -125,55 +125,57 @@ def test_no_text_can_become_markup(story: Any, tmp_path: Path) -> None:
     assert page.words.count("alert(1)") >= 16, "the text itself is shown"
 
 
-def test_a_failed_run_says_why_and_leaves_out_what_is_not_finite(story: Any, tmp_path: Path) -> None:
-    story.begin()
-    story.train(1, 4, total=10)
-    story.step(5, 10, loss="nan", grad_norm="inf")
-    story.tell("error", error="NonFiniteError", what="The loss is nan.", where="step 5", exit_code=18,
-               todo="Lower the learning rate.")  # fmt: skip
-    story.tell("run.finished", status="failed", seconds=1.0)
-    page = Page(write_report(story.write(tmp_path / "run")))
-    assert "NonFiniteError | \nThe loss is nan.\nwhere: step 5\nto do: Lower the learning rate." in page.words
+def test_failed_run_shows_its_error_and_skips_nonfinite_values(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    fake_run.train(1, 4, total=10)
+    fake_run.step(5, 10, loss="nan", grad_norm="inf")
+    fake_run.emit("error", error="NonFiniteError", what="The loss is nan.", where="step 5", exit_code=18,
+               fix="Lower the learning rate.")  # fmt: skip
+    fake_run.emit("run.finished", status="failed", seconds=1.0)
+    page = Page(write_report(fake_run.write(tmp_path / "run")))
+    assert "NonFiniteError | \nThe loss is nan.\nwhere: step 5\nfix: Lower the learning rate." in page.words
     assert page.charts[0]["series"][0]["y"][-1] is None
-    assert "1 step without a finite number, left out." in page.words
+    assert "1 step without a finite value, not drawn." in page.words
     assert "5 of 10 | steps" in page.words
 
 
-@pytest.mark.parametrize("tell", [lambda story: None, lambda story: story.train(1, 1)], ids=["no step", "one step"])
-def test_a_run_that_hardly_began(story: Any, tmp_path: Path, tell: Any) -> None:
-    story.begin()
-    tell(story)
-    page = Page(write_report(story.write(tmp_path / "run")))
+@pytest.mark.parametrize(
+    "tell", [lambda fake_run: None, lambda fake_run: fake_run.train(1, 1)], ids=["no step", "one step"]
+)
+def test_report_of_a_run_with_at_most_one_step(fake_run: Any, tmp_path: Path, tell: Any) -> None:
+    fake_run.begin()
+    tell(fake_run)
+    page = Page(write_report(fake_run.write(tmp_path / "run")))
     assert "running" in page.words
     assert all(series["markers"] for chart in page.charts for series in chart["series"]), "one point must be visible"
 
 
-def test_a_folder_without_events_is_refused(tmp_path: Path) -> None:
+def test_folder_without_events_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no events"):
         write_report(tmp_path)
 
 
-def test_a_hundred_thousand_steps_are_thinned_and_said_so(story: Any) -> None:
+def test_long_runs_are_downsampled_with_a_note(fake_run: Any) -> None:
     points = [(step, math.sin(step / 1000)) for step in range(1, 100_001)]
     points[54_320] = (54_321, 99.0)
-    drawn = thin(points)
+    drawn = downsample(points)
     assert len(drawn) <= 2 * report_charts.BUCKETS
     assert (54_321, 99.0) in drawn, "a spike of one step stays visible"
     assert [step for step, _ in drawn] == sorted({step for step, _ in drawn})
-    story.train(1, 2_000)
-    loss = charts(history(story.events))[0]
-    assert loss.note == "2,000 points, drawn as the lowest and highest of 750 stretches."
+    fake_run.train(1, 2_000)
+    loss = charts(history(fake_run.events))[0]
+    assert loss.note == "2,000 points, drawn as the lowest and highest of 750 buckets."
 
 
-def test_thinning_keeps_gaps() -> None:
+def test_downsampling_keeps_gaps() -> None:
     points = [(step, None if 40_000 < step <= 60_000 else 1.0) for step in range(1, 100_001)]
-    gaps = [step for step, value in thin(points) if value is None]
+    gaps = [step for step, value in downsample(points) if value is None]
     assert min(gaps) > 40_000
     assert max(gaps) <= 60_000
     assert len(gaps) == pytest.approx(150, abs=2)
 
 
-def test_smoothing_follows_a_slope_without_lag() -> None:
+def test_smoothing_does_not_lag() -> None:
     line = [(step, 100.0 - step) for step in range(1, 401)]
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
     noisy = [(step, float(step % 2)) for step in range(1, 401)]
@@ -181,27 +183,27 @@ def test_smoothing_follows_a_slope_without_lag() -> None:
     assert smooth([(1, 2.0), (2, None), (3, 4.0)])[1] == (2, None)
 
 
-def test_messages_are_bounded(story: Any, tmp_path: Path) -> None:
-    story.begin()
+def test_number_of_messages_is_limited(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
     for index in range(1_000):
-        story.tell("warning", message=f"warning number {index}.")
-    page = Page(write_report(story.write(tmp_path / "run")))
+        fake_run.emit("warning", message=f"warning number {index}.")
+    page = Page(write_report(fake_run.write(tmp_path / "run")))
     assert "The last 200 of 1,000." in page.words
     assert "warning number 999." in page.words
     assert len(re.findall(r"warning number \d+\.", page.words)) == 200
 
 
-def test_ranks_of_the_last_start_and_the_slow_one_named(story: Any, tmp_path: Path) -> None:
+def test_rank_table_shows_the_last_start_and_names_the_slow_rank(fake_run: Any, tmp_path: Path) -> None:
     def started() -> None:
-        story.tell("train.started", first_step=1, total_steps=2, world_size=3, device="cpu", global_batch_size=4)
+        fake_run.emit("train.started", first_step=1, total_steps=2, world_size=3, device="cpu", global_batch_size=4)
 
-    story.begin()
+    fake_run.begin()
     started()
-    story.tell("train.ranks", step=1, tokens=[9_999] * 4, seconds=[9.0] * 4, memory_bytes=[1] * 4)
+    fake_run.emit("train.ranks", step=1, tokens=[9_999] * 4, seconds=[9.0] * 4, memory_bytes=[1] * 4)
     started()
-    story.tell("train.ranks", step=1, tokens=[800, 801, 300], seconds=[0.5, 0.5, 0.7], memory_bytes=[2**30, 1, None])
-    story.tell("train.ranks", step=2, tokens=[800, 803, 300], seconds=[0.5, 0.5, 1.1], memory_bytes=[1, 2**29, None])
-    words = Page(write_report(story.write(tmp_path / "run"))).words
+    fake_run.emit("train.ranks", step=1, tokens=[800, 801, 300], seconds=[0.5, 0.5, 0.7], memory_bytes=[2**30, 1, None])
+    fake_run.emit("train.ranks", step=2, tokens=[800, 803, 300], seconds=[0.5, 0.5, 1.1], memory_bytes=[1, 2**29, None])
+    words = Page(write_report(fake_run.write(tmp_path / "run"))).words
     assert "Rank 2 takes 1.8 times as long" in words
     assert "Rank 0 takes" not in words
     assert "0 | 800 | 0.5 s | 1.00 × | 1 GiB | 1 | 802 | 0.5 s | 1.00 × | 512 MiB" in words
@@ -209,8 +211,8 @@ def test_ranks_of_the_last_start_and_the_slow_one_named(story: Any, tmp_path: Pa
     assert "9,999" not in words
 
 
-def test_ranks_whose_time_is_unknown(story: Any, tmp_path: Path) -> None:
-    story.begin()
-    story.tell("train.ranks", step=1, tokens=[800, 800], seconds=None, memory_bytes=[1024, 1024])
-    words = Page(write_report(story.write(tmp_path / "run"))).words
+def test_rank_table_with_unknown_times(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    fake_run.emit("train.ranks", step=1, tokens=[800, 800], seconds=None, memory_bytes=[1024, 1024])
+    words = Page(write_report(fake_run.write(tmp_path / "run"))).words
     assert "0 | 800 | – | – | 1 KiB | 1 | 800 | – | – | 1 KiB" in words

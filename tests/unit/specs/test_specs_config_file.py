@@ -8,7 +8,14 @@ import yaml
 
 from pantheraml import TrainConfig
 from pantheraml.base.errors import ConfigError
-from pantheraml.specs.config_file import _ELSEWHERE, all_keys, dump_yaml, json_schema, load_config, parse_overrides
+from pantheraml.specs.config_file import (
+    _OTHER_TRAINERS_KEYS,
+    all_keys,
+    dump_yaml,
+    json_schema,
+    load_config,
+    parse_overrides,
+)
 
 MINIMAL = {"model": {"path": "m"}, "data": {"path": "d"}}
 
@@ -28,7 +35,7 @@ def problem(tmp_path: Path, text: str, *overrides: str) -> str:
 HEAD = "model:\n  path: m\ndata:\n  path: d\n"
 
 
-def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
+def test_yaml_round_trip(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, HEAD + "train:\n  learning_rate: 1e-4\n  max_steps: 7\n"))
     assert config.train.learning_rate == 1e-4
     assert load_config(write(tmp_path, dump_yaml(config))) == config
@@ -66,10 +73,10 @@ def test_nearest_names(tmp_path: Path, wrong: str, right: str | None) -> None:
     assert (f"Did you mean `{right}`?" in text) if right else ("Did you mean" not in text)
 
 
-def test_names_of_other_trainers_lead_to_keys_that_there_are() -> None:
+def test_other_trainers_keys_map_to_existing_keys() -> None:
     known = [".".join(key) for key in all_keys()]
-    assert set(_ELSEWHERE.values()) <= set(known)
-    assert not {name.rpartition(".")[2] for name in known} & _ELSEWHERE.keys()
+    assert set(_OTHER_TRAINERS_KEYS.values()) <= set(known)
+    assert not {name.rpartition(".")[2] for name in known} & _OTHER_TRAINERS_KEYS.keys()
 
 
 def test_a_bad_value_names_key_value_and_line(tmp_path: Path) -> None:
@@ -85,15 +92,15 @@ def test_a_bad_override_names_the_command_line(tmp_path: Path) -> None:
     assert "(command line)" in problem(tmp_path, HEAD, "train.seed=x")
 
 
-def test_what_is_required_is_named(tmp_path: Path) -> None:
+def test_missing_keys_are_named(tmp_path: Path) -> None:
     assert "`data` is required" in problem(tmp_path, "model: {path: m}\n")
     assert "`model.path` is required" in problem(tmp_path, "model: {}\ndata: {path: d}\n")
 
 
 def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
     assert "line 2" in problem(tmp_path, "model: {path: m}\n  data: [\n")
-    assert "stands twice" in problem(tmp_path, HEAD + "data: {path: e}\n")
-    assert "holds no settings" in problem(tmp_path, "")
+    assert "is set twice" in problem(tmp_path, HEAD + "data: {path: e}\n")
+    assert "contains no settings" in problem(tmp_path, "")
     with pytest.raises(ConfigError, match="no config file"):
         load_config(tmp_path / "absent.yaml")
 
@@ -110,13 +117,13 @@ def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
         ("data: {path: d, eval_path: e}\ntrain: {early_stopping_patience: 2}", "needs train.eval_every_steps"),
     ],
 )
-def test_sections_must_agree(tmp_path: Path, extra: str, message: str) -> None:
+def test_contradicting_sections_are_refused(tmp_path: Path, extra: str, message: str) -> None:
     values = {**MINIMAL, **yaml.safe_load(extra)}
     assert message in problem(tmp_path, yaml.safe_dump(values))
 
 
 @pytest.mark.parametrize("setting", ["nonsense", "=3"])
-def test_malformed_set(setting: str) -> None:
+def test_malformed_override_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.field=value"):
         parse_overrides([setting])
 
@@ -128,7 +135,7 @@ def test_every_key_is_described_in_the_schema() -> None:
             assert field.get("description"), name
 
 
-def test_names_that_other_tools_rely_on() -> None:
+def test_promised_keys_exist() -> None:
     known = {".".join(key) for key in all_keys()}
     promised = """model.path model.precision data.path data.eval_path data.format data.seq_len data.packing method.kind
     method.rank method.alpha method.target_modules train.max_steps train.epochs train.global_batch_size
@@ -147,7 +154,7 @@ def test_an_empty_section_is_all_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, HEAD + "train:\n")).train.seed == 0
 
 
-def test_sections_that_disagree_name_the_line(tmp_path: Path) -> None:
+def test_cross_section_errors_name_the_line(tmp_path: Path) -> None:
     assert "config.yaml, line 6" in problem(tmp_path, HEAD + "train:\n  eval_every_steps: 5\n")
 
 
@@ -156,7 +163,7 @@ def test_numbers_must_be_finite(tmp_path: Path, value: str) -> None:
     assert "`train.epochs`" in problem(tmp_path, HEAD, f"train.epochs={value}")
 
 
-def test_control_characters_are_refused_politely(tmp_path: Path) -> None:
+def test_control_characters_in_yaml_are_a_config_error(tmp_path: Path) -> None:
     assert "not valid YAML" in problem(tmp_path, HEAD + "# \x01\n")
 
 
@@ -169,7 +176,7 @@ def nested_aliases(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "bound"),
     [
-        (nested_aliases(9), "holds more than 10,000 values"),
+        (nested_aliases(9), "contains more than 10,000 values"),
         ("model: " + "[" * 200 + "]" * 200 + "\n", "nested more than 32 levels"),
         ("model: " + "[" * 50_000 + "]" * 50_000 + "\n", "nested more than 32 levels"),
         ("model: &a [*a]\n", "nested more than 32 levels"),
@@ -177,14 +184,14 @@ def nested_aliases(levels: int) -> str:
     ],
     ids=["aliases", "deep", "deeper", "endless", "large"],
 )
-def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path, text: str, bound: str) -> None:
-    said = problem(tmp_path, text)
-    assert bound in said
-    assert len(said) < 500
+def test_oversized_yaml_is_refused(tmp_path: Path, text: str, bound: str) -> None:
+    message = problem(tmp_path, text)
+    assert bound in message
+    assert len(message) < 500
 
 
 @pytest.mark.parametrize("value", ["1" + ":1" * 120_000, "7" * 5_000, "0." + "1" * 5_000])
-def test_a_number_that_has_no_end_is_refused_at_once(tmp_path: Path, value: str) -> None:
+def test_overlong_number_is_refused_quickly(tmp_path: Path, value: str) -> None:
     begin = time.process_time()
     path = tmp_path / "config.yaml"
     path.write_text(f"train: {{seed: {value}}}\n")
@@ -195,34 +202,34 @@ def test_a_number_that_has_no_end_is_refused_at_once(tmp_path: Path, value: str)
 
 
 @pytest.mark.parametrize("value", ["2001-99-99", "!!int x", "!!timestamp x", "!!bool x"])
-def test_a_value_that_is_none_is_an_error_of_the_file(tmp_path: Path, value: str) -> None:
+def test_invalid_value_is_an_error_of_the_file(tmp_path: Path, value: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"train: {{seed: {value}}}\n")
-    with pytest.raises(ConfigError, match="a value that is none") as raised:
+    with pytest.raises(ConfigError, match="an invalid value") as raised:
         load_config(path)
     assert raised.value.where == str(path)
     assert parse_overrides([f"train.seed={value}"]) == {("train", "seed"): value}, "the key's own check refuses it"
 
 
-def test_an_override_that_stands_for_too_much_is_refused() -> None:
+def test_oversized_override_is_refused() -> None:
     with pytest.raises(ConfigError, match="nested more than 32 levels"):
         parse_overrides(["train.seed=" + "[" * 50_000])
 
 
-def test_aliases_that_people_write_are_read(tmp_path: Path) -> None:
+def test_yaml_aliases_are_expanded(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "model: {path: &m m}\ndata: {path: *m}\n")).data.path == "m"
 
 
-def test_a_long_value_is_told_in_short(tmp_path: Path) -> None:
+def test_long_values_are_truncated_in_errors(tmp_path: Path) -> None:
     assert len(problem(tmp_path, HEAD + f"train: {{seed: {'x' * 10_000}}}\n")) < 400
 
 
-def test_a_value_where_a_section_belongs(tmp_path: Path) -> None:
-    said = problem(tmp_path, "model: {path: m}\ndata: file.jsonl\n")
-    assert "`data` is a section, not a value" in said
-    assert "line 2" in said
-    assert "data: {path: ...}" in said
-    assert "DataConfig" not in said
+def test_value_instead_of_a_section_is_refused(tmp_path: Path) -> None:
+    message = problem(tmp_path, "model: {path: m}\ndata: file.jsonl\n")
+    assert "`data` is a section, not a value" in message
+    assert "line 2" in message
+    assert "data: {path: ...}" in message
+    assert "DataConfig" not in message
     assert "parallel: {mode: ...}" in problem(tmp_path, HEAD + "parallel: 2\n")
 
 
@@ -238,11 +245,11 @@ def test_a_value_where_a_section_belongs(tmp_path: Path) -> None:
         ("method.target_modules=all-linear", "all-linear"),
     ],
 )
-def test_lists_as_people_write_them(tmp_path: Path, setting: str, value: object) -> None:
+def test_comma_separated_lists(tmp_path: Path, setting: str, value: object) -> None:
     config = load_config(write(tmp_path, HEAD), parse_overrides([setting]))
     section, _, name = setting.partition("=")[0].partition(".")
     assert getattr(getattr(config, section), name) == value
 
 
-def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path) -> None:
+def test_seed_out_of_range_is_refused(tmp_path: Path) -> None:
     assert "`train.seed` = 18446744073709551616" in problem(tmp_path, HEAD, "train.seed=18446744073709551616")

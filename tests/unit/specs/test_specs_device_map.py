@@ -1,4 +1,4 @@
-"""`model.device_map` and `model.max_memory`, as people write them and as they are stored."""
+"""Accepted and stored forms of `model.device_map` and `model.max_memory`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(model: dict[str, Any], **sections: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("given", "expected"),
     [
         ("auto", "auto"),
         ("balanced", "balanced"),
@@ -30,13 +30,13 @@ def config(model: dict[str, Any], **sections: Any) -> TrainConfig:
         ({"": 0, "lm_head": "cpu"}, {"": "cuda:0", "lm_head": "cpu"}),
     ],
 )
-def test_a_map_comes_back_from_its_file(written: Any, meant: Any, tmp_path: Path) -> None:
-    made = config({"device_map": written, "max_memory": {0: "10GiB", "cpu": 5, "cuda:1": "1.5 MB"}})
-    assert made.model.device_map == meant
-    assert made.model.max_memory == {"cuda:0": "10GiB", "cpu": 5, "cuda:1": "1.5 MB"}
-    (tmp_path / "config.yaml").write_text(dump_yaml(made))
-    assert load_config(tmp_path / "config.yaml") == made
-    assert TrainConfig.model_validate_json(made.model_dump_json()) == made
+def test_device_map_round_trip(given: Any, expected: Any, tmp_path: Path) -> None:
+    parsed = config({"device_map": given, "max_memory": {0: "10GiB", "cpu": 5, "cuda:1": "1.5 MB"}})
+    assert parsed.model.device_map == expected
+    assert parsed.model.max_memory == {"cuda:0": "10GiB", "cpu": 5, "cuda:1": "1.5 MB"}
+    (tmp_path / "config.yaml").write_text(dump_yaml(parsed))
+    assert load_config(tmp_path / "config.yaml") == parsed
+    assert TrainConfig.model_validate_json(parsed.model_dump_json()) == parsed
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_map_comes_back_from_its_file(written: Any, meant: Any, tmp_path: Path
         ({"max_memory": {0: "10GiB"}}, r"needs model\.device_map"),
     ],
 )
-def test_what_is_no_map_is_told(model: dict[str, Any], message: str) -> None:
+def test_invalid_device_map_is_refused(model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(model)
 
@@ -59,22 +59,22 @@ def test_what_is_no_map_is_told(model: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"mode": "dataparallel", "aggregation": "median"}, "aggregation is for several processes"),
-        ({"mode": "dataparallel", "batch_shares": "adaptive"}, "batch_shares is for several processes"),
-        ({"mode": "dataparallel", "leave_out_nonfinite": True}, "leave_out_nonfinite is for several processes"),
+        ({"mode": "dataparallel", "aggregation": "median"}, "aggregation needs several processes"),
+        ({"mode": "dataparallel", "batch_shares": "adaptive"}, "batch_shares needs several processes"),
+        ({"mode": "dataparallel", "leave_out_nonfinite": True}, "leave_out_nonfinite needs several processes"),
         ({"output_device": 0}, "output_device is for mode=dataparallel"),
     ],
 )
-def test_what_does_not_go_with_copies(parallel: dict[str, Any], message: str) -> None:
+def test_settings_that_dataparallel_does_not_support(parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config({}, parallel=parallel)
 
 
-def test_copies_and_a_map_exclude_each_other() -> None:
+def test_dataparallel_and_device_map_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="keep one"):
         config({"device_map": "auto"}, parallel={"mode": "dataparallel"})
 
 
-def test_a_run_may_go_on_with_another_map() -> None:
+def test_device_map_may_change_on_resume() -> None:
     check_resumable(config({}), config({"device_map": {"": 0, "lm_head": 1}, "max_memory": {0: "1GB"}}))
     check_resumable(config({"device_map": "auto"}), config({}, parallel={"mode": "dataparallel"}))

@@ -1,4 +1,4 @@
-"""MultiGPUConfig: the names people know from elsewhere, what they mean here, and what contradicts itself."""
+"""MultiGPUConfig: aliases, their meaning, and contradictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.train import ModelConfig, TrainConfig, TrainSettings
 
 
-def made(**values: Any) -> MultiGPUConfig:
+def multi_gpu(**values: Any) -> MultiGPUConfig:
     return MultiGPUConfig(**values)
 
 
@@ -22,7 +22,7 @@ def config(**sections: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "meaning"),
+    ("given", "field", "expected"),
     [
         ({"enable_hybrid": True}, "mode", MultiGPUMode.HYBRID),
         ({"enable_hybrid": True, "mode": "hybrid"}, "mode", MultiGPUMode.HYBRID),
@@ -37,58 +37,59 @@ def config(**sections: Any) -> TrainConfig:
         ({"aggregation": "weighted_mean", "aggregation_weights": [1, 2]}, "aggregation", "weighted"),
     ],
 )
-def test_other_names_mean_the_same(given: dict[str, Any], field: str, meaning: object) -> None:
-    assert getattr(made(**given), field) == meaning
-    assert getattr(config(parallel=given).parallel, field) == meaning
+def test_aliases_are_translated(given: dict[str, Any], field: str, expected: object) -> None:
+    assert getattr(multi_gpu(**given), field) == expected
+    assert getattr(config(parallel=given).parallel, field) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"enable_hybrid": True, "mode": "distributed"}, "enable_hybrid=True and parallel.mode=distributed"),
         ({"enable_hybrid": False, "mode": "hybrid"}, "enable_hybrid=False and parallel.mode=hybrid"),
-        ({"enable_fault_tolerance": False, "max_retries": 3}, "say different things"),
-        ({"enable_fault_tolerance": True, "max_retries": 0}, "say different things"),
+        ({"enable_fault_tolerance": False, "max_retries": 3}, "contradict each other"),
+        ({"enable_fault_tolerance": True, "max_retries": 0}, "contradict each other"),
         ({"enable_gradient_synchronization": False}, "train different models"),
         ({"timeout_minutes": 5, "timeout_seconds": 30}, "timeout_minutes and parallel.timeout_seconds"),
-        ({"sync_batch_norm": True, "sync_bn": False}, "say different things"),
-        ({"rank": 0}, "rank, local_rank and world_size go together"),
-        ({"rank": 0, "local_rank": 0}, "go together"),
+        ({"sync_batch_norm": True, "sync_bn": False}, "contradict each other"),
+        ({"rank": 0}, "rank, local_rank and world_size must be set together"),
+        ({"rank": 0, "local_rank": 0}, "must be set together"),
         ({"rank": 2, "local_rank": 0, "world_size": 2}, "parallel.rank=2 is not a rank"),
     ],
 )
-def test_contradictions_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        made(**given)
-    with pytest.raises(ConfigError, match=said):
+def test_contradictions_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        multi_gpu(**given)
+    with pytest.raises(ConfigError, match=message):
         validate({"model": {"path": "m"}, "data": {"path": "d"}, "parallel": given})
 
 
-def test_what_is_known_under_both_names_can_be_read_under_both() -> None:
-    assert made(mode="hybrid").enable_hybrid
-    assert not made().enable_hybrid
-    assert made().enable_fault_tolerance
-    assert not made(max_retries=0).enable_fault_tolerance
+def test_aliases_can_be_read() -> None:
+    assert multi_gpu(mode="hybrid").enable_hybrid
+    assert not multi_gpu().enable_hybrid
+    assert multi_gpu().enable_fault_tolerance
+    assert not multi_gpu(max_retries=0).enable_fault_tolerance
 
 
-@pytest.mark.parametrize(("said", "meaning"), [(True, "full"), (False, "none"), ("unsloth", "offload")])
-def test_gradient_checkpointing_by_its_other_name(said: bool | str, meaning: str) -> None:
-    for parallel in ({"use_gradient_checkpointing": said}, made(use_gradient_checkpointing=said)):
-        assert config(parallel=parallel).train.activation_checkpointing == meaning
-        written = config(parallel=parallel, train=TrainSettings(max_steps=3)).train
-        assert (written.activation_checkpointing, written.max_steps) == (meaning, 3)
-    agreeing = {"activation_checkpointing": meaning}
+@pytest.mark.parametrize(("alias", "expected"), [(True, "full"), (False, "none"), ("unsloth", "offload")])
+def test_use_gradient_checkpointing_alias(alias: bool | str, expected: str) -> None:
+    for parallel in ({"use_gradient_checkpointing": alias}, multi_gpu(use_gradient_checkpointing=alias)):
+        assert config(parallel=parallel).train.activation_checkpointing == expected
+        train = config(parallel=parallel, train=TrainSettings(max_steps=3)).train
+        assert (train.activation_checkpointing, train.max_steps) == (expected, 3)
+    agreeing = {"activation_checkpointing": expected}
     assert (
-        config(parallel={"use_gradient_checkpointing": said}, train=agreeing).train.activation_checkpointing == meaning
+        config(parallel={"use_gradient_checkpointing": alias}, train=agreeing).train.activation_checkpointing
+        == expected
     )
     with pytest.raises(ValidationError, match="keep one"):
-        config(parallel={"use_gradient_checkpointing": said}, train={"activation_checkpointing": "selective"})
+        config(parallel={"use_gradient_checkpointing": alias}, train={"activation_checkpointing": "selective"})
     with pytest.raises(ValidationError, match="keep one"):
         train = TrainSettings(activation_checkpointing="selective")
-        config(parallel={"use_gradient_checkpointing": said}, train=train)
+        config(parallel={"use_gradient_checkpointing": alias}, train=train)
 
 
-def test_automatic_device_map() -> None:
+def test_auto_device_map_alias() -> None:
     for model in ({"path": "m"}, ModelConfig(path="m"), {"path": "m", "device_map": "auto"}):
         assert config(model=model, parallel={"auto_device_map": True}).model.device_map == "auto"
     assert config(parallel={"auto_device_map": False}).model.device_map is None
@@ -96,7 +97,7 @@ def test_automatic_device_map() -> None:
         config(model={"path": "m", "device_map": "balanced"}, parallel={"auto_device_map": True})
 
 
-def test_a_translated_configuration_can_be_written_and_read_again() -> None:
+def test_translated_config_round_trip() -> None:
     given = {"auto_device_map": True, "use_gradient_checkpointing": True, "timeout_minutes": 1}
     first = config(parallel=given)
     assert TrainConfig.model_validate(first.to_dict()) == first
@@ -117,14 +118,14 @@ def test_a_translated_configuration_can_be_written_and_read_again() -> None:
     ],
 )
 def test_documented_configurations(given: dict[str, Any], expected: str) -> None:
-    found = made(**given)
-    assert found.mode == expected
-    assert {name: getattr(found, name) for name in given} == given
+    parsed = multi_gpu(**given)
+    assert parsed.mode == expected
+    assert {name: getattr(parsed, name) for name in given} == given
 
 
-def test_on_the_command_line() -> None:
-    needed = {("model", "path"): "m", ("data", "path"): "d"}
-    found = load_config(None, {**needed, ("parallel", "enable_hybrid"): True})
-    assert found.parallel.mode is MultiGPUMode.HYBRID
+def test_alias_on_the_command_line() -> None:
+    required = {("model", "path"): "m", ("data", "path"): "d"}
+    parsed = load_config(None, {**required, ("parallel", "enable_hybrid"): True})
+    assert parsed.parallel.mode is MultiGPUMode.HYBRID
     with pytest.raises(ConfigError, match=r"Did you mean `parallel.auto_device_map`"):
-        load_config(None, {**needed, ("parallel", "auto_device_mapp"): True})
+        load_config(None, {**required, ("parallel", "auto_device_mapp"): True})

@@ -1,4 +1,4 @@
-"""An operator may confine every path of a configuration to some folders."""
+"""PANTHERAML_ALLOWED_ROOTS restricts every path of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = ["data.path", "data.eval_path", "data.cache_dir", "model.path", "model.to
 
 
 def with_paths(folder: Path | str, **changes: str) -> TrainConfig:
-    """All path keys in `folder`, but for those that `changes` names (as data_path)."""
+    """Config with all path keys in `folder`, except those in `changes` (as data_path)."""
     paths = {key: changes.get(key.replace(".", "_"), f"{folder}/{key}") for key in KEYS}
     return TrainConfig(
         model=ModelConfig(path=paths["model.path"], tokenizer=paths["model.tokenizer"]),
@@ -30,12 +30,12 @@ def with_paths(folder: Path | str, **changes: str) -> TrainConfig:
     )
 
 
-def test_every_key_that_is_a_path_is_known(tmp_path: Path) -> None:
+def test_path_keys_is_complete(tmp_path: Path) -> None:
     assert sorted(path_keys(with_paths(tmp_path))) == sorted(KEYS)
     named_like_paths = {
         ".".join(key) for key in all_keys() if key[-1].endswith(("path", "_dir", "tokenizer", "_file", "folder"))
     }
-    assert named_like_paths == set(KEYS), "a new key that is a path belongs into `path_keys`"
+    assert named_like_paths == set(KEYS), "add new path keys to `path_keys`"
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -50,10 +50,10 @@ def test_paths_outside_the_roots_are_refused(key: str, tmp_path: Path) -> None:
     for outside in (f"{other}/x", f"{root}/../other/x", f"{root}/link/x", "/etc/shadow", f"{root}x", "~/x", "a\0b"):
         with pytest.raises(ConfigError, match=key) as caught:
             check_roots(with_paths(root, **{key.replace(".", "_"): outside}), [root])
-        assert str(root) in str(caught.value) or "can be followed" in str(caught.value)
+        assert str(root) in str(caught.value) or "cannot be resolved" in str(caught.value)
 
 
-def test_a_name_of_the_hub_is_no_path_unless_a_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_is_a_path_only_if_the_folder_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
     root.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ OUTSIDE = ["../../../../jobs/mallory/ref", "..", "a/../../b", "/etc", "a//b", ".
 
 
 @pytest.mark.parametrize("revision", [*REVISIONS, *OUTSIDE])
-def test_a_revision_is_a_name_and_no_path(revision: str) -> None:
+def test_revision_is_a_name_and_not_a_path(revision: str) -> None:
     if revision in REVISIONS:
         assert ModelConfig(path="owner/name", revision=revision).revision == revision
     else:
@@ -77,24 +77,24 @@ def test_a_revision_is_a_name_and_no_path(revision: str) -> None:
             ModelConfig(path="owner/name", revision=revision)
 
 
-def test_a_snapshot_outside_the_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the hub's client makes of a revision is looked at too."""
+def test_snapshot_outside_the_hub_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that the hub client returns for a revision is checked too."""
     cache, other = tmp_path / "cache", tmp_path / "jobs/mallory/ref"
     own = cache / "models--me--tiny" / "snapshots" / ("0" * 40)
     for folder in (own, other):
         folder.mkdir(parents=True)
     (own.parent / "link").symlink_to(other)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(cache))
-    for found in (own, other, own.parent / "link", own / "../../../../jobs/mallory/ref"):
-        monkeypatch.setattr(hub, "snapshot_download", lambda *_, found=found, **__: str(found))
-        if found == own:
+    for snapshot in (own, other, own.parent / "link", own / "../../../../jobs/mallory/ref"):
+        monkeypatch.setattr(hub, "snapshot_download", lambda *_, snapshot=snapshot, **__: str(snapshot))
+        if snapshot == own:
             assert local_folder("me/tiny", revision="main") == own
         else:
-            with pytest.raises(ModelError, match="leads out of the hub's cache"):
+            with pytest.raises(ModelError, match="outside the hub cache"):
                 local_folder("me/tiny", revision="main")
 
 
-def test_the_operator_says_it_by_the_environment(
+def test_allowed_roots_variable_applies_to_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, other = tmp_path / "root", tmp_path / "other"
@@ -111,15 +111,15 @@ def test_the_operator_says_it_by_the_environment(
         (["train", "--model", f"{other}/model", "--data", f"{root}/data.jsonl"], "model.path"),
         (["plan", "--model", f"{root}/model", "--data", f"{other}/data.jsonl"], "data.path"),
         (["plan", *inside, "--set", f"data.cache_dir={other}"], "data.cache_dir"),
-        (["quantise", *inside, "--output", f"{other}/packed"], "--output"),
+        (["quantize", *inside, "--output", f"{other}/quantized"], "--output"),
         (["resume", str(run.path)], "the run folder"),
         (["generate", str(run.path), "--prompt", "x"], "the run folder"),
         (["export", str(run.path), "--merge", "--output", f"{root}/out"], "the run folder"),
     ):
         assert main(command) == ConfigError.exit_code, command
-        told = capsys.readouterr().err
-        assert f"ConfigError: {key}=" in told
-        assert "PANTHERAML_ALLOWED_ROOTS" in told
+        message = capsys.readouterr().err
+        assert f"ConfigError: {key}=" in message
+        assert "PANTHERAML_ALLOWED_ROOTS" in message
     with pytest.raises(ConfigError, match="outside the folders"):
         local_folder(f"{other}/model")
     run.path.rename(root / "run")

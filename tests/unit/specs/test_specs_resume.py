@@ -8,9 +8,9 @@ import pytest
 from pantheraml.base.errors import CheckpointError, ConfigError
 from pantheraml.specs.config_file import all_keys, validate
 from pantheraml.specs.resume import (
-    MAY_CHANGE,
-    MAY_NOT_CHANGE,
-    SECTIONS_THAT_MAY_CHANGE,
+    CHANGEABLE_KEYS,
+    CHANGEABLE_SECTIONS,
+    FIXED_KEYS,
     check_resumable,
     is_allowed,
     with_absolute_paths,
@@ -24,7 +24,7 @@ def config(**sections: dict[str, Any]) -> TrainConfig:
     return validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
 
 
-def test_a_run_may_be_made_longer_watched_and_spread_otherwise() -> None:
+def test_length_logging_and_parallelism_may_change_on_resume() -> None:
     longer = config(
         train={"max_steps": 9, "log_every_steps": 3, "schedule": "constant"},
         parallel={"world_size": 2, "shard": 2, "batch_shares": "adaptive"},
@@ -35,13 +35,13 @@ def test_a_run_may_be_made_longer_watched_and_spread_otherwise() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("max_steps", 9), ("epochs", 7.0)])
-def test_where_the_learning_rate_goes_by_the_length_that_may_not_change(key: str, value: float) -> None:
+def test_length_may_not_change_if_the_schedule_depends_on_it(key: str, value: float) -> None:
     longer = config(train={key: value})
-    with pytest.raises(CheckpointError, match=rf"train\.{key} was .*\(Under train.schedule=cosine"):
+    with pytest.raises(CheckpointError, match=rf"train\.{key} was .*\(With train.schedule=cosine"):
         check_resumable(config(), longer)
     with pytest.raises(CheckpointError, match="schedule was 'constant'") as refused:
         check_resumable(config(train={"schedule": "constant"}), config())
-    assert key not in str(refused.value), "it is the same"
+    assert key not in str(refused.value), "it did not change"
 
 
 @pytest.mark.parametrize(
@@ -56,53 +56,53 @@ def test_where_the_learning_rate_goes_by_the_length_that_may_not_change(key: str
         ("stability", "clip_percentile", 50.0),
     ],
 )
-def test_what_makes_the_numbers_may_not_change_unless_somebody_insists(section: str, key: str, value: Any) -> None:
+def test_numeric_settings_may_change_only_with_allow_change(section: str, key: str, value: Any) -> None:
     base: dict[str, Any] = {"model": {"path": "m"}}
     changed = {**base, section: {**base.get(section, {}), key: value}}
     with pytest.raises(CheckpointError, match=rf"{section}\.{key} was") as refused:
         check_resumable(config(), config(**changed))
     assert f"--allow-change {section}.{key}" in str(refused.value)
     for name in (f"{section}.{key}", section):
-        (insisted,) = check_resumable(config(), config(**changed, checkpoint={"allow_change": [name]}))
-        assert insisted.key == f"{section}.{key}"
-        assert insisted.after == value
+        (allowed,) = check_resumable(config(), config(**changed, checkpoint={"allow_change": [name]}))
+        assert allowed.key == f"{section}.{key}"
+        assert allowed.after == value
 
 
-def test_leave_for_one_field_is_not_leave_for_others() -> None:
+def test_allow_change_of_one_key_does_not_cover_others() -> None:
     changed = config(train={"seed": 3, "learning_rate": 1.0}, checkpoint={"allow_change": ["train.seed"]})
     with pytest.raises(CheckpointError, match="learning_rate") as refused:
         check_resumable(config(), changed)
     assert "train.seed" not in str(refused.value)
 
 
-def test_all_differences_are_shown() -> None:
+def test_all_differences_are_listed() -> None:
     changed = config(train={"seed": 3}, parallel=WEIGHTED)
     with pytest.raises(CheckpointError, match=r"aggregation was 'mean', is 'weighted';.*; train\.seed was 0, is 3"):
         check_resumable(config(), changed)
 
 
 @pytest.mark.parametrize(("key", "name"), [("data", "data.path"), ("method", "method"), ("train.seed", "train")])
-def test_leave_covers_what_is_above_and_below(key: str, name: str) -> None:
+def test_allow_change_covers_sections_and_their_keys(key: str, name: str) -> None:
     assert is_allowed(key, [name])
     assert not is_allowed("model", [name])
     assert not is_allowed(f"{name}s", [name])
 
 
-def test_leave_for_a_key_that_is_not_there_is_refused() -> None:
+def test_allow_change_of_an_unknown_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'train\.sed'") as refused:
         check_resumable(config(), config(checkpoint={"allow_change": ["train.sed"]}))
     assert "train.seed" in str(refused.value)
 
 
-def test_the_lists_name_real_keys() -> None:
+def test_key_lists_name_existing_keys() -> None:
     known = {".".join(key) for key in all_keys()}
-    assert known >= MAY_CHANGE | MAY_NOT_CHANGE | SECTIONS_THAT_MAY_CHANGE
+    assert known >= CHANGEABLE_KEYS | FIXED_KEYS | CHANGEABLE_SECTIONS
 
 
 def test_paths_become_absolute_where_they_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
-    made = with_absolute_paths(config(data={"path": "hub/data", "cache_dir": "c"}))
-    assert made.model.path == str(tmp_path / "m")
-    assert made.data.path == "hub/data"
-    assert made.data.cache_dir == str(tmp_path / "c")
+    absolute = with_absolute_paths(config(data={"path": "hub/data", "cache_dir": "c"}))
+    assert absolute.model.path == str(tmp_path / "m")
+    assert absolute.data.path == "hub/data"
+    assert absolute.data.cache_dir == str(tmp_path / "c")

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from pantheraml.base.errors import RunDirectoryError
-from pantheraml.base.events import EventWriter
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import Notice, TrainStarted
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import DataConfig, ModelConfig, TrainConfig
 
@@ -20,9 +21,9 @@ def trained_run(path: Path) -> RunDir:
     return run
 
 
-def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path: Path) -> None:
+def test_existing_run_needs_resume_or_overwrite(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "r")
-    with pytest.raises(RunDirectoryError, match="already holds a run"), run.claim(resume=False, overwrite=False):
+    with pytest.raises(RunDirectoryError, match="already contains a run"), run.claim(resume=False, overwrite=False):
         pytest.fail("claimed")
     with run.claim(resume=True, overwrite=False):
         assert run.last_checkpoint() == 4
@@ -32,10 +33,10 @@ def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path: Path) ->
     assert not run.checkpoints.exists()
 
 
-def test_a_replacement_that_fails_puts_the_old_run_back(tmp_path: Path) -> None:
+def test_failed_overwrite_restores_the_old_run(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "r")
     with pytest.raises(KeyError), run.claim(resume=False, overwrite=True):
-        run.config_file.write_text("of the new run")
+        run.config_file.write_text("the new run")
         raise KeyError
     assert run.last_checkpoint() == 4
     assert run.config().model.path == "m"
@@ -47,7 +48,7 @@ def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
         (tmp_path / name).write_text("years of work")
     for overwrite in (False, True):
         refused = RunDir(tmp_path).claim(resume=False, overwrite=overwrite)
-        with pytest.raises(RunDirectoryError, match="holds other files"), refused:
+        with pytest.raises(RunDirectoryError, match="contains other files"), refused:
             pytest.fail("claimed")
     assert {path.read_text() for path in tmp_path.iterdir()} == {"years of work"}
     run = trained_run(tmp_path / "r")
@@ -57,7 +58,7 @@ def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
     assert (run.path / "notes.txt").read_text() == "mine"
 
 
-def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
+def test_run_folder_is_locked(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "r")
     with run.claim(resume=False, overwrite=False):
         for resume in (True, False):
@@ -69,16 +70,16 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
 def test_a_run_that_never_trained_may_be_replaced(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "r")
     with run.claim(resume=False, overwrite=False), EventWriter(run.path) as emit:
-        emit("notice", message="the data was bad")
+        emit(Notice(message="the data was bad"))
     with run.claim(resume=False, overwrite=False) as replacement:
         replacement.commit()
         with EventWriter(run.path) as emit:
-            emit("train.started", first_step=1, total_steps=2, world_size=1, device="cpu", global_batch_size=1)
+            emit(TrainStarted(first_step=1, total_steps=2, world_size=1, device="cpu", global_batch_size=1))
     with pytest.raises(RunDirectoryError), run.claim(resume=False, overwrite=False):
         pytest.fail("claimed")
 
 
-def test_folders_that_are_no_runs_say_so(tmp_path: Path) -> None:
+def test_folders_without_a_run_are_errors(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="not a run folder"):
         RunDir(tmp_path).config()
     with pytest.raises(RunDirectoryError, match="no trained weights"):
@@ -98,7 +99,7 @@ def test_folders_that_are_no_runs_say_so(tmp_path: Path) -> None:
      '{"train": "a", "eval": null, "format": "text", "sources": [["a"]]}'],
     ids=["none", "cut", "list", "empty", "number", "no format", "format", "deep", "sources"],
 )  # fmt: skip
-def test_a_damaged_description_of_the_data_is_told(tmp_path: Path, text: str | None) -> None:
+def test_damaged_data_description_is_an_error(tmp_path: Path, text: str | None) -> None:
     run = RunDir(tmp_path)
     if text is not None:
         run.data_file.write_text(text)

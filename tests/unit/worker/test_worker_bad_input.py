@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from pantheraml.base.errors import DataError, ModelError, NonFiniteError, PantheraError
-from pantheraml.base.events import EventWriter, read_events
+from pantheraml.base.event_stream import EventWriter
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.prepare import prepare_task
 from tests import toy
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, merged, train_here, values
 
 Changed = Callable[..., TrainConfig]
@@ -79,9 +80,9 @@ def refused(folder: Path, config: TrainConfig, kind: type[PantheraError]) -> str
 def test_data_that_cannot_be_used(changed: Changed, tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
-    said = refused(tmp_path / "run", changed(data={"path": str(path)}), DataError)
-    assert expected in said
-    assert "bad.jsonl" in said
+    message = refused(tmp_path / "run", changed(data={"path": str(path)}), DataError)
+    assert expected in message
+    assert "bad.jsonl" in message
 
 
 def test_data_that_is_not_there(changed: Changed, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_rows_that_are_skipped_or_cut_are_counted(changed: Changed, tmp_path: Pa
     bad = [{"prompt": "x"}, {"prompt": "y", "completion": 3}]
     path = toy.write_jsonl(tmp_path / "some.jsonl", [*toy.arithmetic(50), *bad, LONG])
     run = prepare(tmp_path / "run", changed(data={"path": str(path), "on_bad_row": "skip"}))
-    (ready,) = [event for event in read_events(run.path) if event["kind"] == "data.ready"]
+    (ready,) = [event for event in raw_events(run.path) if event["kind"] == "data.ready"]
     assert (ready["rows"], ready["skipped_rows"], ready["truncated_rows"]) == (51, 2, 1)
 
 
@@ -127,13 +128,13 @@ def test_weights_that_became_nan_are_never_saved(changed: Changed, tmp_path: Pat
     assert not (run.path / "model").exists()
 
 
-def test_what_is_told_of_a_run_that_works(changed: Changed, tmp_path: Path) -> None:
+def test_notices_of_a_run_that_works(changed: Changed, tmp_path: Path) -> None:
     """Rows longer than the model has positions for, and a warm-up longer than the run."""
     config = changed(data={"seq_len": 512}, train={"warmup_steps": 9, "max_steps": 2})
     events = train_here(make_run(tmp_path / "run", config, make_plan(config)))
-    (notice,) = [told for told in values(events, "notice", "message") if "data.seq_len" in told]
+    (notice,) = [text for text in values(events, "notice", "message") if "data.seq_len" in text]
     assert "data.seq_len=512 is above the model's 256 positions" in notice
-    (warning,) = [told for told in values(events, "warning", "message") if "warmup" in told]
+    (warning,) = [text for text in values(events, "warning", "message") if "warmup" in text]
     assert "takes the whole run of 2 step(s)" in warning
 
 
@@ -141,8 +142,8 @@ def test_an_architecture_that_nobody_knows(changed: Changed, model: Path, tmp_pa
     shutil.copytree(model, tmp_path / "model")
     settings = tmp_path / "model/config.json"
     settings.write_text(settings.read_text().replace('"llama"', '"future"'))
-    said = refused(tmp_path / "run", changed(model={"path": str(tmp_path / "model")}), ModelError)
-    assert "If the model is newer than transformers" in said
+    message = refused(tmp_path / "run", changed(model={"path": str(tmp_path / "model")}), ModelError)
+    assert "If the model is newer than transformers" in message
     settings.write_text(settings.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 20000'))
-    said = refused(tmp_path / "run2", changed(model={"path": str(tmp_path / "model")}), ModelError)
-    assert "num_hidden_layers=20000, more than the 2,048 that are allowed" in said
+    message = refused(tmp_path / "run2", changed(model={"path": str(tmp_path / "model")}), ModelError)
+    assert "num_hidden_layers=20000, above the limit of 2,048" in message

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pantheraml.models.unread import UNREAD
+from pantheraml.models.lazy_weights import DEFERRED_WEIGHTS
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import TrainConfig
@@ -25,7 +25,7 @@ def test_only_a_model_that_will_be_cut_is_read_later(tmp_path: Path, dims: dict[
     config = TrainConfig.model_validate(settings)
     plan = make_plan(config, dims=ParallelDims(**dims))
     model = build_model(config, plan, World(0, 1, torch.device("cpu")), silent)
-    unread = any(UNREAD in vars(module) for module in model.modules())
+    unread = any(DEFERRED_WEIGHTS in vars(module) for module in model.modules())
     assert unread == (kind != "dora" and bool(dims.keys() & {"shard", "tensor", "pipeline"}))
     for name, parameter in model.named_parameters():
         if "lora_" in name:

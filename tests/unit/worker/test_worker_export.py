@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pantheraml.base.errors import ConfigError, ModelError
-from pantheraml.base.events import EventWriter, read_events
-from pantheraml.models import hub, trained_on
-from pantheraml.models.trained_on import TrainedOn, own_base
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.models import base_identity as trained_on
+from pantheraml.models import hub
+from pantheraml.models.base_identity import BaseIdentity, verified_base
 from pantheraml.specs.config_file import validate
 from pantheraml.specs.consent import Consent
 from pantheraml.specs.run_dir import RunDir
@@ -24,6 +25,7 @@ from pantheraml.specs.train import ModelConfig
 from pantheraml.worker.export import export_task
 from pantheraml.worker.generate import generate_task
 from tests import toy
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, train_here
 
 
@@ -63,13 +65,13 @@ def own_copy(folder: Path, place: Path) -> RunDir:
 
 
 def export(run: RunDir, output: Path, base: Literal["trained", "plain"] = "trained") -> list[str]:
-    """What was said."""
+    """What was message."""
     task = output.with_name(f"{output.name}-task")
     task.mkdir()
     ExportRequest(run_dir=run.path, consent=Consent(), output=output, precision="fp32", base=base).write(task)
     with EventWriter(task) as emit:
         export_task(task, emit)
-    return [event["message"] for event in read_events(task) if event["kind"] == "notice"]
+    return [event["message"] for event in raw_events(task) if event["kind"] == "notice"]
 
 
 def generate(run: RunDir, task: Path, weights: Literal["trained", "base"] = "trained") -> list[str]:
@@ -80,7 +82,7 @@ def generate(run: RunDir, task: Path, weights: Literal["trained", "base"] = "tra
     ).write(task)  # fmt: skip
     with EventWriter(task) as emit:
         generate_task(task, emit)
-    return [event["message"] for event in read_events(task) if event["kind"] == "notice"]
+    return [event["message"] for event in raw_events(task) if event["kind"] == "notice"]
 
 
 def nudge(model: Path) -> None:
@@ -90,7 +92,7 @@ def nudge(model: Path) -> None:
 
 
 def test_the_base_that_was_trained_on_is_used(run: RunDir, tmp_path: Path) -> None:
-    known = TrainedOn.read(run.adapter)
+    known = BaseIdentity.read(run.adapter)
     assert known is not None
     assert known.commit is None
     assert export(run, tmp_path / "out") == []
@@ -99,13 +101,13 @@ def test_the_base_that_was_trained_on_is_used(run: RunDir, tmp_path: Path) -> No
 
 def test_another_base_is_refused(run: RunDir, tmp_path: Path) -> None:
     nudge(run.path.parent / "model")
-    with pytest.raises(ModelError, match="not the one that the adapter was trained on: its weights differ"):
+    with pytest.raises(ModelError, match="not the one the adapter was trained on: its weights differ"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     for weights in ("trained", "base"):
         with pytest.raises(ModelError, match="its weights differ") as caught:
             generate(run, tmp_path / weights, weights)  # type: ignore[arg-type]
-        assert "Put the model back" in str(caught.value)
+        assert "Restore the model" in str(caught.value)
 
 
 def test_another_config_is_refused_and_named(run: RunDir, tmp_path: Path) -> None:
@@ -117,24 +119,24 @@ def test_another_config_is_refused_and_named(run: RunDir, tmp_path: Path) -> Non
 
 def test_an_adapter_of_an_earlier_version_is_used_with_a_notice(run: RunDir, tmp_path: Path) -> None:
     (run.adapter / trained_on.FILE).unlink()
-    (said,) = export(run, tmp_path / "out")
-    assert "its base is not checked" in said
-    (said,) = generate(run, tmp_path / "task")
-    assert "its base is not checked" in said
+    (message,) = export(run, tmp_path / "out")
+    assert "the base is not checked" in message
+    (message,) = generate(run, tmp_path / "task")
+    assert "the base is not checked" in message
     outside = '{"fingerprint": "", "config": "", "commit": "../../../../somebody/else"}'
     for damaged in ("{", "[]", '{"fingerprint": 1, "config": "", "commit": null}', outside):
         (run.adapter / trained_on.FILE).write_text(damaged)
-        with pytest.raises(ModelError, match="is damaged"):
-            own_base(run.config().model, run.adapter)
+        with pytest.raises(ModelError, match="is corrupted"):
+            verified_base(run.config().model, run.adapter)
 
 
 def test_a_base_that_changed_while_it_was_trained_on_is_not_written_down(run: RunDir) -> None:
-    from pantheraml.worker.train import trained_on as written
+    from pantheraml.worker.train import base_trained_on
 
-    before = TrainedOn.of(run.config().model)
-    assert written(run.config().model, before.fingerprint) == before
+    before = BaseIdentity.of(run.config().model)
+    assert base_trained_on(run.config().model, before.fingerprint) == before
     nudge(run.path.parent / "model")
-    assert written(run.config().model, before.fingerprint) == TrainedOn(before.fingerprint, "", None)
+    assert base_trained_on(run.config().model, before.fingerprint) == BaseIdentity(before.fingerprint, "", None)
 
 
 def test_of_a_hub_model_the_commit_of_then_is_used(
@@ -154,15 +156,15 @@ def test_of_a_hub_model_the_commit_of_then_is_used(
 
     monkeypatch.setattr(hub, "_snapshot", snapshot)
     config = ModelConfig(path="owner/name")
-    base = TrainedOn.of(config)
+    base = BaseIdentity.of(config)
     assert base.commit == first
     base.write(run.adapter)
     monkeypatch.setattr(hub, "_snapshot", lambda name, revision, patterns: snapshots / (revision or second))
-    used, notice = own_base(config, run.adapter)
+    used, notice = verified_base(config, run.adapter)
     assert (used.revision, notice) == (first, None)
     nudge(snapshots / first)
     with pytest.raises(ModelError, match="its weights differ") as caught:
-        own_base(config, run.adapter)
+        verified_base(config, run.adapter)
     assert f"commit {first}" in str(caught.value)
 
 
@@ -172,9 +174,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_qlora_says_that_it_merged_over_4_bits_and_offers_the_plain_base(runs: dict[str, Path], tmp_path: Path) -> None:
     run = RunDir(runs["qlora"] / "run")
-    (said,) = export(run, tmp_path / "over-nf4")
-    assert said.startswith("the adapter is merged over the base's 4-bit weights (nf4)")
-    assert "--base plain" in said
+    (message,) = export(run, tmp_path / "over-nf4")
+    assert message.startswith("the adapter is merged into the base's 4-bit weights (nf4)")
+    assert "--base plain" in message
     assert export(run, tmp_path / "plain", "plain") == []
     plain, packed, base = (
         weights(path) for path in (tmp_path / "plain", tmp_path / "over-nf4", runs["qlora"] / "model")

@@ -58,13 +58,13 @@ def test_layouts_are_those_of_the_plan_where_weights_are_small_enough(
     folder: Path, train: Any, too_large: str | None, layouts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pantheraml.worker.train.why_one_layout", lambda _: too_large)
-    said: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     world = World(rank=0, size=1, device=torch.device("cpu"))
     config, plan = planned(folder, **train)
-    model = build_model(config, plan, world, lambda kind, **fields: said.append({"kind": kind, **fields}))
+    model = build_model(config, plan, world, lambda event: events.append(event.model_dump()))
     assert len(second_layouts(model)) == (2 * LAYERS if layouts == 2 else 0)
-    told = [event for event in said if event["kind"] == "choice"]
-    assert [(event["value"], event["reason"]) for event in told] == (
+    choices = [event for event in events if event["kind"] == "choice"]
+    assert [(event["value"], event["reason"]) for event in choices] == (
         [(1, "they are large")] if plan.fp8_layouts > layouts else []
     )
 

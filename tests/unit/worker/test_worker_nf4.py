@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pantheraml.models.fast import is_fused
-from pantheraml.models.quantise.fp8 import FP8Linear
+from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model

@@ -10,17 +10,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pantheraml.base.errors import UnsupportedModelError
-from pantheraml.base.events import EventWriter, read_events
-from pantheraml.models.tiny import tiny_config
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.models.tiny_model import tiny_config
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.prepare import prepare_task
-from pantheraml.worker.train import for_padded_rows, open_data
+from pantheraml.worker.train import open_data, plan_for_padded_rows
 from tests import toy
+from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, train_here
 
 LENGTHS = {"original_max_position_embeddings", "max_position_embeddings", "n_positions"}
-REASON = "computes other values for packed documents than for each alone"
+REASON = "computes different values for packed documents than for separate ones"
 
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
@@ -28,7 +29,7 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
     small = tiny_config(AutoConfig.for_model(family, **changes), longest=64)
     small.vocab_size, small.initializer_range = 320, 0.2
     small.bos_token_id = small.eos_token_id = small.pad_token_id = 1
-    for name in LENGTHS & changes.keys():  # which no row of a tiny model reaches
+    for name in LENGTHS & changes.keys():  # tiny_config raises them beyond any row
         setattr(small, name, changes[name])
         if name in (getattr(small, "rope_parameters", None) or {}):
             small.rope_parameters[name] = changes[name]
@@ -56,19 +57,19 @@ def config(model: Path, folder: Path, **data: Any) -> TrainConfig:
     )
 
 
-def prepared(folder: Path, asked: TrainConfig) -> list[dict[str, Any]]:
+def prepared(folder: Path, requested: TrainConfig) -> list[dict[str, Any]]:
     """The events of the `prepare` task."""
     run = RunDir(folder)
     run.mark()
-    run.write_config(asked)
-    run.write_plan(make_plan(asked))
+    run.write_config(requested)
+    run.write_plan(make_plan(requested))
     with EventWriter(folder) as emit:
         prepare_task(folder, emit)
-    return read_events(folder)
+    return raw_events(folder)
 
 
-def eval_loss(folder: Path, asked: TrainConfig) -> float:
-    prepared(folder, asked)
+def eval_loss(folder: Path, requested: TrainConfig) -> float:
+    prepared(folder, requested)
     events = train_here(RunDir(folder))
     return float([event for event in events if event["kind"] == "eval.done"][-1]["loss"])
 
@@ -76,8 +77,8 @@ def eval_loss(folder: Path, asked: TrainConfig) -> float:
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "opt", "mamba2"])
 def test_the_loss_is_that_of_unpacked_documents(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path / "model", family)
-    asked = config(model, tmp_path)
-    packed = eval_loss(tmp_path / "packed", asked)
+    requested = config(model, tmp_path)
+    packed = eval_loss(tmp_path / "packed", requested)
     padded = eval_loss(tmp_path / "padded", config(model, tmp_path, packing=False))
     assert packed == pytest.approx(padded, rel=1e-5)
     assert open_data(RunDir(tmp_path / "packed"))[0].packed == (family != "mamba2")
@@ -89,11 +90,11 @@ SHORT: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 64, "rope_scaling": LONGROPE, "sliding_window": None},
     "llama": {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
 }
-"""Models that know 64 positions, or compute with others beyond them."""
+"""Models with 64 positions, or with a RoPE that changes beyond them."""
 
 
 @pytest.mark.parametrize("family", SHORT)
-def test_rows_may_be_longer_than_a_model_s_positions_if_no_document_is(tmp_path: Path, family: str) -> None:
+def test_rows_may_exceed_the_model_positions_if_no_document_does(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path / "model", family, **SHORT[family])
     losses = [eval_loss(tmp_path / str(rows), config(model, tmp_path, seq_len=rows)) for rows in (64, 256)]
     padded = eval_loss(tmp_path / "padded", config(model, tmp_path, seq_len=256, packing=False))
@@ -102,31 +103,31 @@ def test_rows_may_be_longer_than_a_model_s_positions_if_no_document_is(tmp_path:
     assert open_data(RunDir(tmp_path / "256"))[0].packed == (family == "gpt2")
 
 
-def test_rows_of_other_lengths_do_not_share_a_pass_where_that_matters(tmp_path: Path) -> None:
+def test_rows_are_not_batched_if_rope_depends_on_the_longest(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "phi3", **{**SHORT["phi3"], "original_max_position_embeddings": 16})
-    asked = config(model, tmp_path)
-    loss = eval_loss(tmp_path / "run", asked)
-    choices = {event["name"]: event["value"] for event in read_events(tmp_path / "run") if event["kind"] == "choice"}
+    requested = config(model, tmp_path)
+    loss = eval_loss(tmp_path / "run", requested)
+    choices = {event["name"]: event["value"] for event in raw_events(tmp_path / "run") if event["kind"] == "choice"}
     assert choices == {"data.packing": False, "train.micro_batch_size": 1}
-    one = asked.model_copy(update={"train": asked.train.model_copy(update={"global_batch_size": 1})})
+    one = requested.model_copy(update={"train": requested.train.model_copy(update={"global_batch_size": 1})})
     assert loss == pytest.approx(eval_loss(tmp_path / "one", one), rel=1e-5)
-    by_hand = asked.model_copy(update={"train": asked.train.model_copy(update={"micro_batch_size": 4})})
+    by_hand = requested.model_copy(update={"train": requested.train.model_copy(update={"micro_batch_size": 4})})
     other = eval_loss(tmp_path / "other", by_hand)
     assert abs(other - loss) > 1e-4, "the case would show nothing"
-    warnings = [event["message"] for event in read_events(tmp_path / "other") if event["kind"] == "warning"]
+    warnings = [event["message"] for event in raw_events(tmp_path / "other") if event["kind"] == "warning"]
     assert any("train.micro_batch_size=4" in message and "longrope" in message for message in warnings)
 
 
-def test_a_mask_is_told_only_where_it_keeps_documents_apart(tmp_path: Path) -> None:
+def test_notice_about_the_mask_only_if_packed(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "opt")
     for packing in (True, False):
         folder = tmp_path / str(packing)
         eval_loss(folder, config(model, tmp_path, packing=packing))
-        told = [event["message"] for event in read_events(folder) if event["kind"] == "notice"]
-        assert any("kept apart by an attention mask" in message for message in told) == packing
+        messages = [event["message"] for event in raw_events(folder) if event["kind"] == "notice"]
+        assert any("separated by an attention mask" in message for message in messages) == packing
 
 
-def test_a_run_says_that_it_does_not_pack(tmp_path: Path) -> None:
+def test_packing_turned_off_is_reported(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "mamba2")
     events = prepared(tmp_path / "run", config(model, tmp_path))
     assert any(REASON in event.get("message", "") for event in events if event["kind"] == "warning")
@@ -137,9 +138,9 @@ def test_a_run_says_that_it_does_not_pack(tmp_path: Path) -> None:
     assert not [event for event in quiet if event["kind"] == "choice"]
 
 
-def test_packed_data_of_another_time_is_refused(tmp_path: Path) -> None:
-    asked = config(write_model(tmp_path / "model", "mamba2"), tmp_path)
-    run = make_run(tmp_path / "run", asked, make_plan(asked))
+def test_data_packed_earlier_is_refused(tmp_path: Path) -> None:
+    requested = config(write_model(tmp_path / "model", "mamba2"), tmp_path)
+    run = make_run(tmp_path / "run", requested, make_plan(requested))
     assert open_data(run)[0].packed
     with pytest.raises(UnsupportedModelError, match=REASON):
         train_here(run)
@@ -150,18 +151,18 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     tiny = tiny_config(AutoConfig.for_model("bert"))
     tiny.save_pretrained(folder)
     toy.write_tokenizer(folder)
-    asked = config(folder, tmp_path)
-    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"init": "random"})})
+    requested = config(folder, tmp_path)
+    requested = requested.model_copy(update={"model": requested.model.model_copy(update={"init": "random"})})
     with pytest.raises(UnsupportedModelError, match="not causal"):
-        prepared(tmp_path / "run", asked)
+        prepared(tmp_path / "run", requested)
 
 
-def test_what_was_chosen_for_rows_of_one_length_is_undone(tmp_path: Path) -> None:
-    asked = config(tmp_path, tmp_path)
-    plan = make_plan(asked).model_copy(update={"cuda_graph": True, "compile": True})
-    told: list[Any] = []
-    changed = for_padded_rows(asked, plan, lambda kind, /, **fields: told.append(fields["name"]))
+def test_choices_for_packed_rows_are_undone_without_packing(tmp_path: Path) -> None:
+    requested = config(tmp_path, tmp_path)
+    plan = make_plan(requested).model_copy(update={"cuda_graph": True, "compile": True})
+    messages: list[Any] = []
+    changed = plan_for_padded_rows(requested, plan, lambda event: messages.append(event.model_dump()["name"]))
     assert (changed.cuda_graph, changed.compile) == (False, False)
-    assert told == ["train.cuda_graph", "train.compile"]
-    by_hand = asked.model_copy(update={"train": asked.train.model_copy(update={"compile": "on"})})
-    assert for_padded_rows(by_hand, plan, lambda kind, /, **fields: None).compile
+    assert messages == ["train.cuda_graph", "train.compile"]
+    by_hand = requested.model_copy(update={"train": requested.train.model_copy(update={"compile": "on"})})
+    assert plan_for_padded_rows(by_hand, plan, lambda event: None).compile

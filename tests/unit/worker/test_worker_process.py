@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from pantheraml.base.errors import ConfigError, StorageError, WorkerError
-from pantheraml.base.events import EventWriter, read_events
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import Notice
 from pantheraml.worker.process import run_reporting
+from tests.event_log import raw_events
 
 
 @pytest.fixture
@@ -31,21 +33,21 @@ def unforeseen(emit: EventWriter) -> None:
 
 
 def telling(emit: EventWriter) -> None:
-    emit("notice", message="getting on")
+    emit(Notice(message="getting on"))
 
 
-def test_errors_are_told_as_events(tmp_path: Path) -> None:
+def test_errors_become_events(tmp_path: Path) -> None:
     assert run_reporting("train", tmp_path, telling) == 0
     assert run_reporting("train", tmp_path, foreseen) == ConfigError.exit_code
     assert run_reporting("train", tmp_path, unforeseen) == WorkerError.exit_code
-    told = [event.get("what") for event in read_events(tmp_path)]
-    assert told == [None, "A key is wrong.", "The train worker failed: ZeroDivisionError: nobody thought of it."]
+    messages = [event.get("what") for event in raw_events(tmp_path)]
+    assert messages == [None, "A key is wrong.", "The train worker failed: ZeroDivisionError: nobody thought of it."]
 
 
-def test_the_exit_code_stays_where_events_find_no_room(full_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_on_a_full_disk(full_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_reporting("train", full_disk, foreseen) == ConfigError.exit_code
     assert run_reporting("train", full_disk, unforeseen) == WorkerError.exit_code
     assert run_reporting("train", full_disk, telling) == StorageError.exit_code
-    said = capfd.readouterr().err
-    assert "A key is wrong." in said
-    assert "No space left on device" in said
+    err = capfd.readouterr().err
+    assert "A key is wrong." in err
+    assert "No space left on device" in err

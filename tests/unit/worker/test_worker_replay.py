@@ -1,4 +1,4 @@
-"""Replaying an incident: what was recorded is found again, or it is said that it is not."""
+"""Replay of an incident: the recorded finding is reproduced, or reported as not reproduced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pantheraml.specs.faults import fail_at
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import ReplayRequest, ReplayResult
 from pantheraml.specs.train import TrainConfig
-from pantheraml.worker.replay import replayed
+from pantheraml.worker.replay import replay_incident
 from tests import toy
 from tests.harness import make_plan, make_run, merged, train_here, values
 
@@ -55,7 +55,9 @@ def run_of(root: Path, name: str, model: str, **changes: Any) -> tuple[RunDir, P
 
 def replay(run: RunDir, incident: Path) -> ReplayResult:
     alone = World(rank=0, size=1, device=torch.device("cpu"))
-    return replayed(ReplayRequest(run_dir=run.path, consent=Consent(), incident=incident, plan=run.plan()), alone)
+    return replay_incident(
+        ReplayRequest(run_dir=run.path, consent=Consent(), incident=incident, plan=run.plan()), alone
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def persistent(root: Path) -> tuple[RunDir, Path]:
     return run_of(root, "persistent", "poisoned")
 
 
-def test_what_was_recorded_is_found_again(persistent: tuple[RunDir, Path]) -> None:
+def test_the_recorded_finding_is_reproduced(persistent: tuple[RunDir, Path]) -> None:
     result = replay(*persistent)
     assert result.same
     assert result.found == result.recorded
@@ -71,7 +73,7 @@ def test_what_was_recorded_is_found_again(persistent: tuple[RunDir, Path]) -> No
     assert result.weights == "the weights of that step"
 
 
-def test_something_else_than_was_recorded_is_told(persistent: tuple[RunDir, Path]) -> None:
+def test_a_different_finding_is_reported(persistent: tuple[RunDir, Path]) -> None:
     run, path = persistent
     incident = json.loads(path.read_text())
     incident["findings"][0]["module"] = "somewhere else"
@@ -80,7 +82,7 @@ def test_something_else_than_was_recorded_is_told(persistent: tuple[RunDir, Path
     assert not replay(run, elsewhere).same
 
 
-def test_a_full_fine_tune_is_replayed_from_the_weights_there_are(root: Path) -> None:
+def test_full_fine_tuning_is_replayed_from_available_weights(root: Path) -> None:
     config = config_of(root, "poisoned", method={"kind": "full"}, stability={"on_nonfinite": "stop"})
     run = make_run(root / "full", config, make_plan(config, micro=2))
     with pytest.raises(NonFiniteError):
@@ -89,10 +91,10 @@ def test_a_full_fine_tune_is_replayed_from_the_weights_there_are(root: Path) -> 
     assert json.loads(incident.read_text())["kept"] is None
     result = replay(run, incident)
     assert result.same
-    assert result.weights == "the weights that the run began with"
+    assert result.weights == "the initial weights of the run"
 
 
-def test_a_transient_fault_leaves_a_step_in_which_nothing_is_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transient_fault_is_not_reproduced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PANTHERAML_FAULTS", "1")
     run, incident = run_of(root, "transient", "model", faults=[fail_at(0, 2, "nan")])
     result = replay(run, incident)
@@ -102,7 +104,7 @@ def test_a_transient_fault_leaves_a_step_in_which_nothing_is_found(root: Path, m
     assert float(result.loss) == pytest.approx(losses[2], rel=1e-5), "weights, samples and dropout are those of then"
 
 
-def test_a_spike_that_stays_is_found_again(root: Path) -> None:
+def test_a_persistent_spike_is_reproduced(root: Path) -> None:
     # a loss that is above its mean by anything at all
     stability = {"on_spike": "stop", "spike_warmup_steps": 2, "spike_zscore": 1e-9}
     config = config_of(root, "model", stability=stability, train={"learning_rate": 1e-6, "max_steps": 8})

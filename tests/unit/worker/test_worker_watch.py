@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pantheraml.engine.guard.signals import StopFlag
-from pantheraml.engine.guard.watch import Watch
+from pantheraml.base.events import EventBase
+from pantheraml.engine.guard.watchdog import StopFlag, Watchdog
 from pantheraml.parallel.process_group import open_world
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import make_loop, train_rank
 from tests import toy
+from tests.event_log import EventLog
 from tests.harness import make_plan, make_run, silent
 
 
-class Noting(Watch):
+class Noting(Watchdog):
     """Knows how much time it would give now."""
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ def test_files_have_more_time_than_steps(tmp_path: Path) -> None:
     run, watch = ready_run(tmp_path, steps=4), Noting()
     seen: dict[str, list[bool]] = {}
 
-    def emit(kind: str, /, **fields: Any) -> None:
-        seen.setdefault(kind, []).append(watch.long)
+    def emit(event: EventBase, /) -> None:
+        seen.setdefault(event.kind, []).append(watch.long)
 
     with open_world(run.plan(), timeout_seconds=60) as world:
         loop = make_loop(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file), watch)
@@ -70,8 +70,8 @@ def test_a_rank_is_watched_until_the_result_is_there(tmp_path: Path) -> None:
     run = ready_run(tmp_path, steps=1)
     watched: dict[str, bool] = {}
 
-    def emit(kind: str, /, **fields: Any) -> None:
-        watched[kind] = (run.stacks / "rank-0.txt").exists()
+    def emit(event: EventBase, /) -> None:
+        watched[event.kind] = (run.stacks / "rank-0.txt").exists()
 
     with open_world(run.plan(), timeout_seconds=60) as world:
         train_rank(run, run.config(), run.plan(), world, emit, StopFlag(run.stop_file), heartbeat=silent)
@@ -81,17 +81,13 @@ def test_a_rank_is_watched_until_the_result_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("orphaned", [True, False])
-def test_the_end_of_a_parent_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orphaned: bool) -> None:
-    run, finished = ready_run(tmp_path, steps=4), []
-
-    def emit(kind: str, /, **fields: Any) -> None:
-        if kind == "train.finished":
-            finished.append(fields["stopped_by"])
-
+def test_death_of_the_parent_is_not_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orphaned: bool) -> None:
+    run, log = ready_run(tmp_path, steps=4), EventLog()
     stop = StopFlag(run.stop_file)
     stop.signal = signal.SIGTERM
     if orphaned:
         monkeypatch.setattr("os.getppid", lambda: 1)
     with open_world(run.plan(), timeout_seconds=60) as world:
-        train_rank(run, run.config(), run.plan(), world, emit, stop)
-    assert finished == ["the end of its parent process" if orphaned else "request"]
+        train_rank(run, run.config(), run.plan(), world, log, stop)
+    (finished,) = log.of("train.finished")
+    assert finished["stopped_by"] == ("the end of its parent process" if orphaned else "request")

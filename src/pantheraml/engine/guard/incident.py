@@ -1,7 +1,9 @@
-"""What goes wrong in a step that is not finite, time and again: its passes are run with every module watched.
+"""Incidents: find out where a bad step went wrong and write it to `incidents/step-N.json`.
 
-The first tensor that is not finite is named, forward before backward, with the rank and the samples it came from.
-Findings and what it takes to reproduce them go to `incidents/step-N.json`.
+- `gather_evidence`: the suspect gradient and the samples of every rank, in one exchange that only bad steps pay for.
+- `investigate`: replay a persistently non-finite step with hooks on every module. The first non-finite tensor is
+  reported, forward before backward, with its rank and samples.
+- `write_incident` / `read_incident`: the findings plus everything needed to reproduce them.
 """
 
 from __future__ import annotations
@@ -21,38 +23,68 @@ from torch.distributed.tensor import DTensor
 
 from pantheraml.base.errors import RunDirectoryError, StorageError
 from pantheraml.base.folders import write_text
-from pantheraml.engine.feed import StepBatches
-from pantheraml.parallel.exchange import all_gather_json
+from pantheraml.engine.guard.policy import Anomaly, Suspect, find_suspect
+from pantheraml.engine.step.feed import StepBatches
+from pantheraml.parallel.json_gather import all_gather_json
+from pantheraml.parallel.local_shards import NamedParameters
 from pantheraml.parallel.process_group import World
 
 VERSION = 2
 
-WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What can hold values that are not finite, and be asked for them."""
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that can hold non-finite values and support `isfinite`."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Facts about a bad step, identical on all ranks."""
+
+    tensor: str | None
+    """Gradient that shows the anomaly, whichever rank holds it; None if there is none."""
+    samples: list[list[int]]
+    """Samples of the step, per rank."""
+
+
+def gather_evidence(parts: NamedParameters, batches: StepBatches, anomaly: Anomaly | None, world: World) -> Evidence:
+    """Combine what the ranks know. `parts`: this rank's shards, with gradients. A collective."""
+    own = find_suspect(parts, anomaly), [int(sample) for samples in batches.own_samples for sample in samples]
+    ranks = [own] if world.size == 1 else all_gather_json(own, world.long_timeout_group)
+    suspects = [None if suspect is None else Suspect(*suspect) for suspect, _ in ranks]
+    return Evidence(_worst(suspects, world.layout.stage_ranks), [samples for _, samples in ranks])
+
+
+def _worst(suspects: Sequence[Suspect | None], stage_ranks: int) -> str | None:
+    """Name of the largest; of several non-finite ones, the first in model order (pipeline stage, then parameter)."""
+    ordered = [
+        (-suspect.size, rank // stage_ranks, suspect.number, suspect.name)
+        for rank, suspect in enumerate(suspects)
+        if suspect
+    ]
+    return min(ordered)[-1] if ordered else None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first thing that was not finite on a rank."""
+    """The first non-finite tensor on a rank."""
 
     rank: int
     phase: Literal["forward", "backward"]
     module: str | None
-    """Its name in the model; None if it was found outside of all modules."""
+    """Name of the module in the model; None if it was found outside of all modules."""
     module_class: str | None
     tensor: str
     """`output`, a weight by name, `gradient of the output`, `loss`, or a parameter's gradient by name."""
     shape: list[int] | None
-    """None, and so the next two, if it was found outside of all modules."""
+    """None, as are the next two, if it was found outside of all modules."""
     nan: int | None
-    """Values of it that are NaN."""
+    """Number of NaN values."""
     infinite: int | None
     micro_batch: int | None
-    """Its number on that rank; None where that cannot be told."""
+    """Index of the micro-batch on that rank; None if unknown."""
     samples: list[int]
-    """Numbers, in the prepared data, of the samples it came from, as closely as can be told."""
+    """Indices in the prepared data of the samples it came from, as precisely as known."""
     tokens: list[int] | None = None
-    """The first token of each of those where it is not finite; None where that cannot be told."""
+    """First non-finite token of each sample; None if unknown."""
 
     def __str__(self) -> str:
         """`first not finite: output of model.layers.3.mlp (LlamaMLP), forward, rank 0, sample 17`."""
@@ -63,8 +95,8 @@ class Finding:
         return f"first not finite: {what}{kind}, {self.phase}, rank {self.rank}, {samples}{more}"
 
 
-class Watched(Protocol):
-    """A step that can be run again."""
+class Replayable(Protocol):
+    """A stepper that can replay the forward and backward passes of a step."""
 
     model: nn.Module
     world: World
@@ -72,54 +104,26 @@ class Watched(Protocol):
     def replay(self, batches: StepBatches) -> tuple[Tensor, str | None]: ...
 
 
-def investigate(stepper: Watched, batches: StepBatches) -> list[Finding]:
-    """Run the passes of a step again, watched; what each rank found, in rank order. A collective."""
-    watch = _Watch(stepper.world, batches)
-    with watch.over(stepper.model):
+def investigate(stepper: Replayable, batches: StepBatches) -> list[Finding]:
+    """Replay a step with hooks on every module and return the findings in rank order. A collective."""
+    hooks = _NonfiniteHooks(stepper.world, batches)
+    with hooks.attached(stepper.model):
         loss, gradient = stepper.replay(batches)
-    found = watch.found or watch.outside(loss, gradient)
+    found = hooks.found or hooks.outside_modules(loss, gradient)
     own = [] if found is None else [found]
     if stepper.world.size == 1:
         return own
-    everyone = all_gather_json([asdict(finding) for finding in own], stepper.world.patient_group)
-    return [Finding(**finding) for findings in everyone for finding in findings]
+    ranks = all_gather_json([asdict(finding) for finding in own], stepper.world.long_timeout_group)
+    return [Finding(**finding) for findings in ranks for finding in findings]
 
 
 def culprit(findings: Sequence[Finding]) -> Finding | None:
-    """The finding that explains the others: ranks share gradients, so that of a forward pass comes before those."""
+    """Return the finding that explains the others: ranks share gradients, so a forward finding comes first."""
     return min(findings, key=lambda finding: (finding.phase != "forward", finding.module is None), default=None)
 
 
-def write_incident(path: Path, step: int, findings: Sequence[Finding], context: Mapping[str, Any]) -> None:
-    """`context`: what else there is to say about the step."""
-    content = {
-        "version": VERSION,
-        "step": step,
-        **context,
-        "findings": [asdict(finding) for finding in findings],
-    }
-    try:
-        path.parent.mkdir(exist_ok=True)
-    except OSError as err:
-        raise StorageError(f"The folder for incidents cannot be made: {err.strerror}.", where=str(path.parent)) from err
-    write_text(path, json.dumps(_as_json(content), indent=1))
-
-
-def read_incident(path: Path) -> tuple[dict[str, Any], list[Finding]]:
-    """What was written, and the findings in it."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise RunDirectoryError(f"The incident {path} cannot be read: {err}.") from err
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise RunDirectoryError(
-            f"{path} is no incident that this version can read.", todo="Use the version that trained the run."
-        )
-    return content, [Finding(**finding) for finding in content["findings"]]
-
-
-class _Watch:
-    """Looks at what every module gives, and at the gradient of it, until something is not finite."""
+class _NonfiniteHooks:
+    """Checks the output of every module and its gradient until something is not finite."""
 
     def __init__(self, world: World, batches: StepBatches) -> None:
         self._world, self._batches = world, batches
@@ -127,14 +131,14 @@ class _Watch:
         self.found: Finding | None = None
 
     @contextmanager
-    def over(self, model: nn.Module) -> Iterator[None]:
+    def attached(self, model: nn.Module) -> Iterator[None]:
         handles = [
             module.register_forward_hook(partial(self._after_forward, name)) for name, module in model.named_modules()
         ]
-        # A pipeline lays the rows of its batches together anew, and copies of a model share them.
-        if self._world.layout.dims.pipeline == 1 and not self._world.copies_on:
+        # Pipeline stages regroup the rows of a batch and DataParallel splits them: there, micro-batches are unknown.
+        if self._world.layout.dims.pipeline == 1 and not self._world.replica_devices:
             embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-            # It is called once for each micro-batch, while layers may be called again in backward.
+            # Called once per micro-batch, while layers may run again in backward (activation checkpointing).
             handles.append(embedding.register_forward_pre_hook(self._next_micro_batch))
         try:
             yield
@@ -161,8 +165,8 @@ class _Watch:
             self._micro_batch = micro_batch
             self.found = self._finding("backward", name, module, "gradient of the output", gradient)
 
-    def outside(self, loss: Tensor, gradient: str | None) -> Finding | None:
-        """Of what no module saw."""
+    def outside_modules(self, loss: Tensor, gradient: str | None) -> Finding | None:
+        """Finding about the loss or a parameter gradient that no module hook saw."""
         phase: Literal["forward", "backward"] = "backward" if _finite(loss) else "forward"
         what = gradient if _finite(loss) else "loss"
         if what is None:
@@ -200,13 +204,13 @@ class _Watch:
         )
 
     def _samples(self, micro_batch: int | None, values: Tensor | None) -> tuple[list[int], list[int] | None]:
-        """Those in whose rows `values` are not finite, and from which token on, where rows and tokens can be told; else
-        all that may have been it."""
+        """Samples whose rows of `values` are not finite, with the first bad token of each, if rows and tokens are
+        identifiable; else all candidates."""
         own = self._batches.own_samples
         if micro_batch is None:
             return [int(sample) for samples in own for sample in samples], None
         if micro_batch >= len(own):
-            return [], None  # a batch without targets, to keep peers company
+            return [], None  # a dummy batch without targets, so that this rank still joins collectives
         samples = [int(sample) for sample in own[micro_batch]]
         if values is None or values.ndim < 2 or len(values) != len(samples):
             return samples, None
@@ -220,7 +224,7 @@ class _Watch:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a module gives."""
+    """Yield the tensors in a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -237,18 +241,46 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part: ranks stop looking at different places, so none may ask another."""
+    """This rank's shard. Ranks stop checking at different points, so a check must not run collectives."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _finite(tensor: Tensor) -> bool:
     values = local_part(tensor)
-    return values.dtype not in WIDE or bool(values.isfinite().all())
+    return values.dtype not in FLOAT_DTYPES or bool(values.isfinite().all())
+
+
+def write_incident(path: Path, step: int, findings: Sequence[Finding], context: Mapping[str, Any]) -> None:
+    """Write `findings` and `context`, everything else known about the step, as JSON."""
+    content = {
+        "version": VERSION,
+        "step": step,
+        **context,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as err:
+        raise StorageError(f"Cannot create the folder for incidents: {err.strerror}.", where=str(path.parent)) from err
+    write_text(path, json.dumps(_as_json(content), indent=1))
+
+
+def read_incident(path: Path) -> tuple[dict[str, Any], list[Finding]]:
+    """Return the content of an incident file, and the findings in it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise RunDirectoryError(f"Cannot read the incident {path}: {err}.") from err
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise RunDirectoryError(
+            f"{path} is not an incident file that this version can read.", fix="Use the version that trained the run."
+        )
+    return content, [Finding(**finding) for finding in content["findings"]]
 
 
 def _as_json(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite is written as the string 'nan', 'inf' or '-inf', as in events."""
+    """JSON has no NaN: non-finite numbers become the strings 'nan', 'inf' and '-inf', as in events."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, Mapping):

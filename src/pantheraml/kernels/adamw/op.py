@@ -1,4 +1,4 @@
-"""AdamW's step, in place and without allocating; the definition is in `reference.py`."""
+"""AdamW step, in place and without allocations; defined by `reference.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pantheraml.kernels.dispatch import runs_triton
 
 
 def adamw_(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: AdamWStep) -> None:
-    """One step. Parameter and moments: float32 or bf16 each, contiguous; gradient: any float dtype, contiguous."""
+    """Apply one step. All tensors are contiguous; parameter and moments are float32 or bf16, the gradient any float."""
     if runs_triton(parameter):
         from pantheraml.kernels.adamw import triton_kernel
 
@@ -19,7 +19,7 @@ def adamw_(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, s
 
 
 def adamw8bit_(parameter: Tensor, gradient: Tensor, moments: Moments8bit, step: AdamWStep) -> None:
-    """The same over 8-bit moments."""
+    """Apply one step with 8-bit moments."""
     if runs_triton(parameter):
         from pantheraml.kernels.adamw import triton_kernel
 

@@ -1,4 +1,4 @@
-"""Summed cross entropy of a linear output head, without ever holding the full logits."""
+"""Summed cross entropy of a linear output head, without materializing the full logits."""
 
 from pantheraml.kernels.linear_cross_entropy.head import NEARLY_ALL
 from pantheraml.kernels.linear_cross_entropy.op import fp8_linear_cross_entropy, linear_cross_entropy

@@ -1,8 +1,8 @@
-"""One pass of a linear head over rows of hidden states: the scores of their labels, and the gradients.
+"""One chunked pass of a linear head over rows of hidden states: label scores and gradients.
 
-With a vocabulary of 128k, the float32 logits of 8,192 tokens take 4.2 GB, and their gradient as much again; here only
-one chunk of them exists at a time, in one piece of memory that all chunks share. The gradient is formed while a chunk's
-logits are at hand, so nothing is computed twice.
+With a vocabulary of 128k, the float32 logits of 8,192 tokens take 4.2 GB, and their gradient as much again. Here only
+one chunk of logits exists at a time, in a buffer reused by all chunks. Gradients are computed in the forward pass while
+a chunk's logits are available, so nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.dispatch import runs_triton
-from pantheraml.kernels.e4m3 import E5M2
-from pantheraml.kernels.fp8_product import fp8_product, transposed
-from pantheraml.kernels.linear_cross_entropy.later import Later
+from pantheraml.kernels.fp8.e4m3 import E5M2
+from pantheraml.kernels.fp8.matmul import fp8_matmul, transposed
+from pantheraml.kernels.fp8.quantize_rows import quantize_rows
+from pantheraml.kernels.linear_cross_entropy.deferred_grad import DeferredGrad
 from pantheraml.kernels.linear_cross_entropy.softmax import Scores, softmax
-from pantheraml.kernels.quantise_rows import quantise_rows
 
-# Logits of one chunk: 2**26 are 128 MiB in bf16, 512 tokens of a vocabulary of 128k. In the product for the gradient
-# that makes 128 tiles, about as many as a large GPU has processors. No more, because all activations of a step are in
-# memory at that time.
+# Logits per chunk: 2**26 are 128 MiB in bf16, 512 tokens of a 128k vocabulary. The gradient matmul then has 128 tiles,
+# about one per SM of a large GPU. Not more, because all activations of a step are in memory at that time.
 CHUNK_ELEMENTS = 2**26
-# A trained head has larger ones, up to 2 GiB: after each, the sum of its gradient is read and written as a whole, which
-# with 2**27 took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200). One chunk needs no sum.
-TRAINED_CHUNKS = 16
-# Chunks, the last ones, whose gradients may be formed later. Each takes 64 MiB until then; what comes of it, 4 MiB for
-# a width of 4,096, stays for as long as somebody holds the loss.
-LATER_CHUNKS = 3
-# Rows of a tile of the matrix product; a chunk is a multiple of it, so that none is half empty.
+# A trainable head uses chunks this many times larger (up to 2 GiB): each chunk reads and writes the whole accumulated
+# weight gradient, which with 2**27 took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200).
+# A single chunk needs no accumulation.
+TRAINED_CHUNK_FACTOR = 16
+# Number of final chunks whose gradients may be deferred. Each takes 64 MiB until then; the result, 4 MiB for a width of
+# 4,096, lives as long as the loss.
+DEFERRED_CHUNKS = 3
+# Rows per matmul tile; chunks are a multiple of it, so that no tile is partly empty.
 _TILE = 128
-# From this share of targets that count, leaving the others out of the products costs more copying than it saves.
+# Above this fraction of tokens with a target, dropping the others costs more in copies than it saves in matmuls.
 NEARLY_ALL = 0.9
 
 
 class LinearHead(NamedTuple):
-    """Logits are `hidden @ weight.T + bias`; with `scale`, `weight` is e4m3, all of it to be multiplied by that."""
+    """Logits are `hidden @ weight.T + bias`. With `scale`, `weight` is e4m3 with that per-tensor scale."""
 
     weight: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
 
 
-class Wanted(NamedTuple):
-    """Gradients that somebody will ask for."""
+class NeededGrads(NamedTuple):
+    """Inputs that need a gradient."""
 
     hidden: bool
     weight: bool
     bias: bool
 
 
-class Call(NamedTuple):
-    """What an op is asked, besides hidden states, weight and bias."""
+class HeadCall(NamedTuple):
+    """Arguments of an op besides hidden states, weight and bias."""
 
     targets: Tensor
     target_count: int | None
     scale: Tensor | None
     gradients: bool
-    later: Later | None
+    deferred: DeferredGrad | None
 
 
 def apply_head(
@@ -70,56 +70,57 @@ def apply_head(
     head: LinearHead,
     targets: Tensor,
     target_count: int | None,
-    later: Later | None = None,
+    deferred: DeferredGrad | None = None,
 ) -> Any:
-    """`function.apply(rows of hidden states, weight, bias, Call)`, in autocast's dtype."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        hidden = hidden.to(torch.get_autocast_dtype(kind))
-    # a Function cannot tell whether gradients are on: inside it they are always off
-    call = Call(targets.flatten(), target_count, head.scale, torch.is_grad_enabled(), later)
-    with torch.autocast(kind, enabled=False):  # the op chooses its own dtypes
+    """Call `function.apply(hidden rows, weight, bias, HeadCall)` in autocast's dtype."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        hidden = hidden.to(torch.get_autocast_dtype(device_type))
+    # grad mode is always off inside an autograd.Function, so record it here
+    call = HeadCall(targets.flatten(), target_count, head.scale, torch.is_grad_enabled(), deferred)
+    with torch.autocast(device_type, enabled=False):  # the op chooses its own dtypes
         return function.apply(hidden.flatten(0, -2), head.weight, head.bias, call)
 
 
-def open_pass(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> HeadPass:
-    """Over the rows whose targets count, for the forward of a Function that `apply_head` calls."""
-    kept = kept_rows(call.targets, call.target_count)
-    rows = Rows(taken(hidden, kept), taken(call.targets, kept), kept)
-    wanted = Wanted(*(call.gradients and need for need in ctx.needs_input_grad[:3]))
+def make_pass(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall) -> HeadPass:
+    """Create the pass over the rows that have a target, for the forward of a Function called by `apply_head`."""
+    positions = target_rows(call.targets, call.target_count)
+    rows = HeadRows(select_rows(hidden, positions), select_rows(call.targets, positions), positions)
+    needed = NeededGrads(*(call.gradients and need for need in ctx.needs_input_grad[:3]))
     head = LinearHead(weight, bias, call.scale)
-    return DensePass(rows, head, wanted) if call.scale is None else FP8Pass(rows, head, wanted, call.later)
+    return DensePass(rows, head, needed) if call.scale is None else FP8Pass(rows, head, needed, call.deferred)
 
 
-def kept_rows(targets: Tensor, count: int | None) -> Tensor | None:
-    """Where the targets are that count, in order; None if all rows are to be taken, because nearly all count.
+def target_rows(targets: Tensor, count: int | None) -> Tensor | None:
+    """Indices of the rows with a target, in order; None to use all rows because nearly all have one.
 
-    `count` is how many do. Without it the host must wait for the GPU to find out.
+    `count` is the number of targets. Without it, the host must synchronize with the GPU to count them.
     """
     if count is None:
         count = int((targets >= 0).sum())
     if count >= NEARLY_ALL * targets.numel():
         return None
-    # A stable sort by "does not count": nobody has to ask the GPU how many there are.
+    # A stable sort by "has no target" has a static shape, so it needs no host sync.
     return torch.argsort((targets < 0).to(torch.uint8), stable=True)[:count]
 
 
-def taken(whole: Tensor, kept: Tensor | None) -> Tensor:
-    return whole if kept is None else whole.index_select(0, kept)
+def select_rows(tensor: Tensor, positions: Tensor | None) -> Tensor:
+    return tensor if positions is None else tensor.index_select(0, positions)
 
 
-def put_back(rows: Tensor, kept: Tensor | None, count: int) -> Tensor:
-    """Rows in their places among `count`, zeros elsewhere."""
-    if kept is None:
+def scatter_rows(rows: Tensor, positions: Tensor | None, count: int) -> Tensor:
+    """Scatter rows back to their positions among `count`, zeros elsewhere."""
+    if positions is None:
         return rows
-    return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, kept, rows)
+    return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, positions, rows)
 
 
-def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """In one pass over the gradient, which may be as large as the model's embedding; in float32 until it is written.
-    `scale` is one number, or one for each row [rows, 1]; `out` is of `dtype`, in one piece.
+def scale_gradient(gradient: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Multiply a gradient by `scale` in float32 and cast it to `dtype`, in one pass: it can be as large as the head.
 
-    Where dtypes differ torch takes value by value: 156 us for 8,192 rows of 4,096 in bf16 (H200)."""
+    `scale` is a scalar or one value per row [rows, 1]; `out` is contiguous and of `dtype`. Torch's mixed-dtype
+    multiplication is not vectorized: 156 us for 8,192 rows of 4,096 in bf16 (H200).
+    """
     if out is None:
         out = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
     if not runs_triton(gradient) or scale.dtype != torch.float32:
@@ -130,132 +131,137 @@ def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | No
     return out
 
 
-class Rows(NamedTuple):
-    """Hidden states, the labels that they are to predict, and (None: all) where they were taken from."""
+class HeadRows(NamedTuple):
+    """Hidden states, their labels, and their positions among all tokens (None: all tokens)."""
 
     hidden: Tensor
     labels: Tensor
-    kept: Tensor | None = None
+    positions: Tensor | None = None
 
 
 def chunk_rows(vocabulary: int, *, trained: bool) -> int:
-    """How many tokens' logits may be in memory at a time."""
-    chunk = max(1, CHUNK_ELEMENTS * (TRAINED_CHUNKS if trained else 1) // vocabulary)
+    """Number of tokens per chunk."""
+    chunk = max(1, CHUNK_ELEMENTS * (TRAINED_CHUNK_FACTOR if trained else 1) // vocabulary)
     return chunk if chunk < _TILE else chunk // _TILE * _TILE
 
 
 class HeadPass(ABC):
-    """What is wanted of gradients is summed up while `scores` goes through the chunks."""
+    """Chunked pass over a head; the needed gradients are accumulated while `scores` runs."""
 
     d_rows: Tensor | None = None
-    """Of all rows, but those that are left for later."""
+    """Gradient of all rows except the deferred ones."""
     d_weight: Tensor | None = None
     d_bias: Tensor | None = None
 
-    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted, later_chunks: int = 0) -> None:
-        self.rows, self.wanted = rows, wanted
+    def __init__(self, rows: HeadRows, head: LinearHead, needed: NeededGrads, deferred_chunks: int = 0) -> None:
+        self.rows, self.needed = rows, needed
         count, vocabulary = rows.hidden.shape[0], head.weight.shape[0]
-        self._chunk = chunk_rows(vocabulary, trained=wanted.weight)
+        self._chunk = chunk_rows(vocabulary, trained=needed.weight)
         self._logits = rows.hidden.new_empty(min(self._chunk, count), vocabulary)
         chunks = -(-count // self._chunk)
-        self._left_from = max(0, chunks - later_chunks) * self._chunk if later_chunks else count
-        if wanted.hidden:
-            self.d_rows = torch.empty_like(rows.hidden[: self._left_from])
+        self._deferred_start = max(0, chunks - deferred_chunks) * self._chunk if deferred_chunks else count
+        if needed.hidden:
+            self.d_rows = torch.empty_like(rows.hidden[: self._deferred_start])
 
     def scores(self, *, details: bool) -> Scores:
-        """Of each row's label; those that are negative do not count."""
+        """Score each row's label; rows with a negative label are ignored."""
         hidden, labels, _ = self.rows
-        found = Scores.room(hidden, details=details)
+        scores_out = Scores.empty(hidden, details=details)
         for start in range(0, hidden.shape[0], self._chunk):
-            span = slice(start, start + self._chunk)
-            self._score(span, hidden[span], labels[span], found.part(span))
-        return found
+            chunk = slice(start, start + self._chunk)
+            self._score_chunk(chunk, hidden[chunk], labels[chunk], scores_out.part(chunk))
+        return scores_out
 
     @abstractmethod
-    def _score(self, span: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:
-        """One chunk, the rows `x`: writes `scores`, adds to the gradients."""
+    def _score_chunk(self, chunk: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:
+        """Process one chunk with hidden states `x`: write `scores`, accumulate gradients."""
 
 
 class DensePass(HeadPass):
-    """A head that may be trained itself. `weights`, one a row, multiply the gradients of the head."""
+    """A head that may be trainable. `row_weights`, one per row, weight the head's own gradient."""
 
-    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted, weights: Tensor | None = None) -> None:
-        super().__init__(rows, head, wanted)
+    def __init__(
+        self, rows: HeadRows, head: LinearHead, needed: NeededGrads, row_weights: Tensor | None = None
+    ) -> None:
+        super().__init__(rows, head, needed)
         dtype = rows.hidden.dtype
         self._weight = head.weight.to(dtype)
         self._bias = None if head.bias is None else head.bias.to(dtype)
-        self._weights = weights
-        self._wide = wide = torch.promote_types(dtype, torch.float32)
-        if wanted.weight and not len(rows.hidden):
-            self.d_weight = torch.zeros_like(head.weight, dtype=wide)
-        if wanted.bias and head.bias is not None:
-            self.d_bias = torch.zeros_like(head.bias, dtype=wide)
+        self._row_weights = row_weights
+        self._accum_dtype = accum_dtype = torch.promote_types(dtype, torch.float32)
+        if needed.weight and not len(rows.hidden):
+            self.d_weight = torch.zeros_like(head.weight, dtype=accum_dtype)
+        if needed.bias and head.bias is not None:
+            self.d_bias = torch.zeros_like(head.bias, dtype=accum_dtype)
 
-    def _score(self, span: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:
+    def _score_chunk(self, chunk: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:
         logits = self._logits[: x.shape[0]]
         if self._bias is None:
             torch.mm(x, self._weight.t(), out=logits)
         else:
             torch.addmm(self._bias, x, self._weight.t(), out=logits)
-        self._softmax(logits, labels, scores, logits if any(self.wanted) else None)
-        if self._weights is not None:
-            logits *= self._weights[span, None]
+        self._softmax(logits, labels, scores, logits if any(self.needed) else None)
+        if self._row_weights is not None:
+            logits *= self._row_weights[chunk, None]
         if self.d_rows is not None:
-            torch.mm(logits, self._weight, out=self.d_rows[span])
-        if self.wanted.weight:
-            self._add_to_weight(logits.t() @ x, is_all=len(x) == len(self.rows.hidden))
+            torch.mm(logits, self._weight, out=self.d_rows[chunk])
+        if self.needed.weight:
+            self._accumulate_weight(logits.t() @ x, only_chunk=len(x) == len(self.rows.hidden))
         if self.d_bias is not None:
             self.d_bias += logits.sum(0, dtype=self.d_bias.dtype)
 
-    def _add_to_weight(self, product: Tensor, *, is_all: bool) -> None:
+    def _accumulate_weight(self, update: Tensor, *, only_chunk: bool) -> None:
         if self.d_weight is None:
-            self.d_weight = product if is_all else product.to(self._wide)
+            self.d_weight = update if only_chunk else update.to(self._accum_dtype)
         else:
-            self.d_weight += product
+            self.d_weight += update
 
     def _softmax(self, logits: Tensor, labels: Tensor, scores: Scores, gradient: Tensor | None) -> None:
         softmax(logits, labels, scores, gradient)
 
 
 class FP8Pass(HeadPass):
-    """A frozen head in e4m3: both products run in fp8.
+    """A frozen e4m3 head: both matmuls run in fp8.
 
-    The gradient in e5m2 is half as large as the logits. The transposed head (0.5 GiB for 128k x 4096) is made once a
-    pass, not once a chunk. With `later` the gradients of the last rows are formed when that is asked, in one product.
+    The e5m2 logit gradient is half as large as the logits. The transposed head (0.5 GiB for 128k x 4096) is made once
+    per pass, not per chunk. With `deferred`, the gradients of the last rows are computed on demand, in one matmul.
     """
 
-    def __init__(self, rows: Rows, head: LinearHead, wanted: Wanted, later: Later | None = None) -> None:
+    def __init__(
+        self, rows: HeadRows, head: LinearHead, needed: NeededGrads, deferred: DeferredGrad | None = None
+    ) -> None:
         assert head.bias is None
         assert head.scale is not None
-        super().__init__(rows, head, wanted, LATER_CHUNKS if later is not None and wanted.hidden else 0)
-        self._payload, self._scale, self._later = head.weight, head.scale, later
+        super().__init__(rows, head, needed, DEFERRED_CHUNKS if deferred is not None and needed.hidden else 0)
+        self._qweight, self._scale, self._deferred = head.weight, head.scale, deferred
         self._scales = head.scale.expand(head.weight.shape[0]).contiguous()
-        if wanted.hidden:
-            self._turned = transposed(head.weight)
-            room = max(self._logits.shape[0], rows.hidden.shape[0] - self._left_from)
-            self._gradient = self._logits.new_empty(room, head.weight.shape[0], dtype=E5M2)
-            self._gradient_scales = self._logits.new_empty(room, dtype=torch.float32)
+        if needed.hidden:
+            self._qweight_t = transposed(head.weight)
+            capacity = max(self._logits.shape[0], rows.hidden.shape[0] - self._deferred_start)
+            self._gradient = self._logits.new_empty(capacity, head.weight.shape[0], dtype=E5M2)
+            self._gradient_scales = self._logits.new_empty(capacity, dtype=torch.float32)
 
     def scores(self, *, details: bool) -> Scores:
-        found = super().scores(details=details)
-        left = self.rows.hidden[self._left_from :]
-        if self._later is not None and left.shape[0]:
-            self._later.leave(self._product(slice(left.shape[0]), left.dtype), left.device)
-        return found
+        scores_out = super().scores(details=details)
+        deferred_rows = self.rows.hidden[self._deferred_start :]
+        if self._deferred is not None and deferred_rows.shape[0]:
+            matmul = self._gradient_matmul(slice(deferred_rows.shape[0]), deferred_rows.dtype)
+            self._deferred.defer(matmul, deferred_rows.device)
+        return scores_out
 
-    def _score(self, span: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:
+    def _score_chunk(self, chunk: slice, x: Tensor, labels: Tensor, scores: Scores) -> None:
         count = x.shape[0]
-        logits = fp8_product(*quantise_rows(x), self._payload, self._scales, x.dtype, out=self._logits[:count])
+        logits = fp8_matmul(*quantize_rows(x), self._qweight, self._scales, x.dtype, out=self._logits[:count])
         if self.d_rows is None:
             softmax(logits, labels, scores)
             return
-        first = max(0, span.start - self._left_from)
-        room = slice(first, first + count)
-        softmax(logits, labels, scores, self._gradient[room], self._gradient_scales[room])
-        if span.start < self._left_from:
-            self._product(room, x.dtype)(out=self.d_rows[span])
+        first = max(0, chunk.start - self._deferred_start)
+        buffer_rows = slice(first, first + count)
+        softmax(logits, labels, scores, self._gradient[buffer_rows], self._gradient_scales[buffer_rows])
+        if chunk.start < self._deferred_start:
+            self._gradient_matmul(buffer_rows, x.dtype)(out=self.d_rows[chunk])
 
-    def _product(self, room: slice, dtype: torch.dtype) -> Callable[..., Tensor]:
-        """Holds what it needs, and not the logits."""
-        gradient, scales = self._gradient[room], self._gradient_scales[room] * self._scale
-        return functools.partial(fp8_product, gradient, scales, self._turned, None, dtype, long_sum=True)
+    def _gradient_matmul(self, buffer_rows: slice, dtype: torch.dtype) -> Callable[..., Tensor]:
+        """Matmul for the hidden states' gradient. The closure keeps its operands alive, but not the logits."""
+        gradient, scales = self._gradient[buffer_rows], self._gradient_scales[buffer_rows] * self._scale
+        return functools.partial(fp8_matmul, gradient, scales, self._qweight_t, None, dtype, long_sum=True)

@@ -1,4 +1,4 @@
-"""The definition, with full logits: what the op must agree with."""
+"""Torch reference of linear cross entropy, with full logits."""
 
 from __future__ import annotations
 

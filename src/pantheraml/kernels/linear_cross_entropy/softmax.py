@@ -1,4 +1,4 @@
-"""From the logits of a chunk to the scores of its labels and to the gradient of its logits, in place or in e5m2."""
+"""Softmax of a chunk of logits: label scores, and the logit gradient in place or in e5m2."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.dispatch import runs_triton
-from pantheraml.kernels.e4m3 import E5M2, LARGEST_E5M2, SMALLEST_SCALE
+from pantheraml.kernels.fp8.e4m3 import E5M2, E5M2_MAX, MIN_SCALE
 
 
 @dataclass(frozen=True)
-class Details:
-    """What is known of each token besides its loss; 0 where the label is negative."""
+class ScoreDetails:
+    """Per-token metrics besides the loss; 0 where the label is negative."""
 
     entropy: Tensor
     is_top1: Tensor
-    """Whether no logit is larger than the label's."""
+    """Whether the label has the highest logit (ties included)."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One entry a token; 0 where its label is negative."""
+    """Per-token scores; 0 where the label is negative."""
 
     losses: Tensor
     """-log p(label), in float32 (float64 for float64 logits)."""
-    details: Details | None
+    details: ScoreDetails | None
 
     @classmethod
-    def room(cls, rows: Tensor, *, details: bool) -> Scores:
-        """Unwritten, for as many tokens as there are rows."""
+    def empty(cls, rows: Tensor, *, details: bool) -> Scores:
+        """Uninitialized scores, one per row."""
         count, device = rows.shape[0], rows.device
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        more = None
+        accum_dtype = torch.promote_types(rows.dtype, torch.float32)
+        details_out = None
         if details:
-            entropy = torch.empty(count, dtype=wide, device=device)
-            more = Details(entropy, torch.empty(count, dtype=torch.bool, device=device))
-        return cls(torch.empty(count, dtype=wide, device=device), more)
+            entropy = torch.empty(count, dtype=accum_dtype, device=device)
+            details_out = ScoreDetails(entropy, torch.empty(count, dtype=torch.bool, device=device))
+        return cls(torch.empty(count, dtype=accum_dtype, device=device), details_out)
 
-    def part(self, span: slice) -> Scores:
-        """A view of some of the tokens."""
-        more = self.details
-        return Scores(self.losses[span], None if more is None else Details(more.entropy[span], more.is_top1[span]))
+    def part(self, rows_slice: slice) -> Scores:
+        """View of a slice of the tokens."""
+        details = self.details
+        if details is not None:
+            details = ScoreDetails(details.entropy[rows_slice], details.is_top1[rows_slice])
+        return Scores(self.losses[rows_slice], details)
 
 
 def softmax(
@@ -52,16 +54,16 @@ def softmax(
     gradient: Tensor | None = None,
     gradient_scales: Tensor | None = None,
 ) -> None:
-    """Writes `scores`, and to `gradient` that of each loss with respect to its logits (0 for negative labels).
+    """Write `scores`, and to `gradient` the gradient of each loss with respect to its logits (0 for negative labels).
 
-    `gradient` may be `logits` itself. With `gradient_scales`, one a row, it is in e5m2 and uses the whole range, up to
-    the largest probability or the label's gradient: those of a large vocabulary are small beside it.
+    `gradient` may be `logits` itself. With `gradient_scales` (one per row) it is e5m2, scaled so that the row's largest
+    probability or label gradient is at the end of the range: with a large vocabulary all others are small next to it.
     """
     if runs_triton(logits):
         from pantheraml.kernels.linear_cross_entropy import triton_kernel
 
-        more = scores.details
-        pair = None if more is None else (more.entropy, more.is_top1)
+        details = scores.details
+        pair = None if details is None else (details.entropy, details.is_top1)
         triton_kernel.softmax(logits, labels, scores.losses, pair, gradient, gradient_scales)
     else:
         reference_softmax(logits, labels, scores, gradient, gradient_scales)
@@ -70,23 +72,23 @@ def softmax(
 def reference_softmax(
     logits: Tensor, labels: Tensor, scores: Scores, gradient: Tensor | None, gradient_scales: Tensor | None
 ) -> None:
-    """The definition."""
-    counted, chosen = labels >= 0, labels.clamp(min=0)[:, None]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_z = wide.logsumexp(dim=1, keepdim=True)
-    target = wide.gather(1, chosen)
-    p = (wide - log_z).exp()
-    scores.losses.copy_((log_z - target).squeeze(1).where(counted, 0))
+    """Torch reference of `softmax`."""
+    has_target, chosen = labels >= 0, labels.clamp(min=0)[:, None]
+    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_z = wide_logits.logsumexp(dim=1, keepdim=True)
+    target = wide_logits.gather(1, chosen)
+    p = (wide_logits - log_z).exp()
+    scores.losses.copy_((log_z - target).squeeze(1).where(has_target, 0))
     if scores.details is not None:
-        scores.details.entropy.copy_(torch.special.entr(p).sum(dim=1).where(counted, 0))
-        scores.details.is_top1.copy_(counted & (target.squeeze(1) >= wide.amax(dim=1)))
+        scores.details.entropy.copy_(torch.special.entr(p).sum(dim=1).where(has_target, 0))
+        scores.details.is_top1.copy_(has_target & (target.squeeze(1) >= wide_logits.amax(dim=1)))
     if gradient is None:
         return
-    found = torch.maximum(p.amax(dim=1), 1 - p.gather(1, chosen).squeeze(1)).where(counted, 0)
-    d = p.scatter_add_(1, chosen, -torch.ones_like(log_z)).where(counted[:, None], 0)
+    amax = torch.maximum(p.amax(dim=1), 1 - p.gather(1, chosen).squeeze(1)).where(has_target, 0)
+    d = p.scatter_add_(1, chosen, -torch.ones_like(log_z)).where(has_target[:, None], 0)
     if gradient_scales is None:
         gradient.copy_(d)
     else:
-        gradient_scales.copy_((found / LARGEST_E5M2).clamp(min=SMALLEST_SCALE))
+        gradient_scales.copy_((amax / E5M2_MAX).clamp(min=MIN_SCALE))
         scaled = d.float() * (1 / gradient_scales)[:, None]
-        gradient.copy_(scaled.clamp(-LARGEST_E5M2, LARGEST_E5M2).to(E5M2))
+        gradient.copy_(scaled.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2))

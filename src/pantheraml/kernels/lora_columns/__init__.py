@@ -1,37 +1,37 @@
-"""LoRA adapters as extra columns of a matrix product, forward and backward."""
+"""LoRA adapters as extra columns of the base matmul, forward and backward."""
 
+from pantheraml.kernels.lora_columns.adapter_layout import block_table, segment_table
+from pantheraml.kernels.lora_columns.grad_operands import GradMatmul, LeftOperand
 from pantheraml.kernels.lora_columns.op import (
     COLUMNS,
     DIVISOR,
     Adapter,
-    AdapterPlaces,
+    AdapterBuffers,
     AdapterTable,
     Projection,
     adapter_gradients,
     add_columns,
-    add_columns_back,
+    add_columns_backward,
     place_columns,
-    place_columns_back,
+    place_columns_backward,
     project,
 )
-from pantheraml.kernels.lora_columns.sides import Left, Side
-from pantheraml.kernels.lora_columns.spans import blocks_of, segments_of
 
 __all__ = [
     "COLUMNS",
     "DIVISOR",
     "Adapter",
-    "AdapterPlaces",
+    "AdapterBuffers",
     "AdapterTable",
-    "Left",
+    "GradMatmul",
+    "LeftOperand",
     "Projection",
-    "Side",
     "adapter_gradients",
     "add_columns",
-    "add_columns_back",
-    "blocks_of",
+    "add_columns_backward",
+    "block_table",
     "place_columns",
-    "place_columns_back",
+    "place_columns_backward",
     "project",
-    "segments_of",
+    "segment_table",
 ]

@@ -1,8 +1,8 @@
-"""Small, memory-bound kernels: every one reads its wide operand once. One launch serves all layers that share it.
+"""Memory-bound kernels for LoRA columns. Each reads its wide operand once, in one launch for all layers that share it.
 
-Where a kernel looks up where to begin and end, it is told that these are multiples of 16 (as they are: see `DIVISOR` in
-op.py). Without that every byte is loaded by itself, and the kernel takes twice as long. Not so where adapters are
-written: told the same, Triton 3.6 stores other values than it computed (B transposed, on an H200).
+Offsets and sizes loaded from tables get a `tl.multiple_of(..., 16)` hint, which always holds (see `DIVISOR` in op.py).
+Without it, loads are one byte wide and the kernel takes twice as long. The kernel that writes adapters must not use
+the hint: Triton 3.6 then stores wrong values (B transposed, on an H200).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pantheraml.kernels.lora_columns import reference
-from pantheraml.kernels.lora_columns.spans import PROJECT_ROWS
-from pantheraml.kernels.triton_support import INTERPRETED, LARGEST, block_of, ceil_div, launch, processors, to_e4m3
+from pantheraml.kernels.lora_columns.adapter_layout import PROJECT_ROWS
+from pantheraml.kernels.triton_support import E4M3_MAX, INTERPRETED, block_of, ceil_div, launch, sm_limits, to_e4m3
 
-_LIFT = tl.constexpr(reference.LIFT)
+_PRESCALE = tl.constexpr(reference.PRESCALE)
 _WRITE_VALUES, _WRITE_WARPS = 8192, 4
-"""Of A or B for a program that writes them."""
+"""Values of A or B per program of `_write`."""
 _TILE = 16384
-"""Values of a tile at most: more do not fit into the registers."""
+"""Maximum values per tile: more do not fit in registers."""
 _PROJECT_BYTES, _PROJECT_RANKS, _PROJECT_STAGES = 256, 128, 5
 _PLACE_ROWS, _PLACE_CHUNK = 32, 512
 
@@ -35,107 +35,106 @@ def _pointer(entry, KIND: tl.constexpr):
 
 @triton.jit
 def _load_down(pointers, j, k, rank, width, PARAMETER: tl.constexpr):
-    live = (j[:, None] < rank) & (k[None, :] < width)
+    mask = (j[:, None] < rank) & (k[None, :] < width)
     down = _pointer(pointers, PARAMETER)
-    return tl.load(down + j[:, None] * width + k[None, :], mask=live, other=0.0).to(tl.float32)
+    return tl.load(down + j[:, None] * width + k[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_up(pointers, n, j, rank, height, scaling, PARAMETER: tl.constexpr, QUANTISED: tl.constexpr):
-    """In units of the scales, if there are any."""
-    live = (n[:, None] < height) & (j[None, :] < rank)
+def _load_up(pointers, n, j, rank, height, scaling, PARAMETER: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Load scaled B, divided by W's row scales if QUANTIZED."""
+    mask = (n[:, None] < height) & (j[None, :] < rank)
     up = _pointer(pointers + 1, PARAMETER)
-    values = tl.load(up + n[:, None] * rank + j[None, :], mask=live, other=0.0).to(tl.float32)
-    if not QUANTISED:
+    values = tl.load(up + n[:, None] * rank + j[None, :], mask=mask, other=0.0).to(tl.float32)
+    if not QUANTIZED:
         return values * scaling
     scales = _pointer(pointers + 2, tl.float32)
     return values * (scaling / tl.load(scales + n, mask=n < height, other=1.0))[:, None]
 
 
 @triton.jit
-def _largest(
-    pointers, numbers, scalings, work, bits,
+def _amax(
+    pointers, sizes, scalings, work, amax_bits,
     PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitude of each row of A and each column of scaled B, as the bits of non-negative floats,
-    of which NaN's are the largest."""
+    """Amax of each row of A and each column of scaled B, as the bits of non-negative floats (NaN sorts highest)."""
     work += tl.program_id(0) * 2
     adapter, tile = tl.load(work), tl.load(work + 1)
     pointers += adapter * 9
-    numbers += adapter * 7
-    width, height, rank = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 4)
-    bits += adapter * 2 * RANK
+    sizes += adapter * 7
+    width, height, rank = tl.load(sizes), tl.load(sizes + 1), tl.load(sizes + 4)
+    amax_bits += adapter * 2 * RANK
     j = tl.arange(0, RANK)
     down_tiles = tl.cdiv(width, TILE)
     if tile < down_tiles:
         k = tile * TILE + tl.arange(0, TILE)
-        found = tl.abs(_load_down(pointers, j, k, rank, width, PARAMETER)).to(tl.int32, bitcast=True)
-        tl.atomic_max(bits + RANK + j, tl.max(found, 1), mask=j < rank, sem="relaxed")
+        magnitude_bits = tl.abs(_load_down(pointers, j, k, rank, width, PARAMETER)).to(tl.int32, bitcast=True)
+        tl.atomic_max(amax_bits + RANK + j, tl.max(magnitude_bits, 1), mask=j < rank, sem="relaxed")
     else:
         n = (tile - down_tiles) * TILE + tl.arange(0, TILE)
-        found_up = tl.abs(_load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, True))
-        tl.atomic_max(bits + j, tl.max(found_up.to(tl.int32, bitcast=True), 0), mask=j < rank, sem="relaxed")
+        magnitudes = tl.abs(_load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, True))
+        tl.atomic_max(amax_bits + j, tl.max(magnitudes.to(tl.int32, bitcast=True), 0), mask=j < rank, sem="relaxed")
 
 
 @triton.jit
-def _unit(bits, j, rank):
-    """What brings the largest magnitude to the end of e4m3's range."""
-    found = tl.load(bits + j, mask=j < rank, other=0).to(tl.float32, bitcast=True)
-    return tl.where(found < 1e-30, 1e-30, found) / LARGEST
+def _column_scale(amax_bits, j, rank):
+    """Scale that maps the amax to the end of e4m3's range."""
+    amax = tl.load(amax_bits + j, mask=j < rank, other=0).to(tl.float32, bitcast=True)
+    return tl.where(amax < 1e-30, 1e-30, amax) / E4M3_MAX
 
 
 @triton.jit
 def _write(
-    pointers, numbers, scalings, work, bits,
-    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, ELEMENT: tl.constexpr, QUANTISED: tl.constexpr,
+    pointers, sizes, scalings, work, amax_bits,
+    PARAMETER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, ELEMENT: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """From the end of the work: what `_largest` read last may still be in the cache."""
+    """Write A and B to their buffers. Runs in reverse order: what `_amax` read last may still be in cache."""
     work += (tl.num_programs(0) - 1 - tl.program_id(0)) * 2
     adapter, tile = tl.load(work), tl.load(work + 1)
     pointers += adapter * 9
-    numbers += adapter * 7
-    width, height, rank = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 4)
-    bits += adapter * 2 * RANK
+    sizes += adapter * 7
+    width, height, rank = tl.load(sizes), tl.load(sizes + 1), tl.load(sizes + 4)
+    amax_bits += adapter * 2 * RANK
     j = tl.arange(0, RANK)
     down_tiles = tl.cdiv(width, TILE)
     if tile < down_tiles:
         k = tile * TILE + tl.arange(0, TILE)
         a = _load_down(pointers, j, k, rank, width, PARAMETER)
-        a_live = (j[:, None] < rank) & (k[None, :] < width)
-        if QUANTISED:
-            a_unit = _unit(bits + RANK, j, rank)
-            tl.store(_pointer(pointers + 7, tl.float32) + j, a_unit, mask=(j < rank) & (tile == 0))
-            a_out = to_e4m3(a * (1.0 / a_unit)[:, None])
+        a_mask = (j[:, None] < rank) & (k[None, :] < width)
+        if QUANTIZED:
+            a_scale = _column_scale(amax_bits + RANK, j, rank)
+            tl.store(_pointer(pointers + 7, tl.float32) + j, a_scale, mask=(j < rank) & (tile == 0))
+            a_out = to_e4m3(a * (1.0 / a_scale)[:, None])
         else:
             a_out = a.to(ELEMENT)
         matrix_down = _pointer(pointers + 3, ELEMENT)
-        tl.store(matrix_down + j[:, None].to(tl.int64) * tl.load(numbers + 2) + k[None, :], a_out, mask=a_live)
+        tl.store(matrix_down + j[:, None].to(tl.int64) * tl.load(sizes + 2) + k[None, :], a_out, mask=a_mask)
         if tl.load(pointers + 6) != 0:
-            turned = _pointer(pointers + 6, ELEMENT) + k[None, :].to(tl.int64) * tl.load(numbers + 6)
-            tl.store(turned + j[:, None], a_out, mask=a_live)
+            down_t_ptrs = _pointer(pointers + 6, ELEMENT) + k[None, :].to(tl.int64) * tl.load(sizes + 6)
+            tl.store(down_t_ptrs + j[:, None], a_out, mask=a_mask)
     else:
         n = (tile - down_tiles) * TILE + tl.arange(0, TILE)
-        b = _load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, QUANTISED)
-        b_live = (n[:, None] < height) & (j[None, :] < rank)
-        if QUANTISED:
-            b_unit = _unit(bits, j, rank)
-            tl.store(_pointer(pointers + 8, tl.float32) + j, b_unit, mask=(j < rank) & (tile == down_tiles))
-            b_out = to_e4m3(b * (1.0 / b_unit)[None, :])
+        b = _load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, QUANTIZED)
+        b_mask = (n[:, None] < height) & (j[None, :] < rank)
+        if QUANTIZED:
+            b_scale = _column_scale(amax_bits, j, rank)
+            tl.store(_pointer(pointers + 8, tl.float32) + j, b_scale, mask=(j < rank) & (tile == down_tiles))
+            b_out = to_e4m3(b * (1.0 / b_scale)[None, :])
         else:
             b_out = b.to(ELEMENT)
-        matrix_up = _pointer(pointers + 5, ELEMENT) + n[:, None].to(tl.int64) * tl.load(numbers + 5)
-        tl.store(matrix_up + j[None, :], b_out, mask=b_live)
-        factor_up = _pointer(pointers + 4, ELEMENT) + j[None, :].to(tl.int64) * tl.load(numbers + 3)
-        tl.store(factor_up + n[:, None], b_out, mask=b_live)
+        matrix_up = _pointer(pointers + 5, ELEMENT) + n[:, None].to(tl.int64) * tl.load(sizes + 5)
+        tl.store(matrix_up + j[None, :], b_out, mask=b_mask)
+        factor_up = _pointer(pointers + 4, ELEMENT) + j[None, :].to(tl.int64) * tl.load(sizes + 3)
+        tl.store(factor_up + n[:, None], b_out, mask=b_mask)
 
 
 @triton.jit
 def _project(
-    payload, payload_stride, factor, factor_stride, segments, out, rows, ranks, splits,
+    qdata, qdata_stride, factor, factor_stride, segments, out, rows, ranks, splits,
     RANK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """For segment (start, width, column, rank): out[split, :, column:] = payload @ factor transposed, over the split's
-    share of the segment's width. BLOCKS programs take RANK rows of the factor each."""
+    """For each segment (start, width, column, rank): out[split, :, column:] = qdata @ factor.T over the split's part of
+    the segment's width. BLOCKS programs process RANK rows of the factor each."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     segment = segments + tl.program_id(2) // BLOCKS * 4
@@ -143,16 +142,16 @@ def _project(
     width = tl.multiple_of(tl.load(segment + 1), 16)
     column, rank = tl.load(segment + 2), tl.load(segment + 3)
     j = tl.program_id(2) % BLOCKS * RANK + tl.arange(0, RANK)
-    share = tl.cdiv(tl.cdiv(width, splits), STEP) * STEP
-    begin = split * share
-    end = tl.minimum(begin + share, width)
+    split_width = tl.cdiv(tl.cdiv(width, splits), STEP) * STEP
+    split_begin = split * split_width
+    split_end = tl.minimum(split_begin + split_width, width)
     total = tl.zeros((ROWS, RANK), tl.float32)
-    at = payload + m[:, None].to(tl.int64) * payload_stride + start
-    of = factor + j[:, None].to(tl.int64) * factor_stride + start
-    for first in range(begin, end, STEP):
-        k = first + tl.arange(0, STEP)
-        x = tl.load(at + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < end), other=0.0)
-        f = tl.load(of + k[None, :], mask=(j[:, None] < rank) & (k[None, :] < end), other=0.0)
+    qdata_ptrs = qdata + m[:, None].to(tl.int64) * qdata_stride + start
+    factor_ptrs = factor + j[:, None].to(tl.int64) * factor_stride + start
+    for step_start in range(split_begin, split_end, STEP):
+        k = step_start + tl.arange(0, STEP)
+        x = tl.load(qdata_ptrs + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < split_end), other=0.0)
+        f = tl.load(factor_ptrs + k[None, :], mask=(j[:, None] < rank) & (k[None, :] < split_end), other=0.0)
         if INTERPRETED:
             total = tl.dot(x.to(tl.float32), tl.trans(f.to(tl.float32)), total)
         else:
@@ -162,10 +161,10 @@ def _project(
 
 
 @triton.jit
-def _place_left(left, left_stride, values, m, row_scales, ranks, rows, LIFTED: tl.constexpr):
-    """Values [m, ranks], times their rows' scales and the lift, turned over."""
-    if LIFTED:
-        values *= (tl.load(row_scales + m, mask=m < rows, other=0.0) * _LIFT)[:, None]
+def _store_left_operand(left, left_stride, values, m, row_scales, ranks, rows, PRESCALED: tl.constexpr):
+    """Store values [m, ranks] transposed, multiplied by their row scales and _PRESCALE if PRESCALED."""
+    if PRESCALED:
+        values *= (tl.load(row_scales + m, mask=m < rows, other=0.0) * _PRESCALE)[:, None]
     j = tl.arange(0, values.shape[1])[:, None]
     to = left + j.to(tl.int64) * left_stride + m[None, :]
     tl.store(to, tl.trans(values).to(left.dtype.element_ty), mask=(j < ranks) & (m[None, :] < rows))
@@ -173,109 +172,113 @@ def _place_left(left, left_stride, values, m, row_scales, ranks, rows, LIFTED: t
 
 @triton.jit
 def _write_columns(
-    total, m, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+    total, m, ranks, factor_scales, matrix_scales, qdata, qdata_stride, scales, lora_mid, rows, width, pad_cols,
     factor, input_scales, down, up, left_stride,
-    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
+    QUANTIZED: tl.constexpr, BACKWARD: tl.constexpr, PRESCALED: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the columns behind the payload's rows `m` from these sums. On the way forward the sums in real units
-    become `middle`; on the way back they, times `factor`, and `middle` become the left sides `down` and `up`."""
+    """Write the padding columns of rows `m` from the projected sums `total`.
+
+    Forward: the dequantized sums are stored to `lora_mid`. Backward: the dequantized sums times `factor`, and
+    `lora_mid`, are stored as the left operands `down` and `up`.
+    """
     j = tl.arange(0, RANKS)
-    live = (m[:, None] < rows) & (j[None, :] < ranks)
-    at = payload + m[:, None].to(tl.int64) * payload_stride
-    to_middle = middle + m[:, None] * ranks + j[None, :]
-    there = (m[:, None] < rows) & (j[None, :] < room)
-    if QUANTISED:
+    mask = (m[:, None] < rows) & (j[None, :] < ranks)
+    qdata_ptrs = qdata + m[:, None].to(tl.int64) * qdata_stride
+    mid_ptrs = lora_mid + m[:, None] * ranks + j[None, :]
+    pad_mask = (m[:, None] < rows) & (j[None, :] < pad_cols)
+    if QUANTIZED:
         scale = tl.load(scales + m, mask=m < rows, other=1.0)
-        total *= tl.load(own_units + j, mask=j < ranks, other=0.0)[None, :]
-        if BACK:
-            _place_left(down, left_stride, total * (scale * factor)[:, None], m, input_scales, ranks, rows, LIFTED)
+        total *= tl.load(factor_scales + j, mask=j < ranks, other=0.0)[None, :]
+        if BACKWARD:
+            mid_grad = total * (scale * factor)[:, None]
+            _store_left_operand(down, left_stride, mid_grad, m, input_scales, ranks, rows, PRESCALED)
         else:
-            tl.store(to_middle, (total * scale[:, None]).to(middle.dtype.element_ty), mask=live)
-        values = total * tl.load(other_units + j, mask=j < ranks, other=0.0)[None, :]
-        # Where a column is beyond e4m3, the whole row moves to a scale at which it is not: a power of two, so that
-        # what was quantised already only changes its exponent.
-        excess = tl.max(tl.abs(values), 1) / LARGEST
-        move = tl.where(excess > 1.0, tl.exp2(tl.ceil(tl.log2(tl.maximum(excess, 1e-30)))), 1.0)
-        if tl.max(move, 0) > 1.0:
+            tl.store(mid_ptrs, (total * scale[:, None]).to(lora_mid.dtype.element_ty), mask=mask)
+        values = total * tl.load(matrix_scales + j, mask=j < ranks, other=0.0)[None, :]
+        # If a column exceeds e4m3's range, the whole row is rescaled by a power of two, so that values quantized
+        # earlier only change their exponents.
+        excess = tl.max(tl.abs(values), 1) / E4M3_MAX
+        rescale = tl.where(excess > 1.0, tl.exp2(tl.ceil(tl.log2(tl.maximum(excess, 1e-30)))), 1.0)
+        if tl.max(rescale, 0) > 1.0:
             for start in range(0, width, CHUNK):
                 k = start + tl.arange(0, CHUNK)
-                moved = (m[:, None] < rows) & (k[None, :] < width) & (move[:, None] > 1.0)
-                old = tl.load(at + k[None, :], mask=moved, other=0.0).to(tl.float32)
-                tl.store(at + k[None, :], to_e4m3(old / move[:, None]), mask=moved)
-            tl.store(scales + m, scale * move, mask=m < rows)
-        if BACK:
-            there_before = tl.load(to_middle, mask=live, other=0.0).to(tl.float32) * (scale * move * _LIFT)[:, None]
-            _place_left(up, left_stride, there_before, m, input_scales, ranks, rows, False)
-        tl.store(at + width + j[None, :], to_e4m3(values / move[:, None]), mask=there)
+                rescale_mask = (m[:, None] < rows) & (k[None, :] < width) & (rescale[:, None] > 1.0)
+                old = tl.load(qdata_ptrs + k[None, :], mask=rescale_mask, other=0.0).to(tl.float32)
+                tl.store(qdata_ptrs + k[None, :], to_e4m3(old / rescale[:, None]), mask=rescale_mask)
+            tl.store(scales + m, scale * rescale, mask=m < rows)
+        if BACKWARD:
+            saved_mid = tl.load(mid_ptrs, mask=mask, other=0.0).to(tl.float32) * (scale * rescale * _PRESCALE)[:, None]
+            _store_left_operand(up, left_stride, saved_mid, m, input_scales, ranks, rows, False)
+        tl.store(qdata_ptrs + width + j[None, :], to_e4m3(values / rescale[:, None]), mask=pad_mask)
     else:
-        if BACK:
-            _place_left(down, left_stride, total * factor, m, input_scales, ranks, rows, False)
-            there_before = tl.load(to_middle, mask=live, other=0.0).to(tl.float32)
-            _place_left(up, left_stride, there_before, m, input_scales, ranks, rows, False)
+        if BACKWARD:
+            _store_left_operand(down, left_stride, total * factor, m, input_scales, ranks, rows, False)
+            saved_mid = tl.load(mid_ptrs, mask=mask, other=0.0).to(tl.float32)
+            _store_left_operand(up, left_stride, saved_mid, m, input_scales, ranks, rows, False)
         else:
-            tl.store(to_middle, total.to(middle.dtype.element_ty), mask=live)
-        tl.store(at + width + j[None, :], total.to(payload.dtype.element_ty), mask=there)
+            tl.store(mid_ptrs, total.to(lora_mid.dtype.element_ty), mask=mask)
+        tl.store(qdata_ptrs + width + j[None, :], total.to(qdata.dtype.element_ty), mask=pad_mask)
     zeros = tl.zeros_like(total)
-    for start in range(RANKS, room, RANKS):
-        rest = (m[:, None] < rows) & (start + j[None, :] < room)
-        tl.store(at + width + start + j[None, :], zeros.to(payload.dtype.element_ty), mask=rest)
+    for start in range(RANKS, pad_cols, RANKS):
+        rest = (m[:, None] < rows) & (start + j[None, :] < pad_cols)
+        tl.store(qdata_ptrs + width + start + j[None, :], zeros.to(qdata.dtype.element_ty), mask=rest)
 
 
 @triton.jit
 def _place(
-    raw, splits, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+    raw, splits, ranks, factor_scales, matrix_scales, qdata, qdata_stride, scales, lora_mid, rows, width, pad_cols,
     factor, input_scales, down, up, left_stride,
-    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr,
+    QUANTIZED: tl.constexpr, BACKWARD: tl.constexpr, PRESCALED: tl.constexpr,
     RANKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the splits, and writes the columns."""
+    """Sum the splits and write the columns."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, RANKS)
-    live = (m[:, None] < rows) & (j[None, :] < ranks)
+    mask = (m[:, None] < rows) & (j[None, :] < ranks)
     total = tl.zeros((ROWS, RANKS), tl.float32)
     for split in range(splits):
-        total += tl.load(raw + (split * rows + m[:, None]).to(tl.int64) * ranks + j[None, :], mask=live, other=0.0)
+        total += tl.load(raw + (split * rows + m[:, None]).to(tl.int64) * ranks + j[None, :], mask=mask, other=0.0)
     _write_columns(
-        total, m, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
-        factor, input_scales, down, up, left_stride, QUANTISED, BACK, LIFTED, RANKS, CHUNK,
+        total, m, ranks, factor_scales, matrix_scales, qdata, qdata_stride, scales, lora_mid, rows, width, pad_cols,
+        factor, input_scales, down, up, left_stride, QUANTIZED, BACKWARD, PRESCALED, RANKS, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit
 def _project_and_place(
-    projecting, projecting_stride, segments, count,
-    ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
+    proj_factor, proj_factor_stride, segments, count,
+    ranks, factor_scales, matrix_scales, qdata, qdata_stride, scales, lora_mid, rows, width, pad_cols,
     factor, input_scales, down, up, left_stride,
-    QUANTISED: tl.constexpr, BACK: tl.constexpr, LIFTED: tl.constexpr,
+    QUANTIZED: tl.constexpr, BACKWARD: tl.constexpr, PRESCALED: tl.constexpr,
     RANKS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`_project` of whole rows, whose sums are at hand when the columns are written."""
+    """Fused `_project` and `_place` for whole rows: the sums stay in registers."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, RANKS)
     total = tl.zeros((ROWS, RANKS), tl.float32)
-    for number in range(count):
-        start = tl.multiple_of(tl.load(segments + number * 4), 16)
-        extent = tl.multiple_of(tl.load(segments + number * 4 + 1), 16)
-        own = j - tl.load(segments + number * 4 + 2)  # the rank within its adapter
-        mine = (own >= 0) & (own < tl.load(segments + number * 4 + 3))
-        at = payload + m[:, None].to(tl.int64) * payload_stride + start
-        of = projecting + own[:, None].to(tl.int64) * projecting_stride + start
-        for first in range(0, extent, STEP):
-            k = first + tl.arange(0, STEP)
-            x = tl.load(at + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < extent), other=0.0)
-            f = tl.load(of + k[None, :], mask=mine[:, None] & (k[None, :] < extent), other=0.0)
+    for index in range(count):
+        start = tl.multiple_of(tl.load(segments + index * 4), 16)
+        extent = tl.multiple_of(tl.load(segments + index * 4 + 1), 16)
+        local_rank = j - tl.load(segments + index * 4 + 2)  # rank index within its adapter
+        own_ranks = (local_rank >= 0) & (local_rank < tl.load(segments + index * 4 + 3))
+        qdata_ptrs = qdata + m[:, None].to(tl.int64) * qdata_stride + start
+        factor_ptrs = proj_factor + local_rank[:, None].to(tl.int64) * proj_factor_stride + start
+        for step_start in range(0, extent, STEP):
+            k = step_start + tl.arange(0, STEP)
+            x = tl.load(qdata_ptrs + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < extent), other=0.0)
+            f = tl.load(factor_ptrs + k[None, :], mask=own_ranks[:, None] & (k[None, :] < extent), other=0.0)
             if INTERPRETED:
                 total = tl.dot(x.to(tl.float32), tl.trans(f.to(tl.float32)), total)
             else:
                 total = tl.dot(x, tl.trans(f), total)
     _write_columns(
-        total, m, ranks, own_units, other_units, payload, payload_stride, scales, middle, rows, width, room,
-        factor, input_scales, down, up, left_stride, QUANTISED, BACK, LIFTED, RANKS, CHUNK,
+        total, m, ranks, factor_scales, matrix_scales, qdata, qdata_stride, scales, lora_mid, rows, width, pad_cols,
+        factor, input_scales, down, up, left_stride, QUANTIZED, BACKWARD, PRESCALED, RANKS, CHUNK,
     )  # fmt: skip
 
 
-def at_least_16(rank: int) -> int:
-    """A power of two, and what the tensor cores take at least."""
+def pad_rank(rank: int) -> int:
+    """Pad to a power of two of at least 16, the tensor cores' minimum."""
     return max(16, block_of(rank))
 
 
@@ -283,75 +286,74 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 
 class Tables(NamedTuple):
-    """Adapters as the kernels that write them read them."""
+    """Device tables that describe all adapters to `_amax` and `_write`."""
 
     pointers: Tensor
-    """[adapters, 9]: A, B, scales, matrix_down, factor_up, matrix_up, turned_down, unit_down, unit_up; 0: none."""
-    numbers: Tensor
-    """[adapters, 7]: width, height, strides of matrix_down and factor_up; rank, strides of matrix_up, turned_down."""
+    """[adapters, 9]: A, B, scales, matrix_down, factor_up, matrix_up, matrix_down_t, scale_down, scale_up; 0: none."""
+    sizes: Tensor
+    """[adapters, 7]: width, height, strides of matrix_down and factor_up; rank, strides of matrix_up, matrix_down_t."""
     scalings: Tensor
     work: Tensor
-    """[programs, 2]: an adapter, and which of its tiles; those of A come first."""
+    """[programs, 2]: adapter index and tile index; tiles of A come first."""
     constants: dict[str, int]
 
 
 def tables(
     pointers: Sequence[Sequence[int]],
-    numbers: Sequence[Sequence[int]],
+    sizes: Sequence[Sequence[int]],
     scalings: Sequence[float],
     device: torch.device,
 ) -> Tables:
-    rank = block_of(max(row[4] for row in numbers))
+    rank = block_of(max(row[4] for row in sizes))
     tile = max(16, _WRITE_VALUES // rank)
-    counts = torch.tensor([ceil_div(width, tile) + ceil_div(height, tile) for width, height, *_ in numbers])
+    counts = torch.tensor([ceil_div(width, tile) + ceil_div(height, tile) for width, height, *_ in sizes])
     adapter = torch.arange(len(counts)).repeat_interleave(counts)
-    within = torch.arange(len(adapter)) - (counts.cumsum(0) - counts)[adapter]
-    addresses, extents = torch.tensor(pointers), torch.tensor(numbers)
+    tile_index = torch.arange(len(adapter)) - (counts.cumsum(0) - counts)[adapter]
+    pointer_table, size_table = torch.tensor(pointers), torch.tensor(sizes)
     return Tables(
-        addresses.to(device),
-        extents.to(device, torch.int32),
+        pointer_table.to(device),
+        size_table.to(device, torch.int32),
         torch.tensor(scalings, dtype=torch.float32).to(device),
-        torch.stack([adapter, within], dim=1).to(device, torch.int32),
+        torch.stack([adapter, tile_index], dim=1).to(device, torch.int32),
         {"RANK": rank, "TILE": tile},
     )
 
 
-def write(given: Tables, parameter: torch.dtype, element: torch.dtype) -> None:
-    pointers, numbers, scalings, work, shape = given
-    grid, quantised = (work.shape[0],), element == torch.float8_e4m3fn
-    bits = torch.zeros(pointers.shape[0], 2, shape["RANK"], dtype=torch.int32, device=pointers.device)
-    arguments = pointers, numbers, scalings, work, bits
+def write(adapter_tables: Tables, parameter: torch.dtype, element: torch.dtype) -> None:
+    pointers, sizes, scalings, work, shape = adapter_tables
+    grid, quantized = (work.shape[0],), element == torch.float8_e4m3fn
+    amax_bits = torch.zeros(pointers.shape[0], 2, shape["RANK"], dtype=torch.int32, device=pointers.device)
+    arguments = pointers, sizes, scalings, work, amax_bits
     constants = {"PARAMETER": _ELEMENTS[parameter], **shape}
-    if quantised:
-        launch(_largest, grid, *arguments, **constants, num_warps=_WRITE_WARPS)
-    constants |= {"ELEMENT": _ELEMENTS[element], "QUANTISED": quantised}
+    if quantized:
+        launch(_amax, grid, *arguments, **constants, num_warps=_WRITE_WARPS)
+    constants |= {"ELEMENT": _ELEMENTS[element], "QUANTIZED": quantized}
     launch(_write, grid, *arguments, **constants, num_warps=_WRITE_WARPS)
 
 
-def _at_once(most: int, rank: int) -> int:
-    """Rows, where each has so many ranks."""
-    return max(16, min(most, _TILE // block_of(rank)))
+def _rows_per_program(limit: int, rank: int) -> int:
+    return max(16, min(limit, _TILE // block_of(rank)))
 
 
-def project(payload: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
+def project(qdata: Tensor, factor: Tensor, segments: Tensor, rank: int, out: Tensor) -> None:
     splits, rows, ranks = out.shape
-    at_once = min(_PROJECT_RANKS, at_least_16(rank))
-    blocks = ceil_div(rank, at_once)
+    per_program = min(_PROJECT_RANKS, pad_rank(rank))
+    blocks = ceil_div(rank, per_program)
     launch(
         _project, (ceil_div(rows, PROJECT_ROWS), splits, segments.shape[0] * blocks),
-        payload, payload.stride(0), factor, factor.stride(0), segments, out, rows, ranks, splits,
-        RANK=at_once, BLOCKS=blocks, ROWS=PROJECT_ROWS, STEP=_PROJECT_BYTES // payload.element_size(),
-        num_warps=4, num_stages=_project_stages(payload, at_once),
+        qdata, qdata.stride(0), factor, factor.stride(0), segments, out, rows, ranks, splits,
+        RANK=per_program, BLOCKS=blocks, ROWS=PROJECT_ROWS, STEP=_PROJECT_BYTES // qdata.element_size(),
+        num_warps=4, num_stages=_project_stages(qdata, per_program),
     )  # fmt: skip
 
 
-def _project_stages(payload: Tensor, at_once: int) -> int:
-    _, shared_memory = processors(payload.device)
-    return max(2, min(_PROJECT_STAGES, shared_memory // ((PROJECT_ROWS + at_once) * _PROJECT_BYTES)))
+def _project_stages(qdata: Tensor, per_program: int) -> int:
+    _, shared_memory = sm_limits(qdata.device)
+    return max(2, min(_PROJECT_STAGES, shared_memory // ((PROJECT_ROWS + per_program) * _PROJECT_BYTES)))
 
 
-class Back(NamedTuple):
-    """What the way back has besides."""
+class BackwardOutputs(NamedTuple):
+    """Additional arguments of the backward pass: left operands `down` and `up` are outputs."""
 
     factor: float
     input_scales: Tensor | None
@@ -359,51 +361,53 @@ class Back(NamedTuple):
     up: Tensor
 
 
-class Target(NamedTuple):
-    """Where columns are written, and by which measures."""
+class ColumnTarget(NamedTuple):
+    """Destination of the projected columns, and the scales to write them with."""
 
-    own_units: Tensor
-    other_units: Tensor
-    payload: Tensor
+    factor_scales: Tensor
+    matrix_scales: Tensor
+    qdata: Tensor
     width: int
     scales: Tensor | None
-    middle: Tensor
-    back: Back | None
+    lora_mid: Tensor
+    backward: BackwardOutputs | None
 
     def arguments(self) -> tuple[Any, ...]:
-        """From `own_units` on, as the kernels name them."""
-        payload, back = self.payload, self.back
-        sides: tuple[Any, ...] = (1.0, None, None, None, 0) if back is None else (*back, back.down.stride(0))
+        """Kernel arguments from `factor_scales` on."""
+        qdata, backward = self.qdata, self.backward
+        left_operands: tuple[Any, ...] = (1.0, None, None, None, 0)
+        if backward is not None:
+            left_operands = (*backward, backward.down.stride(0))
         return (
-            self.own_units, self.other_units, payload, payload.stride(0), self.scales, self.middle, payload.shape[0],
-            self.width, payload.shape[1] - self.width, *sides,
+            self.factor_scales, self.matrix_scales, qdata, qdata.stride(0), self.scales, self.lora_mid, qdata.shape[0],
+            self.width, qdata.shape[1] - self.width, *left_operands,
         )  # fmt: skip
 
     def constants(self) -> dict[str, bool]:
-        lifted = self.back is not None and self.back.input_scales is not None
-        return {"QUANTISED": self.scales is not None, "BACK": self.back is not None, "LIFTED": lifted}
+        prescaled = self.backward is not None and self.backward.input_scales is not None
+        return {"QUANTIZED": self.scales is not None, "BACKWARD": self.backward is not None, "PRESCALED": prescaled}
 
 
-def place(raw: Tensor, target: Target) -> None:
+def place(raw: Tensor, target: ColumnTarget) -> None:
     splits, rows, ranks = raw.shape
-    padded = at_least_16(ranks)
-    at_once = _at_once(_PLACE_ROWS, padded)
+    padded = pad_rank(ranks)
+    per_program = _rows_per_program(_PLACE_ROWS, padded)
     launch(
-        _place, (ceil_div(rows, at_once),), raw, splits, ranks, *target.arguments(),
-        **target.constants(), RANKS=padded, ROWS=at_once, CHUNK=_PLACE_CHUNK,
+        _place, (ceil_div(rows, per_program),), raw, splits, ranks, *target.arguments(),
+        **target.constants(), RANKS=padded, ROWS=per_program, CHUNK=_PLACE_CHUNK,
     )  # fmt: skip
 
 
-def projects_and_places(ranks: int) -> bool:
-    """Whether `project_and_place` can: all columns of a row at once."""
-    return at_least_16(ranks) <= _PROJECT_RANKS
+def can_project_and_place(ranks: int) -> bool:
+    """Whether one program of `project_and_place` can hold all columns of a row."""
+    return pad_rank(ranks) <= _PROJECT_RANKS
 
 
-def project_and_place(factor: Tensor, segments: Tensor, ranks: int, target: Target) -> None:
-    payload, padded = target.payload, at_least_16(ranks)
+def project_and_place(factor: Tensor, segments: Tensor, ranks: int, target: ColumnTarget) -> None:
+    qdata, padded = target.qdata, pad_rank(ranks)
     launch(
-        _project_and_place, (ceil_div(payload.shape[0], PROJECT_ROWS),),
+        _project_and_place, (ceil_div(qdata.shape[0], PROJECT_ROWS),),
         factor, factor.stride(0), segments, segments.shape[0], ranks, *target.arguments(),
-        **target.constants(), RANKS=padded, ROWS=PROJECT_ROWS, STEP=_PROJECT_BYTES // payload.element_size(),
-        CHUNK=_PLACE_CHUNK, num_warps=4, num_stages=_project_stages(payload, padded),
+        **target.constants(), RANKS=padded, ROWS=PROJECT_ROWS, STEP=_PROJECT_BYTES // qdata.element_size(),
+        CHUNK=_PLACE_CHUNK, num_warps=4, num_stages=_project_stages(qdata, padded),
     )  # fmt: skip

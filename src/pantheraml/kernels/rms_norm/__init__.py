@@ -1,9 +1,9 @@
-"""RMS normalisation, fused with the residual sum and with the quantisation of its result and of its gradient."""
+"""RMSNorm, fused with the residual addition and with the quantization of its output and its gradient."""
 
 from pantheraml.kernels.rms_norm.op import (
-    Gradient,
     Normed,
-    Quantised,
+    NormGradient,
+    QuantizedRows,
     rms_norm,
     rms_norm_backward,
     rms_norm_backward_rows,
@@ -12,17 +12,17 @@ from pantheraml.kernels.rms_norm.op import (
 from pantheraml.kernels.rms_norm.reference import (
     reference_rms_norm,
     reference_rms_norm_backward,
-    reference_rms_norm_backward_quantised,
+    reference_rms_norm_backward_quantized,
     reference_rms_norm_weight_gradient,
 )
 
 __all__ = [
-    "Gradient",
+    "NormGradient",
     "Normed",
-    "Quantised",
+    "QuantizedRows",
     "reference_rms_norm",
     "reference_rms_norm_backward",
-    "reference_rms_norm_backward_quantised",
+    "reference_rms_norm_backward_quantized",
     "reference_rms_norm_weight_gradient",
     "rms_norm",
     "rms_norm_backward",

@@ -1,15 +1,15 @@
-"""The definition, with the roundings of the transformers modules."""
+"""Torch reference of RMSNorm, with the same rounding as the transformers modules."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.e4m3 import SMALLEST_SCALE
+from pantheraml.kernels.fp8.e4m3 import MIN_SCALE
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, plus_one: bool = False) -> tuple[Tensor, Tensor]:
-    """The normalised rows in x's dtype, and each row's inverse root mean square."""
+    """Return the normalized rows in x's dtype and each row's inverse RMS."""
     wide = x.float()
     inverse = torch.rsqrt(wide.pow(2).mean(-1) + epsilon)
     normal = wide * inverse[:, None]
@@ -26,9 +26,9 @@ def reference_rms_norm_backward(
     return _gradient(g, scaled, normal, scaled * normal, inverse, residual)
 
 
-def reference_rms_norm_backward_quantised(
+def reference_rms_norm_backward_quantized(
     g: Tensor,
-    payload: Tensor,
+    qdata: Tensor,
     scales: Tensor,
     weight: Tensor,
     inverse: Tensor,
@@ -36,14 +36,14 @@ def reference_rms_norm_backward_quantised(
     plus_one: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """From the result in e4m3 (in the first columns of `payload`), divided by the weight again.
+    """Input gradient from the e4m3 output (the first columns of `qdata`), which is divided by the weight again.
 
-    Rounding at most doubles a value, however small it is, so quotients are at most twice what they stand for. Where the
-    weight is nought, so is the result, and what was normalised counts as nought.
+    Rounding at most doubles a value, however small, so the quotients are at most twice their true value. Where the
+    weight is zero, so is the output, and the normalized input counts as zero.
     """
     gain = weight.float() + (1.0 if plus_one else 0.0)
-    result = payload[:, : g.shape[1]].float() * scales[:, None]
-    normal = result / torch.where(gain.abs() < SMALLEST_SCALE, 1.0, gain)
+    result = qdata[:, : g.shape[1]].float() * scales[:, None]
+    normal = result / torch.where(gain.abs() < MIN_SCALE, 1.0, gain)
     return _gradient(g, g.float() * gain, normal, g.float() * result, inverse, residual)
 
 
@@ -52,7 +52,7 @@ def reference_rms_norm_weight_gradient(g: Tensor, x: Tensor, inverse: Tensor, dt
 
 
 def _gradient(
-    g: Tensor, scaled: Tensor, normal: Tensor, products: Tensor, inverse: Tensor, residual: Tensor | None
+    g: Tensor, scaled: Tensor, normal: Tensor, weighted: Tensor, inverse: Tensor, residual: Tensor | None
 ) -> Tensor:
-    dx = inverse[:, None] * (scaled - normal * products.mean(-1, keepdim=True))
+    dx = inverse[:, None] * (scaled - normal * weighted.mean(-1, keepdim=True))
     return (dx if residual is None else dx + residual.float()).to(g.dtype)

@@ -1,6 +1,6 @@
-"""Rotary position embedding, on merged query, key and value."""
+"""RoPE on merged query, key and value."""
 
-from pantheraml.kernels.rotary.op import rotate, unrotate, unrotate_quantised
-from pantheraml.kernels.rotary.reference import reference_rotate
+from pantheraml.kernels.rotary.op import rope_backward, rope_backward_quantized, rope_forward
+from pantheraml.kernels.rotary.reference import reference_rope
 
-__all__ = ["reference_rotate", "rotate", "unrotate", "unrotate_quantised"]
+__all__ = ["reference_rope", "rope_forward", "rope_backward", "rope_backward_quantized"]

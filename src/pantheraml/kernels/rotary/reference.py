@@ -1,4 +1,4 @@
-"""The definition: the two halves of a head are the parts of a plane that turns with the position."""
+"""Torch reference of RoPE (half-split layout)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def reference_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [tokens, heads, size] turned by cos and sin [tokens, size], in x's dtype."""
+def reference_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to `x` [tokens, heads, size] with cos and sin [tokens, size], in x's dtype."""
     low, high = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-high, low), dim=-1)
-    return (x.float() * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype)
+    rotated_half = torch.cat((-high, low), dim=-1)
+    return (x.float() * cos.float()[:, None] + rotated_half * sin.float()[:, None]).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Log-probability, entropy and rank of each target under a linear output head, without ever holding the full logits."""
+"""Per-token log-probability, entropy and top-1 hit under a linear output head, without materializing the logits."""
 
-from pantheraml.kernels.linear_cross_entropy.later import Later
+from pantheraml.kernels.linear_cross_entropy.deferred_grad import DeferredGrad
 from pantheraml.kernels.token_scores.op import TokenScores, fp8_token_scores, token_scores
 from pantheraml.kernels.token_scores.reference import reference_token_scores
 
-__all__ = ["Later", "TokenScores", "fp8_token_scores", "reference_token_scores", "token_scores"]
+__all__ = ["DeferredGrad", "TokenScores", "fp8_token_scores", "reference_token_scores", "token_scores"]

@@ -1,20 +1,27 @@
-"""Decoder layers with LoRA adapters, or trained as a whole, fused: few passes over memory, few things kept."""
+"""Fused decoder layers, with LoRA adapters or fully trainable: few passes over memory, few saved tensors."""
 
-from pantheraml.models.fast.functions import Recomputing, ToBeRecomputed
-from pantheraml.models.fast.head import quantise_head_like_layers
-from pantheraml.models.fast.layers import FusionReport, fuse, is_fused, record_passes, release_recordings, run_together
-from pantheraml.models.fast.layouts import second_layouts, why_one_layout
+from pantheraml.models.fast.autograd_functions import CheckpointedForward, CheckpointRecompute
+from pantheraml.models.fast.fp8_layouts import second_layouts, why_one_layout
+from pantheraml.models.fast.layers import (
+    FusionReport,
+    enable_layer_chain,
+    enable_layer_graphs,
+    fuse,
+    is_fused,
+    release_layer_graphs,
+)
+from pantheraml.models.fast.output_head import quantize_head_like_layers
 
 __all__ = [
     "FusionReport",
-    "Recomputing",
-    "ToBeRecomputed",
+    "CheckpointRecompute",
+    "CheckpointedForward",
     "fuse",
     "is_fused",
-    "quantise_head_like_layers",
-    "record_passes",
-    "release_recordings",
-    "run_together",
+    "quantize_head_like_layers",
+    "enable_layer_graphs",
+    "release_layer_graphs",
+    "enable_layer_chain",
     "second_layouts",
     "why_one_layout",
 ]

@@ -1,10 +1,10 @@
-"""Decoder layers of known families, run as a handful of fused pieces.
+"""Fused decoder layers for the supported model families.
 
-A layer is fused by giving the instance a class of its own that derives from the one it had: children, names, hooks and
-`isinstance` stay, and `super().forward` is the way back whenever the fused one does not apply (key/value cache, another
-or a switched-off adapter, dropout). A family that is not listed stays as it is, and the report says so.
+A layer is fused by giving the instance a subclass of its own class: children, names, hooks and `isinstance` are
+unchanged, and `super().forward` is the fallback whenever the fused forward does not apply (KV cache, another or a
+disabled adapter, dropout). A family that is not listed is left alone, and the report says so.
 
-A layer has frozen weights with adapters, or everything in it is trained.
+A fused layer either has frozen weights with adapters, or is fully trainable.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pantheraml.base import log
 from pantheraml.models import flash
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
-from pantheraml.models.derived import Derived
-from pantheraml.models.fast.early import EarlyStart
-from pantheraml.models.fast.functions import (
-    Carried,
+from pantheraml.models.derived_class import RuntimeSubclass
+from pantheraml.models.fast.autograd_functions import (
     Heads,
     Norm,
+    PendingResidual,
     after_attention,
-    after_attention_apart,
+    after_attention_deferred,
     attention_input,
-    normalised,
+    fused_rms_norm,
 )
-from pantheraml.models.fast.groups import GroupSet, ProjectionGroup, base_of, why_not_fused
-from pantheraml.models.fast.operand import Group
-from pantheraml.models.fast.recorded import LayerGraphs
-from pantheraml.models.fast.together import Body, LayersTogether
-from pantheraml.models.fast.trained import TrainedGroup, is_trained, weight_of, why_not_trained
-from pantheraml.models.quantise.fp8 import FP8Linear
-from pantheraml.models.quantise.nf4 import NF4Linear
-from pantheraml.planner.layouts import layers_with_two
+from pantheraml.models.fast.group_operand import LinearGroup
+from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
+from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
+from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup, base_of, why_not_fused
+from pantheraml.models.fast.prelaunch import Prelaunch
+from pantheraml.models.fast.trainable_group import TrainableGroup, is_trainable, weight_of, why_not_fused_trainable
+from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.nf4 import NF4Linear
+from pantheraml.planner.fp8_layout_choice import layers_with_second_layout
 from pantheraml.specs.plan import Layouts
 
 logger = log.get(__name__)
@@ -53,14 +53,14 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's decoder layer differs from Llama's."""
+    """Differences of a family's decoder layer from Llama's."""
 
     plus_one: bool = False
     """Norms multiply by 1 + weight."""
     windowed: bool = False
-    """Attention gets a sliding window, the attention module's or else the config's."""
+    """Attention gets a sliding window, from the attention module or else from the config."""
     merged: bool = False
-    """Query, key and value, and gate and up, are one layer each already."""
+    """QKV and gate-up are one linear layer each already."""
 
 
 FAMILIES = {
@@ -76,14 +76,17 @@ FAMILIES = {
 @dataclass
 class FusionReport:
     fused: int = 0
-    """Decoder layers that now run fused."""
+    """Number of decoder layers that now run fused."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why others do not, and how many."""
+    """Reasons why the others do not, with counts."""
 
 
 def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
-    """Fuse every decoder layer of `model` that can be, in place. Call it when weights and adapters are on their device.
-    `layouts`: of weights in e4m3, see `storage`."""
+    """Fuse every decoder layer of `model` that can be fused, in place.
+
+    Call it when weights and adapters are on their device. `layouts`: weight layouts of e4m3 weights, see
+    `group_storage`.
+    """
     report = FusionReport()
     fused: list[Any] = []
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -93,15 +96,15 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
             fused.append(layer)
         else:
             report.reasons[reason] += 1
-    twice = _layers_with_two(fused, layers) if layouts == 2 else 0
+    two_layouts = _count_two_layouts(fused, layers) if layouts == 2 else 0
     for number, layer in enumerate(fused):
-        _fuse_layer(layer, 2 if number < twice else 1)
+        _fuse_layer(layer, 2 if number < two_layouts else 1)
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
-    turns = _Turns()
+    rope_cache = _RopeCache()
     for index, layer in enumerate(fused):
         parts = layer.fused_parts
-        parts.shared, parts.turns, parts.leads = shared, turns, index == 0
+        parts.shared, parts.rope_cache, parts.is_first = shared, rope_cache, index == 0
     if fused:
         _fuse_last_norm(model, fused[0])
     for reason, count in report.reasons.items():
@@ -109,14 +112,14 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     return report
 
 
-def _layers_with_two(fused: Sequence[Any], layers: Sequence[Any]) -> int:
-    """How many of those that are fused, from the first, keep their MLP's weights in two layouts."""
+def _count_two_layouts(fused: Sequence[Any], layers: Sequence[Any]) -> int:
+    """Return how many fused layers, from the first, store their MLP's weights in two layouts."""
 
     def size(modules: Iterable[Any]) -> int:
-        packed = (m for module in modules for m in module.modules() if isinstance(m, FP8Linear))
-        return sum(layer.qweight.numel() for layer in packed)
+        fp8_layers = (m for module in modules for m in module.modules() if isinstance(m, FP8Linear))
+        return sum(layer.qweight.numel() for layer in fp8_layers)
 
-    return layers_with_two(len(fused), size(layers), size(layer.mlp for layer in fused))
+    return layers_with_second_layout(len(fused), size(layers), size(layer.mlp for layer in fused))
 
 
 def _family(layer: Any) -> Family | None:
@@ -125,43 +128,43 @@ def _family(layer: Any) -> Family | None:
 
 
 def _projections(layer: Any, family: Family) -> list[list[nn.Module]]:
-    """What each group is made of: query, key and value; output; gate and up; down."""
-    attention, feed = layer.self_attn, layer.mlp
+    """Return the layers of each linear group: QKV; output; gate-up; down."""
+    attention, mlp = layer.self_attn, layer.mlp
     if family.merged:
-        return [[attention.qkv_proj], [attention.o_proj], [feed.gate_up_proj], [feed.down_proj]]
+        return [[attention.qkv_proj], [attention.o_proj], [mlp.gate_up_proj], [mlp.down_proj]]
     return [
         [attention.q_proj, attention.k_proj, attention.v_proj],
         [attention.o_proj],
-        [feed.gate_proj, feed.up_proj],
-        [feed.down_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
     ]
 
 
 def _why_not_layer(layer: Any) -> str | None:
     family = _family(layer)
     if family is None:
-        return f"{type(layer).__name__} is not a family that the fused layers know"
+        return f"{type(layer).__name__} is not a supported family"
     return _why_not(layer, family, _projections(layer, family))
 
 
 def _fuse_layer(layer: Any, layouts: Layouts) -> None:
-    """One that `_why_not_layer` has nothing against."""
+    """Fuse a layer for which `_why_not_layer` is None."""
     kind: Any = type(layer)
     family = _family(layer)
     assert family is not None
-    layer.fused_parts = _Parts(layer, family, _groups(_projections(layer, family), layouts))
+    layer.fused_parts = _FusedParts(layer, family, _groups(_projections(layer, family), layouts))
     layer.__class__ = _derived(_Fused, kind)
 
 
-def _groups(names: list[list[nn.Module]], layouts: Layouts) -> list[Group]:
-    if is_trained(names[0][0]):
-        return [TrainedGroup(group) for group in names]
-    # four fifths of the weights are the MLP's; a second layout of the others gains as little as it takes
-    return [ProjectionGroup(group, own) for group, own in zip(names, (1, 1, layouts, layouts), strict=True)]
+def _groups(names: list[list[nn.Module]], layouts: Layouts) -> list[LinearGroup]:
+    if is_trainable(names[0][0]):
+        return [TrainableGroup(group) for group in names]
+    # four fifths of the weights are the MLP's; a second layout of the rest costs and gains little
+    return [LoraGroup(group, own) for group, own in zip(names, (1, 1, layouts, layouts), strict=True)]
 
 
 def _fuse_last_norm(model: nn.Module, layer: Any) -> None:
-    """The norm after the last of the layers that `layer` is one of."""
+    """Fuse the final norm, after the last of the decoder layers that `layer` belongs to."""
     body = next(m for m in model.modules() if any(child is layer for child in getattr(m, "layers", ())))
     norm: Any = body.norm
     if not isinstance(norm, _FusedNorm):
@@ -178,16 +181,16 @@ def _why_not(layer: Any, family: Family, groups: list[list[nn.Module]]) -> str |
     if family.merged and (layer.resid_attn_dropout.p or layer.resid_mlp_dropout.p):
         return "it has dropout on the residuals"
     if any(len({type(base_of(member)) for member in group}) > 1 for group in groups):
-        return "layers with one input are packed in different ways"
-    trained = {is_trained(member) for member in members} | {norm.weight.requires_grad for norm in norms}
+        return "layers with one input have different quantization formats"
+    trained = {is_trainable(member) for member in members} | {norm.weight.requires_grad for norm in norms}
     if trained == {True}:
-        reasons = map(why_not_trained, members)
-    elif any(map(is_trained, members)):
-        return "some of its weights are trained, and others are not"
+        reasons = map(why_not_fused_trainable, members)
+    elif any(map(is_trainable, members)):
+        return "some of its weights are trainable, and others are frozen"
     elif not any(isinstance(member, LoraLayer) for member in members):
         return "it has no adapter"
     elif True in trained:
-        return "norms are trained"
+        return "norms are trainable"
     else:
         reasons = map(why_not_fused, members)
     reason = next((reason for reason in reasons if reason is not None), None)
@@ -199,15 +202,15 @@ def _why_not_dtypes(norm: Tensor, bases: list[Any]) -> str | None:
     if len(dtypes | {norm.dtype}) > (1 if dtypes else 2):
         return "weights and norms have different dtypes"
     if norm.is_cuda and norm.dtype != torch.bfloat16:
-        return f"on GPUs the fused kernels compute in bfloat16, and the model is in {norm.dtype}"
+        return f"on GPUs the fused kernels compute in bfloat16, but the model is in {norm.dtype}"
     if not norm.is_cuda and norm.dtype != torch.float32 and any(isinstance(base, NF4Linear) for base in bases):
-        return f"on a CPU fused layers over nf4 compute in float32, and the model is in {norm.dtype}"
+        return f"on CPUs fused layers with nf4 weights compute in float32, but the model is in {norm.dtype}"
     return None
 
 
-def _gelu(feed: Any) -> bool | None:
-    """Whether the MLP's activation is GELU (tanh), or SiLU; None: neither."""
-    activation = feed.activation_fn if isinstance(getattr(feed, "activation_fn", None), nn.Module) else feed.act_fn
+def _gelu(mlp: Any) -> bool | None:
+    """Return True if the MLP's activation is GELU (tanh), False if SiLU, None if neither."""
+    activation = mlp.activation_fn if isinstance(getattr(mlp, "activation_fn", None), nn.Module) else mlp.act_fn
     if isinstance(activation, nn.SiLU | type(ACT2FN["silu"])):
         return False
     return True if isinstance(activation, type(ACT2FN["gelu_pytorch_tanh"])) else None
@@ -216,17 +219,17 @@ def _gelu(feed: Any) -> bool | None:
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-class _Parts:
-    """What a fused layer needs besides the modules it has."""
+class _FusedParts:
+    """State of a fused layer besides its modules."""
 
     shared: GroupSet
-    turns: _Turns
-    leads: bool
-    """The first of the model's fused layers: it refreshes what all of them share."""
+    rope_cache: _RopeCache
+    is_first: bool
+    """The model's first fused layer, which refreshes the state that all of them share."""
     graphs: LayerGraphs | None = None
-    together: LayersTogether | None = None
+    chain: LayerChain | None = None
 
-    def __init__(self, layer: Any, family: Family, groups: list[Group]) -> None:
+    def __init__(self, layer: Any, family: Family, groups: list[LinearGroup]) -> None:
         self.groups = groups
         self.device: torch.device = layer.input_layernorm.weight.device
         self._dtype = groups[0].dtype
@@ -250,119 +253,128 @@ class _Parts:
             window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
             self.attention_arguments["sliding_window"] = window
 
-    def spells_out_attention(self) -> bool:
-        """Attention that is no function of its own but part of the family's code, which can also tell its weights."""
+    def is_eager_attention(self) -> bool:
+        """Return whether attention is the family's eager code, which can also return attention weights."""
         return self._config._attn_implementation not in ALL_ATTENTION_FUNCTIONS
 
     def norms(self, layer: Any) -> list[nn.Module]:
-        """The layer's own, and those of single heads, which run as they are."""
-        found = [layer._modules[name] for name in _NORMS]
-        return [*found, layer.self_attn.q_norm, layer.self_attn.k_norm] if self.has_head_norms else found
+        """Return the layer's norms, and the per-head q and k norms, which run unfused."""
+        norms = [layer._modules[name] for name in _NORMS]
+        return [*norms, layer.self_attn.q_norm, layer.self_attn.k_norm] if self.has_head_norms else norms
 
     def norm(self, layer: Any, name: str) -> Norm:
-        """As it is now: its weight may be trained, or exchanged."""
+        """Return the norm with its current weight, which may be trainable or exchanged."""
         return Norm(weight_of(layer._modules[name]), self._epsilons[name], self.plus_one)
 
     def changed(self) -> bool:
-        """Whether weights are in another dtype, a linear layer was exchanged (PEFT takes adapters out so), or somebody
-        wants to hear of its calls (PEFT, to give each row of a batch an adapter of its own)."""
+        """Return whether the fused forward no longer applies.
+
+        That is: weights have another dtype, a linear layer was exchanged (as PEFT does to unload adapters), or one has
+        hooks (as PEFT adds to use a different adapter per row of a batch).
+        """
         return self.groups[0].dtype != self._dtype or any(
             getattr(parent, name) is not child or child._forward_pre_hooks or child._forward_hooks
             for parent, name, child in self._children
         )
 
 
-class _Turns:
-    """Cosine and sine of each row's position. The layers of a pass get the same ones, often for one sequence that
-    stands for all; they are laid out, and kept for the backward pass, once for all layers and not once for each.
-    For as long as somebody holds those, because layers that are computed again must find what their pass had, and
-    others may have been begun since. Copies of a model begin without any."""
+class _RopeCache:
+    """Cosine and sine of each row's position, expanded once per pass.
+
+    All layers of a pass get the same tables, often one sequence broadcast over the batch; they are expanded, and saved
+    for backward, once and not once per layer. Entries live as long as the tables they were made from, because
+    recomputed layers must find those of their own pass after another pass has started. Copies of a model start with an
+    empty cache.
+    """
 
     def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()
+        self._entries = WeakTensorKeyDictionary()
 
-    def rows(self, embeddings: Sequence[Tensor], shape: torch.Size, *, anew: bool) -> tuple[Tensor, ...]:
-        """[rows, size] each, for hidden states of `shape`; `anew`: a pass begins."""
+    def rows(self, embeddings: Sequence[Tensor], shape: torch.Size, *, new_pass: bool) -> tuple[Tensor, ...]:
+        """Return cos and sin as [rows, size], for hidden states of `shape`; `new_pass`: a pass starts."""
         cos, sin = embeddings
-        for_shape, for_sin, rows = self._known.get(cos, (None, None, ()))
-        if anew or shape != for_shape or sin is not for_sin:
-            # detached: a view would hold what it is a view of, and nothing would ever be dropped
-            free = (e if e.requires_grad else e.detach() for e in embeddings)
-            rows = tuple(e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in free)
-            self._known[cos] = shape, sin, rows
+        for_shape, for_sin, rows = self._entries.get(cos, (None, None, ()))
+        if new_pass or shape != for_shape or sin is not for_sin:
+            # detached: a view would keep its base alive, and no entry would ever be dropped
+            detached = (e if e.requires_grad else e.detach() for e in embeddings)
+            rows = tuple(e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in detached)
+            self._entries[cos] = shape, sin, rows
         return cast("tuple[Tensor, ...]", rows)
 
-    def __reduce__(self) -> tuple[type[_Turns], tuple[()]]:
-        return _Turns, ()
+    def __reduce__(self) -> tuple[type[_RopeCache], tuple[()]]:
+        return _RopeCache, ()
 
 
 def _epsilon(norm: Any) -> float:
     return float(norm.eps if isinstance(getattr(norm, "eps", None), float) else norm.variance_epsilon)
 
 
-class _Fused(Derived):
-    """Mixed in before a decoder layer's own class."""
+class _Fused(RuntimeSubclass):
+    """Mixin placed before a decoder layer's own class."""
 
-    fused_parts: _Parts
+    fused_parts: _FusedParts
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self.fused_parts
-        in_one_go = parts.graphs or parts.together
-        if parts.leads:
-            ahead = parts.graphs is not None and parts.graphs.begin_ahead(hidden_states, kwargs)
-            parts.shared.refresh(written=ahead)
-        elif in_one_go is not None and in_one_go.hands_on(self, hidden_states):
+        runner = parts.graphs or parts.chain
+        if parts.is_first:
+            adapters_written = parts.graphs is not None and parts.graphs.replay_speculatively(hidden_states, kwargs)
+            parts.shared.refresh(written=adapters_written)
+        elif runner is not None and runner.is_passthrough(self, hidden_states):
             return hidden_states
         embeddings: Any = kwargs.get("position_embeddings")
-        plain = (
+        run_plain = (
             args
             or kwargs.get("past_key_values") is not None
             or embeddings is None
             or embeddings[0].shape[-1] != parts.heads.size
             or hidden_states.device != parts.device
             or parts.shared.reason is not None
-            or parts.spells_out_attention()
+            or parts.is_eager_attention()
             or parts.changed()
         )
-        if plain:
+        if run_plain:
             out: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return out
-        if in_one_go is not None and parts.leads:
-            of_all = in_one_go.begin(hidden_states, embeddings, kwargs)
-            if of_all is not None:
-                return of_all
+        if runner is not None and parts.is_first:
+            chain_output = runner.begin(hidden_states, embeddings, kwargs)
+            if chain_output is not None:
+                return chain_output
         result = _run_layers([self], hidden_states, embeddings, kwargs)
-        if in_one_go is not None:
-            in_one_go.ran(self, hidden_states, result, kwargs)
+        if runner is not None:
+            runner.ran(self, hidden_states, result, kwargs)
         return result
 
 
 def _run_layers(
     layers: Sequence[Any], hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Layers that follow each other, and are given the same arguments."""
+    """Run consecutive layers with the same arguments."""
     shape = hidden_states.shape
-    carried: Carried | None = None
+    pending: PendingResidual | None = None
     with torch.autocast(hidden_states.device.type, enabled=False):
         x = hidden_states.reshape(-1, shape[-1]).to(layers[0].fused_parts.groups[0].dtype)
         for layer in layers:
-            parts: _Parts = layer.fused_parts
-            mixed, x = _attention(layer, x, carried, shape, embeddings, kwargs)
-            norm, others = parts.norm(layer, _NORMS[1]), parts.groups[1:]
+            parts: _FusedParts = layer.fused_parts
+            attn_out, x = _attention(layer, x, pending, shape, embeddings, kwargs)
+            norm, rest = parts.norm(layer, _NORMS[1]), parts.groups[1:]
             if layer is layers[-1]:
-                x = after_attention(x, mixed, norm, others, gelu=parts.gelu)
+                x = after_attention(x, attn_out, norm, rest, gelu=parts.gelu)
             else:
-                x, carried = after_attention_apart(x, mixed, norm, others, gelu=parts.gelu)
+                x, pending = after_attention_deferred(x, attn_out, norm, rest, gelu=parts.gelu)
     return x.view(shape)
 
 
-def _turn_in_place(attention: Any, group: Group, device: torch.device, width: int) -> bool:
-    """Whether query and key may turn in the output of their product: FlashAttention 4 takes views of it, and nobody
-    else sees it. Selective checkpointing keeps it, for instance, and would have it turned twice."""
+def _can_rope_in_place(attention: Any, group: LinearGroup, device: torch.device, width: int) -> bool:
+    """Return whether RoPE may be applied in place, in the output of the QKV matmul.
+
+    FlashAttention 4 takes views of it, and nothing else may see it: selective checkpointing, for example, stores it and
+    would have RoPE applied twice.
+    """
     return (
         attention.config._attn_implementation == DOCUMENT_ATTENTION
         and not attention.attention_dropout
-        and flash.is_likely(device, group.dtype, attention.head_dim, width)
+        and flash.likely_supported(device, group.dtype, attention.head_dim, width)
         and not torch.compiler.is_compiling()
         and _get_current_dispatch_mode() is None
     )
@@ -371,25 +383,25 @@ def _turn_in_place(attention: Any, group: Group, device: torch.device, width: in
 def _attention(
     layer: Any,
     x: Tensor,
-    carried: Carried | None,
+    pending: PendingResidual | None,
     shape: torch.Size,
     embeddings: tuple[Tensor, Tensor],
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """What attention mixes of the rows x, and x for the residual sum."""
-    parts: _Parts = layer.fused_parts
+    """Return the attention output, and x for the residual add."""
+    parts: _FusedParts = layer.fused_parts
     attention = layer.self_attn
-    cos, sin = parts.turns.rows(embeddings, shape, anew=parts.leads)
-    turns, group = None if parts.has_head_norms else (cos, sin), parts.groups[0]
-    in_place = _turn_in_place(attention, group, x.device, shape[1])
+    cos, sin = parts.rope_cache.rows(embeddings, shape, new_pass=parts.is_first)
+    rope, group = None if parts.has_head_norms else (cos, sin), parts.groups[0]
+    in_place = _can_rope_in_place(attention, group, x.device, shape[1])
     norm = parts.norm(layer, _NORMS[0])
-    q, k, v, x = attention_input(x, norm, group, turns, parts.heads, carried, in_place=in_place)
+    q, k, v, x = attention_input(x, norm, group, rope, parts.heads, pending, in_place=in_place)
     if parts.has_head_norms:
-        q, k = _turned(attention.q_norm(q), cos, sin), _turned(attention.k_norm(k), cos, sin)
+        q, k = _apply_rope(attention.q_norm(q), cos, sin), _apply_rope(attention.k_norm(k), cos, sin)
     q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))
     arguments = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
-    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
-    mixed, _ = attend(
+    attention_fn = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    attn_out, _ = attention_fn(
         attention,
         q,
         k,
@@ -400,20 +412,20 @@ def _attention(
         **parts.attention_arguments,
         **arguments,
     )
-    return mixed.reshape(x.shape[0], -1), x
+    return attn_out.reshape(x.shape[0], -1), x
 
 
 _NOT_FOR_ATTENTION = {"attention_mask", "position_embeddings", "past_key_values"}
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding outside of the fused product, for heads that are normalised first."""
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE outside of the fused Function, for heads that are normalized first."""
     low, high = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
 
 
-class _FusedNorm(Derived):
-    """Mixed in before the class of the last norm, which torch would compute in a dozen passes over the rows."""
+class _FusedNorm(RuntimeSubclass):
+    """Mixin placed before the class of the final norm, which torch would compute in a dozen passes over memory."""
 
     fused_plus_one: bool
     weight: Tensor
@@ -424,44 +436,48 @@ class _FusedNorm(Derived):
             return out
         norm = Norm(self.weight, _epsilon(self), self.fused_plus_one)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            return normalised(hidden_states.flatten(0, -2), norm).view(hidden_states.shape)
+            return fused_rms_norm(hidden_states.flatten(0, -2), norm).view(hidden_states.shape)
 
 
-def run_together(model: nn.Module) -> None:
-    """For our own loop, which calls the model and nothing in it: from now on all fused layers run in one go where
-    possible (`together`)."""
-    found = _all_fused(model)
-    if found is not None:
-        layers, body = found
-        together = LayersTogether(layers, body, _run_layers)
+def enable_layer_chain(model: nn.Module) -> None:
+    """Run all fused layers as one chain where possible (`layer_chain`).
+
+    For our own loop, which calls the model and none of its parts.
+    """
+    chainable = _all_fused(model)
+    if chainable is not None:
+        layers, body = chainable
+        chain = LayerChain(layers, body, _run_layers)
         for layer in layers:
-            layer.fused_parts.together = together
+            layer.fused_parts.chain = chain
 
 
-def record_passes(model: nn.Module) -> EarlyStart | None:
-    """From now on passes through the model's fused layers are recorded as CUDA graphs where possible (`recorded`). How
-    to begin one before the model is called, if that can be."""
-    found = _all_fused(model)
-    if found is None:
+def enable_layer_graphs(model: nn.Module) -> Prelaunch | None:
+    """Capture passes through the fused layers as CUDA graphs where possible (`layer_cuda_graphs`).
+
+    Returns the `Prelaunch` for the model's next pass, if it supports one.
+    """
+    chainable = _all_fused(model)
+    if chainable is None:
         return None
-    layers, body = found
+    layers, body = chainable
     graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
     for layer in layers:
         layer.fused_parts.graphs = graphs
-    return EarlyStart.of(body.module(), graphs)
+    return Prelaunch.of(body.module(), graphs)
 
 
-def _all_fused(model: nn.Module) -> tuple[list[Any], Body] | None:
-    """All decoder layers and what calls them; None: not all are fused, or their loop is not a known one."""
+def _all_fused(model: nn.Module) -> tuple[list[Any], DecoderBody] | None:
+    """Return all decoder layers and their body; None if some are not fused or the loop over them is unknown."""
     layers: list[Any] = [layer for layer in model.modules() if is_fused(layer)]
     if not layers or len(layers) < sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
         return None
-    body = Body.of(model, layers)
+    body = DecoderBody.of(model, layers)
     return None if body is None else (layers, body)
 
 
-def release_recordings(model: nn.Module) -> None:
-    """Give back the memory of recorded passes; they are recorded anew when they come again."""
+def release_layer_graphs(model: nn.Module) -> None:
+    """Free the memory of captured passes; they are captured again when needed."""
     for graphs in {layer.fused_parts.graphs for layer in model.modules() if isinstance(layer, _Fused)}:
         if graphs is not None:
             graphs.release()

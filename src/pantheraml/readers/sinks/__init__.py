@@ -1,7 +1,7 @@
-"""Sinks: other tools that get a run's metrics (TensorBoard, Weights & Biases, MLflow, trackio).
+"""Sinks: experiment trackers that receive a run's metrics (TensorBoard, Weights & Biases, MLflow, trackio).
 
-`open_sink(name, ...)` gives a reader. The tool's own package is imported only then; a package that is missing is an
-error that names the extra to install.
+`open_sink(name, ...)` returns a reader. The tracker's package is imported only then; if it is missing, the error names
+the extra to install.
 """
 
 from pantheraml.readers.sinks import mlflow, tensorboard, trackio, wandb  # noqa: F401 - each registers itself

@@ -1,7 +1,7 @@
-"""MLflow: the server that MLFLOW_TRACKING_URI names, else files under RUN_DIR/mlflow.
+"""MLflow: logs to the server in MLFLOW_TRACKING_URI, or to files under RUN_DIR/mlflow.
 
-Only the client package (`mlflow-skinny`) is needed. It writes no SQLite, and it refuses its own file store unless an
-environment variable allows it; those files can be read by, or moved into, any MLflow (`mlflow migrate-filestore`).
+Only the client package (`mlflow-skinny`) is needed. It writes no SQLite, and rejects its own file store unless an
+environment variable allows it; those files can be read by, or imported into, any MLflow (`mlflow migrate-filestore`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class MLflow:
         mlflow = require("mlflow", extra="mlflow")
         self._entities = require("mlflow.entities", extra="mlflow")
         if mlflow.is_tracking_uri_set():
-            place = mlflow.get_tracking_uri()
+            uri = mlflow.get_tracking_uri()
         else:
             set_for_this_process("MLFLOW_ALLOW_FILE_STORE", "true")
-            place = (identity.run_dir.resolve() / FOLDER).as_uri()
+            uri = (identity.run_dir.resolve() / FOLDER).as_uri()
         try:
-            self._client = mlflow.MlflowClient(tracking_uri=place)
-            self._run_id = identity.remembered("mlflow") or self._create(identity)
+            self._client = mlflow.MlflowClient(tracking_uri=uri)
+            self._run_id = identity.recorded_id("mlflow") or self._create(identity)
             self._client.update_run(self._run_id, status="RUNNING")
         except mlflow.exceptions.MlflowException as err:
             raise ConfigError(
-                f"MLflow did not open a run: {err}",
-                where=f"report.sinks, tracking URI {place}",
-                todo="Check MLFLOW_TRACKING_URI and that the server answers.",
+                f"MLflow could not start a run: {err}",
+                where=f"report.sinks, tracking URI {uri}",
+                fix="Check MLFLOW_TRACKING_URI and that the server is reachable.",
             ) from err
-        identity.remember("mlflow", self._run_id)
+        identity.record_id("mlflow", self._run_id)
 
     def _create(self, identity: RunIdentity) -> str:
         experiment = self._client.get_experiment_by_name(identity.project)

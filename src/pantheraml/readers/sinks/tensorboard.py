@@ -1,6 +1,6 @@
 """TensorBoard, through its own event-file writer (no torch, no TensorFlow).
 
-To look at it: `tensorboard --logdir RUN_DIR/tensorboard`.
+View it with `tensorboard --logdir RUN_DIR/tensorboard`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TensorBoard:
         self._summaries = require("tensorboard.compat.proto.summary_pb2", extra="tensorboard")
         self._text_plugin = require("tensorboard.plugins.text.metadata", extra="tensorboard")
         self._tensors = require("tensorboard.util.tensor_util", extra="tensorboard")
-        # Ten seconds instead of the writer's two minutes: people watch the curve while it grows.
+        # 10 s instead of the writer's 2 minutes, for watching the curve live.
         self._writer = writers.EventFileWriter(str(identity.run_dir / FOLDER), flush_secs=10)
         if identity.config:
             rows = [f"| {name} | `{json.dumps(value)}` |" for name, value in identity.config.items()]

@@ -1,4 +1,4 @@
-"""trackio: a local dashboard (`trackio show`), or a Space or server that its own environment variables name."""
+"""trackio: a local dashboard (`trackio show`), or the Space or server in its own environment variables."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class Trackio:
     def __init__(self, identity: RunIdentity) -> None:
         trackio = require("trackio", extra="trackio")
         self._levels = trackio.AlertLevel
-        # Names are trackio's only handle on a run, so ours is unique and written down for a resume.
-        known_as = identity.remembered("trackio") or f"{identity.name}-{uuid.uuid4().hex[:6]}"
+        # trackio identifies a run by name only, so ours is unique and recorded for a resume.
+        run_id = identity.recorded_id("trackio") or f"{identity.name}-{uuid.uuid4().hex[:6]}"
         try:
             with _quiet():
-                # In a context of its own: trackio finishes "the current run" of this context once more at exit.
+                # In its own context: at exit, trackio finishes "the current run" of this context again.
                 self._run = contextvars.copy_context().run(
-                    trackio.init, identity.project, name=known_as, config=identity.config, resume="allow", embed=False,
+                    trackio.init, identity.project, name=run_id, config=identity.config, resume="allow", embed=False,
                     auto_log_gpu=False, auto_log_cpu=False,
                 )  # fmt: skip
         except (ValueError, OSError) as err:
-            raise ConfigError(f"trackio did not open a run: {err}", where="report.sinks") from err
-        identity.remember("trackio", known_as)
+            raise ConfigError(f"trackio could not start a run: {err}", where="report.sinks") from err
+        identity.record_id("trackio", run_id)
 
     def log(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
-        del seconds  # trackio stamps what it receives with its own clock
+        del seconds  # trackio uses its own timestamps
         self._run.log(dict(metrics), step=step)
 
     def finish(self, status: str) -> None:
@@ -39,7 +39,7 @@ class Trackio:
 
 
 def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
-    """trackio greets on stdout, which belongs to the command's result."""
+    """Suppress trackio's output to stdout, which is reserved for results."""
     return contextlib.redirect_stdout(io.StringIO())
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own settings decide where the run goes (`wandb login`, `WANDB_MODE=offline`, ...)."""
+"""Weights & Biases, configured by its own settings (`wandb login`, `WANDB_MODE=offline`, ...)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ class WeightsAndBiases:
         for folder in (Path.cwd(), identity.run_dir):
             _refuse_settings(folder)
         wandb = require("wandb", extra="wandb")
-        known_as = identity.remembered("wandb") or uuid.uuid4().hex[:12]
-        # The console belongs to the progress bar: W&B neither captures nor writes it.
+        run_id = identity.recorded_id("wandb") or uuid.uuid4().hex[:12]
+        # The console belongs to the progress bar: W&B must neither capture it nor write to it.
         settings = wandb.Settings(console="off", silent=True)
         try:
             self._run = wandb.init(
-                project=identity.project, id=known_as, name=identity.name, dir=str(identity.run_dir),
+                project=identity.project, id=run_id, name=identity.name, dir=str(identity.run_dir),
                 config=identity.config, resume="allow", settings=settings,
             )  # fmt: skip
         except wandb.errors.Error as err:
             raise ConfigError(
-                f"Weights & Biases did not open a run: {err}",
+                f"Weights & Biases could not start a run: {err}",
                 where="report.sinks",
-                todo="Run `wandb login`, or set WANDB_MODE=offline to keep the metrics on this machine.",
+                fix="Run `wandb login`, or set WANDB_MODE=offline to keep the metrics local.",
             ) from err
-        identity.remember("wandb", known_as)
-        # A resumed run repeats steps, which W&B's own step counter forbids; an axis of our own allows it.
+        identity.record_id("wandb", run_id)
+        # A resumed run repeats steps, which W&B's own step counter forbids; a custom step metric allows it.
         for group in ("train/*", "eval/*"):
             self._run.define_metric(group, step_metric="step")
 
     def log(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
-        del seconds  # W&B stamps what it receives with its own clock
+        del seconds  # W&B uses its own timestamps
         self._run.log({"step": step, **metrics})
 
     def finish(self, status: str) -> None:
@@ -44,14 +44,14 @@ class WeightsAndBiases:
 
 
 def _refuse_settings(folder: Path) -> None:
-    """W&B reads a file in the current folder before the environment, and would send the API key to any server that the
-    file names; nothing tells it not to. The folder may be one that somebody else has made."""
+    """Raise if `folder` has W&B settings. W&B reads those of the current folder before the environment, would send the
+    API key to any server that they name, and has no option against it. Someone else may have made the folder."""
     for name in ("wandb", ".wandb"):
         if os.path.lexists(own := folder / name / "settings"):
             raise ConfigError(
-                "The folder has settings of its own for Weights & Biases, which are not obeyed.",
+                "The folder has settings of its own for Weights & Biases, which are not used.",
                 where=str(own),
-                todo="Start the command in another folder, or remove that file: your own settings belong into"
+                fix="Start the command in another folder, or remove that file: your own settings belong in"
                 " ~/.config/wandb/settings or the environment (WANDB_ENTITY, WANDB_BASE_URL).",
             )
 

@@ -1,0 +1,1 @@
+"""Chat templates by name, loss on responses only, and conversations in standard form (docs/chat-templates.md)."""

@@ -1,0 +1,127 @@
+"""Map the tensors of checkpoint files to the weights of a model.
+
+Names are matched as transformers matches them. Where its rules rename, merge, split or transpose tensors, or a
+checkpoint is otherwise not one tensor per weight, `CannotStream` gives the reason and the model is loaded by
+transformers instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from pantheraml.base import log
+from pantheraml.models.quantize.checkpoint_formats import CheckpointFormat
+from pantheraml.models.quantize.quantized_linear import QuantFormat, quantizable_linears
+
+logger = log.get(__name__)
+
+
+class CannotStream(Exception):
+    """Reason why a checkpoint is not one tensor per weight."""
+
+
+@dataclass
+class WeightUnit:
+    """Tensors that are read together: one weight, or all of a layer that is replaced as a whole."""
+
+    module: str
+    replaced: bool
+    parts: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    """Name within the module -> (file, name in the file)."""
+
+
+@dataclass(frozen=True)
+class WeightMapping:
+    units: list[WeightUnit]
+    missing: set[str]
+    """Weights in no file because they are tied to others."""
+
+
+def match_weights(
+    model: Any,
+    opened: Mapping[Path, Any],
+    *,
+    quant_format: QuantFormat | None,
+    checkpoint_format: CheckpointFormat | None,
+) -> WeightMapping:
+    """Match the safetensors files `opened` to `model`, which is on the meta device; CannotStream if they do not
+    match."""
+    expected: dict[str, Tensor] = model.state_dict()
+    rename = _renaming(model, expected)
+    # key in the files -> name of the weight, and its quantization part (empty: the weight itself)
+    targets: dict[str, tuple[str, str]] = {}
+    for tensors in opened.values():
+        for key in tensors.keys():  # noqa: SIM118 (a safetensors file, not a dict)
+            if key in targets:
+                raise CannotStream(f"{key} is in two files")
+            layer, part = (checkpoint_format.split(key) if checkpoint_format else None) or ("", "")
+            targets[key] = (rename(f"{layer}.weight" if part else key), part)
+    unknown = [key for key, (name, _) in targets.items() if name not in expected]
+    if unknown:
+        logger.info("%d tensor(s) of the checkpoint are not used by this model, such as %s", len(unknown), unknown[0])
+    if checkpoint_format is None:
+        replaced = set() if quant_format is None else set(quantizable_linears(model, quant_format))
+    else:
+        replaced = {name.rpartition(".")[0] for name, part in targets.values() if part and name in expected}
+    _check_not_shared(model, replaced)
+    units: dict[str, WeightUnit] = {}
+    for file, tensors in opened.items():
+        for key in tensors.keys():  # noqa: SIM118
+            name, part = targets[key]
+            if name not in expected:
+                continue
+            module, _, own = name.rpartition(".")
+            whole = module in replaced
+            unit = units.setdefault(module if whole else name, WeightUnit(module, whole))
+            if (part or own) in unit.parts:
+                raise CannotStream(f"{name} is in the files under two names")
+            unit.parts[part or own] = (file, key)
+            is_quantized = checkpoint_format is not None and whole and own == "weight"
+            if not is_quantized and torch.Size(tensors.get_slice(key).get_shape()) != expected[name].shape:
+                raise CannotStream(f"{name} has a different shape")
+    present = {name for name, part in targets.values() if not part}
+    missing = set(expected) - present
+    untied = missing - _tied(model, present)
+    if untied:
+        raise CannotStream(f"{min(untied)} is missing")
+    return WeightMapping(list(units.values()), missing)
+
+
+def _renaming(model: Any, expected: Mapping[str, Tensor]) -> Callable[[str], str]:
+    """Return the map from names in the files to names in the model; transformers adds or drops the base model
+    prefix."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    def rename(key: str) -> str:
+        changed, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+        name, _ = rename_source_key(key, [], [], model.base_model_prefix, expected)
+        # transformers falls back to the unchanged name if its rules match no weight
+        if (changed, converted) != (name, None) and not (changed not in expected and key in expected):
+            raise CannotStream(f"{key} needs conversion")
+        return str(name)
+
+    return rename
+
+
+def _check_not_shared(model: Any, replaced: set[str]) -> None:
+    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    if replaced & tied:
+        raise CannotStream(f"{min(replaced & tied)} shares its weight with another layer")
+
+
+def _tied(model: Any, present: set[str]) -> set[str]:
+    """Return the weights that are tied to one in `present`, and so get its values."""
+    groups: dict[str, set[str]] = {}
+    for name, original in model.all_tied_weights_keys.items():
+        groups.setdefault(original, {original}).add(name)
+    return set().union(*(group for group in groups.values() if group & present))

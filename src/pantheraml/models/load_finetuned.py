@@ -1,0 +1,137 @@
+"""Load a fine-tuned model, to generate with it or to export it as one plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pantheraml.base.errors import ConfigError, ModelError
+from pantheraml.base.folders import committed_folder, require_empty
+from pantheraml.models.adapters import ADAPTER, base_quantization, save_full_model
+from pantheraml.models.hub import check_links
+from pantheraml.models.loader import load_model, load_tokenizer, read_config
+from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
+from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, dequantize_linears
+from pantheraml.models.weight_files import short_error
+from pantheraml.specs.train import MethodConfig, ModelConfig
+
+
+def load_finetuned_model(
+    model_config: ModelConfig, method: MethodConfig, finetuned_dir: Path, *, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Load the model as it was trained: the base (quantized if it was) with its adapter, or the full model."""
+    if method.kind == "full":
+        return load_model(_as_plain(model_config, finetuned_dir), dtype=dtype, device=device)
+    base = load_model(model_config, dtype=dtype, device=device, quantize=base_quantization(model_config, method))
+    return _with_adapter(base, finetuned_dir).eval()
+
+
+def merge_adapter(
+    model_config: ModelConfig,
+    method: MethodConfig,
+    adapter_dir: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    plain_base: bool = False,
+) -> PreTrainedModel:
+    """Return one plain model with the logits of base and adapter together.
+
+    An adapter over nf4 was trained against the quantized base, so it is merged into the dequantized weights, unless
+    `plain_base` selects the weights before quantization.
+    """
+    quant_format = base_quantization(model_config, method)
+    if plain_base:
+        _require_plain_base(model_config, quant_format)
+        quant_format = None
+    base = load_model(model_config, dtype=dtype, device=device, quantize=quant_format or "dense")
+    dequantize_linears(base, dtype)
+    adapted = _with_adapter(base, adapter_dir)
+    try:
+        return cast(PreTrainedModel, adapted.merge_and_unload(safe_merge=True))
+    except ValueError as err:
+        raise ModelError(f"The adapter in {adapter_dir} cannot be merged: {err}") from err
+
+
+def export_merged(
+    model_config: ModelConfig,
+    method: MethodConfig,
+    finetuned_dir: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    output: Path,
+    plain_base: bool = False,
+) -> None:
+    """Write a plain Hugging Face folder, weights and tokenizer, that needs neither PEFT nor this package."""
+    require_empty(output)
+    tokenizer = load_tokenizer(_as_plain(model_config, finetuned_dir))
+    if method.kind == "full":
+        model = cast(
+            PreTrainedModel, load_finetuned_model(model_config, method, finetuned_dir, dtype=dtype, device=device)
+        )
+    else:
+        model = merge_adapter(model_config, method, finetuned_dir, dtype=dtype, device=device, plain_base=plain_base)
+    with committed_folder(output) as folder:
+        save_full_model(model, folder, model_config)
+        tokenizer.save_pretrained(folder)
+
+
+def _require_plain_base(model_config: ModelConfig, quant_format: str | None) -> None:
+    """ConfigError unless the adapter was trained over 4-bit weights of a base that has unquantized weights."""
+    if quant_format is None:
+        raise ConfigError(
+            "--base plain is for adapters trained over 4-bit weights, and this one was not.",
+            fix="Omit it: the adapter is merged into the plain weights anyway.",
+        )
+    checkpoint_format = detect_checkpoint_format(read_config(model_config))
+    if checkpoint_format is not None:
+        raise ConfigError(
+            f"The base has no plain weights: its checkpoint is quantized in {checkpoint_format.quant_format}.",
+            where=model_config.path,
+            fix="Omit --base, or load the adapter onto the plain model with PEFT.",
+        )
+
+
+def _as_plain(model_config: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the same settings for a model in `folder` with its own tokenizer."""
+    changes = {"path": str(folder), "tokenizer": None, "init": "pretrained", "revision": None}
+    return model_config.model_copy(update=changes)
+
+
+def _with_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
+    config, weights = _read_adapter(folder)
+    # PEFT warns if the base path differs from the one in training; whether it fits is checked below
+    config.base_model_name_or_path = None
+    config._register_custom_module(LORA_LAYERS)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))
+        except ValueError as err:
+            raise ModelError(f"The adapter in {folder} does not fit its base model: {err}") from err
+    expected = get_peft_model_state_dict(adapted, adapter_name=ADAPTER, save_embedding_layers=False)
+    if {name: w.shape for name, w in expected.items()} != {name: w.shape for name, w in weights.items()}:
+        raise ModelError(
+            f"The adapter in {folder} does not fit its base model: the names or shapes of its weights differ.",
+            fix="Use the base model that the adapter was trained on.",
+        )
+    set_peft_model_state_dict(adapted, weights, adapter_name=ADAPTER)
+    return adapted
+
+
+def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file() or not (folder / "adapter_config.json").is_file():
+        raise ModelError(f"There is no adapter in {folder}.", fix="Give the folder of a finished run.")
+    check_links(folder.resolve())
+    try:
+        return LoraConfig.from_pretrained(str(folder)), load_file(file)
+    except (ValueError, TypeError, KeyError, OSError, SafetensorError) as err:
+        raise ModelError(f"The adapter in {folder} is corrupted: {short_error(err)}") from err

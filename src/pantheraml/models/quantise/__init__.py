@@ -1,1 +1,0 @@
-"""Frozen base weights in few bits: own buffers, never parameters."""

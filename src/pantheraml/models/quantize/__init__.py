@@ -1,0 +1,1 @@
+"""Quantized frozen base weights, held in buffers rather than parameters."""

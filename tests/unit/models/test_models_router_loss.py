@@ -1,0 +1,67 @@
+"""Router loss of mixtures of experts: every family, and models under a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pantheraml import FastLanguageModel
+from pantheraml.models.router_loss import find_router_loss
+from tests import toy
+from tests.unit.models.tiny_families import tiny_configs
+
+KNOWN = {
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "gpt_oss",
+    "olmoe",
+    "phimoe",
+    "granitemoe",
+    "jamba",
+    "jetmoe",
+}
+
+
+def test_every_family_with_a_router_loss_is_supported() -> None:
+    """Unsupported ones would raise."""
+    actual = set()
+    for family, config in tiny_configs():
+        text = config.get_text_config()
+        if hasattr(text, "output_router_logits"):
+            text.output_router_logits = True
+            if find_router_loss(AutoModelForCausalLM.from_config(config)) is not None:
+                actual.add(family)
+    assert actual >= KNOWN
+
+
+@pytest.mark.parametrize("how", ["config", "argument"])
+@pytest.mark.parametrize("mask", [None, "padding"])
+def test_a_fast_model_matches_transformers_loss(tmp_path: Path, how: str, mask: str | None) -> None:
+    place = toy.write_mixtral(tmp_path, output_router_logits=how == "config")
+    fast, _ = FastLanguageModel.from_pretrained(str(place), full_finetuning=True, device_map="cpu")
+    plain = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    ids = torch.randint(2, 300, (3, 9), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+    if mask is not None:
+        inputs["attention_mask"] = (torch.arange(9) < torch.tensor([[9], [4], [6]])).long()
+        inputs["labels"][inputs["attention_mask"] == 0] = -100
+    if how == "argument":
+        inputs["output_router_logits"] = True
+    expected = plain.train()(**inputs)
+    assert expected.aux_loss > 1
+    for more in ({}, {"fused_lm_head": True}):
+        actual = fast.train()(**inputs, **more)
+        assert actual.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+        torch.testing.assert_close(actual.aux_loss, expected.aux_loss)
+        fast.zero_grad()
+        actual.loss.backward()
+        plain.zero_grad()
+        plain(**inputs).loss.backward()
+        gradient = dict(fast.named_parameters())["model.layers.0.mlp.gate.weight"].grad
+        torch.testing.assert_close(gradient, dict(plain.named_parameters())["model.layers.0.mlp.gate.weight"].grad)
