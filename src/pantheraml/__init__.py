@@ -11,14 +11,30 @@ from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.train import TrainConfig
 
 if TYPE_CHECKING:
-    from pantheraml.api import FastLanguageModel
+    from pantheraml.api import FastLanguageModel, FastModel, PatchDPOTrainer, is_bfloat16_supported
     from pantheraml.multigpu import enable_multi_gpu
 
 __version__ = "0.1.0"
 
-__all__ = ["FastLanguageModel", "MultiGPUConfig", "MultiGPUMode", "TrainConfig", "__version__", "enable_multi_gpu"]
+__all__ = [
+    "FastLanguageModel",
+    "FastModel",
+    "MultiGPUConfig",
+    "MultiGPUMode",
+    "PatchDPOTrainer",
+    "TrainConfig",
+    "__version__",
+    "enable_multi_gpu",
+    "is_bfloat16_supported",
+]
 
-_LAZY = {"FastLanguageModel": "pantheraml.api", "enable_multi_gpu": "pantheraml.multigpu"}
+_LAZY = {
+    "FastLanguageModel": "pantheraml.api",
+    "FastModel": "pantheraml.api",
+    "PatchDPOTrainer": "pantheraml.api",
+    "enable_multi_gpu": "pantheraml.multigpu",
+    "is_bfloat16_supported": "pantheraml.api",
+}
 
 
 def __getattr__(name: str) -> Any:

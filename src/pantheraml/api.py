@@ -1,28 +1,40 @@
 """`FastLanguageModel`: fast models for existing training code.
 
 Names and arguments follow Unsloth as far as they go. The result is a transformers model and a PEFT model, which TRL's
-`SFTTrainer` trains like any other. An argument that cannot be honored is an error.
+`SFTTrainer` trains like any other. An argument that cannot be honored is an error; one without effect, a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, PeftModelForCausalLM
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
 from pantheraml import multigpu
-from pantheraml.base import log
-from pantheraml.base.env import launched_rank, multi_gpu_requested, process_rank
+from pantheraml.base import env, log
+from pantheraml.base.env import launched_rank, multi_gpu_requested
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
 from pantheraml.engine.compile import compile_steady_shapes
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
-from pantheraml.hooks import trl
+from pantheraml.hooks import peft, trl
+from pantheraml.hooks.unsloth_arguments import (
+    ADAPTER_NEUTRAL,
+    ADAPTER_UNUSED,
+    LOADING_NEUTRAL,
+    LOADING_UNUSED,
+    check_auto_model,
+    check_others,
+    chosen_targets,
+)
 from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
 from pantheraml.models.fast import (
@@ -33,6 +45,7 @@ from pantheraml.models.fast import (
     second_layouts,
     why_one_layout,
 )
+from pantheraml.models.load_finetuned import adapter_base, load_adapter
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.module_walk_cache import use_cached_walk
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
@@ -42,15 +55,12 @@ from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.quantize.quantized_linear import QuantFormat, constant_buffers, quant_formats_of
 from pantheraml.parallel.data import ignore_in_ddp
 from pantheraml.parallel.device_map import (
-    STRATEGIES,
-    Device,
     DeviceMap,
     MaxMemory,
     is_split,
-    memory_for_weights,
-    named_devices,
+    may_span_devices,
     place,
-    place_in_group,
+    resolve_devices,
     split,
 )
 from pantheraml.planner.choose import FP8_CAPABILITY
@@ -65,17 +75,8 @@ CheckpointingMode = bool | Literal["unsloth", "offload", "selective"]
 _CHECKPOINTING: Mapping[CheckpointingMode, Checkpointing] = {
     True: "full", "unsloth": "offload", "offload": "offload", "selective": "selective",
 }  # fmt: skip
+BF16_CAPABILITY = (8, 0)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-# Arguments that scripts written for Unsloth pass, with the values that have no effect.
-_LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "token": (None,), "rope_scaling": (None,), "fix_tokenizer": (True,), "resize_model_vocab": (None,),
-    "fast_inference": (False,),
-}  # fmt: skip
-_ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "layers_to_transform": (None,), "layers_pattern": (None,), "modules_to_save": (None,),
-    "init_lora_weights": (True,), "loftq_config": (None, {}),
-}  # fmt: skip
 
 
 class FastLanguageModel:
@@ -94,21 +95,27 @@ class FastLanguageModel:
         *,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        token: str | bool | None = None,
+        load_in_16bit: bool = False,
         use_gradient_checkpointing: CheckpointingMode = False,
         enable_multi_gpu: bool | None = None,
         use_multi_gpu: bool | None = None,
         auto_device_map: bool = False,
         max_memory: MaxMemory | None = None,
+        auto_model: Any = None,
         **others: Any,
     ) -> tuple[PreTrainedModel, Any]:
         """Load a model and its tokenizer.
 
-        Without `full_finetuning` every weight is frozen, and `get_peft_model` adds the trainable ones.
-        `max_seq_length`: length at which the tokenizer truncates; None leaves the tokenizer's own.
-        `dtype` None: bf16 or fp16, as the GPU supports; float32 on a CPU and for full fine-tuning.
+        Without `full_finetuning` every weight is frozen, and `get_peft_model` adds the trainable ones. An adapter's
+        folder gives its base with the adapter, ready to be trained further.
+        `max_seq_length`: length at which the tokenizer and SFTTrainer truncate; None: their own.
+        `dtype` None: bf16 or fp16, as the GPU supports; float32 on a CPU and for full fine-tuning. "auto": the
+        checkpoint's.
         `load_in_fp8` None: yes, if nothing else is requested (another load_in_..., dtype, full_finetuning, several
         devices) and the GPU supports it; the loss matches bf16, see docs/benchmarks.md. With `full_finetuning`, True
-        means fp8 matmuls in the decoder layers; their weights keep their dtype.
+        means fp8 matmuls in the decoder layers; their weights keep their dtype. `load_in_16bit`: no quantization.
+        `token` is used to download this model. `use_gradient_checkpointing` is the default of `get_peft_model`.
         `device_map` None: this process's GPU, or the CPU if there is none. Or a device, or a mapping from modules to
         devices; or auto, balanced, sequential, which spread the layers over all GPUs if multi-GPU is enabled, and mean
         the first GPU if not. `max_memory` then limits the weights on each device. A rank has one device.
@@ -117,59 +124,80 @@ class FastLanguageModel:
         per GPU, see `pantheraml.multigpu`, unless `device_map` spreads the model; None: as PANTHERAML_ENABLE_MULTIGPU
         says.
         """
-        _reject_unsupported(others, _LOADING_NEUTRAL, "from_pretrained")
+        log.start_for_scripts()
+        _check_arguments(FastLanguageModel.from_pretrained, others)
+        check_auto_model(auto_model)
+        _check_checkpointing(use_gradient_checkpointing)
         multi_gpu = _multi_gpu(enable_multi_gpu, use_multi_gpu)
         if auto_device_map:
             device_map = _resolve_auto_map(device_map)
-        if multi_gpu and not (_may_span_devices(device_map) and launched_rank() is None):
+        if multi_gpu and not (may_span_devices(device_map) and launched_rank() is None):
             multigpu.enable_multi_gpu()
-        device, free_memory = _resolve_devices(device_map, max_memory, multi_gpu=multi_gpu)
-        quant_format = _quant_format(load_in_4bit, load_in_8bit, load_in_fp8)
-        if quant_format is None and load_in_fp8 is None and dtype is None and not full_finetuning:
+        device, free_memory = resolve_devices(device_map, max_memory, multi_gpu=multi_gpu)
+        quant_format = _quant_format(load_in_4bit, load_in_8bit, load_in_fp8, load_in_16bit)
+        if quant_format is None and load_in_fp8 is None and dtype is None and not (full_finetuning or load_in_16bit):
             quant_format = _default_fp8(device, split=free_memory is not None)
-        _check_quant_format(quant_format, full_finetuning, use_gradient_checkpointing, device)
         config = ModelConfig(path=model_name, revision=revision, trust_remote_code=trust_remote_code)
-        tokenizer = _tokenizer(config, max_seq_length)
-        model = load_model(
-            config,
-            dtype=_dtype(dtype, full_finetuning, device),
-            device=device if free_memory is None else torch.device("cpu"),
-            quantize="dense" if full_finetuning else quant_format,
-        )
-        _restore_saved_config(model, config)
+        _check_quant_format(quant_format, full_finetuning, device)
+        with _hub_token(token):
+            adapter = adapter_base(config)
+            if adapter is not None:
+                config = _check_adapter(*adapter, full_finetuning=full_finetuning)
+            tokenizer = _tokenizer(config, max_seq_length)
+            model = load_model(
+                config,
+                dtype=_dtype(_checkpoint_dtype(config) if dtype == "auto" else dtype, full_finetuning, device),
+                device=device if free_memory is None else torch.device("cpu"),
+                quantize="dense" if full_finetuning else quant_format,
+            )
+            _restore_saved_config(model, config)
         model.requires_grad_(full_finetuning)
         isolation = _prepare_for_packing(model)
         fast = make_fast(model)
+        fast.max_seq_length, fast.requested_checkpointing = max_seq_length, use_gradient_checkpointing
         fast.why_not_packed, fast.packed_within = isolation.reason, isolation.within
         if free_memory is not None:
             assert device_map is not None
             split(model, place(model, device_map, free_memory, max_memory))
         if full_finetuning:
             _speed_up_full(fast, model, use_gradient_checkpointing, in_fp8=quant_format == "fp8")
+        peft.apply()
         trl.apply()
+        if adapter is not None:
+            model = cast(Any, load_adapter(model, adapter[0], trainable=True))
+            _prepare_adapted(fast, cast(PeftModel, model))
+        fast.on_adapters = None if full_finetuning else _prepare_adapted
         return model, tokenizer
 
     @staticmethod
     def get_peft_model(
         model: PreTrainedModel,
         r: int = 16,
-        target_modules: str | list[str] = "all-linear",
+        target_modules: str | list[str] | None = "all-linear",
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         bias: str = "none",
-        use_gradient_checkpointing: CheckpointingMode = False,
+        use_gradient_checkpointing: CheckpointingMode | None = None,
         random_state: int = 3407,
         use_rslora: bool = False,
         use_dora: bool = False,
+        *,
+        max_seq_length: int | None = None,
+        finetune_attention_modules: bool = True,
+        finetune_mlp_modules: bool = True,
         **others: Any,
     ) -> PeftModel:
         """Add LoRA (or DoRA) adapters in float32 to `model`, fused where that is exact.
 
         `use_gradient_checkpointing`: True recomputes whole layers; "selective" saves what is expensive to recompute;
         "offload" (or "unsloth") keeps layer inputs in host memory; False leaves it to the trainer's own
-        `gradient_checkpointing`.
+        `gradient_checkpointing`; None is what was passed to `from_pretrained`, or else False.
+        `target_modules`: names that the model lacks are ignored if others match. `finetune_..._modules` False leaves
+        out the layers of attention or of the MLPs. `max_seq_length` replaces that of `from_pretrained`.
         """
-        _reject_unsupported(others, _ADAPTER_NEUTRAL, "get_peft_model")
+        _check_arguments(FastLanguageModel.get_peft_model, others)
+        if use_gradient_checkpointing is not None:
+            _check_checkpointing(use_gradient_checkpointing)
         _check_base_model(model, use_dora=use_dora)
         if bias != "none":
             raise ConfigError(f"bias={bias!r} is not supported: biases are never trained.", fix='Use bias="none".')
@@ -179,14 +207,19 @@ class FastLanguageModel:
             alpha=lora_alpha,
             dropout=lora_dropout,
             rslora=use_rslora,
-            target_modules=target_modules,
+            target_modules=chosen_targets(
+                model, target_modules, attention=finetune_attention_modules, mlp=finetune_mlp_modules
+            ),
         )
-        adapted: Any = apply_method(model, method, seed=random_state)
-        use_cached_walk(adapted)
-        _speed_up(model, adapted, use_gradient_checkpointing)
-        ignore_in_ddp(
-            adapted, constant_buffers(adapted)
-        )  # otherwise a trainer's DDP would broadcast quantized weights before every forward
+        if max_seq_length is not None:
+            _check_length(max_seq_length, _max_positions(model.config))
+            model.max_seq_length = max_seq_length
+        on_adapters, model.on_adapters = model.on_adapters, None  # which does not know the checkpointing
+        try:
+            adapted: Any = apply_method(model, method, seed=random_state)
+        finally:
+            model.on_adapters = on_adapters
+        _prepare_adapted(model, adapted, use_gradient_checkpointing)
         return adapted
 
     @staticmethod
@@ -229,6 +262,27 @@ def _check_base_model(model: nn.Module, *, use_dora: bool) -> None:
         )
 
 
+def _check_adapter(folder: Path, base: ModelConfig, *, full_finetuning: bool) -> ModelConfig:
+    if full_finetuning:
+        raise ConfigError(
+            f"{folder} holds an adapter, and full_finetuning trains a whole model.",
+            fix="Remove full_finetuning to train the adapter, or merge it into its base first.",
+        )
+    logger.info("%s holds an adapter: loading it on its base %s", folder, base.path)
+    return base
+
+
+def _prepare_adapted(fast: FastCausalLM, adapted: PeftModel, checkpointing: CheckpointingMode | None = None) -> None:
+    """Make a model fast that has just got its adapters."""
+    if checkpointing is None:
+        checkpointing = cast(CheckpointingMode, fast.requested_checkpointing)
+    if type(adapted) is PeftModelForCausalLM:
+        use_cached_walk(adapted)
+    _speed_up(fast, adapted, checkpointing)
+    # otherwise a trainer's DDP would broadcast quantized weights before every forward
+    ignore_in_ddp(adapted, constant_buffers(adapted))
+
+
 def _speed_up(
     fast: FastCausalLM, full_model: nn.Module, checkpointing: CheckpointingMode, *, fused: bool = True
 ) -> None:
@@ -244,9 +298,6 @@ def _speed_up(
         fast.prelaunch = enable_layer_graphs(full_model)
     if checkpointing is False:
         return
-    if checkpointing not in _CHECKPOINTING:
-        known = ", ".join(repr(mode) for mode in (False, *_CHECKPOINTING))
-        raise ConfigError(f"use_gradient_checkpointing={checkpointing!r} is not one of {known}.")
     apply_checkpointing(full_model, _CHECKPOINTING[checkpointing])
     fast.lock_checkpointing(_CHECKPOINTING[checkpointing])
 
@@ -286,14 +337,30 @@ def _fp8_layouts(full_model: nn.Module, checkpointing: CheckpointingMode) -> Lay
     return layouts
 
 
-def _reject_unsupported(others: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], function: str) -> None:
-    for name, value in others.items():
-        if name not in neutral:
-            raise ConfigError(f"FastLanguageModel.{function} has no argument {name!r}.")
-        if value not in neutral[name]:
-            fix = "Set HF_TOKEN in the environment." if name == "token" else "Remove it."
-            argument = name if name == "token" else f"{name}={value!r}"
-            raise ConfigError(f"FastLanguageModel.{function} does not support {argument}.", fix=fix)
+def _check_arguments(function: Callable[..., Any], others: Mapping[str, Any]) -> None:
+    loading = function is FastLanguageModel.from_pretrained
+    check_others(
+        others,
+        LOADING_NEUTRAL if loading else ADAPTER_NEUTRAL,
+        LOADING_UNUSED if loading else ADAPTER_UNUSED,
+        function=function.__name__,
+        parameters=inspect.signature(function).parameters,
+    )
+
+
+def _check_checkpointing(mode: CheckpointingMode) -> None:
+    if mode is not False and mode not in _CHECKPOINTING:
+        known = ", ".join(repr(mode) for mode in (False, *_CHECKPOINTING))
+        raise ConfigError(f"use_gradient_checkpointing={mode!r} is not one of {known}.")
+
+
+@contextlib.contextmanager
+def _hub_token(token: str | bool | None) -> Iterator[None]:
+    """Use `token` for downloads; None and True: the one that `hf auth login` or HF_TOKEN has set."""
+    if token is False:
+        raise ConfigError("token=False is not supported.", fix="Unset HF_TOKEN, or log out with `hf auth logout`.")
+    with env.changed({"HF_TOKEN": token}) if isinstance(token, str) and token else contextlib.nullcontext():
+        yield
 
 
 def _method(**fields: Any) -> MethodConfig:
@@ -314,43 +381,6 @@ def _resolve_auto_map(device_map: DeviceMap | None) -> DeviceMap:
     return "auto"
 
 
-def _may_span_devices(device_map: DeviceMap | None) -> bool:
-    """Return whether a device map may put one model on several devices."""
-    if isinstance(device_map, Mapping):
-        return list(device_map) != [""]
-    return isinstance(device_map, str) and device_map in STRATEGIES
-
-
-def _resolve_devices(
-    device_map: DeviceMap | None, max_memory: MaxMemory | None, *, multi_gpu: bool
-) -> tuple[torch.device, dict[Device, int] | None]:
-    """Return this process's device, and the free memory of the devices to place the model on, unless it is all on
-    one.
-    """
-    own_device = torch.device("cuda", process_rank().local_rank) if torch.cuda.device_count() else torch.device("cpu")
-    is_single_process = launched_rank() is None
-    if max_memory is not None and (device_map is None or not is_single_process):
-        raise ConfigError("max_memory needs a device_map and a single process.", fix="Remove it.")
-    if device_map is None:
-        return own_device, None
-    free_memory = memory_for_weights()
-    named = named_devices(device_map, free_memory)
-    if (
-        named
-        and not _may_span_devices(device_map)
-        and max_memory is None
-        and (is_single_process or named == [torch.device("cpu")])
-    ):
-        return named[0], None
-    if not is_single_process:
-        place_in_group(device_map, "cpu" if own_device.type == "cpu" else own_device.index)
-        return own_device, None
-    if not named and not multi_gpu:
-        free_memory = dict(list(free_memory.items())[:1])
-    fits_one_device = not named and len(free_memory) == 1 and max_memory is None
-    return named[0] if named else own_device, None if fits_one_device else free_memory
-
-
 def _multi_gpu(enable: bool | None, use: bool | None) -> bool:
     if enable is not None and use is not None and enable != use:
         raise ConfigError(
@@ -360,12 +390,14 @@ def _multi_gpu(enable: bool | None, use: bool | None) -> bool:
     return multi_gpu_requested() if requested is None else requested
 
 
-def _quant_format(four_bit: bool, eight_bit: bool, fp8: bool | None) -> QuantFormat | None:
+def _quant_format(four_bit: bool, eight_bit: bool, fp8: bool | None, sixteen_bit: bool) -> QuantFormat | None:
     """Return the quantization format of frozen weights; None: as in the checkpoint."""
     kinds: dict[QuantFormat, bool | None] = {"nf4": four_bit, "int8": eight_bit, "fp8": fp8}
     requested = [kind for kind, enabled in kinds.items() if enabled]
-    if len(requested) > 1:
-        raise ConfigError("load_in_4bit, load_in_8bit and load_in_fp8 are mutually exclusive.", fix="Choose one.")
+    if len(requested) + sixteen_bit > 1:
+        raise ConfigError(
+            "load_in_4bit, load_in_8bit, load_in_fp8 and load_in_16bit are mutually exclusive.", fix="Choose one."
+        )
     return requested[0] if requested else None
 
 
@@ -381,18 +413,11 @@ def _default_fp8(device: torch.device, *, split: bool) -> QuantFormat | None:
     return "fp8"
 
 
-def _check_quant_format(
-    quant_format: QuantFormat | None, full: bool, checkpointing: CheckpointingMode, device: torch.device
-) -> None:
+def _check_quant_format(quant_format: QuantFormat | None, full: bool, device: torch.device) -> None:
     if full and quant_format not in (None, "fp8"):
         raise ConfigError(
             f"full_finetuning trains every weight, but {quant_format} weights cannot be trained.",
             fix="Remove full_finetuning, and use get_peft_model.",
-        )
-    if checkpointing is not False and not full:
-        raise ConfigError(
-            "from_pretrained takes use_gradient_checkpointing only with full_finetuning=True.",
-            fix="Pass it to get_peft_model.",
         )
     if quant_format == "fp8" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -405,12 +430,22 @@ def _check_quant_format(
 
 
 def _tokenizer(config: ModelConfig, max_seq_length: int | None) -> Any:
-    positions = getattr(read_config(config).get_text_config(), "max_position_embeddings", None)
-    _check_length(max_seq_length, positions)
+    _check_length(max_seq_length, _max_positions(read_config(config)))
     tokenizer = load_tokenizer(config)
     if max_seq_length is not None:
         tokenizer.model_max_length = max_seq_length
     return tokenizer
+
+
+def _max_positions(config: Any) -> int | None:
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+def _checkpoint_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the dtype that the checkpoint's config names, if any."""
+    dtype: torch.dtype | None = getattr(read_config(config).get_text_config(), "dtype", None)
+    return dtype
 
 
 def _restore_saved_config(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -433,16 +468,31 @@ def _dtype(requested: torch.dtype | str | None, full: bool, device: torch.device
     if isinstance(requested, str):
         requested = _DTYPES.get(requested.removeprefix("torch."), requested)
     if requested is not None and requested not in _DTYPES.values():
-        raise ConfigError(f"dtype={requested!r} is not one of {', '.join(_DTYPES)}.")
+        raise ConfigError(f"dtype={requested!r} is not one of {', '.join(_DTYPES)}, auto.")
     if isinstance(requested, torch.dtype):
         return requested
     if full:
         chosen, reason = torch.float32, "small weight updates are lost in bf16"
     elif device.type != "cuda":
         chosen, reason = torch.float32, "CPU arithmetic is exact in float32 and rarely faster in bf16"
-    elif torch.cuda.get_device_capability(device) >= (8, 0):
+    elif torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
         chosen, reason = torch.bfloat16, "the GPU has bf16 tensor cores"
     else:
         chosen, reason = torch.float16, "the GPU has no bf16"
     logger.info("dtype is %s: %s", chosen, reason)
     return chosen
+
+
+FastModel = FastLanguageModel
+"""Unsloth's name for a loader of any kind of model; here, of decoders."""
+
+
+def is_bfloat16_supported() -> bool:
+    """Return whether this process can train in bf16: with a GPU that has it, or on a CPU."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= BF16_CAPABILITY
+
+
+def PatchDPOTrainer() -> None:
+    """Do nothing: TRL's DPOTrainer trains our models as it is."""
+    log.start_for_scripts()
+    logger.info("PatchDPOTrainer does nothing: TRL's DPOTrainer trains these models as it is")

@@ -31,6 +31,7 @@ def enable_multi_gpu(num_gpus: int | None = None) -> None:
     `num_gpus` None: PANTHERAML_NPROC, else every visible GPU; with fewer than two the script continues as it is. On a
     host without GPUs the number is required. PANTHERAML_RELAUNCH=0 disables the relaunch.
     """
+    log.start_for_scripts()
     if env.launched_rank() is not None:
         if env.was_relaunched():
             die_with_parent()

@@ -183,6 +183,11 @@ def debug_requested() -> bool:
     return os.environ.get("PANTHERAML_DEBUG", "") not in ("", "0")
 
 
+def log_level() -> str | None:
+    """`PANTHERAML_LOG`: lowest level that scripts log (debug, info, warning, error, off); None: not set."""
+    return os.environ.get("PANTHERAML_LOG") or None
+
+
 NO_FOREIGN_CODE = "PANTHERAML_NO_FOREIGN_CODE"
 
 

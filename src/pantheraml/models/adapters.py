@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pantheraml.base.errors import ModelError, UnsupportedModelError
+from pantheraml.base.errors import ConfigError, ModelError, UnsupportedModelError
 from pantheraml.base.folders import committed_folder
 from pantheraml.models.base_identity import BaseIdentity
 from pantheraml.models.loader import model_folder, read_config
 from pantheraml.models.quantize.int8 import Int8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
-from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, QuantizedLinear
+from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, QuantizedLinear, quant_formats_of
 from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
@@ -147,6 +147,33 @@ def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str
     )
     config._register_custom_module(LORA_LAYERS)
     return config
+
+
+_DATA_FREE_INITS = (True, False, "gaussian")
+"""Values of `init_lora_weights` that do not depend on the base's weights."""
+
+
+def prepare_config(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Change a config made for plain PEFT so that PEFT can adapt `model`, whose layers may be quantized."""
+    formats = " and ".join(quant_formats_of(model))
+    if not formats:
+        return
+    refused = {
+        "use_dora=True": config.use_dora,
+        f"init_lora_weights={config.init_lora_weights!r}": config.init_lora_weights not in _DATA_FREE_INITS,
+        f"bias={config.bias!r}": config.bias != "none",
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting} needs unquantized weights, but this model's are in {formats}.",
+                fix="Remove it, or load the model with dtype=torch.bfloat16, without load_in_4bit, load_in_8bit or"
+                " load_in_fp8.",
+            )
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        names = target_layers(model, "all-linear")
+        config.target_modules = set(_shorten_names(names, [name for name, _ in model.named_modules()]))
+    config._register_custom_module(LORA_LAYERS)
 
 
 def _shorten_names(targets: list[str], modules: Iterable[str]) -> list[str]:

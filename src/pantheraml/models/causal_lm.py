@@ -22,8 +22,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
@@ -73,9 +75,15 @@ class ForwardPrelauncher(Protocol):
 class FastCausalLM(RuntimeSubclass, CachedModuleWalk):
     """Common part of the subclasses; `_fast_class` adds `forward`."""
 
+    max_seq_length: int | None = None
+    """Length that the model was loaded for; None: not given."""
+    requested_checkpointing: str | bool = False
+    """`use_gradient_checkpointing` of `from_pretrained`, for adapters that are added without one."""
     after_forward: Callable[[], None] | None = None
     """Host work to do once a training forward is queued on the GPU, before anything waits for it."""
     prelaunch: ForwardPrelauncher | None = None
+    on_adapters: Callable[[FastCausalLM, PeftModel], None] | None = None
+    """Called when PEFT itself has added adapters to train: see `hooks.peft`."""
     why_not_packed: str | None = None
     """Why packed rows are an error; None: they are supported."""
     packed_within: int | None = None
@@ -106,9 +114,10 @@ class FastCausalLM(RuntimeSubclass, CachedModuleWalk):
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if self._checkpointing is not None:
-            logger.info(
-                "activation checkpointing is already on (%s); ignoring the trainer's setting", self._checkpointing
-            )
+            if not self._set_checkpointed(True):
+                logger.info(
+                    "activation checkpointing is already on (%s); ignoring the trainer's setting", self._checkpointing
+                )
             return
         settings = gradient_checkpointing_kwargs or {}
         if settings.get("use_reentrant"):
@@ -116,6 +125,30 @@ class FastCausalLM(RuntimeSubclass, CachedModuleWalk):
             # checkpointing ("marked ready only once"). The gradients are the same.
             logger.info("using non-reentrant activation checkpointing: DDP fails with use_reentrant=True")
         super().gradient_checkpointing_enable({**settings, "use_reentrant": False}, *args, **kwargs)  # type: ignore[misc]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Disable activation checkpointing, as trainers do for passes without gradients, until it is enabled again.
+
+        A locked mode is only suspended: transformers would also replace its functions.
+        """
+        if self._checkpointing is None:
+            super().gradient_checkpointing_disable()  # type: ignore[misc]
+        else:
+            self._set_checkpointed(False)
+
+    def _set_checkpointed(self, on: bool) -> bool:
+        """Resume or suspend the locked mode; return whether that changed anything."""
+        layers = [m for m in every_module(cast(nn.Module, self)) if isinstance(m, GradientCheckpointingLayer)]
+        changed = any(layer.gradient_checkpointing != on for layer in layers)
+        for layer in layers:
+            layer.gradient_checkpointing = on
+        return changed
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise UnsupportedModelError(
+            "nn.DataParallel does not support this model: replicas of fused layers would use the original's weights.",
+            fix="Run one process per GPU: pass enable_multi_gpu=True to from_pretrained, or start with torchrun.",
+        )
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save a plain Hugging Face folder: quantized weights are dequantized."""

@@ -18,7 +18,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from pantheraml.base import log
+from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.quantize.checkpoint_formats import CheckpointFormat
+from pantheraml.models.quantize.direct_weights import directly_read
 from pantheraml.models.quantize.quantized_linear import QuantFormat, quantizable_linears
 
 logger = log.get(__name__)
@@ -71,6 +73,7 @@ def match_weights(
         replaced = set() if quant_format is None else set(quantizable_linears(model, quant_format))
     else:
         replaced = {name.rpartition(".")[0] for name, part in targets.values() if part and name in expected}
+        _check_not_read(model, replaced, quant_format)
     _check_not_shared(model, replaced)
     units: dict[str, WeightUnit] = {}
     for file, tensors in opened.items():
@@ -111,6 +114,15 @@ def _renaming(model: Any, expected: Mapping[str, Tensor]) -> Callable[[str], str
         return str(name)
 
     return rename
+
+
+def _check_not_read(model: Any, replaced: set[str], quant_format: QuantFormat | None) -> None:
+    read = replaced & directly_read(model)
+    if read and quant_format is not None:
+        raise UnsupportedModelError(
+            f"The checkpoint is quantized, but {type(model).__name__} reads the plain weight of {min(read)}.",
+            fix="Use the model's plain (bf16) weights: quantized while loading, such layers stay unquantized.",
+        )
 
 
 def _check_not_shared(model: Any, replaced: set[str]) -> None:

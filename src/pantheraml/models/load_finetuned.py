@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.base.folders import committed_folder, require_empty
 from pantheraml.models.adapters import ADAPTER, base_quantization, save_full_model
+from pantheraml.models.base_identity import verified_base
 from pantheraml.models.hub import check_links
-from pantheraml.models.loader import load_model, load_tokenizer, read_config
+from pantheraml.models.loader import has_tokenizer, load_model, load_tokenizer, model_folder, read_config
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, dequantize_linears
 from pantheraml.models.weight_files import short_error
@@ -30,7 +31,7 @@ def load_finetuned_model(
     if method.kind == "full":
         return load_model(_as_plain(model_config, finetuned_dir), dtype=dtype, device=device)
     base = load_model(model_config, dtype=dtype, device=device, quantize=base_quantization(model_config, method))
-    return _with_adapter(base, finetuned_dir).eval()
+    return load_adapter(base, finetuned_dir).eval()
 
 
 def merge_adapter(
@@ -53,7 +54,7 @@ def merge_adapter(
         quant_format = None
     base = load_model(model_config, dtype=dtype, device=device, quantize=quant_format or "dense")
     dequantize_linears(base, dtype)
-    adapted = _with_adapter(base, adapter_dir)
+    adapted = load_adapter(base, adapter_dir)
     try:
         return cast(PreTrainedModel, adapted.merge_and_unload(safe_merge=True))
     except ValueError as err:
@@ -106,8 +107,28 @@ def _as_plain(model_config: ModelConfig, folder: Path) -> ModelConfig:
     return model_config.model_copy(update=changes)
 
 
-def _with_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
+def adapter_base(model_config: ModelConfig) -> tuple[Path, ModelConfig] | None:
+    """Return the folder of an adapter, and its base with the adapter's tokenizer if there is one; None for a model."""
+    folder = model_folder(model_config)
+    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        return None
+    config, _ = _read_adapter(folder)
+    if config.base_model_name_or_path is None:
+        raise ModelError(
+            f"The adapter in {folder} does not name its base model.",
+            fix="Set base_model_name_or_path in its adapter_config.json.",
+        )
+    tokenizer = str(folder) if has_tokenizer(folder) else None
+    changes = {"path": config.base_model_name_or_path, "revision": config.revision, "tokenizer": tokenizer}
+    # adapters saved by other tools have no record of their base, which then cannot be verified
+    base, _ = verified_base(model_config.model_copy(update=changes), folder)
+    return folder, base
+
+
+def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False) -> PeftModel:
+    """Return `base` with the adapter in `folder`, which must fit it tensor for tensor."""
     config, weights = _read_adapter(folder)
+    config.inference_mode = not trainable
     # PEFT warns if the base path differs from the one in training; whether it fits is checked below
     config.base_model_name_or_path = None
     config._register_custom_module(LORA_LAYERS)

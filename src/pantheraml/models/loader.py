@@ -114,7 +114,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     refuse_foreign_code(config)
     folder = model_folder(config) if config.tokenizer is None else local_folder(config.tokenizer)
     fix = "Set model.tokenizer to a folder with a tokenizer.json."
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ModelError(f"There is no tokenizer in {folder}.", fix=fix)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
@@ -126,6 +126,10 @@ def load_tokenizer(config: ModelConfig) -> Any:
     if len(tokenizer) == 0:
         raise ModelError(f"The tokenizer in {folder} has an empty vocabulary.", fix=fix)
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def load_model(

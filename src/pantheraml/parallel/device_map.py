@@ -26,6 +26,7 @@ from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import convert_file_size_to_int, find_tied_parameters, get_balanced_memory
 from torch import Tensor, nn
 
+from pantheraml.base.env import launched_rank, process_rank
 from pantheraml.base.errors import ConfigError, DeviceError, OutOfMemoryError
 from pantheraml.specs.plan import LayerSplit
 
@@ -351,3 +352,40 @@ class _OneElement(nn.Module):
         with self.autocast():
             value: Tensor = self.loss(*tensors)
         return value.reshape(1)
+
+
+def may_span_devices(device_map: DeviceMap | None) -> bool:
+    """Return whether a device map may put one model on several devices."""
+    if isinstance(device_map, Mapping):
+        return list(device_map) != [""]
+    return isinstance(device_map, str) and device_map in STRATEGIES
+
+
+def resolve_devices(
+    device_map: DeviceMap | None, max_memory: MaxMemory | None, *, multi_gpu: bool
+) -> tuple[torch.device, dict[Device, int] | None]:
+    """Return this process's device, and the free memory of the devices to place the model on, unless it is all on
+    one.
+    """
+    own_device = torch.device("cuda", process_rank().local_rank) if torch.cuda.device_count() else torch.device("cpu")
+    is_single_process = launched_rank() is None
+    if max_memory is not None and (device_map is None or not is_single_process):
+        raise ConfigError("max_memory needs a device_map and a single process.", fix="Remove it.")
+    if device_map is None:
+        return own_device, None
+    free_memory = memory_for_weights()
+    named = named_devices(device_map, free_memory)
+    if (
+        named
+        and not may_span_devices(device_map)
+        and max_memory is None
+        and (is_single_process or named == [torch.device("cpu")])
+    ):
+        return named[0], None
+    if not is_single_process:
+        place_in_group(device_map, "cpu" if own_device.type == "cpu" else own_device.index)
+        return own_device, None
+    if not named and not multi_gpu:
+        free_memory = dict(list(free_memory.items())[:1])
+    fits_one_device = not named and len(free_memory) == 1 and max_memory is None
+    return named[0] if named else own_device, None if fits_one_device else free_memory

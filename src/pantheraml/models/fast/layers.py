@@ -13,13 +13,12 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -41,6 +40,7 @@ from pantheraml.models.fast.group_operand import LinearGroup
 from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
 from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup, base_of, why_not_fused
+from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
 from pantheraml.models.fast.prelaunch import Prelaunch
 from pantheraml.models.fast.trainable_group import TrainableGroup, is_trainable, weight_of, why_not_fused_trainable
 from pantheraml.models.quantize.fp8 import FP8Linear
@@ -101,10 +101,11 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
         _fuse_layer(layer, 2 if number < two_layouts else 1)
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
-    rope_cache = _RopeCache()
+    decisions, rope_cache = PassDecisions(), RopeCache()
     for index, layer in enumerate(fused):
         parts = layer.fused_parts
-        parts.shared, parts.rope_cache, parts.is_first = shared, rope_cache, index == 0
+        parts.shared, parts.decisions, parts.rope_cache = shared, decisions, rope_cache
+        parts.is_first = index == 0
     if fused:
         _fuse_last_norm(model, fused[0])
     for reason, count in report.reasons.items():
@@ -223,7 +224,8 @@ class _FusedParts:
     """State of a fused layer besides its modules."""
 
     shared: GroupSet
-    rope_cache: _RopeCache
+    decisions: PassDecisions
+    rope_cache: RopeCache
     is_first: bool
     """The model's first fused layer, which refreshes the state that all of them share."""
     graphs: LayerGraphs | None = None
@@ -253,6 +255,14 @@ class _FusedParts:
             window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
             self.attention_arguments["sliding_window"] = window
 
+    def start_pass(self, hidden_states: Tensor, arguments: dict[str, Any]) -> None:
+        """Called with the first layer: bring the shared state up to date, and note whether this pass is fused."""
+        adapters_written = self.graphs is not None and self.graphs.replay_speculatively(hidden_states, arguments)
+        self.shared.refresh(written=adapters_written)
+        embeddings = arguments.get("position_embeddings")
+        if embeddings is not None and torch.is_grad_enabled():
+            self.decisions.record(embeddings[0], self.shared.reason)
+
     def is_eager_attention(self) -> bool:
         """Return whether attention is the family's eager code, which can also return attention weights."""
         return self._config._attn_implementation not in ALL_ATTENTION_FUNCTIONS
@@ -278,33 +288,6 @@ class _FusedParts:
         )
 
 
-class _RopeCache:
-    """Cosine and sine of each row's position, expanded once per pass.
-
-    All layers of a pass get the same tables, often one sequence broadcast over the batch; they are expanded, and saved
-    for backward, once and not once per layer. Entries live as long as the tables they were made from, because
-    recomputed layers must find those of their own pass after another pass has started. Copies of a model start with an
-    empty cache.
-    """
-
-    def __init__(self) -> None:
-        self._entries = WeakTensorKeyDictionary()
-
-    def rows(self, embeddings: Sequence[Tensor], shape: torch.Size, *, new_pass: bool) -> tuple[Tensor, ...]:
-        """Return cos and sin as [rows, size], for hidden states of `shape`; `new_pass`: a pass starts."""
-        cos, sin = embeddings
-        for_shape, for_sin, rows = self._entries.get(cos, (None, None, ()))
-        if new_pass or shape != for_shape or sin is not for_sin:
-            # detached: a view would keep its base alive, and no entry would ever be dropped
-            detached = (e if e.requires_grad else e.detach() for e in embeddings)
-            rows = tuple(e.expand(*shape[:-1], -1).reshape(-1, e.shape[-1]).contiguous() for e in detached)
-            self._entries[cos] = shape, sin, rows
-        return cast("tuple[Tensor, ...]", rows)
-
-    def __reduce__(self) -> tuple[type[_RopeCache], tuple[()]]:
-        return _RopeCache, ()
-
-
 def _epsilon(norm: Any) -> float:
     return float(norm.eps if isinstance(getattr(norm, "eps", None), float) else norm.variance_epsilon)
 
@@ -316,20 +299,23 @@ class _Fused(RuntimeSubclass):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self.fused_parts
-        runner = parts.graphs or parts.chain
-        if parts.is_first:
-            adapters_written = parts.graphs is not None and parts.graphs.replay_speculatively(hidden_states, kwargs)
-            parts.shared.refresh(written=adapters_written)
+        recomputed = in_backward()
+        runner = None if recomputed else parts.graphs or parts.chain
+        embeddings: Any = kwargs.get("position_embeddings")
+        if parts.is_first and not recomputed:
+            parts.start_pass(hidden_states, kwargs)
         elif runner is not None and runner.is_passthrough(self, hidden_states):
             return hidden_states
-        embeddings: Any = kwargs.get("position_embeddings")
+        reason = parts.shared.reason
+        if recomputed and embeddings is not None:
+            reason = parts.decisions.of(embeddings[0], reason)
         run_plain = (
             args
             or kwargs.get("past_key_values") is not None
             or embeddings is None
             or embeddings[0].shape[-1] != parts.heads.size
             or hidden_states.device != parts.device
-            or parts.shared.reason is not None
+            or reason is not None
             or parts.is_eager_attention()
             or parts.changed()
         )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.kernels.fp8.e4m3 import E4M3, LIMIT, MIN_SCALE, shared_scale, to_e4m3
@@ -46,12 +47,16 @@ class FP8Linear(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
-    def to_linear(self, dtype: torch.dtype) -> nn.Module:
-        """Dequantize to a plain layer."""
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, (out_features, in_features)."""
         dense = torch.empty(self.qweight.shape, dtype=dtype, device=self.qweight.device)
         for out, rows, scale in zip(*(t.split(_CHUNK_ROWS) for t in (dense, self.qweight, self.scale)), strict=True):
             out.copy_(rows.float() * scale[:, None])
-        return plain_linear(dense, self.bias, from_conv1d=False)
+        return dense
+
+    def to_linear(self, dtype: torch.dtype) -> nn.Module:
+        """Dequantize to a plain layer."""
+        return plain_linear(self.dequantize(dtype), self.bias, from_conv1d=False)
 
     def keep_rows(self, rows: slice) -> None:
         """Keep only these output rows."""
@@ -115,6 +120,25 @@ class FP8LoraLinear(QuantizedLoraLinear):
     """PEFT's LoRA layer over an FP8Linear. `models.fast` fuses base and adapter into one matmul."""
 
 
+class FP8Head(FP8Linear):
+    """An output head in fp8. Trainers may read its `weight`, and multiply the hidden states by it themselves."""
+
+    _dense: TensorWeakRef | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight. It exists only while someone holds it, such as autograd for a backward."""
+        known = None if self._dense is None else self._dense()
+        if known is not None and known.device == self.qweight.device:
+            return known
+        dense = self.dequantize(self.dense_dtype)
+        self._dense = TensorWeakRef(dense)
+        return dense
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_dense"}
+
+
 def quantize_head(model: Any) -> bool:
     """Quantize the output head to fp8 with one scale, if it is a frozen linear layer without bias; return whether it
     was.
@@ -127,7 +151,7 @@ def quantize_head(model: Any) -> bool:
         return False
     if head.in_features % TENSOR_CORE or head.out_features % TENSOR_CORE:
         return False
-    quantized = FP8Linear(head.weight, None, scales="one")
+    quantized = FP8Head(head.weight, None, scales="one")
     quantized.dense_dtype = head.weight.dtype
     model.set_output_embeddings(quantized)
     return True

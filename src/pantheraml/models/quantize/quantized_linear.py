@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from pantheraml.base import log
+from pantheraml.models.quantize.direct_weights import directly_read
 from pantheraml.models.quantize.fp8 import FP8Linear, FP8LoraLinear
 from pantheraml.models.quantize.int8 import Int8Linear, Int8LoraLinear
 from pantheraml.models.quantize.nf4 import NF4Linear, NF4LoraLinear
 from pantheraml.models.quantize.quantized_lora import QuantizedLoraLinear
+
+logger = log.get(__name__)
 
 QuantFormat = Literal["fp8", "int8", "nf4"]
 """Formats that frozen weights can be quantized to."""
@@ -41,10 +45,16 @@ def quantize_linear(
 
 
 def quantizable_linears(model: Any, quant_format: QuantFormat) -> list[str]:
-    """Return the names of the linear layers to quantize: all but the output head, and no Conv1D in fp8."""
+    """Return the names of the linear layers to quantize: all but the output head, those whose weight the model's own
+    code reads, and Conv1D in fp8."""
     head = model.get_output_embeddings()
     kinds = {nn.Linear} if quant_format == "fp8" else {nn.Linear, Conv1D}
-    return [name for name, layer in model.named_modules() if type(layer) in kinds and layer is not head]
+    names = [name for name, layer in model.named_modules() if type(layer) in kinds and layer is not head]
+    kept = directly_read(model).intersection(names)
+    if kept:
+        last = ", ".join(sorted({name.rpartition(".")[2] for name in kept}))
+        logger.info("%d layers (%s) are not quantized: the model's own code reads their weight", len(kept), last)
+    return [name for name in names if name not in kept]
 
 
 def quantize_linears(model: Any, quant_format: QuantFormat, *, dtype: torch.dtype, device: torch.device) -> int:
@@ -99,7 +109,7 @@ def plain_state(model: Any) -> dict[str, Tensor]:
 def quant_formats_of(model: nn.Module) -> list[str]:
     """Return the names of the quantization formats in `model`."""
     kinds = {FP8Linear: "fp8", Int8Linear: "int8", NF4Linear: "nf4"}
-    return sorted({kinds[type(layer)] for layer in model.modules() if isinstance(layer, QuantizedLinear)})
+    return sorted({name for layer in model.modules() for kind, name in kinds.items() if isinstance(layer, kind)})
 
 
 def constant_buffers(model: nn.Module) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
@@ -16,6 +17,10 @@ class QuantizedLoraLinear(LoraLinear):
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         # PEFT warns about layer types it does not know
         return cast(int, module.in_features), cast(int, module.out_features)
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
+        # no dtype: PEFT would cast the adapter to that of the quantized weight, and initial values in e4m3 lose digits
+        return super()._get_base_layer_device_and_dtype(base_layer)[0], None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge into a dequantized layer, which replaces the quantized one until `unmerge`.

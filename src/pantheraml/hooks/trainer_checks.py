@@ -1,0 +1,77 @@
+"""What transformers' `Trainer` assumes of a model, and does not hold for ours.
+
+A model loaded without adapters is frozen. With activation checkpointing the trainer would run to its end, with a
+gradient norm of 0, and train nothing.
+
+With several visible GPUs in one process the trainer wraps the model in `nn.DataParallel`, raises the batch size to
+match, and divides losses accordingly. Replicas of fused layers would use the original's weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pantheraml.base import log
+from pantheraml.base.errors import ConfigError
+from pantheraml.hooks.library_patch import LibraryPatch
+from pantheraml.models.causal_lm import fast_model
+
+logger = log.get(__name__)
+
+
+def _if_trainable(train: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def checked_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        if fast_model(model) is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                "The trainer has nothing to train: every weight of the model is frozen.",
+                fix="Add adapters with FastLanguageModel.get_peft_model(model) or the trainer's peft_config, or load "
+                "the model with full_finetuning=True.",
+            )
+        return train(self, *args, **kwargs)
+
+    return checked_train
+
+
+def _on_one_gpu(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_on_one_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        gpus = self.args.n_gpu
+        if gpus > 1 and fast_model(self.model) is not None:
+            # As the trainer itself does for a model that is spread over GPUs; only the batch size was derived from it.
+            self.args._n_gpu = 1
+            self._train_batch_size = self.args.train_batch_size
+            logger.warning(
+                "training on one of %d visible GPUs; to use all, pass enable_multi_gpu=True to from_pretrained, or "
+                "start the script with torchrun --nproc-per-node %d",
+                gpus,
+                gpus,
+            )
+
+    return init_on_one_gpu
+
+
+REQUIRE_TRAINABLE = LibraryPatch(
+    library="transformers",
+    versions=">=5.17,<5.23",
+    module="transformers.trainer",
+    class_name="Trainer",
+    name="train",
+    make=_if_trainable,
+    fallback="a trainer does not notice that every weight is frozen",
+    required=False,
+)
+ONE_GPU = LibraryPatch(
+    library="transformers",
+    versions=">=5.17,<5.23",
+    module="transformers.trainer",
+    class_name="Trainer",
+    name="__init__",
+    make=_on_one_gpu,
+    fallback="with several visible GPUs, a trainer uses nn.DataParallel, which our models reject",
+    required=False,
+)

@@ -1,0 +1,119 @@
+"""Arguments that scripts written for Unsloth pass to `FastLanguageModel`, and which ask for little or nothing here.
+
+Each is honored, accepted with a warning that it has no effect, or rejected with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from pantheraml.base import log
+from pantheraml.base.errors import ConfigError
+from pantheraml.models.adapters import linear_layers, target_layers
+
+logger = log.get(__name__)
+
+_FOR_VLLM = "it configures vLLM, which is not used"
+
+# Values that ask for nothing; any other value is an error.
+LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "rope_scaling": (None,), "fix_tokenizer": (True,), "resize_model_vocab": (None,), "fast_inference": (False,),
+    "qat_scheme": (None,), "text_only": (None, True), "use_exact_model_name": (False, True),
+}  # fmt: skip
+ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "layers_to_transform": (None,), "layers_pattern": (None,), "modules_to_save": (None,),
+    "init_lora_weights": (True,), "loftq_config": (None, {}), "task_type": (None, "CAUSAL_LM"),
+    "qat_scheme": (None,), "target_parameters": (None,), "ensure_weight_tying": (False,),
+    "finetune_language_layers": (True,),
+}  # fmt: skip
+# Arguments without effect, and the reason.
+LOADING_UNUSED: Mapping[str, str] = {
+    "max_lora_rank": _FOR_VLLM, "gpu_memory_utilization": _FOR_VLLM, "float8_kv_cache": _FOR_VLLM,
+    "disable_log_stats": _FOR_VLLM, "random_state": "loading a model draws no random numbers",
+    "offload_embedding": "embeddings stay on the model's device",
+    "attn_implementation": "attention is chosen so that packed documents do not see each other",
+    "unsloth_force_compile": "layers are fused or compiled where that was measured to be faster",
+    "unsloth_tiled_mlp": "the MLP is not computed in tiles",
+}  # fmt: skip
+ADAPTER_UNUSED: Mapping[str, str] = {
+    "temporary_location": "nothing is written to disk",
+    "finetune_vision_layers": "only text models are loaded",
+    "finetune_audio_layers": "only text models are loaded",
+}  # fmt: skip
+
+
+def check_others(
+    others: Mapping[str, Any],
+    neutral: Mapping[str, tuple[Any, ...]],
+    unused: Mapping[str, str],
+    *,
+    function: str,
+    parameters: Iterable[str],
+) -> None:
+    """Warn of arguments without effect; ConfigError for one that is unknown, or whose value cannot be honored."""
+    for name, value in others.items():
+        if name in unused:
+            if value is not None and value is not False:
+                logger.warning("%s: %s=%r has no effect: %s", function, name, value, unused[name])
+        elif name not in neutral:
+            known = [other for other in (*parameters, *neutral, *unused) if other != "others"]
+            raise ConfigError(
+                f"FastLanguageModel.{function} has no argument {name!r}.", fix=f"Its arguments are {', '.join(known)}."
+            )
+        elif value not in neutral[name]:
+            raise ConfigError(f"FastLanguageModel.{function} does not support {name}={value!r}.", fix="Remove it.")
+
+
+def check_auto_model(auto_model: Any) -> None:
+    """`auto_model` names the class to load by; decoders are the only kind here."""
+    name = getattr(auto_model, "__name__", str(auto_model))
+    if auto_model is not None and not name.endswith("ForCausalLM"):
+        raise ConfigError(
+            f"FastLanguageModel.from_pretrained does not support auto_model={name}: it loads decoders only.",
+            fix="Remove it, or use another library for this model.",
+        )
+
+
+def chosen_targets(
+    model: PreTrainedModel, targets: str | Iterable[str] | None, *, attention: bool, mlp: bool
+) -> str | list[str]:
+    """Return the target modules without names that the model lacks, and without the parts that are switched off.
+
+    Names that the model lacks are ignored if others match, as in PEFT.
+    """
+    if targets is None:
+        targets = "all-linear"
+    named = targets if isinstance(targets, str) else _without_missing(model, list(targets))
+    if attention and mlp:
+        return named
+    off = [word for words, on in ((_ATTENTION, attention), (_MLP, mlp)) if not on for word in words]
+    kept = [name for name in target_layers(model, named) if not any(word in name.lower() for word in off)]
+    if not kept:
+        raise ConfigError(
+            f"No layer of {targets!r} is left to train: finetune_attention_modules={attention}, "
+            f"finetune_mlp_modules={mlp}.",
+            fix="Set one of them to True, or choose other target_modules.",
+        )
+    return kept
+
+
+_ATTENTION = ("attn", "attention")
+_MLP = ("mlp", "feed_forward", "ffn", "expert", "moe")
+
+
+def _without_missing(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    layers = linear_layers(model)
+    present = [t for t in targets if any(name == t or name.endswith(f".{t}") for name in layers)]
+    missing = [target for target in targets if target not in present]
+    if not missing or not present:
+        return targets  # if none matches, that is an error
+    known = sorted({name.rpartition(".")[2] for name in layers})
+    logger.warning(
+        "target_modules that this model does not have are ignored: %s (it has %s)",
+        ", ".join(missing),
+        ", ".join(known),
+    )
+    return present

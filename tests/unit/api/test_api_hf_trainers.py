@@ -1,0 +1,177 @@
+"""What Hugging Face's trainers are to know about our models: frozen weights, the row length, one GPU per process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from datasets.utils.logging import disable_progress_bar
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from pantheraml import FastLanguageModel
+from pantheraml.base.errors import ConfigError, UnsupportedModelError
+from pantheraml.hooks import trl
+from tests import toy
+
+CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+LONG = Dataset.from_dict({"text": ["1+2+3+4+5=" * 100]})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    disable_progress_bar()
+    return toy.write_llama(tmp_path_factory.mktemp("trainers") / "model", max_position_embeddings=4096)
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Trainers write to the environment, and loading a model patches them."""
+    before = dict(os.environ)
+    yield
+    trl.revert()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def load(folder: Path, **arguments: Any) -> tuple[Any, Any]:
+    return FastLanguageModel.from_pretrained(str(folder), device_map="cpu", **arguments)
+
+
+def sft(model: Any, tokenizer: Any, args: Any, **arguments: Any) -> SFTTrainer:
+    return SFTTrainer(model, args, train_dataset=LONG, processing_class=tokenizer, **arguments)
+
+
+def config(output: Path, **settings: Any) -> SFTConfig:
+    return SFTConfig(output_dir=str(output), max_steps=1, **{**CPU, **settings})
+
+
+def test_a_trainer_with_nothing_to_train_is_an_error(folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(folder)
+    trainer = sft(model, tokenizer, config(tmp_path), eval_dataset=LONG)
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ConfigError, match=r"(?s)nothing to train.*get_peft_model.*peft_config.*full_finetuning=True"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("way", ["get_peft_model", "peft_config", "full_finetuning", "prompt tuning", "plain"])
+def test_trainers_with_something_to_train(folder: Path, tmp_path: Path, way: str) -> None:
+    model, tokenizer = load(folder, full_finetuning=way == "full_finetuning")
+    peft_config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM") if way == "peft_config" else None
+    if way == "get_peft_model":
+        model = FastLanguageModel.get_peft_model(model, r=2)
+    elif way == "prompt tuning":
+        model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    elif way == "plain":
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = sft(model, tokenizer, config(tmp_path, max_length=16, learning_rate=0.1), peft_config=peft_config)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert any(not torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def row_length(trainer: SFTTrainer) -> int:
+    return len(trainer.train_dataset[0]["input_ids"])
+
+
+@pytest.mark.parametrize("length", [32, 1200])
+@pytest.mark.parametrize("kind", ["SFTConfig", "TrainingArguments", "none"])
+def test_max_seq_length_is_the_default_of_max_length(
+    folder: Path, tmp_path: Path, kind: str, length: int, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = load(folder, max_seq_length=length, full_finetuning=True)
+    settings = {"output_dir": str(tmp_path), **CPU}
+    args = {"SFTConfig": SFTConfig(**settings), "TrainingArguments": TrainingArguments(**settings), "none": None}[kind]
+    if args is None:  # its bf16=True would be rejected without a GPU
+        monkeypatch.setattr(TrainingArguments, "_validate_args", lambda self: None)
+    rows = Dataset.from_dict({"text": ["1+2+3+4+5=" * 300]})
+    with caplog.at_level(logging.INFO, logger="pantheraml"):
+        trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    assert row_length(trainer) == length
+    assert trainer.args.max_length == length
+    assert caplog.text.count(f"max_length is {length}, from max_seq_length") == 1
+
+
+def test_max_length_of_the_config_takes_precedence(folder: Path, tmp_path: Path, caplog: Any) -> None:
+    model, tokenizer = load(folder, max_seq_length=64, full_finetuning=True)
+    assert row_length(sft(model, tokenizer, config(tmp_path, max_length=24))) == 24
+    assert "truncated to SFTConfig's max_length=24, less than the model's max_seq_length=64" in caplog.text
+    caplog.clear()
+    assert row_length(sft(model, tokenizer, config(tmp_path, max_length=80))) == 80
+    whole = row_length(sft(model, tokenizer, config(tmp_path, max_length=None)))
+    assert whole > 200
+    assert "max_seq_length" not in caplog.text
+
+
+def test_a_config_made_before_the_model_is_loaded(folder: Path, tmp_path: Path, caplog: Any) -> None:
+    early = config(tmp_path)
+    model, tokenizer = load(folder, max_seq_length=4096, full_finetuning=True)
+    sft(model, tokenizer, early)
+    assert "max_length=1024, less than the model's max_seq_length=4096" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["no max_seq_length", "plain model"])
+def test_otherwise_max_length_is_trl_s(folder: Path, tmp_path: Path, which: str) -> None:
+    model, tokenizer = load(folder, max_seq_length=None if which == "no max_seq_length" else 64)
+    if which == "plain model":
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert sft(model, tokenizer, config(tmp_path)).args.max_length == 1024
+
+
+def two_gpus(args: TrainingArguments) -> TrainingArguments:
+    assert args.n_gpu <= 1
+    args._n_gpu = 2
+    return args
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_a_trainer_uses_one_of_two_gpus(folder: Path, tmp_path: Path, adapters: bool, caplog: Any) -> None:
+    model, tokenizer = load(folder, full_finetuning=not adapters)
+    model = FastLanguageModel.get_peft_model(model, r=2) if adapters else model
+    args = two_gpus(config(tmp_path, per_device_train_batch_size=3, max_length=16))
+    trainer = sft(model, tokenizer, args)
+    assert trainer.args.n_gpu == 1
+    assert trainer._train_batch_size == 3
+    assert trainer._wrap_model(model) is model
+    assert "one of 2 visible GPUs" in caplog.text
+    assert "enable_multi_gpu=True" in caplog.text
+    assert "torchrun --nproc-per-node 2" in caplog.text
+    trainer.train()
+
+
+def test_other_models_keep_data_parallel(folder: Path, tmp_path: Path, caplog: Any) -> None:
+    load(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    args = two_gpus(TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=3, **CPU))
+    trainer = Trainer(plain, args)
+    assert (trainer.args.n_gpu, trainer._train_batch_size) == (2, 6)
+    assert "visible GPUs" not in caplog.text
+
+
+def test_data_parallel_replicas_are_refused(folder: Path) -> None:
+    model, _ = load(folder)
+    wrapped = FastLanguageModel.get_peft_model(model, r=2)
+    with pytest.raises(UnsupportedModelError, match=r"(?s)DataParallel.*enable_multi_gpu=True"):
+        for module in wrapped.modules():  # as nn.parallel.replicate does
+            if not isinstance(module, nn.ModuleList):
+                module._replicate_for_data_parallel()
+
+
+def test_a_script_prints_automatic_choices(folder: Path) -> None:
+    load = f"FastLanguageModel.from_pretrained({str(folder)!r}, device_map='cpu')"
+    code = f"from pantheraml import FastLanguageModel; {load}; {load}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    line = "pantheraml INFO: dtype is torch.float32: CPU arithmetic is exact"
+    assert done.stderr.count(line) == 2, "one per load"

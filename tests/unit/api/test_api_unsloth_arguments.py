@@ -1,0 +1,162 @@
+"""Names and arguments of Unsloth scripts: honored, or one warning each."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, TaskType, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import pantheraml
+from pantheraml import FastLanguageModel, FastModel, PatchDPOTrainer, is_bfloat16_supported
+from pantheraml.base.errors import ModelError
+from pantheraml.models.loader import load_tokenizer
+from pantheraml.specs.train import ModelConfig
+from tests import toy
+from tests.unit.models.conftest import TinyModel
+
+UNUSED: dict[str, Any] = {
+    "max_lora_rank": 32, "gpu_memory_utilization": 0.9, "float8_kv_cache": True, "disable_log_stats": True,
+    "random_state": 3407, "offload_embedding": True, "attn_implementation": "eager", "unsloth_force_compile": True,
+    "unsloth_tiled_mlp": True,
+}  # fmt: skip
+
+
+def load(folder: Path, **arguments: Any) -> Any:
+    return FastLanguageModel.from_pretrained(str(folder), device_map="cpu", **arguments)[0]
+
+
+def adapted_layers(model: Any) -> set[str]:
+    return {name.split(".")[-4] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_names(caplog: pytest.LogCaptureFixture) -> None:
+    assert FastModel is FastLanguageModel
+    assert {"FastModel", "PatchDPOTrainer", "is_bfloat16_supported"} <= set(dir(pantheraml))
+    with caplog.at_level(logging.INFO, logger="pantheraml"):
+        PatchDPOTrainer()
+    assert "PatchDPOTrainer does nothing" in caplog.text
+
+
+@pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), (None, True)])
+def test_bfloat16(monkeypatch: pytest.MonkeyPatch, capability: Any, supported: bool) -> None:
+    """On a CPU too: scripts pass `fp16=not is_bfloat16_supported()`, and fp16 needs a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert is_bfloat16_supported() is supported
+
+
+def test_each_argument_without_effect_is_one_warning(tiny_model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(tiny_model("llama"), **UNUSED)
+    for name in UNUSED:
+        assert caplog.text.count(f"{name}={UNUSED[name]!r} has no effect: ") == 1
+    caplog.clear()
+    adapter: dict[str, Any] = {
+        "temporary_location": "folder",
+        "finetune_vision_layers": True,
+        "finetune_audio_layers": True,
+    }
+    FastLanguageModel.get_peft_model(model, **adapter)
+    assert caplog.text.count("has no effect") == len(adapter)
+
+
+def test_values_that_ask_for_nothing_are_no_warning(tiny_model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(
+        tiny_model("llama"),
+        offload_embedding=False,
+        attn_implementation=None,
+        fast_inference=False,
+        auto_model=AutoModelForCausalLM,
+        token=True,
+        full_finetuning=False,
+        load_in_16bit=True,
+    )
+    FastLanguageModel.get_peft_model(
+        model,
+        target_modules=None,
+        finetune_vision_layers=False,
+        finetune_language_layers=True,
+        finetune_attention_modules=True,
+        finetune_mlp_modules=True,
+        task_type=TaskType.CAUSAL_LM,
+    )
+    assert not [record for record in caplog.records if record.name.startswith("pantheraml")]
+
+
+def test_load_in_16bit_is_not_quantized(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pantheraml.api._default_fp8", lambda device, split: "fp8")
+    dense = {type(layer).__name__ for layer in load(tiny_model("llama"), load_in_16bit=True).modules()}
+    assert "FP8Linear" not in dense
+    assert "FP8Linear" in {type(layer).__name__ for layer in load(tiny_model("llama")).modules()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtype_auto_is_the_checkpoint_s(tiny_model: TinyModel, tmp_path: Path, dtype: torch.dtype) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=dtype).save_pretrained(tmp_path)
+    toy.write_tokenizer(tmp_path)
+    assert load(tmp_path, dtype="auto").dtype == dtype
+
+
+def test_the_token_is_used_for_downloads_only(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def load_and_look(config: ModelConfig) -> Any:
+        seen.append(os.environ.get("HF_TOKEN"))
+        return load_tokenizer(config)
+
+    monkeypatch.setattr("pantheraml.api.load_tokenizer", load_and_look)
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    load(tiny_model("llama"), token="given")
+    load(tiny_model("llama"), token=None)
+    assert seen == ["given", "mine"]
+    assert os.environ["HF_TOKEN"] == "mine"
+
+
+def test_checkpointing_of_from_pretrained_is_the_default_of_adapters(tiny_model: TinyModel) -> None:
+    loaded = {"use_gradient_checkpointing": "unsloth"}
+    asked = FastLanguageModel.get_peft_model(load(tiny_model("llama"), **loaded), r=2)
+    overridden = FastLanguageModel.get_peft_model(
+        load(tiny_model("llama"), **loaded), r=2, use_gradient_checkpointing=False
+    )
+    unset = FastLanguageModel.get_peft_model(load(tiny_model("llama")), r=2)
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")  # as a trainer's peft_config
+    by_peft = get_peft_model(load(tiny_model("llama"), **loaded), lora)
+    assert [m.get_base_model()._checkpointing for m in (asked, by_peft)] == ["offload", "offload"]
+    assert [m.is_gradient_checkpointing for m in (asked, overridden, unset)] == [True, False, False]
+
+
+def test_max_seq_length_of_get_peft_model(tiny_model: TinyModel) -> None:
+    adapted = FastLanguageModel.get_peft_model(load(tiny_model("llama"), max_seq_length=32), max_seq_length=16)
+    assert adapted.get_base_model().max_seq_length == 16
+
+
+ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layers"),
+    [
+        ({"finetune_mlp_modules": False}, ATTENTION),
+        ({"finetune_attention_modules": False}, MLP),
+        ({"finetune_mlp_modules": False, "target_modules": ["q_proj", "up_proj"]}, {"q_proj"}),
+        ({"target_modules": None}, ATTENTION | MLP),
+    ],
+)
+def test_switched_off_parts(tiny_model: TinyModel, arguments: dict[str, Any], layers: set[str]) -> None:
+    model = FastLanguageModel.get_peft_model(load(tiny_model("llama")), r=2, **arguments)
+    assert adapted_layers(model) == layers
+    assert model.peft_config["default"].target_modules == layers, "as short names, for other models of the family"
+
+
+def test_targets_that_the_model_lacks(tiny_model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    names = ["q_proj", "in_proj", "out_proj", "w1"]
+    model = FastLanguageModel.get_peft_model(load(tiny_model("llama")), r=2, target_modules=names)
+    assert adapted_layers(model) == {"q_proj"}
+    assert caplog.text.count("does not have are ignored: in_proj, out_proj, w1 (it has down_proj, gate_proj,") == 1
+    with pytest.raises(ModelError, match="in_proj, w1"):
+        FastLanguageModel.get_peft_model(load(tiny_model("llama")), target_modules=["in_proj", "w1"])
