@@ -17,7 +17,7 @@ from pantheraml.models.fast import fuse, is_fused, quantize_head_like_layers
 from pantheraml.models.fast.group_storage import DequantizedMatrix, GroupShape
 from pantheraml.models.fast.linear_groups import LoraGroup, why_not_fused
 from pantheraml.models.loader import load_model
-from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.fp8 import FP8Head, FP8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
@@ -209,10 +209,10 @@ def test_foreign_nf4_tables_are_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tied", "fused", "kind"), [(False, True, FP8Linear), (True, True, nn.Linear), (False, False, nn.Linear)]
+    ("tied", "fused", "kind"), [(False, True, FP8Head), (True, True, nn.Linear), (False, False, nn.Linear)]
 )
 def test_head_quantization_follows_unless_tied(tiny_model: Any, tied: bool, fused: bool, kind: type) -> None:
     model = adapted(tiny_model("llama", **SIZES, vocab_size=272, tie_word_embeddings=tied))
     base: Any = model.get_base_model()
-    assert quantize_head_like_layers(base, fused=fused) == (kind is FP8Linear)
+    assert quantize_head_like_layers(base, fused=fused) == (kind is FP8Head)
     assert type(base.get_output_embeddings()) is kind

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pantheraml.models.fast import is_fused
-from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.fp8 import FP8Head
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import build_model
@@ -45,7 +45,7 @@ def built(folder: Path, model: str, fused: str) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "fused", "head"),
-    [("own-head", "on", FP8Linear), ("own-head", "off", nn.Linear), ("shared-head", "on", nn.Linear)],
+    [("own-head", "on", FP8Head), ("own-head", "off", nn.Linear), ("shared-head", "on", nn.Linear)],
 )
 def test_the_head_is_packed_where_that_saves_memory(folder: Path, model: str, fused: str, head: type) -> None:
     whole = built(folder, model, fused)
