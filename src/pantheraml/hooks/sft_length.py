@@ -1,4 +1,4 @@
-"""`max_seq_length` of a loaded model as the default of `SFTConfig.max_length`.
+"""`max_seq_length` of a loaded model as the default of `SFTConfig.max_length`, and arguments by their old names.
 
 `SFTTrainer` truncates rows to `max_length`, which is 1024 unless it is set; a script that loads its model with
 `max_seq_length=4096` expects 4096. A `max_length` that the script sets takes precedence. Whether it is set is known
@@ -15,6 +15,7 @@ from typing import Any
 
 from pantheraml.base import log
 from pantheraml.hooks.library_patch import LibraryPatch
+from pantheraml.hooks.old_trl_names import rename_config_arguments, rename_trainer_arguments
 from pantheraml.models.causal_lm import fast_model
 
 logger = log.get(__name__)
@@ -22,7 +23,9 @@ logger = log.get(__name__)
 _DEFAULTED = "_max_length_is_default"
 """Attribute of a config: whether `max_length` was left out; missing if the config was made without the patch."""
 
-_made_by_trainer: ContextVar[int | None] = ContextVar("max_length of configs that SFTTrainer makes", default=None)
+_made_by_trainer: ContextVar[tuple[int | None, dict[str, Any]] | None] = ContextVar(
+    "max_seq_length, and moved arguments, for the config that SFTTrainer makes itself", default=None
+)
 
 
 def _note_default(init: Callable[..., None]) -> Callable[..., None]:
@@ -30,12 +33,12 @@ def _note_default(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def init_config(self: Any, *args: Any, **kwargs: Any) -> None:
+        rename_config_arguments(kwargs)
         init(self, *args, **kwargs)
-        is_default = "max_length" not in signature.bind(self, *args, **kwargs).arguments
-        setattr(self, _DEFAULTED, is_default)
-        length = _made_by_trainer.get()
-        if is_default and length is not None:
-            _carry_over(self, length)
+        setattr(self, _DEFAULTED, "max_length" not in signature.bind(self, *args, **kwargs).arguments)
+        made = _made_by_trainer.get()
+        if made is not None:
+            _complete(self, *made)
 
     return init_config
 
@@ -45,18 +48,29 @@ def _with_model_length(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def init_trainer(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        model, config = fast_model(given.get("model")), given.get("args")
+        model = fast_model(args[0] if args else kwargs.get("model"))
+        moved = {} if model is None else rename_trainer_arguments(kwargs)
+        config = signature.bind_partial(self, *args, **kwargs).arguments.get("args")
         length = None if model is None else model.max_seq_length
-        if length is not None and hasattr(config, "max_length"):
-            _resolve(config, length)
-        token = _made_by_trainer.set(length)  # without args, or with plain TrainingArguments, it makes an SFTConfig
+        if hasattr(config, "max_length"):
+            _complete(config, length, moved)
+        # without args, or with plain TrainingArguments, the trainer makes an SFTConfig
+        token = _made_by_trainer.set((length, moved))
         try:
             init(self, *args, **kwargs)
         finally:
             _made_by_trainer.reset(token)
 
     return init_trainer
+
+
+def _complete(config: Any, length: int | None, moved: dict[str, Any]) -> None:
+    for name, value in moved.items():
+        setattr(config, name, value)
+    if "max_length" in moved:
+        setattr(config, _DEFAULTED, False)
+    if length is not None:
+        _resolve(config, length)
 
 
 def _resolve(config: Any, length: int) -> None:

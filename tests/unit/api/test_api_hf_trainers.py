@@ -175,3 +175,39 @@ def test_a_script_prints_automatic_choices(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     line = "pantheraml INFO: dtype is torch.float32: CPU arithmetic is exact"
     assert done.stderr.count(line) == 2, "one per load"
+
+
+def test_arguments_by_their_old_names(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As scripts for TRL before 0.13 pass them, with a config, with TrainingArguments, and with neither."""
+    model, tokenizer = load(folder, max_seq_length=64)
+    model = FastLanguageModel.get_peft_model(model, r=2)
+    rows = Dataset.from_dict({"body": ["1+2+3+4+5=" * 100]})
+    old = {"tokenizer": tokenizer, "dataset_text_field": "body", "max_seq_length": 32, "packing": False}
+    plain = TrainingArguments(output_dir=str(tmp_path), max_steps=1, **CPU)
+    with caplog.at_level(logging.WARNING, "pantheraml"):
+        for args in (config(tmp_path), plain):
+            trainer = SFTTrainer(model=model, args=args, train_dataset=rows, **old)
+            assert trainer.processing_class is tokenizer
+            assert trainer.args.max_length == 32
+            assert len(trainer.train_dataset[0]["input_ids"]) == 32
+    assert "processing_class" in caplog.text
+    assert "dataset_text_field" in caplog.text
+    trainer.train()
+
+
+def test_config_fields_by_their_old_names(folder: Path, tmp_path: Path) -> None:
+    load(folder)
+    made = config(tmp_path, max_seq_length=48, warmup_ratio=0.25)
+    assert (made.max_length, made.get_warmup_steps(100)) == (48, 25)
+    with pytest.raises(ConfigError, match="max_seq_length and max_length, which disagree"):
+        config(tmp_path, max_seq_length=48, max_length=50)
+    trl.revert()
+    with pytest.raises(TypeError, match="max_seq_length"):
+        config(tmp_path, max_seq_length=48)
+
+
+def test_old_names_are_not_translated_for_other_models(folder: Path, tmp_path: Path) -> None:
+    _, tokenizer = load(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(TypeError, match="tokenizer"):
+        SFTTrainer(model=plain, args=config(tmp_path), train_dataset=LONG, tokenizer=tokenizer)
