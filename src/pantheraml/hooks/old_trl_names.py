@@ -31,6 +31,10 @@ MOVED_TO_CONFIG = ("max_seq_length", "dataset_text_field", "packing", "dataset_n
 
 def rename_config_arguments(arguments: dict[str, Any]) -> None:
     """Give old arguments of SFTConfig their present names, in place."""
+    if (ratio := arguments.get("warmup_ratio") or 0) >= 1:
+        raise ConfigError(  # as warmup_steps it would be a number of steps
+            f"SFTConfig got warmup_ratio={ratio:g}, which is not a fraction of the run.", fix="Set warmup_steps."
+        )
     for old, new in CONFIG_NAMES.items():
         if old in arguments:
             _rename(arguments, old, new, "SFTConfig")

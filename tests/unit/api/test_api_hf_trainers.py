@@ -201,6 +201,8 @@ def test_config_fields_by_their_old_names(folder: Path, tmp_path: Path) -> None:
     assert (made.max_length, made.get_warmup_steps(100)) == (48, 25)
     with pytest.raises(ConfigError, match="max_seq_length and max_length, which disagree"):
         config(tmp_path, max_seq_length=48, max_length=50)
+    with pytest.raises(ConfigError, match="warmup_ratio=1, which is not a fraction"):
+        config(tmp_path, warmup_ratio=1.0)
     trl.revert()
     with pytest.raises(TypeError, match="max_seq_length"):
         config(tmp_path, max_seq_length=48)
