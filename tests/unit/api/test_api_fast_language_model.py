@@ -301,7 +301,7 @@ def test_two_fp8_layouts_unless_memory_is_short(
     checkpointed, log = model(use_gradient_checkpointing=True)
     assert "fp8 weights are stored in one layout: activation_checkpointing=full" in log
     assert second_layouts(checkpointed) == []
-    monkeypatch.setattr("pantheraml.api.why_one_layout", lambda _: "it is too large")
+    monkeypatch.setattr("pantheraml.api.speed_up.why_one_layout", lambda _: "it is too large")
     large, log = model()
     assert "fp8 weights are stored in one layout: it is too large" in log
     assert second_layouts(large) == []

@@ -89,7 +89,7 @@ def test_values_that_ask_for_nothing_are_no_warning(tiny_model: TinyModel, caplo
 
 
 def test_load_in_16bit_is_not_quantized(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pantheraml.api._default_fp8", lambda device, split: "fp8")
+    monkeypatch.setattr("pantheraml.api.language_model.default_fp8", lambda device, split: "fp8")
     dense = {type(layer).__name__ for layer in load(tiny_model("llama"), load_in_16bit=True).modules()}
     assert "FP8Linear" not in dense
     assert "FP8Linear" in {type(layer).__name__ for layer in load(tiny_model("llama")).modules()}
@@ -109,7 +109,7 @@ def test_the_token_is_used_for_downloads_only(tiny_model: TinyModel, monkeypatch
         seen.append(os.environ.get("HF_TOKEN"))
         return load_tokenizer(config)
 
-    monkeypatch.setattr("pantheraml.api.load_tokenizer", load_and_look)
+    monkeypatch.setattr("pantheraml.api.loading_options.load_tokenizer", load_and_look)
     monkeypatch.setenv("HF_TOKEN", "mine")
     load(tiny_model("llama"), token="given")
     load(tiny_model("llama"), token=None)

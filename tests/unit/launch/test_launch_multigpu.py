@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pantheraml import FastLanguageModel
-from pantheraml.api import _multi_gpu
+from pantheraml.api.loading_options import wants_multi_gpu
 from pantheraml.base.errors import ConfigError, LaunchError
 from pantheraml.multigpu import enable_multi_gpu, launch
 
@@ -28,7 +28,7 @@ def test_who_decides(
     monkeypatch.delenv("PANTHERAML_ENABLE_MULTIGPU", raising=False)
     if variable is not None:
         monkeypatch.setenv("UNSLOTH_ENABLE_MULTIGPU", variable)
-    assert _multi_gpu(enable, use) is on
+    assert wants_multi_gpu(enable, use) is on
 
 
 def test_two_names_that_disagree() -> None:

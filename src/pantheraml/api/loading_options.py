@@ -1,0 +1,160 @@
+"""Arguments of the loaders: checked, and resolved to what is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from pantheraml.base import env, log
+from pantheraml.base.env import multi_gpu_requested
+from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
+from pantheraml.models.loader import load_tokenizer, read_config
+from pantheraml.models.quantize.quantized_linear import QuantFormat
+from pantheraml.parallel.device_map import (
+    DeviceMap,
+)
+from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
+
+logger = log.get(__name__)
+
+CheckpointingMode = bool | Literal["unsloth", "offload", "selective"]
+
+CHECKPOINTING: Mapping[CheckpointingMode, Checkpointing] = {
+    True: "full", "unsloth": "offload", "offload": "offload", "selective": "selective",
+}  # fmt: skip
+BF16_CAPABILITY = (8, 0)
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def check_checkpointing(mode: CheckpointingMode) -> None:
+    if mode is not False and mode not in CHECKPOINTING:
+        known = ", ".join(repr(mode) for mode in (False, *CHECKPOINTING))
+        raise ConfigError(f"use_gradient_checkpointing={mode!r} is not one of {known}.")
+
+
+@contextlib.contextmanager
+def hub_token(token: str | bool | None) -> Iterator[None]:
+    """Use `token` for downloads; None and True: the one that `hf auth login` or HF_TOKEN has set."""
+    if token is False:
+        raise ConfigError("token=False is not supported.", fix="Unset HF_TOKEN, or log out with `hf auth logout`.")
+    with env.changed({"HF_TOKEN": token}) if isinstance(token, str) and token else contextlib.nullcontext():
+        yield
+
+
+def method_config(**fields: Any) -> MethodConfig:
+    try:
+        return MethodConfig(**fields)
+    except ValidationError as err:
+        names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora"}
+        first = err.errors()[0]
+        field = str(first["loc"][0])
+        raise ConfigError(f"{names.get(field, field)}={fields[field]!r}: {first['msg']}.") from err
+
+
+def resolve_auto_map(device_map: DeviceMap | None) -> DeviceMap:
+    if device_map not in (None, "auto"):
+        raise ConfigError(
+            f'auto_device_map means device_map="auto", but device_map is {device_map!r}.', fix="Set only one."
+        )
+    return "auto"
+
+
+def wants_multi_gpu(enable: bool | None, use: bool | None) -> bool:
+    if enable is not None and use is not None and enable != use:
+        raise ConfigError(
+            "enable_multi_gpu and use_multi_gpu are aliases, but their values differ.", fix="Set only one."
+        )
+    requested = use if enable is None else enable
+    return multi_gpu_requested() if requested is None else requested
+
+
+def requested_quant_format(four_bit: bool, eight_bit: bool, fp8: bool | None, sixteen_bit: bool) -> QuantFormat | None:
+    """Return the quantization format of frozen weights; None: as in the checkpoint."""
+    kinds: dict[QuantFormat, bool | None] = {"nf4": four_bit, "int8": eight_bit, "fp8": fp8}
+    requested = [kind for kind, enabled in kinds.items() if enabled]
+    if len(requested) + sixteen_bit > 1:
+        raise ConfigError(
+            "load_in_4bit, load_in_8bit, load_in_fp8 and load_in_16bit are mutually exclusive.", fix="Choose one."
+        )
+    return requested[0] if requested else None
+
+
+def default_fp8(device: torch.device, *, split: bool) -> QuantFormat | None:
+    """Return fp8 where it was measured to be faster at the same loss; otherwise weights stay as in the checkpoint."""
+    if device.type != "cuda" or split:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        logger.info("frozen weights keep the checkpoint's dtype: fp8 needs compute capability 9.0 or newer")
+        return None
+    logger.info("frozen weights are quantized to fp8: compute capability %s.%s has fp8 tensor cores", *capability)
+    return "fp8"
+
+
+def check_quant_format(quant_format: QuantFormat | None, full: bool, device: torch.device) -> None:
+    if full and quant_format not in (None, "fp8"):
+        raise ConfigError(
+            f"full_finetuning trains every weight, but {quant_format} weights cannot be trained.",
+            fix="Remove full_finetuning, and use get_peft_model.",
+        )
+    if quant_format == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            raise DeviceError(
+                f"load_in_fp8 needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer; "
+                f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}.",
+                fix="Use load_in_4bit or no quantization.",
+            )
+
+
+def tokenizer_with_length(config: ModelConfig, max_seq_length: int | None) -> Any:
+    check_length(max_seq_length, max_positions(read_config(config)))
+    tokenizer = load_tokenizer(config)
+    if max_seq_length is not None:
+        tokenizer.model_max_length = max_seq_length
+    return tokenizer
+
+
+def max_positions(config: Any) -> int | None:
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+def checkpoint_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the dtype that the checkpoint's config names, if any."""
+    dtype: torch.dtype | None = getattr(read_config(config).get_text_config(), "dtype", None)
+    return dtype
+
+
+def check_length(requested: int | None, max_positions: int | None) -> None:
+    if requested is not None and (not isinstance(requested, int) or requested < 1):
+        raise ConfigError(f"max_seq_length={requested!r} is not a positive integer.")
+    if requested is not None and max_positions is not None and requested > max_positions:
+        raise UnsupportedModelError(
+            f"max_seq_length={requested} is more than the {max_positions} positions that the model supports.",
+            fix=f"Use max_seq_length={max_positions} or less.",
+        )
+
+
+def chosen_dtype(requested: torch.dtype | str | None, full: bool, device: torch.device) -> torch.dtype:
+    if isinstance(requested, str):
+        requested = _DTYPES.get(requested.removeprefix("torch."), requested)
+    if requested is not None and requested not in _DTYPES.values():
+        raise ConfigError(f"dtype={requested!r} is not one of {', '.join(_DTYPES)}, auto.")
+    if isinstance(requested, torch.dtype):
+        return requested
+    if full:
+        chosen, reason = torch.float32, "small weight updates are lost in bf16"
+    elif device.type != "cuda":
+        chosen, reason = torch.float32, "CPU arithmetic is exact in float32 and rarely faster in bf16"
+    elif torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
+        chosen, reason = torch.bfloat16, "the GPU has bf16 tensor cores"
+    else:
+        chosen, reason = torch.float16, "the GPU has no bf16"
+    logger.info("dtype is %s: %s", chosen, reason)
+    return chosen

@@ -1,0 +1,102 @@
+"""What makes a loaded model fast: fused layers, CUDA graphs, activation checkpointing."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from peft import PeftModel, PeftModelForCausalLM
+from torch import nn
+from transformers import PreTrainedModel
+
+from pantheraml.api.loading_options import CHECKPOINTING, CheckpointingMode
+from pantheraml.base import log
+from pantheraml.base.env import launched_rank
+from pantheraml.base.errors import ConfigError
+from pantheraml.engine.compile import compile_steady_shapes
+from pantheraml.engine.memory.checkpointing import apply_checkpointing
+from pantheraml.models.causal_lm import FastCausalLM
+from pantheraml.models.fast import (
+    enable_layer_graphs,
+    fuse,
+    quantize_head_like_layers,
+    second_layouts,
+    why_one_layout,
+)
+from pantheraml.models.module_walk_cache import use_cached_walk
+from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
+from pantheraml.models.quantize.nf4 import NF4Linear
+from pantheraml.models.quantize.quantized_linear import constant_buffers
+from pantheraml.parallel.data import ignore_in_ddp
+from pantheraml.parallel.device_map import (
+    is_split,
+)
+from pantheraml.planner.fp8_layout_choice import layouts_for
+from pantheraml.specs.plan import Layouts
+
+logger = log.get(__name__)
+
+
+def prepare_adapted(fast: FastCausalLM, adapted: PeftModel, checkpointing: CheckpointingMode | None = None) -> None:
+    """Make a model fast that has just got its adapters."""
+    if checkpointing is None:
+        checkpointing = cast(CheckpointingMode, fast.requested_checkpointing)
+    if type(adapted) is PeftModelForCausalLM:
+        use_cached_walk(adapted)
+    _speed_up(fast, adapted, checkpointing)
+    # otherwise a trainer's DDP would broadcast quantized weights before every forward
+    ignore_in_ddp(adapted, constant_buffers(adapted))
+
+
+def _speed_up(
+    fast: FastCausalLM, full_model: nn.Module, checkpointing: CheckpointingMode, *, fused: bool = True
+) -> None:
+    if is_split(full_model):
+        logger.info("layers are not fused: the model is on several devices")
+        if checkpointing in ("unsloth", "offload"):
+            raise ConfigError(
+                f"use_gradient_checkpointing={checkpointing!r} needs one device, but the model is on several.",
+                fix='Use True or "selective".',
+            )
+    elif fused:
+        _fuse(fast, full_model, checkpointing)
+        fast.prelaunch = enable_layer_graphs(full_model)
+    if checkpointing is False:
+        return
+    apply_checkpointing(full_model, CHECKPOINTING[checkpointing])
+    fast.lock_checkpointing(CHECKPOINTING[checkpointing])
+
+
+def speed_up_full(
+    fast: FastCausalLM, model: PreTrainedModel, checkpointing: CheckpointingMode, *, in_fp8: bool
+) -> None:
+    if in_fp8:
+        use_fp8_matmuls(model)
+    # With bf16 matmuls compiled layers are faster, but checkpointed layers are not compiled. In a multi-process run the
+    # trainer may shard the weights, which fused layers need whole.
+    recomputes = checkpointing not in (False, "selective") and model.device.type == "cuda" and launched_rank() is None
+    _speed_up(fast, model, checkpointing, fused=in_fp8 or recomputes)
+    if checkpointing is False and model.device.type == "cuda" and not is_split(model):
+        compile_steady_shapes(model)
+
+
+def _fuse(fast: FastCausalLM, full_model: nn.Module, checkpointing: CheckpointingMode) -> None:
+    nf4 = any(isinstance(layer, NF4Linear) for layer in full_model.modules())
+    on_cpu = next(full_model.parameters()).device.type == "cpu"
+    layouts = _fp8_layouts(full_model, checkpointing)
+    # On a CPU fusing gains nothing, and fp8 matmuls of nf4 weights would round where the plain ones do not.
+    fused = not (nf4 and on_cpu) and fuse(full_model, layouts=layouts).fused > 0
+    quantize_head_like_layers(fast, fused=fused)
+    if layouts == 2 and second_layouts(full_model):
+        logger.info("MLP fp8 weights are stored in two layouts: %s", layouts_for("none")[1])
+
+
+def _fp8_layouts(full_model: nn.Module, checkpointing: CheckpointingMode) -> Layouts:
+    if not any(isinstance(layer, FP8Linear) for layer in full_model.modules()):
+        return 1
+    layouts, reason = layouts_for(CHECKPOINTING.get(checkpointing, "none"))
+    if layouts == 2 and (too_large := why_one_layout(full_model)) is not None:
+        layouts, reason = 1, too_large
+    if layouts == 1:
+        logger.info("MLP fp8 weights are stored in one layout: %s", reason)
+    return layouts

@@ -1,0 +1,26 @@
+"""Names that Unsloth scripts import besides its loaders."""
+
+from __future__ import annotations
+
+import torch
+
+from pantheraml.api.language_model import FastLanguageModel
+from pantheraml.api.loading_options import BF16_CAPABILITY
+from pantheraml.base import log
+
+logger = log.get(__name__)
+
+
+FastModel = FastLanguageModel
+"""Unsloth's name for a loader of any kind of model; here, of decoders."""
+
+
+def is_bfloat16_supported() -> bool:
+    """Return whether this process can train in bf16: with a GPU that has it, or on a CPU."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= BF16_CAPABILITY
+
+
+def PatchDPOTrainer() -> None:
+    """Do nothing: TRL's DPOTrainer trains our models as it is."""
+    log.start_for_scripts()
+    logger.info("PatchDPOTrainer does nothing: TRL's DPOTrainer trains these models as it is")
