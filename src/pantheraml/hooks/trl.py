@@ -21,6 +21,7 @@ import numpy as np
 from pantheraml.base import log
 from pantheraml.hooks.async_metrics import ASYNC_GRAD_NORM
 from pantheraml.hooks.library_patch import LibraryPatch
+from pantheraml.hooks.optimizers import OWN_ADAMW
 from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
 from pantheraml.hooks.sft_length import CONFIG_LENGTH, TRAINER_LENGTH
 from pantheraml.hooks.trainer_checks import ONE_GPU, REQUIRE_TRAINABLE
@@ -110,6 +111,7 @@ PACKING_ATTENTION = LibraryPatch(
 _ALL = (
     SFT_HEAD, COLLATOR, PACKING_ATTENTION, CONFIG_LENGTH, TRAINER_LENGTH,
     PREFETCH_BATCHES, ASYNC_GRAD_NORM, ANNOUNCE_NEXT_BATCH, REQUIRE_TRAINABLE, ONE_GPU,
+    OWN_ADAMW,
 )  # fmt: skip
 
 

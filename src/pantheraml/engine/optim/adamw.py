@@ -9,13 +9,16 @@ resumed run continues exactly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from pantheraml.base.errors import CheckpointError, ConfigError
 from pantheraml.kernels.adamw import AdamWStep, Moments8bit, adamw8bit_, adamw_
 
 MomentFormat = Literal["fp32", "bf16", "8bit"]
@@ -25,15 +28,51 @@ SMALLEST_8BIT = 4096
 
 
 class LeanAdamW(Optimizer):
-    """Adam with decoupled weight decay over float32 or bf16 parameters."""
+    """Adam with decoupled weight decay over float32 or bf16 parameters.
+
+    `not_8bit`: parameters whose moments are float32 where the others' are 8-bit.
+    """
 
     def __init__(
-        self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, moments: MomentFormat, seed: int
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        moments: MomentFormat,
+        seed: int,
+        not_8bit: Iterable[Tensor] = (),
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.gradient_factor = 1.0
         """Factor on the gradients in the next steps (clipping)."""
         self._moments, self._seed = moments, seed
+        self._not_8bit = {id(parameter) for parameter in not_8bit}  # tensors compare by element
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of `state_dict` exactly: torch would cast every state to its parameter's dtype."""
+        saved = state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in saved:
+                self.state[parameter] = self._restored(parameter, saved[number])
+
+    def _restored(self, parameter: Tensor, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = _STATES_8BIT if self._is_8bit(parameter) else _STATES
+        if saved.keys() != set(names):
+            raise CheckpointError(
+                f"The saved optimizer state has {', '.join(saved)}, but this optimizer's is {', '.join(names)}.",
+                fix="Resume with the optimizer that wrote the checkpoint.",
+            )
+        return {
+            name: value.to("cpu" if name == "step" else parameter.device, copy=True) for name, value in saved.items()
+        }
+
+    def _is_8bit(self, parameter: Tensor) -> bool:
+        return self._moments == "8bit" and parameter.numel() >= SMALLEST_8BIT and id(parameter) not in self._not_8bit
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -51,6 +90,11 @@ class LeanAdamW(Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
         assert parameter.grad is not None
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                "This AdamW does not support sharded parameters (FSDP2) in a Hugging Face trainer.",
+                fix='Use optim="adamw_torch" or DDP, or train with `pantheraml train`, which shards it.',
+            )
         assert parameter.is_contiguous(), "the kernels walk parameters in memory order"
         state = self.state[parameter]
         if not state:
@@ -77,17 +121,19 @@ class LeanAdamW(Optimizer):
     def _first_state(self, parameter: Tensor) -> dict[str, Tensor]:
         # On the host, where reading the count needs no synchronization.
         count = torch.zeros((), dtype=torch.float32)
-        if self._moments == "8bit" and parameter.numel() >= SMALLEST_8BIT:
-            first, first_scale, root, root_scale = Moments8bit.zeros(parameter)
-            quantized = {"first_codes": first, "first_scale": first_scale, "root_codes": root, "root_scale": root_scale}
-            return {"step": count, **quantized}
+        if self._is_8bit(parameter):
+            return dict(zip(_STATES_8BIT, (count, *Moments8bit.zeros(parameter)), strict=True))
         dtype = torch.bfloat16 if self._moments == "bf16" else torch.float32
-        moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": count, **moments}
+        moments = [torch.zeros_like(parameter, dtype=dtype) for _ in _STATES[1:]]
+        return dict(zip(_STATES, (count, *moments), strict=True))
+
+
+_STATES = ("step", "exp_avg", "exp_avg_sq")
+_STATES_8BIT = ("step", "first_codes", "first_scale", "root_codes", "root_scale")
 
 
 def _moments8bit(state: dict[str, Any]) -> Moments8bit:
-    return Moments8bit(state["first_codes"], state["first_scale"], state["root_codes"], state["root_scale"])
+    return Moments8bit(*(state[name] for name in _STATES_8BIT[1:]))
 
 
 def _key(seed: int, number: int, count: int) -> int:
