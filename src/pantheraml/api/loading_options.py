@@ -17,7 +17,14 @@ from pantheraml.models.quantize.quantized_linear import QuantFormat
 from pantheraml.parallel.device_map import (
     DeviceMap,
 )
-from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.planner.precision import (
+    TORCH_NAMES,
+    Capability,
+    choose_fp8,
+    choose_precision,
+    parse_precision,
+    why_no_fp8,
+)
 from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
 
 logger = log.get(__name__)
@@ -27,8 +34,6 @@ CheckpointingMode = bool | Literal["unsloth", "offload", "selective"]
 CHECKPOINTING: Mapping[CheckpointingMode, Checkpointing] = {
     True: "full", "unsloth": "offload", "offload": "offload", "selective": "selective",
 }  # fmt: skip
-BF16_CAPABILITY = (8, 0)
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def check_checkpointing(mode: CheckpointingMode) -> None:
@@ -86,14 +91,16 @@ def requested_quant_format(four_bit: bool, eight_bit: bool, fp8: bool | None, si
 
 def default_fp8(device: torch.device, *, split: bool) -> QuantFormat | None:
     """Return fp8 where it was measured to be faster at the same loss; otherwise weights stay as in the checkpoint."""
-    if device.type != "cuda" or split:
+    if device.type != "cuda":
         return None
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
-        logger.info("frozen weights keep the checkpoint's dtype: fp8 needs compute capability 9.0 or newer")
-        return None
-    logger.info("frozen weights are quantized to fp8: compute capability %s.%s has fp8 tensor cores", *capability)
-    return "fp8"
+    unfit = "the model is on several devices" if split else None
+    chosen, reason = choose_fp8(_capabilities(device), unfit=unfit)
+    logger.info("frozen weights %s: %s", "are quantized to fp8" if chosen else "keep the checkpoint's dtype", reason)
+    return "fp8" if chosen else None
+
+
+def _capabilities(device: torch.device) -> list[Capability | None]:
+    return [torch.cuda.get_device_capability(device)] if device.type == "cuda" else []
 
 
 def check_quant_format(quant_format: QuantFormat | None, full: bool, device: torch.device) -> None:
@@ -102,14 +109,12 @@ def check_quant_format(quant_format: QuantFormat | None, full: bool, device: tor
             f"full_finetuning trains every weight, but {quant_format} weights cannot be trained.",
             fix="Remove full_finetuning, and use get_peft_model.",
         )
-    if quant_format == "fp8" and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FP8_CAPABILITY:
-            raise DeviceError(
-                f"load_in_fp8 needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer; "
-                f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}.",
-                fix="Use load_in_4bit or no quantization.",
-            )
+    problem = why_no_fp8(_capabilities(device)) if quant_format == "fp8" else None
+    if problem is not None:
+        raise DeviceError(
+            f"load_in_fp8 is not possible on {torch.cuda.get_device_name(device)}: {problem}.",
+            fix="Use load_in_4bit or no quantization.",
+        )
 
 
 def tokenizer_with_length(config: ModelConfig, max_seq_length: int | None) -> Any:
@@ -142,19 +147,12 @@ def check_length(requested: int | None, max_positions: int | None) -> None:
 
 
 def chosen_dtype(requested: torch.dtype | str | None, full: bool, device: torch.device) -> torch.dtype:
-    if isinstance(requested, str):
-        requested = _DTYPES.get(requested.removeprefix("torch."), requested)
-    if requested is not None and requested not in _DTYPES.values():
-        raise ConfigError(f"dtype={requested!r} is not one of {', '.join(_DTYPES)}, auto.")
-    if isinstance(requested, torch.dtype):
-        return requested
-    if full:
-        chosen, reason = torch.float32, "small weight updates are lost in bf16"
-    elif device.type != "cuda":
-        chosen, reason = torch.float32, "CPU arithmetic is exact in float32 and rarely faster in bf16"
-    elif torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
-        chosen, reason = torch.bfloat16, "the GPU has bf16 tensor cores"
-    else:
-        chosen, reason = torch.float16, "the GPU has no bf16"
-    logger.info("dtype is %s: %s", chosen, reason)
-    return chosen
+    """Return the dtype of the weights, by the rule of `pantheraml train`; weights to be trained are float32."""
+    given = parse_precision(requested)
+    precision, reason = choose_precision(given, "cuda" if device.type == "cuda" else "cpu", _capabilities(device))
+    if full and given is None:
+        precision, reason = "fp32", "small weight updates are lost in bf16"
+    if given is None:
+        logger.info("dtype is %s: %s", TORCH_NAMES[precision], reason)
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[precision])
+    return dtype

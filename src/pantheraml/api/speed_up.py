@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from pantheraml.api.loading_options import CHECKPOINTING, CheckpointingMode
 from pantheraml.base import log
 from pantheraml.base.env import launched_rank
-from pantheraml.base.errors import ConfigError
 from pantheraml.engine.compile import compile_steady_shapes
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.models.causal_lm import FastCausalLM
@@ -54,10 +53,12 @@ def _speed_up(
     if is_split(full_model):
         logger.info("layers are not fused: the model is on several devices")
         if checkpointing in ("unsloth", "offload"):
-            raise ConfigError(
-                f"use_gradient_checkpointing={checkpointing!r} needs one device, but the model is on several.",
-                fix='Use True or "selective".',
+            logger.warning(
+                "use_gradient_checkpointing=%r keeps layer inputs on their devices, as True does: the offload to host"
+                " memory is for models on one device",
+                checkpointing,
             )
+            checkpointing = True
     elif fused:
         _fuse(fast, full_model, checkpointing)
         fast.prelaunch = enable_layer_graphs(full_model)

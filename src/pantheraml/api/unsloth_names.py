@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from pantheraml.api.language_model import FastLanguageModel
-from pantheraml.api.loading_options import BF16_CAPABILITY
 from pantheraml.base import log
+from pantheraml.planner.precision import BF16_CAPABILITY
 
 logger = log.get(__name__)
 

@@ -21,10 +21,10 @@ from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.checkpoint_mapping import CannotStream, match_weights
 from pantheraml.models.lazy_weights import defer_weights, in_decoder_layers
 from pantheraml.models.weight_reader import WeightPlacement, build_layer, open_safetensors, read_units, set_weight
+from pantheraml.planner.precision import why_no_fp8
 
 logger = log.get(__name__)
 
-FP8_CAPABILITY = (9, 0)
 BUFFER_BYTES = 4 << 30
 """Limit on a model's buffers. GPT-Neo has a mask of positions x positions in every layer (128 MiB in total for the 2.7B
 model), and the number of positions comes from config.json alone."""
@@ -98,13 +98,12 @@ def _check_requantization(place: WeightPlacement) -> None:
     """Check that the device supports the checkpoint's format, and log where weights are quantized a second time."""
     if place.checkpoint_format is None:
         return
-    if place.quant_format == "fp8" and place.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(place.device)
-        if capability < FP8_CAPABILITY:
-            raise UnsupportedModelError(
-                "The checkpoint is quantized in fp8, and this GPU has no fp8 matmuls.",
-                fix="Set model.precision=int8 or nf4 to requantize them.",
-            )
+    gpus = [torch.cuda.get_device_capability(place.device)] if place.device.type == "cuda" else []
+    if place.quant_format == "fp8" and why_no_fp8(gpus) is not None:
+        raise UnsupportedModelError(
+            "The checkpoint is quantized in fp8, and this GPU has no fp8 matmuls.",
+            fix="Set model.precision=int8 or nf4 to requantize them.",
+        )
     if place.quant_format == place.checkpoint_format.quant_format == "fp8":
         logger.info("the checkpoint's fp8 weights get row scales, and are rounded again where they had none")
     elif place.quant_format not in (place.checkpoint_format.quant_format, None):

@@ -11,6 +11,15 @@ from pantheraml.planner.choices import Choices
 from pantheraml.planner.dims import check_together, choose_dims
 from pantheraml.planner.fp8_layout_choice import choose_layouts
 from pantheraml.planner.no_effect import ignored_settings
+from pantheraml.planner.precision import (
+    FP8_CAPABILITY,
+    Capability,
+    Precision,
+    choose_fp8,
+    choose_precision,
+    parse_precision,
+    why_no_fp8,
+)
 from pantheraml.planner.processes import LocalDevices, choose_mode, choose_world_size
 from pantheraml.planner.single_process import (
     check_copies,
@@ -26,11 +35,6 @@ from pantheraml.specs.train import TrainConfig, TrainSettings
 # mid-sized models does not.
 GPU_TOKENS_PER_MICRO_BATCH = 16_384
 CPU_TOKENS_PER_MICRO_BATCH = 4_096
-
-FP8_CAPABILITY = (9, 0)
-"""Row-wise scaled fp8 matmuls were measured on Hopper; Ada has not been measured."""
-
-Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None = None) -> Plan:
@@ -53,7 +57,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
     precision = _precision(config, device, gpus, choices)
     _trained_weights(config, precision, choices)
     frozen = _frozen_weights(config, device, gpus, dims, single.multi_device, choices)
-    fp8_matmuls = _fp8_matmuls(config, device, gpus, choices)
+    fp8_matmuls = _fp8_matmuls(config, gpus, choices)
     if single.copies:
         check_copies(config, frozen)
     check_split(config, single)
@@ -155,35 +159,27 @@ def _backend(config: TrainConfig, device: str, choices: Choices) -> Literal["ncc
     return config.parallel.backend
 
 
-def _precision(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: Choices) -> Precision:
+def _precision(
+    config: TrainConfig, device: Literal["cpu", "cuda"], gpus: tuple[GPU, ...], choices: Choices
+) -> Precision:
     requested = config.model.precision
-    if requested != "auto":
-        if requested == "fp16" and device == "cpu":
-            raise DeviceError(
-                "model.precision=fp16 needs a GPU: CPUs have no fast fp16.",
-                fix="Use --set model.precision=fp32 or bf16.",
-            )
-        choices.configured("model.precision", requested)
-        if requested != "int8" and requested != "nf4":
-            return "bf16" if requested == "fp8" else requested
     name = "model.precision" if requested == "auto" else "compute_precision"
-    if device == "cpu" and config.train.weights == "bf16":
+    if requested != "auto":
+        choices.configured("model.precision", requested)
+        if requested == "fp8":
+            return "bf16"
+    explicit = None if requested in ("int8", "nf4") else parse_precision(requested, setting="model.precision")
+    if explicit is None and device == "cpu" and config.train.weights == "bf16":
         choices.automatic(name, "bf16", "train.weights is bf16")
         return "bf16"
-    if device == "cpu":
-        choices.automatic(name, "fp32", "CPUs are rarely faster in bf16, and fp32 is exact")
-        return "fp32"
-    capabilities = [gpu.compute_capability for gpu in gpus]
-    if any(capability is None for capability in capabilities):
-        choices.automatic(name, "fp32", "the driver does not report the compute capability")
-        return "fp32"
-    weakest = min(capability for capability in capabilities if capability is not None)
-    version = f"compute capability {weakest[0]}.{weakest[1]}"
-    if weakest >= (8, 0):
-        choices.automatic(name, "bf16", f"{version} has bf16 tensor cores")
-        return "bf16"
-    choices.automatic(name, "fp16", f"{version} has no bf16; fp16 is used with loss scaling")
-    return "fp16"
+    precision, reason = choose_precision(explicit, device, _capabilities(gpus))
+    if explicit is None:
+        choices.automatic(name, precision, reason)
+    return precision
+
+
+def _capabilities(gpus: tuple[GPU, ...]) -> list[Capability | None]:
+    return [gpu.compute_capability for gpu in gpus]
 
 
 def _trained_weights(config: TrainConfig, precision: Precision, choices: Choices) -> None:
@@ -212,47 +208,35 @@ def _frozen_weights(
     if requested in ("int8", "nf4"):
         choices.automatic("frozen_weights", requested, f"model.precision is {requested}")
         return requested
-    too_old = _too_old_for_fp8(gpus)
     if requested == "auto" and device == "cuda" and config.method.kind != "full":
-        why_not = _why_not_fp8(config, too_old, dims, multi_device)
-        if why_not is None:
-            reason = "fp8 tensor cores are the fastest, and the loss matches bf16 (docs/benchmarks.md, accuracy)"
-            choices.automatic("frozen_weights", "fp8", reason)
-            return "fp8"
-        choices.automatic("frozen_weights", "not quantized", why_not)
+        fp8, reason = choose_fp8(_capabilities(gpus), unfit=_why_not_fp8(config, dims, multi_device))
+        choices.automatic("frozen_weights", "fp8" if fp8 else "not quantized", reason)
+        return "fp8" if fp8 else None
     if requested != "fp8" or config.method.kind == "full":
         return None
-    _check_fp8(device, too_old)
+    _check_fp8(gpus)
     choices.automatic("frozen_weights", "fp8", "model.precision is fp8")
     return "fp8"
 
 
-def _check_fp8(device: str, too_old: list[str]) -> None:
-    if device == "cuda" and too_old:
-        raise DeviceError(
-            f"model.precision=fp8 needs compute capability 9.0 or newer, which {too_old[0]} is not known to have.",
-            fix="Use model.precision=bf16.",
-        )
+def _check_fp8(gpus: tuple[GPU, ...]) -> None:
+    problem = why_no_fp8(_capabilities(gpus))
+    if problem is not None:
+        raise DeviceError(f"model.precision=fp8 is not possible here: {problem}.", fix="Use model.precision=bf16.")
 
 
-def _fp8_matmuls(config: TrainConfig, device: str, gpus: tuple[GPU, ...], choices: Choices) -> bool:
+def _fp8_matmuls(config: TrainConfig, gpus: tuple[GPU, ...], choices: Choices) -> bool:
     """Choose fp8 matmuls for a full fine-tune."""
     if config.method.kind != "full" or config.model.precision != "fp8":
         return False
-    _check_fp8(device, _too_old_for_fp8(gpus))
+    _check_fp8(gpus)
     which = "forward and input gradients, plus weight gradients when fused"
     choices.automatic("fp8_matmuls", True, f"model.precision is fp8: {which}")
     return True
 
 
-def _too_old_for_fp8(gpus: tuple[GPU, ...]) -> list[str]:
-    return [gpu.name for gpu in gpus if gpu.compute_capability is None or gpu.compute_capability < FP8_CAPABILITY]
-
-
-def _why_not_fp8(config: TrainConfig, too_old: list[str], dims: ParallelDims, multi_device: str | None) -> str | None:
-    """Why precision=auto does not quantize frozen weights to fp8; None: it does. Only measured setups are chosen."""
-    if too_old:
-        return f"fp8 needs compute capability 9.0 or newer, which {too_old[0]} is not known to have"
+def _why_not_fp8(config: TrainConfig, dims: ParallelDims, multi_device: str | None) -> str | None:
+    """Why fp8 was not measured to be faster with this configuration; None: it was."""
     if config.method.kind == "dora" or config.method.dropout > 0 or config.train.fused == "off":
         return "fp8 is faster only with fused layers, and these are not fused"
     if dims.world_size > dims.replicate:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pantheraml.base.errors import OutOfMemoryError
-from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.planner.precision import FP8_CAPABILITY
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import Checkpointing, TrainConfig
 

@@ -46,7 +46,7 @@ from pantheraml.models.fast.group_operand import LinearGroup, Operand
 from pantheraml.models.fast.group_storage import GroupShape, TwoLayoutMatrix, make_storage
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
-from pantheraml.planner.choose import FP8_CAPABILITY
+from pantheraml.planner.precision import FP8_CAPABILITY
 from pantheraml.specs.plan import Layouts
 
 MAX_RANK = 512
