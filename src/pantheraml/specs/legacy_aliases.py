@@ -21,11 +21,9 @@ def translate_aliases(values: dict[str, Any]) -> None:
         values["aggregation"] = "weighted"
     _rename(values, "sync_batch_norm", "sync_bn", lambda value: value)
     _rename(values, "timeout_minutes", "timeout_seconds", _seconds)
-    if "enable_hybrid" in values:
-        _translate_hybrid(values)
-    if "enable_fault_tolerance" in values:
-        _translate_fault_tolerance(values)
-    if values.pop("enable_gradient_synchronization", True) is not True:
+    _translate_hybrid(values)
+    _translate_fault_tolerance(values)
+    if values.get("enable_gradient_synchronization", True) is not True:
         raise ValueError(
             "parallel.enable_gradient_synchronization cannot be turned off: processes that do not share gradients train"
             " different models; for several models, start several runs"
@@ -73,7 +71,9 @@ def _seconds(minutes: Any) -> Any:
 
 
 def _translate_hybrid(values: dict[str, Any]) -> None:
-    enabled, mode = bool(values.pop("enable_hybrid")), str(values.get("mode", "auto"))
+    """Set `mode` and `enable_hybrid`, two names of one setting, from either."""
+    mode = str(values.get("mode", "auto"))
+    enabled = bool(values.setdefault("enable_hybrid", mode == "hybrid"))
     if enabled and mode == "auto":
         values["mode"] = "hybrid"
     elif enabled != (mode == "hybrid"):
@@ -81,8 +81,10 @@ def _translate_hybrid(values: dict[str, Any]) -> None:
 
 
 def _translate_fault_tolerance(values: dict[str, Any]) -> None:
-    enabled, retries = bool(values.pop("enable_fault_tolerance")), values.get("max_retries")
-    if enabled != (retries != 0):
+    """Set `max_retries` and `enable_fault_tolerance` from either."""
+    retries = values.get("max_retries")
+    enabled = bool(values.setdefault("enable_fault_tolerance", retries not in (0, "0")))
+    if enabled != (retries not in (0, "0")):
         if retries is not None:
             raise ValueError(
                 f"parallel.enable_fault_tolerance={enabled} and parallel.max_retries={retries} contradict each other;"

@@ -71,6 +71,8 @@ class MultiGPUConfig:
     """Alias of model.device_map=auto: one process splits the layers over its GPUs."""
     use_gradient_checkpointing: bool | Literal["unsloth"] | None = None
     """Alias of train.activation_checkpointing: true = full, unsloth = offload, false = none; None = not set."""
+    enable_hybrid: Annotated[bool, Field(exclude=True)] = False
+    """The same as mode=hybrid; set by either."""
     hybrid_strategy: Literal["pipeline", "model_parallel", "data_parallel"] = "pipeline"
     """mode=hybrid: combine DDP with pipeline parallel, tensor parallel (model_parallel) or FSDP2 (data_parallel)."""
     stages_per_process: Annotated[int, Field(ge=1)] = 1
@@ -99,6 +101,8 @@ class MultiGPUConfig:
     """DDP: broadcast rank 0's buffers before each forward."""
     static_graph: bool = True
     """DDP: allow static_graph; used where reentrant checkpointing needs it."""
+    enable_gradient_synchronization: Annotated[bool, Field(exclude=True)] = True
+    """Always true: processes that do not share gradients train different models, so false is rejected."""
     sync_bn: bool = True
     """Synchronize batch norm, if the model has any, over all ranks of a GPU run."""
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
@@ -111,6 +115,8 @@ class MultiGPUConfig:
     max_retries: Annotated[int, Field(ge=0)] = 3
     """Retries of a failed rendezvous; also consecutive restarts by `pantheraml train` from the last checkpoint for the
     reasons in restart_on."""
+    enable_fault_tolerance: Annotated[bool, Field(exclude=True)] = True
+    """false: the same as max_retries=0; set by either."""
     restart_on: Annotated[tuple[Literal["killed", "failed", "hung"], ...], BeforeValidator(split_commas)] = ("killed",)
     """Failures after which `pantheraml train` restarts the processes. killed: a process was killed; failed: unexpected
     exception; hung: no progress for timeout_seconds."""
@@ -121,14 +127,6 @@ class MultiGPUConfig:
     """Stop if a rank cannot use its device, instead of continuing on one device with a warning."""
     grace_seconds: Annotated[int, Field(ge=1)] = 120
     """Seconds for workers to save after Ctrl-C, SIGTERM or SIGUSR1 before they are killed."""
-
-    @property
-    def enable_hybrid(self) -> bool:
-        return self.mode is MultiGPUMode.HYBRID
-
-    @property
-    def enable_fault_tolerance(self) -> bool:
-        return self.max_retries > 0
 
     @model_validator(mode="before")
     @classmethod

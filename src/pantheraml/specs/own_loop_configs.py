@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
@@ -53,11 +53,30 @@ class PyTorchDebuggingConfig(OwnLoopConfig, DebugSettings):
     pass
 
 
+CHECKPOINTING = (
+    "Recompute the activations of each layer in the backward pass; unsloth: keep their inputs in host memory"
+    " (transformers models). Takes effect in the next forward, also if set after the model was wrapped."
+)
+
+
+def one_switch(given: Any) -> Any:
+    """Translate `use_multi_gpu`, the other name of `enable_multi_gpu`; a contradiction is an error."""
+    if not isinstance(given, dict) or "use_multi_gpu" not in given:
+        return given
+    values = dict(given)
+    used = values.pop("use_multi_gpu")
+    if values.setdefault("enable_multi_gpu", used) != used:
+        raise ValueError(
+            f"use_multi_gpu={used} and enable_multi_gpu={values['enable_multi_gpu']} contradict each other; keep one"
+        )
+    return values
+
+
 class PerformanceOptimizationConfig(OwnLoopConfig):
     enable_multi_gpu: bool = True
-    """False: models are not wrapped."""
+    """False: models are not wrapped. `use_multi_gpu` is another name."""
     multi_gpu_mode: Literal["auto", "none", "dataparallel", "distributed", "hybrid"] = "auto"
-    """auto: distributed if a process group is initialized; dataparallel: replicate on the GPUs of one process."""
+    """As MultiGPUConfig.mode."""
     multi_gpu_device_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """GPU indices to use, as torch numbers them; None = all."""
     multi_gpu_backend: Literal["nccl", "gloo"] = "nccl"
@@ -70,14 +89,13 @@ class PerformanceOptimizationConfig(OwnLoopConfig):
     """DDP: allow static_graph; used where reentrant checkpointing needs it. Not for gradient accumulation over several
     backward passes."""
 
-    @field_validator("multi_gpu_mode")
-    @classmethod
-    def _refuse_hybrid(cls, value: str) -> str:
-        if value == "hybrid":
-            raise ValueError(
-                "hybrid shards the model itself, which only `pantheraml train` does (parallel.mode: hybrid)"
-            )
-        return value
+    enable_gradient_checkpointing: bool | Literal["unsloth"] = Field(default=False, description=CHECKPOINTING)
+
+    _one_switch = model_validator(mode="before")(one_switch)
+
+    @property
+    def checkpointing(self) -> bool | Literal["unsloth"]:
+        return self.enable_gradient_checkpointing
 
     def to_multi_gpu_config(self) -> MultiGPUConfig:
         return MultiGPUConfig(

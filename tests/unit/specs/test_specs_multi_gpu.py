@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -62,6 +63,17 @@ def test_contradictions_are_refused(given: dict[str, Any], message: str) -> None
         multi_gpu(**given)
     with pytest.raises(ConfigError, match=message):
         validate({"model": {"path": "m"}, "data": {"path": "d"}, "parallel": given})
+
+
+def test_every_documented_field_is_a_field() -> None:
+    names = {field.name for field in dataclasses.fields(MultiGPUConfig)}  # type: ignore[arg-type]
+    assert names >= {"enable_hybrid", "enable_gradient_synchronization", "enable_fault_tolerance"}
+    hybrid = multi_gpu(mode="hybrid", max_retries=0)
+    assert dataclasses.replace(hybrid, bucket_cap_mb=3).enable_hybrid
+    # two names of one setting: a stored config has one of them, so that the other can be overridden
+    stored = config(parallel=hybrid).to_dict()["parallel"]
+    assert not stored.keys() & {"enable_hybrid", "enable_gradient_synchronization", "enable_fault_tolerance"}
+    assert multi_gpu(**{**stored, "mode": "distributed", "max_retries": 2}).enable_fault_tolerance
 
 
 def test_aliases_can_be_read() -> None:
