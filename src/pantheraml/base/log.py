@@ -37,6 +37,13 @@ def get(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def get_manager() -> logging.Logger:
+    """Return the logger `multi_gpu_manager`, a name that people know, as a branch of our tree with its own level."""
+    logger = logging.getLogger("multi_gpu_manager")
+    logger.parent = logging.getLogger(_ROOT)
+    return logger
+
+
 def start(*, debug: bool = False) -> None:
     """Log the package's messages to stderr; called once by a program, never by the library."""
     handler = logging.StreamHandler(sys.stderr)

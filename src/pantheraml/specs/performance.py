@@ -1,7 +1,7 @@
 """PerformanceConfig: multi-GPU wrapping and optimizations of custom training loops (`pantheraml.performance`).
 
-`MultiGPUConfig` also configures `pantheraml train`, which loads, feeds and saves the model itself. Settings that have no
-effect on the user's own loop are refused, with a pointer to where they belong.
+`MultiGPUConfig` also configures `pantheraml train`, which loads, feeds and saves the model itself. Settings that have
+no effect on the user's own loop are refused, with a pointer to where they belong.
 """
 
 from __future__ import annotations
