@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, TrainingError
@@ -28,6 +29,7 @@ from pantheraml.engine.guard.own_loop import OwnLoopGuard, stop_error, trained_p
 from pantheraml.engine.guard.policy import Action, Anomaly, Verdict, find_suspect
 from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper, is_compiled
 from pantheraml.parallel.data import uses_reentrant_checkpointing
+from pantheraml.parallel.micro_batches import MicroBatches
 from pantheraml.specs.own_loop_configs import (
     GradientClippingConfig,
     NaNHandlingConfig,
@@ -35,6 +37,7 @@ from pantheraml.specs.own_loop_configs import (
     PyTorchDebuggingConfig,
     stability_of,
 )
+from pantheraml.specs.performance import PerformanceConfig
 
 __all__ = [
     "GradientClippingConfig",
@@ -76,7 +79,8 @@ class StabilityResult:
 
 
 class NumericalStabilityManager:
-    """Guards one model. Each configuration is optional, and read when the manager is created."""
+    """Guards one model. Each configuration is optional, and read when the manager is created, except
+    `enable_gradient_checkpointing`, which takes effect in the next forward of a wrapped model."""
 
     def __init__(
         self,
@@ -90,7 +94,10 @@ class NumericalStabilityManager:
             clipping, nan_config or NaNHandlingConfig(), debug_config or PyTorchDebuggingConfig()
         )
         self._max_grad_norm = clipping.max_grad_norm
-        self._gpus = MultiGPUWrapper((performance_config or PerformanceOptimizationConfig()).to_multi_gpu_config())
+        performance = performance_config or PerformanceOptimizationConfig()
+        self._gpus = MultiGPUWrapper(PerformanceConfig.of(performance), performance)
+        log.start_for_scripts()
+        self._gpus.setup()
         self._guard: OwnLoopGuard | None = None
         self._model: nn.Module | None = None
         self._learnt: Mapping[str, Any] | None = None
@@ -149,21 +156,27 @@ class NumericalStabilityManager:
         self._guard = None
 
     def wrap_model_for_multi_gpu(self, model: nn.Module) -> nn.Module:
-        """Wrap `model` in DDP if a process group exists, in DataParallel if requested, else return it as it is."""
+        """Wrap `model` for several GPUs: DDP for several ranks, else as its mode says, or leave it as it is."""
         return self._gpus.wrap(model)
 
     def get_multi_gpu_status(self) -> dict[str, Any]:
         """Return mode, devices and memory; cheap enough for every step. Unknown values are None."""
         status = self._gpus.status()
-        utilization = status.pop("gpu_utilization")
-        steps = {"steps": self._steps, "skipped_steps": self._skipped}
-        return {**status, "training_stats": {"gpu_utilization": utilization, **steps}}
+        status["training_stats"] |= {"steps": self._steps, "skipped_steps": self._skipped}
+        return status
 
     def get_optimal_batch_size(self, base_batch_size: int) -> int:
-        """Return the global batch size that gives each replica of the wrapped model `base_batch_size` samples."""
-        if base_batch_size < 1:
-            raise ConfigError(f"{base_batch_size} is not a valid batch size.", fix="Pass 1 or more.")
-        return base_batch_size * self._gpus.copies
+        """Return the global batch size that gives each replica up to `base_batch_size` samples, as many as fit and run
+        fast in the model's last training forward. A collective."""
+        return self._gpus.optimal_batch_size(base_batch_size)
+
+    def optimize_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return `dataloader` with the samples of this rank, each read by one rank; as it is in a single process."""
+        return self._gpus.shard(dataloader)
+
+    def cleanup(self) -> None:
+        """Leave the process group, unless you initialized it. May be called again."""
+        self._gpus.close()
 
     def synchronize_gpus(self) -> None:
         """Wait for this process's GPUs to finish, and for all ranks."""
@@ -210,8 +223,10 @@ def create_training_wrapper(
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP or DataParallel, so that names have no prefix."""
-    return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+    """Return the module inside the wrappers of multi-GPU modes, so that names have no prefix."""
+    while isinstance(model, DistributedDataParallel | DataParallel | MicroBatches):
+        model = model.module
+    return model
 
 
 def _backward(loss: Tensor, *, keep_graph: bool) -> None:

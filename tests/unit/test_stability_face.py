@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pantheraml.base.errors import ConfigError, DeviceError, LaunchError, NonFiniteError, PantheraError, TrainingError
-from pantheraml.engine.multi_gpu_wrapper import check_device, choose_mode
-from pantheraml.specs.multi_gpu import MultiGPUMode
+from pantheraml.engine.multi_gpu_mode import check_device, choose_mode
+from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.own_loop_configs import stability_of
 from pantheraml.specs.train import StabilityConfig
 from pantheraml.stability import (
@@ -332,7 +332,7 @@ def test_invalid_steps_raise() -> None:
         (NaNHandlingConfig, {"on_spike": "roll_back"}, "`pantheraml train`"),
         (NaNHandlingConfig, {"rollback_steps": 3}, "no field `rollback_steps`"),
         (PyTorchDebuggingConfig, {"group_norms_every": -1}, "`group_norms_every` = -1"),
-        (PerformanceOptimizationConfig, {"multi_gpu_mode": "hybrid"}, "parallel.mode: hybrid"),
+        (PerformanceOptimizationConfig, {"multi_gpu_mode": "tensor"}, "`multi_gpu_mode` = 'tensor'"),
         (PerformanceOptimizationConfig, {"multi_gpu_backend": "mpi"}, "`multi_gpu_backend` = 'mpi'"),
         (PerformanceOptimizationConfig, {"enable_compile": True}, "no field `enable_compile`"),
     ],
@@ -367,14 +367,15 @@ def test_multi_gpu_settings_are_applied() -> None:
     assert config.to_multi_gpu_config().mode is MultiGPUMode.NONE
 
 
-SINGLE_PROCESS = {"world_size": 1, "launched": 1, "gpus": 1}
+SINGLE_PROCESS: dict[str, Any] = {"world_size": 1, "launched": 1, "gpus": 1}
 
 
 @pytest.mark.parametrize(
     ("requested", "environment", "mode"),
     [
         ("auto", {}, "none"),
-        ("auto", {"gpus": 4}, "none"),
+        ("auto", {"gpus": 4}, "dataparallel"),
+        ("auto", {"gpus": 4, "why_no_replicas": "quantized"}, "none"),
         ("auto", {"world_size": 2, "launched": 2}, "distributed"),
         ("distributed", {"world_size": 2, "launched": 2}, "distributed"),
         ("dataparallel", {"gpus": 2}, "dataparallel"),
@@ -382,8 +383,8 @@ SINGLE_PROCESS = {"world_size": 1, "launched": 1, "gpus": 1}
         ("none", {"launched": 2}, "none"),
     ],
 )
-def test_the_mode(requested: str, environment: dict[str, int], mode: str) -> None:
-    chosen, reason = choose_mode(MultiGPUMode(requested), **{**SINGLE_PROCESS, **environment})
+def test_the_mode(requested: str, environment: dict[str, Any], mode: str) -> None:
+    chosen, reason = choose_mode(MultiGPUConfig(mode=MultiGPUMode(requested)), **{**SINGLE_PROCESS, **environment})
     assert chosen == mode
     assert reason
 
@@ -401,7 +402,7 @@ def test_requested_mode_that_is_unavailable_raises(
     requested: str, environment: dict[str, int], error: type[PantheraError]
 ) -> None:
     with pytest.raises(error):
-        choose_mode(MultiGPUMode(requested), **{**SINGLE_PROCESS, **environment})
+        choose_mode(MultiGPUConfig(mode=MultiGPUMode(requested)), **{**SINGLE_PROCESS, **environment})
 
 
 def test_model_devices_and_backends() -> None:
@@ -421,10 +422,10 @@ def test_ranks_without_a_process_group_are_rejected(monkeypatch: pytest.MonkeyPa
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     loop = Loop()
+    with pytest.raises(LaunchError, match="MASTER_ADDR and MASTER_PORT are not set"):
+        create_training_wrapper()
     with pytest.raises(LaunchError, match="no process group"):
-        create_training_wrapper().wrap_model_for_multi_gpu(loop.model)
-    with pytest.raises(LaunchError, match="no process group"):
-        loop.run(create_training_wrapper(), 1)
+        choose_mode(MultiGPUConfig(), world_size=1, launched=2, gpus=0)
     off = PerformanceOptimizationConfig(enable_multi_gpu=False)
     loop.run(create_training_wrapper(performance_config=off), 1)
 

@@ -1,43 +1,95 @@
-"""Multi-GPU wrapper for custom training loops: wraps the model and reports the state of the devices.
+"""Multi-GPU wrapper for custom training loops: joins the ranks, wraps the model, shards the loader, reports the state.
 
-The user launches the processes (`torchrun`, `pantheraml.enable_multi_gpu`) and calls
-`torch.distributed.init_process_group`. A requested mode that is unavailable is an error; there is no silent fallback.
+Ranks come from a launcher (`torchrun`, Slurm, rank settings of the user) or, for a plain script on several GPUs, from
+relaunching it once. A requested mode that is unavailable is an error; there is no silent fallback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from pantheraml.base import env, log
-from pantheraml.base.errors import ConfigError, DeviceError, LaunchError
-from pantheraml.devices.sampler import GPUSampler, GPUSnapshot
+from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
+from pantheraml.engine import tuning
+from pantheraml.engine.batch_size import Inputs, Measured, choose_size, free_on, probe_sizes
 from pantheraml.engine.guard.own_loop import trained_parameters
+from pantheraml.engine.multi_gpu_mode import (
+    check_device,
+    check_process_group,
+    choose_mode,
+    gpus_of_process,
+    relaunch_count,
+    why_no_replicas,
+)
+from pantheraml.engine.multi_gpu_status import Monitor
 from pantheraml.engine.parallelize import Traits, with_ddp
-from pantheraml.parallel.device_map import is_split
-from pantheraml.parallel.process_group import World, world_from_process_group
-from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
+from pantheraml.launch.local import die_with_parent
+from pantheraml.launch.ranks import own_rank
+from pantheraml.launch.script import relaunch, why_not_relaunch
+from pantheraml.parallel import fsdp
+from pantheraml.parallel.device_map import FOR_WEIGHTS, Device, is_split, map_by_split_points, place, split
+from pantheraml.parallel.layout import make_layout
+from pantheraml.parallel.micro_batches import MicroBatches
+from pantheraml.parallel.process_group import World, join_process_group, world_from_process_group
+from pantheraml.parallel.sharded_loader import (
+    BatchWeight,
+    loader_arguments,
+    shard_loader,
+    weigh_gradients,
+)
+from pantheraml.specs.multi_gpu import MultiGPUMode
+from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.performance import PerformanceConfig
+from pantheraml.specs.plan import Choice
 
-logger = log.get(__name__)
+logger = log.get_manager()
 
-MIB = 2**20
+MICRO_BATCHES_PER_GPU = 2
+
+
+class LiveSettings(Protocol):
+    """Settings that are read in every forward, so that they can be changed after the model was wrapped."""
+
+    @property
+    def checkpointing(self) -> tuning.Checkpointing: ...
+    @property
+    def multi_gpu_bucket_cap_mb(self) -> int: ...
+    @property
+    def multi_gpu_static_graph(self) -> bool: ...
 
 
 class MultiGPUWrapper:
-    def __init__(self, config: MultiGPUConfig) -> None:
-        self._config, self._sampler = config, GPUSampler()
+    def __init__(self, config: PerformanceConfig, live: LiveSettings | None = None) -> None:
+        self._settings, self._live = config, live or config
+        self._config = config.multi_gpu
         self._mode, self._reason = MultiGPUMode.NONE, "no model was wrapped yet"
         self._devices: list[torch.device] = []
         """Devices of the wrapped model in this process."""
+        self._model: nn.Module | None = None
+        """The user's module inside the wrapper."""
+        self._weight = BatchWeight()
+        self._matmuls = tuning.MatmulPrecision()
+        self._owns_group = False
+        self._monitor = Monitor(self._config)
+        self._applied: tuple[Any, ...] = ()
+        self._measured: dict[int, list[Measured]] = {}
+        self.choices: list[Choice] = []
+        """What was done to the model, the optimizer and the loader."""
+
+    # -- ranks
 
     @property
     def _gpus(self) -> list[int]:
-        """Indices of the GPUs to use."""
+        """Indices of the GPUs to use on this node."""
         visible = list(range(torch.cuda.device_count()))
         requested = self._config.device_ids
         missing = [index for index in requested or () if index not in visible]
@@ -47,27 +99,253 @@ class MultiGPUWrapper:
             )
         return visible if requested is None else list(requested)
 
+    @property
+    def _own_gpus(self) -> list[int]:
+        """Indices of the GPUs of this process."""
+        rank = own_rank(self._config)
+        if rank is None or _world_size() == 1:
+            return self._gpus
+        return gpus_of_process(self._gpus, rank.local_rank, rank.local_world_size or _world_size())
+
+    def setup(self) -> None:
+        """Relaunch a lone script as one rank per GPU, or join the ranks that were started. A collective."""
+        if self._config.mode in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL) or dist.is_initialized():
+            return
+        rank = own_rank(self._config)
+        if rank is None:
+            self._relaunch()
+        elif rank.world_size > 1:
+            if env.was_relaunched():
+                die_with_parent()
+            gpus = self._gpus
+            backend = self._config.backend if gpus else "gloo"
+            index = gpus[rank.local_rank % len(gpus)] if gpus else 0
+            device = torch.device("cuda", index) if backend == "nccl" else torch.device("cpu")
+            retries, timeout = self._config.max_retries, self._config.timeout_seconds
+            join_process_group(rank, device, backend, timeout_seconds=timeout, max_retries=retries)
+            self._owns_group = True
+            logger.info("joined %d ranks over %s", rank.world_size, backend)
+
+    def _relaunch(self) -> None:
+        visible = torch.cuda.device_count()
+        if any(index >= visible for index in self._config.device_ids or ()):
+            return  # `wrap` raises, where callers expect it
+        count = relaunch_count(self._config, len(self._gpus))
+        if count is None or not env.relaunch_allowed() or why_not_relaunch() is not None:
+            return
+        if count > len(self._gpus):
+            raise DeviceError(
+                f"world_size={count} was requested, but {len(self._gpus)} GPU(s) are visible.",
+                fix=f"Request {len(self._gpus)} or fewer.",
+            )
+        logger.info("relaunching the script as %d processes, one per GPU", count)
+        relaunch(count)
+
+    def close(self) -> None:
+        """Leave the process group, if `setup` joined it, and restore settings of the process. May be called again."""
+        self._matmuls.restore()
+        self._model, self._devices = None, []
+        self._monitor.forget()
+        if self._owns_group:
+            self._owns_group = False
+            if dist.is_initialized():
+                gc.collect()  # a DDP wrapper that outlives the group may deadlock; see process_group.open_world
+                dist.destroy_process_group()
+        self._mode, self._reason = MultiGPUMode.NONE, "the manager was closed"
+
+    # -- model
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap `model` in DDP or DataParallel, or return it as it is. A collective if there are several processes."""
-        gpus = self._gpus
+        """Wrap `model` for its mode, or return it as it is. A collective if there are several processes."""
+        if isinstance(model, DistributedDataParallel | DataParallel | FSDPModule | MicroBatches):
+            raise ConfigError(f"The model is a {type(model).__name__} already.", fix="Pass the model inside it.")
+        self._config = self._settings.multi_gpu
+        self.setup()
+        gpus = self._own_gpus
+        obstacle = why_no_replicas(model, self._output_first(gpus)[0] if gpus else None)
         mode, reason = choose_mode(
-            self._config.mode, world_size=_world_size(), launched=env.process_rank().world_size, gpus=len(gpus)
+            self._config,
+            world_size=_world_size(),
+            launched=env.process_rank().world_size,
+            gpus=len(gpus),
+            why_no_replicas=obstacle,
         )
-        logger.info("multi-GPU mode %s: %s", mode, reason)
-        wrapped = model
-        if mode is MultiGPUMode.DATAPARALLEL:
-            wrapped = DataParallel(model.to(torch.device("cuda", gpus[0])), device_ids=gpus)
-            self._devices = [torch.device("cuda", index) for index in gpus]
-        else:
-            self._devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
-            if mode is MultiGPUMode.DISTRIBUTED:
-                wrapped = self._with_ddp(model, gpus)
-        self._mode, self._reason = mode, reason
+        log_as = logger.warning if mode is MultiGPUMode.NONE and len(gpus) > 1 else logger.info
+        log_as("multi-GPU mode %s: %s", mode, reason)
+        self.choices = []
+        self._move(model, mode, gpus)
+        self._tune(model, mode)
+        wrapped = self._parallel(model, mode, gpus)
+        self._mode, self._reason, self._model = mode, reason, model
+        self._measured = {}
+        self._monitor.watch(wrapped)
+        wrapped.register_forward_pre_hook(partial(_follow_settings, self), with_kwargs=True)
         return wrapped
+
+    def _move(self, model: nn.Module, mode: MultiGPUMode, gpus: list[int]) -> None:
+        """Put `model` on this process's GPU, in place, if its mode needs it there."""
+        nccl = _world_size() > 1 and dist.get_backend() == "nccl"
+        if mode is MultiGPUMode.DATAPARALLEL:
+            _to_gpu(model, self._output_first(gpus)[0])
+        elif nccl and gpus and mode is not MultiGPUMode.NONE and _on_host(model):
+            _to_gpu(model, gpus[0])
+        self._devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
+
+    def _tune(self, model: nn.Module, mode: MultiGPUMode) -> None:
+        device = self._devices[0] if self._devices else torch.device("cpu")
+        self.choices += [
+            tuning.use_mixed_precision(model, self._settings, device),
+            self._matmuls.apply(self._settings, device),
+            tuning.checkpoint_layers(model, self._live.checkpointing),
+            tuning.compile_module(model, self._settings, device),
+        ]
+        self._applied = (
+            self._live.checkpointing,
+            self._live.multi_gpu_bucket_cap_mb,
+            self._live.multi_gpu_static_graph,
+        )
+        for choice in self.choices:
+            logger.debug("%s is %s: %s", choice.name, choice.value, choice.reason)
+
+    def _parallel(self, model: nn.Module, mode: MultiGPUMode, gpus: list[int]) -> nn.Module:
+        if mode is MultiGPUMode.DATAPARALLEL:
+            ordered = self._output_first(gpus)
+            self._devices = [torch.device("cuda", index) for index in ordered]
+            return replicate(model, ordered)
+        if mode is MultiGPUMode.DISTRIBUTED:
+            return self._with_ddp(model, gpus)
+        if mode is not MultiGPUMode.HYBRID:
+            return model
+        if self._config.hybrid_strategy == "data_parallel":
+            return self._with_fsdp(model)
+        return self._with_layers_on(gpus, model)
+
+    def _output_first(self, gpus: list[int]) -> list[int]:
+        """`nn.DataParallel` gathers on its first GPU, which holds the weights."""
+        output = self._config.output_device
+        if output is None:
+            return gpus
+        if output not in gpus:
+            raise ConfigError(
+                f"output_device={output} is not among the GPUs to use: {', '.join(map(str, gpus))}.",
+                fix="Choose one of them.",
+            )
+        return [output, *(index for index in gpus if index != output)]
+
+    def _with_layers_on(self, gpus: list[int], model: nn.Module) -> nn.Module:
+        """Put successive layers on successive GPUs of this process, in place; pipelined if requested."""
+        room: dict[Device, int] = {index: int(FOR_WEIGHTS * torch.cuda.mem_get_info(index)[0]) for index in gpus}
+        points = self._settings.split_points
+        device_map = "balanced" if points is None else map_by_split_points(model, points, list(room))
+        split(model, place(model, device_map, room))
+        self._devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
+        wrapped: nn.Module = model
+        if self._config.hybrid_strategy == "pipeline":
+            wrapped = MicroBatches(model, self._settings.micro_batches or MICRO_BATCHES_PER_GPU * len(gpus))
+        return wrapped if _world_size() == 1 else self._ddp_over(wrapped, self._devices[0])
+
+    def _with_fsdp(self, model: nn.Module) -> nn.Module:
+        (device,) = self._devices or [torch.device("cpu")]
+        _require_trainable(model)
+        mesh = make_layout(ParallelDims(shard=_world_size()), device.type).submesh("shard")
+        fsdp.shard_parameters(model, tuning.repeated_layers(model), mesh)
+        weigh_gradients(model, self._weight, scale=1 / _world_size())  # shards are sums over ranks
+        return model
+
+    def _with_ddp(self, model: nn.Module, gpus: list[int]) -> nn.Module:
+        if is_split(model):
+            raise ConfigError(
+                "The model's layers are on several devices, but DDP needs the model on one device per process.",
+                fix="Load it without a device map.",
+            )
+        _require_trainable(model)
+        (device,) = self._devices
+        check_device(device, self._gpus, backend=dist.get_backend(), requested=self._config.backend)
+        return self._ddp_over(model, device)
+
+    def _ddp_over(self, model: nn.Module, device: torch.device) -> nn.Module:
+        traits = Traits(compiled=is_compiled(model))
+        wrapped, decisions = with_ddp(model, world_from_process_group(device), self._config, traits)
+        weigh_gradients(wrapped, self._weight)
+        for choice in decisions.choices:
+            logger.info("%s is %s: %s", choice.name, choice.value, choice.reason)
+        for warning in decisions.warnings:
+            logger.warning("%s", warning)
+        self.choices += decisions.choices
+        return wrapped
+
+    @property
+    def _current(self) -> tuple[Any, ...]:
+        live = self._live
+        return live.checkpointing, live.multi_gpu_bucket_cap_mb, live.multi_gpu_static_graph
+
+    def follow_settings(self) -> None:
+        """Apply settings that were changed since the model was wrapped, or say that they come too late."""
+        now = self._current
+        if now == self._applied or self._model is None:
+            return
+        if now[0] != self._applied[0]:
+            choice = tuning.checkpoint_layers(self._model, now[0])
+            self.choices = [choice if one.name == choice.name else one for one in self.choices]
+            self._measured = {}
+            logger.info("%s is %s: %s", choice.name, choice.value, choice.reason)
+        if now[1:] != self._applied[1:] and self._mode is not MultiGPUMode.NONE:
+            logger.warning("bucket_cap_mb and static_graph take effect when a model is wrapped: wrap it again")
+        self._applied = now
+
+    def saw(self, inputs: Inputs) -> None:
+        self._monitor.saw(inputs)
+
+    # -- loader
+
+    def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return `loader` with this rank's samples and the level's settings, or as it is. A collective."""
+        device = self._devices[0] if self._devices else torch.device("cpu")
+        changed = tuning.loader_changes(loader, self._settings, device)
+        self.setup()
+        if _world_size() > 1 and self._config.mode not in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL):
+            return shard_loader(loader, self._weight, **changed)
+        if not changed:
+            return loader
+        arguments = loader_arguments(loader, **changed)
+        if loader.batch_sampler is not None:
+            return DataLoader(batch_sampler=loader.batch_sampler, **arguments)
+        return DataLoader(sampler=loader.sampler, batch_size=None, **arguments)
+
+    def sum_losses(self, sums: bool) -> None:
+        """Say whether the user's loss is a sum over samples (of the global batch) instead of a mean."""
+        self._weight.sum_over = _world_size() if sums and self.copies > 1 else None
+
+    # -- queries
+
+    @property
+    def device(self) -> torch.device | None:
+        """The one device of the wrapped model; None before it is wrapped, and if there are several."""
+        return self._devices[0] if len(self._devices) == 1 else None
+
+    @property
+    def inner(self) -> nn.Module | None:
+        return self._model
+
+    @property
+    def mode(self) -> MultiGPUMode:
+        return self._mode
+
+    @property
+    def copies(self) -> int:
+        """Number of replicas of the wrapped model, each with its own samples."""
+        if self._mode is MultiGPUMode.DATAPARALLEL:
+            return len(self._devices)
+        return _world_size() if self._mode in (MultiGPUMode.DISTRIBUTED, MultiGPUMode.HYBRID) else 1
 
     def peers(self, model: nn.Module) -> World:
         """World of the ranks that train `model` together; size 1 if multi-GPU is disabled. A collective."""
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise UnsupportedModelError(
+                "The guard checks whole gradients, but hybrid_strategy=data_parallel shards them.",
+                fix="Use the mode distributed, or `pantheraml train` with parallel.shard.",
+            )
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             return world_from_process_group(device)
         alone = World(rank=0, size=1, device=device)
@@ -82,127 +360,78 @@ class MultiGPUWrapper:
             )
         return alone
 
-    @property
-    def copies(self) -> int:
-        """Number of replicas of the wrapped model, each with its own samples."""
-        if self._mode is MultiGPUMode.DISTRIBUTED:
-            return _world_size()
-        return len(self._devices) if self._mode is MultiGPUMode.DATAPARALLEL else 1
-
     def synchronize(self) -> None:
         """Synchronize the GPUs of this process, then all ranks. A collective."""
         for device in self._devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        if self._mode is MultiGPUMode.DISTRIBUTED:
+        if self._mode in (MultiGPUMode.DISTRIBUTED, MultiGPUMode.HYBRID) and _world_size() > 1:
             dist.barrier()
 
     def status(self) -> dict[str, Any]:
         """Device status from the driver, without synchronizing the GPUs; unknown values are None."""
-        snapshots = self._sampler.take()
-        used = [index for index in self._config.device_ids or range(len(snapshots)) if index < len(snapshots)]
         return {
-            "device_count": len(used),
+            **self._monitor.devices(),
             "current_mode": str(self._mode),
             "mode_reason": self._reason,
             "world_size": _world_size(),
-            "gpu_memory": [_memory(index, snapshots[index]) for index in used],
-            "gpu_utilization": [snapshots[index].utilization_percent for index in used],
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
+            "training_stats": self._monitor.training(),
         }
 
-    def _with_ddp(self, model: nn.Module, gpus: list[int]) -> nn.Module:
-        if is_split(model):
-            raise ConfigError(
-                "The model's layers are on several devices, but DDP needs the model on one device per process.",
-                fix="Load it without a device map.",
-            )
-        if not trained_parameters(model):
-            raise ConfigError("The model has no trainable parameters.", fix="Set requires_grad on some parameters.")
-        (device,) = self._devices
-        check_device(device, gpus, backend=dist.get_backend(), requested=self._config.backend)
-        wrapped, decisions = with_ddp(
-            model, world_from_process_group(device), self._config, Traits(compiled=is_compiled(model))
-        )
-        for choice in decisions.choices:
-            logger.info("%s is %s: %s", choice.name, choice.value, choice.reason)
-        for warning in decisions.warnings:
-            logger.warning("%s", warning)
-        return wrapped
+    def optimal_batch_size(self, base: int) -> int:
+        """Return the global batch size that gives each replica up to `base` samples. A collective."""
+        if base < 1:
+            raise ConfigError(f"{base} is not a valid batch size.", fix="Pass 1 or more.")
+        size, reason = base, "no training batch was seen yet, so only replicas are counted"
+        inputs, model = self._monitor.inputs, self._model
+        if model is not None and inputs is not None and not isinstance(model, FSDPModule):
+            if inputs.rows is None:
+                reason = "the rows of the model's inputs cannot be counted"
+            else:
+                if base not in self._measured:
+                    self._measured[base] = probe_sizes(model, inputs, base)
+                size, reason = choose_size(self._measured[base], base, free_on(model))
+        if self.copies > 1 and self._mode is not MultiGPUMode.DATAPARALLEL:
+            size = _smallest(size, self._devices[0])
+        logger.debug("batch size %d for each of %d replicas: %s", size, self.copies, reason)
+        return max(1, size) * self.copies
 
 
-def choose_mode(requested: MultiGPUMode, *, world_size: int, launched: int, gpus: int) -> tuple[MultiGPUMode, str]:
-    """Resolve the `requested` mode and give the reason.
-
-    `launched`: number of processes that were launched; `world_size`: size of the process group.
-    """
-    if requested is MultiGPUMode.NONE:
-        return requested, "multi-GPU is disabled"
-    check_process_group(world_size=world_size, launched=launched)
-    if requested is MultiGPUMode.DATAPARALLEL:
-        if world_size > 1:
-            raise ConfigError(
-                f"dataparallel is for one process with several GPUs, but the process group has {world_size} ranks.",
-                fix="Use the mode distributed or auto.",
-            )
-        if gpus < 2:
-            raise DeviceError(
-                f"dataparallel needs at least two GPUs, but there are {gpus}.", fix="Use the mode none or auto."
-            )
-        return requested, f"requested, with {gpus} GPUs"
-    if world_size > 1:
-        return MultiGPUMode.DISTRIBUTED, f"the process group has {world_size} ranks"
-    if requested is MultiGPUMode.DISTRIBUTED:
-        raise LaunchError(
-            "distributed needs several processes, but there is only one.",
-            fix="Launch the script with torchrun, or call pantheraml.enable_multi_gpu() first.",
-        )
-    if gpus > 1:
-        logger.warning("using one of %d GPUs: launch the script with torchrun to use all of them", gpus)
-        return MultiGPUMode.NONE, f"one process uses one of {gpus} GPUs; torchrun launches one process per GPU"
-    return MultiGPUMode.NONE, "there is one device"
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a hook of a compiled model would be traced
+def _follow_settings(wrapper: MultiGPUWrapper, module: nn.Module, args: Any, kwargs: Any) -> None:
+    wrapper.follow_settings()
+    if module.training and torch.is_grad_enabled():
+        wrapper.saw(Inputs(args, kwargs))
 
 
-def check_device(device: torch.device, gpus: Sequence[int], *, backend: str, requested: str) -> None:
-    """Raise unless DDP over `backend` works for a replica on `device`."""
-    if device.type == "cpu":
-        if backend == "nccl":
-            raise DeviceError("The process group uses nccl, but the model is on the CPU.", fix="Move it to a GPU.")
-        return
-    if device.index not in gpus:
-        raise DeviceError(
-            f"The model is on {device}, which is not among the GPUs to use: {', '.join(map(str, gpus))}.",
-            fix="Move it to one of them, or change multi_gpu_device_ids.",
-        )
-    if backend != requested:
-        raise ConfigError(
-            f"The process group uses {backend}, but {requested} was requested.",
-            fix=f"Call init_process_group('{requested}'), or set multi_gpu_backend='{backend}'.",
-        )
+def replicate(model: nn.Module, gpus: list[int]) -> nn.Module:
+    return DataParallel(model, device_ids=gpus)
 
 
-def check_process_group(*, world_size: int, launched: int) -> None:
-    """Raise if several processes were launched but have no process group."""
-    if launched > 1 and world_size == 1:
-        raise LaunchError(
-            f"{launched} processes were launched, but there is no process group: each would train its own model.",
-            fix="Call torch.distributed.init_process_group() first, or set enable_multi_gpu=False.",
-        )
+def _on_host(model: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def _to_gpu(model: nn.Module, index: int) -> None:
+    model.to(torch.device("cuda", index))
+
+
+def _require_trainable(model: nn.Module) -> None:
+    if not trained_parameters(model):
+        raise ConfigError("The model has no trainable parameters.", fix="Set requires_grad on some parameters.")
 
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def _smallest(value: int, device: torch.device) -> int:
+    agreed = torch.tensor(value, device=device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return int(agreed.item())
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether any module was compiled by `torch.compile(module)` or `module.compile()`."""
     return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules())
-
-
-def _memory(index: int, snapshot: GPUSnapshot) -> dict[str, Any]:
-    free, total = snapshot.free_bytes, snapshot.total_bytes
-    return {
-        "device": index,
-        "allocated_mb": torch.cuda.memory_allocated(index) / MIB,
-        "free_mb": None if free is None else free / MIB,
-        "total_mb": None if total is None else total / MIB,
-    }

@@ -34,7 +34,7 @@ def agent_command(processes: int, command: list[str], *, store: Store = "file") 
 
 def relaunch(processes: int) -> NoReturn:
     """Replace this process by an elastic agent whose `processes` ranks run this command line from the start."""
-    reason = _why_not_relaunch()
+    reason = why_not_relaunch()
     if reason is not None:
         raise LaunchError(
             f"The script cannot relaunch itself as {processes} processes: {reason}.",
@@ -53,7 +53,8 @@ def main_file() -> Path | None:
     return Path(name) if name is not None and Path(name).is_file() else None
 
 
-def _why_not_relaunch() -> str | None:
+def why_not_relaunch() -> str | None:
+    """Return why this process cannot be relaunched as several ranks; None: it can."""
     if sys.flags.interactive or hasattr(sys, "ps1"):
         return "this is an interactive session"
     if main_file() is None and "-c" not in sys.orig_argv:

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from pantheraml.parallel.device_map import is_split
 from pantheraml.parallel.process_group import World
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -68,7 +69,7 @@ def wrap(
     buffers: dict[str, Any] = {} if settings.broadcast_buffers else {"broadcast_buffers": False}
     return DistributedDataParallel(
         model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
+        device_ids=[world.device] if world.device.type == "cuda" and not is_split(model) else None,
         process_group=group,
         find_unused_parameters=settings.find_unused_parameters,
         gradient_as_bucket_view=settings.gradient_as_bucket_view,

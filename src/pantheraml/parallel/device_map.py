@@ -148,6 +148,28 @@ def memory_for_weights() -> dict[Device, int]:
     return gpus or {"cpu": psutil.virtual_memory().total}
 
 
+def map_by_split_points(model: nn.Module, split_points: Sequence[str], devices: Sequence[Device]) -> dict[str, Device]:
+    """Return the device map in which the next device begins at each of the modules `split_points`."""
+    names = [name for name, _ in model.named_modules()]
+    unknown = [name for name in split_points if name not in names or not name]
+    if unknown:
+        raise ConfigError(
+            f"split_points names {_some(unknown)}, which the model does not have.",
+            fix=f"Use module names such as {_some([name for name in names if name])}.",
+        )
+    if len(set(split_points)) >= len(devices):
+        raise ConfigError(
+            f"{len(split_points)} split points make {len(split_points) + 1} parts, but there are {len(devices)} GPUs.",
+            fix=f"Name {len(devices) - 1} modules or fewer.",
+        )
+    used, placement = 0, {}
+    for name, module in model.named_modules():
+        used += name in split_points
+        if not any(True for _ in module.children()):
+            placement[name] = devices[used]
+    return placement
+
+
 def is_split(model: nn.Module) -> bool:
     return len({parameter.device for parameter in model.parameters()}) > 1
 

@@ -81,6 +81,30 @@ def _interface(place: env.ProcessRank, address: env.StoreAddress) -> dict[str, s
     return interface_variables(loopback_interface() if single_node else interface_towards(address))
 
 
+def join_process_group(
+    place: env.ProcessRank, device: torch.device, backend: str, *, timeout_seconds: float, max_retries: int
+) -> None:
+    """Initialize the process group of a script's ranks, which torchrun, Slurm or the user started. A collective.
+
+    Like `open_world`: LaunchError names missing ranks, and an unusable device raises DeviceError on all ranks.
+    """
+    address = env.store_address()
+    store = join_store(place, address, timeout_seconds=timeout_seconds, max_retries=max_retries)
+    for name, value in _interface(place, address).items():
+        env.set_default_for_this_process(name, value)
+    agree_on_devices(store, place, device_problem(device), strict=True, timeout_seconds=timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend=backend,
+        store=store.raw,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+        device_id=device if backend == "nccl" else None,
+    )
+
+
 class NotNeededError(Exception):
     """All ranks agreed to continue without this process; it should exit with success."""
 

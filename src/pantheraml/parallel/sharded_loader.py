@@ -30,9 +30,19 @@ Share = tuple[Indices, float]
 
 
 class BatchWeight:
-    """Weight of this rank's current batch: its samples relative to the mean over ranks; set by the loaders."""
+    """Weight of this rank's current batch in gradients that are averaged over ranks."""
 
-    factor = 1.0
+    def __init__(self) -> None:
+        self.share = 1.0
+        """Samples of the batch relative to the mean over ranks; set by the loaders."""
+        self.sum_over: int | None = None
+        """Number of ranks, if the user's loss is a sum over samples instead of a mean."""
+
+    @property
+    def factor(self) -> float:
+        if self.sum_over is None:
+            return self.share
+        return float(self.sum_over) if self.share > 0 else 0.0
 
 
 def split_step(batches: Sequence[Indices], ranks: int) -> list[Share]:
@@ -84,7 +94,7 @@ class _EpochOrder:
 class ShardedSampler(DistributedSampler[Any]):
     """The samples of this rank, in the order of `source`; iterating is a collective."""
 
-    def __init__(self, dataset: Any, source: Sampler[Any], batch_size: int, *, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, source: Any, batch_size: int, *, drop_last: bool) -> None:
         batches = BatchSampler(source, batch_size, drop_last)
         self._source, self._batch_size = source, batch_size
         self._order = _EpochOrder(batches, drop_last=drop_last)
@@ -114,7 +124,7 @@ class ShardedSampler(DistributedSampler[Any]):
             yield from share
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self._source), self._order.ranks * self._batch_size)  # type: ignore[arg-type]
+        full, rest = divmod(len(self._source), self._order.ranks * self._batch_size)
         count = full * self._batch_size
         if rest and not self.drop_last:
             samples = list(range(rest))
@@ -159,13 +169,13 @@ class ShardedLoader(DataLoader[Any]):
         self._order.set_epoch(epoch)
 
     def __iter__(self) -> Any:
-        outside = self._weight.factor
+        outside = self._weight.share
         try:
             for number, batch in enumerate(super().__iter__()):
-                self._weight.factor = self._order.factors[number]
+                self._weight.share = self._order.factors[number]
                 yield batch
         finally:  # an evaluation between two training batches must not change the weight of the training batch
-            self._weight.factor = outside
+            self._weight.share = outside
 
 
 KEPT = (
@@ -181,13 +191,15 @@ def loader_arguments(loader: DataLoader[Any], **changed: Any) -> dict[str, Any]:
 
 
 def shard_loader(loader: DataLoader[Any], weight: BatchWeight, **changed: Any) -> DataLoader[Any]:
-    """Return `loader` with the samples of this rank; it keeps its batch size, which is per rank. `changed`: arguments."""
+    """Return `loader` with the samples of this rank, its own batch size (per rank) and the arguments `changed`."""
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             "The DataLoader's dataset is iterable: it cannot be divided over the ranks by index.",
             fix="Divide it by rank yourself (datasets.distributed.split_dataset_by_node) and use your DataLoader as it"
             " is, or pass a dataset with __getitem__ and __len__.",
         )
+    if isinstance(loader, ShardedLoader):
+        return loader
     if isinstance(loader.sampler, DistributedSampler):
         logger.info("the DataLoader has a %s already: it is kept", type(loader.sampler).__name__)
         return loader
@@ -220,6 +232,7 @@ def weigh_gradients(model: nn.Module, weight: BatchWeight, scale: float = 1.0) -
     mean over them, in each backward pass of an accumulated step.
     """
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a hook of a compiled model would be traced
     def hook(module: nn.Module, _args: Any, output: Any) -> Any:
         factor = weight.factor * scale
         if factor == 1.0 or not torch.is_grad_enabled():
@@ -229,7 +242,7 @@ def weigh_gradients(model: nn.Module, weight: BatchWeight, scale: float = 1.0) -
         def apply(value: Tensor) -> Tensor:
             nonlocal scaled
             scaled += value.requires_grad
-            return _ScaleGradient.apply(value, factor) if value.requires_grad else value  # type: ignore[no-any-return]
+            return _ScaleGradient.apply(value, factor) if value.requires_grad else value
 
         changed = tree_map_only(Tensor, apply, output)
         if not scaled and module.training:
