@@ -12,6 +12,7 @@ from pantheraml.specs.train import TrainConfig
 
 if TYPE_CHECKING:
     from pantheraml.api import FastLanguageModel, FastModel, PatchDPOTrainer, is_bfloat16_supported
+    from pantheraml.models.sampling_params import SamplingParams
     from pantheraml.multigpu import enable_multi_gpu
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "MultiGPUConfig",
     "MultiGPUMode",
     "PatchDPOTrainer",
+    "SamplingParams",
     "TrainConfig",
     "__version__",
     "enable_multi_gpu",
@@ -32,6 +34,7 @@ _LAZY = {
     "FastLanguageModel": "pantheraml.api",
     "FastModel": "pantheraml.api",
     "PatchDPOTrainer": "pantheraml.api",
+    "SamplingParams": "pantheraml.models.sampling_params",
     "enable_multi_gpu": "pantheraml.multigpu",
     "is_bfloat16_supported": "pantheraml.api",
 }

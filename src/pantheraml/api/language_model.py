@@ -18,16 +18,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pantheraml import multigpu
+from pantheraml.api.fast_inference import inference_engine
 from pantheraml.api.loading_options import (
     CheckpointingMode,
     check_checkpointing,
-    check_length,
+    check_loaded_length,
     check_quant_format,
     checkpoint_dtype,
     chosen_dtype,
     default_fp8,
     hub_token,
-    max_positions,
     method_config,
     requested_quant_format,
     resolve_auto_map,
@@ -55,6 +55,8 @@ from pantheraml.models.load_finetuned import adapter_base, load_adapter
 from pantheraml.models.loader import load_model, read_config
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
+from pantheraml.models.rope_scaling import RopeChange, plan_rope
+from pantheraml.models.vllm_engine import OPTIONS as VLLM_OPTIONS
 from pantheraml.parallel.device_map import (
     DeviceMap,
     MaxMemory,
@@ -91,6 +93,8 @@ class FastLanguageModel:
         use_multi_gpu: bool | None = None,
         auto_device_map: bool = False,
         max_memory: MaxMemory | None = None,
+        fast_inference: bool = False,
+        rope_scaling: Mapping[str, Any] | None = None,
         auto_model: Any = None,
         **others: Any,
     ) -> tuple[PreTrainedModel, Any]:
@@ -98,12 +102,14 @@ class FastLanguageModel:
 
         Without `full_finetuning` every weight is frozen, and `get_peft_model` adds the trainable ones. An adapter's
         folder gives its base with the adapter, ready to be trained further.
-        `max_seq_length`: length at which the tokenizer and SFTTrainer truncate; None: their own.
+        `max_seq_length`: length at which the tokenizer and SFTTrainer truncate; None: their own. Beyond the model's
+        positions, its RoPE is scaled, with a warning; `rope_scaling` scales it as in transformers' configs.
         `dtype` None: bf16 or fp16, as the GPU supports; float32 on a CPU and for full fine-tuning. "auto": the
         checkpoint's.
         `load_in_fp8` None: yes, if nothing else is requested (another load_in_..., dtype, full_finetuning, several
         devices) and the GPU supports it; the loss matches bf16, see docs/benchmarks.md. With `full_finetuning`, True
         means fp8 matmuls in the decoder layers; their weights keep their dtype. `load_in_16bit`: no quantization.
+        `fast_inference`: `model.fast_generate` uses vLLM where that is installed; else our own batched generation.
         `token` is used to download this model. `use_gradient_checkpointing` is the default of `get_peft_model`.
         `device_map` None: this process's GPU, or the CPU if there is none. Or a device, or a mapping from modules to
         devices; or auto, balanced, sequential, which spread the layers over all GPUs if multi-GPU is enabled, and mean
@@ -114,6 +120,7 @@ class FastLanguageModel:
         says.
         """
         log.start_for_scripts()
+        vllm_options = {name: others.pop(name) for name in VLLM_OPTIONS if fast_inference and name in others}
         _check_arguments(FastLanguageModel.from_pretrained, others)
         check_auto_model(auto_model)
         check_checkpointing(use_gradient_checkpointing)
@@ -132,18 +139,24 @@ class FastLanguageModel:
             adapter = adapter_base(config)
             if adapter is not None:
                 config = _check_adapter(*adapter, full_finetuning=full_finetuning)
+            stored = None if adapter is None else RopeChange.read(adapter[0])
+            rope = plan_rope(read_config(config), max_seq_length, rope_scaling, stored=stored)
             tokenizer = tokenizer_with_length(config, max_seq_length)
             model = load_model(
                 config,
                 dtype=chosen_dtype(checkpoint_dtype(config) if dtype == "auto" else dtype, full_finetuning, device),
                 device=device if free_memory is None else torch.device("cpu"),
                 quantize="dense" if full_finetuning else quant_format,
+                rope=rope,
             )
             restore_saved_config(model, config)
         model.requires_grad_(full_finetuning)
         isolation = prepare_for_packing(model)
         fast = make_fast(model)
         fast.max_seq_length, fast.requested_checkpointing = max_seq_length, use_gradient_checkpointing
+        fast.rope, fast.prompt_tokenizer = rope, tokenizer
+        if fast_inference:
+            fast.vllm_engine = inference_engine(config, model, quant_format, max_seq_length, vllm_options)
         fast.why_not_packed, fast.packed_within = isolation.reason, isolation.within
         if free_memory is not None:
             assert device_map is not None
@@ -201,7 +214,7 @@ class FastLanguageModel:
             ),
         )
         if max_seq_length is not None:
-            check_length(max_seq_length, max_positions(model.config))
+            check_loaded_length(max_seq_length, model.config)
             model.max_seq_length = max_seq_length
         on_adapters, model.on_adapters = model.on_adapters, None  # which does not know the checkpointing
         try:

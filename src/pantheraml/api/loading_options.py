@@ -12,8 +12,10 @@ from pydantic import ValidationError
 from pantheraml.base import env, log
 from pantheraml.base.env import multi_gpu_requested
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
+from pantheraml.models.chat_inputs import accept_both_forms
 from pantheraml.models.loader import load_tokenizer, read_config
 from pantheraml.models.quantize.quantized_linear import QuantFormat
+from pantheraml.models.rope import supported_positions
 from pantheraml.parallel.device_map import (
     DeviceMap,
 )
@@ -118,16 +120,10 @@ def check_quant_format(quant_format: QuantFormat | None, full: bool, device: tor
 
 
 def tokenizer_with_length(config: ModelConfig, max_seq_length: int | None) -> Any:
-    check_length(max_seq_length, max_positions(read_config(config)))
-    tokenizer = load_tokenizer(config)
+    tokenizer = accept_both_forms(load_tokenizer(config))
     if max_seq_length is not None:
         tokenizer.model_max_length = max_seq_length
     return tokenizer
-
-
-def max_positions(config: Any) -> int | None:
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions
 
 
 def checkpoint_dtype(config: ModelConfig) -> torch.dtype | None:
@@ -136,13 +132,15 @@ def checkpoint_dtype(config: ModelConfig) -> torch.dtype | None:
     return dtype
 
 
-def check_length(requested: int | None, max_positions: int | None) -> None:
-    if requested is not None and (not isinstance(requested, int) or requested < 1):
+def check_loaded_length(requested: int, config: Any) -> None:
+    """Check a `max_seq_length` that comes after the model was loaded, when its RoPE can no longer be scaled."""
+    if not isinstance(requested, int) or requested < 1:
         raise ConfigError(f"max_seq_length={requested!r} is not a positive integer.")
-    if requested is not None and max_positions is not None and requested > max_positions:
+    positions = supported_positions(config)
+    if positions is not None and requested > positions:
         raise UnsupportedModelError(
-            f"max_seq_length={requested} is more than the {max_positions} positions that the model supports.",
-            fix=f"Use max_seq_length={max_positions} or less.",
+            f"max_seq_length={requested} is more than the {positions} positions of the loaded model.",
+            fix=f"Use max_seq_length={positions} or less, or pass {requested} to from_pretrained, to scale its RoPE.",
         )
 
 

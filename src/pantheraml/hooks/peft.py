@@ -2,18 +2,19 @@
 
 TRL's trainers call `peft.get_peft_model` if they get a `peft_config`, and people call it or `PeftModel.from_pretrained`
 themselves. PEFT does not know our quantized layers, and knows nothing of fused ones. All of its functions come through
-two: the method that injects an adapter, and the constructor of `PeftModel`.
+two: the method that injects an adapter, and the constructor of `PeftModel`. A third patch saves scaled RoPE.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.models.adapters import prepare_config
-from pantheraml.models.causal_lm import FastCausalLM
+from pantheraml.models.causal_lm import FastCausalLM, fast_model
 
 
 def _over_quantized(inject_adapter: Callable[..., None]) -> Callable[..., None]:
@@ -36,6 +37,19 @@ def _then_speed_up(init: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
+def _with_rope(save_pretrained: Callable[..., None]) -> Callable[..., None]:
+    """Save the RoPE of a base whose positions were scaled: the adapter is only right with it."""
+
+    @functools.wraps(save_pretrained)
+    def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        save_pretrained(self, save_directory, *args, **kwargs)
+        model = fast_model(self)
+        if model is not None and model.rope is not None and kwargs.get("is_main_process", True):
+            model.rope.write(Path(save_directory))
+
+    return save
+
+
 QUANTIZED_LAYERS = LibraryPatch(
     library="peft",
     versions=">=0.21,<0.22",
@@ -55,7 +69,17 @@ FUSED_LAYERS = LibraryPatch(
     fallback="layers are fused only by FastLanguageModel.get_peft_model",
 )
 
-_ALL = (QUANTIZED_LAYERS, FUSED_LAYERS)
+SAVED_ROPE = LibraryPatch(
+    library="peft",
+    versions=">=0.21,<0.22",
+    module="peft.peft_model",
+    class_name="PeftModel",
+    name="save_pretrained",
+    make=_with_rope,
+    fallback="pass the same max_seq_length when the adapter is loaded again: it is not saved with scaled RoPE",
+)
+
+_ALL = (QUANTIZED_LAYERS, FUSED_LAYERS, SAVED_ROPE)
 
 
 def apply() -> None:

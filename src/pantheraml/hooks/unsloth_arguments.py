@@ -16,11 +16,11 @@ from pantheraml.models.adapters import linear_layers, target_layers
 
 logger = log.get(__name__)
 
-_FOR_VLLM = "it configures vLLM, which is not used"
+_FOR_VLLM = "it configures vLLM, which only fast_inference=True uses"
 
 # Values that ask for nothing; any other value is an error.
 LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "rope_scaling": (None,), "fix_tokenizer": (True,), "resize_model_vocab": (None,), "fast_inference": (False,),
+    "fix_tokenizer": (True,), "resize_model_vocab": (None,),
     "qat_scheme": (None,), "text_only": (None, True), "use_exact_model_name": (False, True),
 }  # fmt: skip
 ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -241,15 +241,15 @@ def save_trained(
         tokenizer.save_pretrained(folder)
 
 
-def _name_in_file(parameter: str) -> str:
+def name_in_file(parameter: str, adapter: str = ADAPTER) -> str:
     """Return the name as PEFT writes it: without the adapter name, and DoRA's magnitude without `.weight`."""
     magnitude = "lora_magnitude_vector"
-    return parameter.replace(f".{magnitude}.{ADAPTER}.weight", f".{magnitude}").replace(f".{ADAPTER}.", ".")
+    return parameter.replace(f".{magnitude}.{adapter}.weight", f".{magnitude}").replace(f".{adapter}.", ".")
 
 
 def _save_adapter(model: PeftModel, trained: Mapping[str, Tensor], folder: Path, model_config: ModelConfig) -> None:
     # PEFT's own state dict would miss layers that `model`, perhaps one pipeline stage, does not have.
-    weights = {_name_in_file(name): weight.detach().cpu().contiguous() for name, weight in trained.items()}
+    weights = {name_in_file(name): weight.detach().cpu().contiguous() for name, weight in trained.items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path = base_name(model_config)

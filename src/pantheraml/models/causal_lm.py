@@ -39,10 +39,13 @@ from pantheraml.models.async_scalars import (
     mirror_on_host,
     start_host_copy,
 )
+from pantheraml.models.chat_inputs import ChatInputsMixin
 from pantheraml.models.derived_class import RuntimeSubclass
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
+from pantheraml.models.fast_generate import FastGenerateMixin
 from pantheraml.models.module_walk_cache import CachedModuleWalk, every_module
 from pantheraml.models.quantize.quantized_linear import plain_state, quant_formats_of
+from pantheraml.models.rope_scaling import RopeChange
 from pantheraml.models.router_loss import router_loss_of
 
 logger = log.get(__name__)
@@ -72,11 +75,13 @@ class ForwardPrelauncher(Protocol):
     def begin(self, ids: Tensor) -> None: ...
 
 
-class FastCausalLM(RuntimeSubclass, CachedModuleWalk):
+class FastCausalLM(RuntimeSubclass, CachedModuleWalk, ChatInputsMixin, FastGenerateMixin):
     """Common part of the subclasses; `_fast_class` adds `forward`."""
 
     max_seq_length: int | None = None
     """Length that the model was loaded for; None: not given."""
+    rope: RopeChange | None = None
+    """RoPE that the model was loaded with, if it is not that of its config.json; saved with adapters."""
     requested_checkpointing: str | bool = False
     """`use_gradient_checkpointing` of `from_pretrained`, for adapters that are added without one."""
     after_forward: Callable[[], None] | None = None

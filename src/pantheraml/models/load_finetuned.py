@@ -112,7 +112,7 @@ def adapter_base(model_config: ModelConfig) -> tuple[Path, ModelConfig] | None:
     folder = model_folder(model_config)
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return None
-    config, _ = _read_adapter(folder)
+    config, _ = read_adapter(folder)
     if config.base_model_name_or_path is None:
         raise ModelError(
             f"The adapter in {folder} does not name its base model.",
@@ -127,7 +127,7 @@ def adapter_base(model_config: ModelConfig) -> tuple[Path, ModelConfig] | None:
 
 def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False) -> PeftModel:
     """Return `base` with the adapter in `folder`, which must fit it tensor for tensor."""
-    config, weights = _read_adapter(folder)
+    config, weights = read_adapter(folder)
     config.inference_mode = not trainable
     # PEFT warns if the base path differs from the one in training; whether it fits is checked below
     config.base_model_name_or_path = None
@@ -147,7 +147,7 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False
     return adapted
 
 
-def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
+def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     file = folder / "adapter_model.safetensors"
     if not file.is_file() or not (folder / "adapter_config.json").is_file():
         raise ModelError(f"There is no adapter in {folder}.", fix="Give the folder of a finished run.")

@@ -34,6 +34,7 @@ from pantheraml.models.checkpoint_mapping import CannotStream
 from pantheraml.models.hub import local_folder
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import quantize_linears, set_dense_dtype
+from pantheraml.models.rope_scaling import RopeChange
 from pantheraml.models.stream import check_buffers, stream_model
 from pantheraml.models.weight_files import check_safetensors, weight_files
 from pantheraml.models.weight_reader import WeightFormat, WeightPlacement
@@ -140,14 +141,18 @@ def load_model(
     quantize: WeightFormat | None = None,
     seed: int = 0,
     lazy_layers: bool = False,
+    rope: RopeChange | None = None,
 ) -> PreTrainedModel:
     """Load the model on `device`, without a key/value cache, ready for training. `seed` is used only for init=random.
 
     `quantize`: format of the linear layers except the head; None: as in the checkpoint, which is `dtype` unless it is
-    quantized. `lazy_layers`: where possible, leave the weights of decoder layers for `materialize`.
+    quantized. `lazy_layers`: where possible, leave the weights of decoder layers for `materialize`. `rope` replaces the
+    RoPE of config.json.
     """
     folder = model_folder(config)
     source = _check(folder, config)
+    if rope is not None:
+        rope.apply(source)
     with _load_errors(folder), _device_errors(device):
         if config.init == "random":
             model = _random_model(source, config, dtype, seed)
@@ -225,6 +230,7 @@ def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torc
         check_buffers(source)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
+        config=source,
         dtype="auto" if dtype is None else dtype,
         attn_implementation=attention_for(source),
         use_safetensors=None if config.allow_pickle else True,

@@ -44,6 +44,17 @@ def varying_rope(config: Any) -> VaryingRope | None:
     return min(varying, key=lambda rope: rope.length, default=None)
 
 
+def supported_positions(config: Any) -> int | None:
+    """Return the longest sequence that a model with this config supports; None: no limit is known.
+
+    Dynamic RoPE has none: it scales with the sequence, from `max_position_embeddings` on.
+    """
+    text = config.get_text_config()
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    kinds = [str(rope.get("rope_type")) for rope in _ropes(getattr(text, "rope_parameters", None))]
+    return None if "dynamic" in kinds else positions
+
+
 def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
     """Yield the parameters, and those of each layer type."""
     if isinstance(parameters, dict):

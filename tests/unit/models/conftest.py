@@ -69,10 +69,10 @@ def _quiet_transformers() -> Any:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """`tiny_model("llama", **config changes)` -> that model's folder, built once per session: do not write to it."""
-    made: dict[tuple[Any, ...], Path] = {}
+    made: dict[tuple[str, str], Path] = {}
 
     def make(family: str, **changes: Any) -> Path:
-        key = (family, *sorted(changes.items()))
+        key = family, repr(sorted(changes.items()))
         if key not in made:
             folder = tmp_path_factory.mktemp(family)
             with torch.random.fork_rng(devices=[]):
