@@ -7,7 +7,7 @@ Names and arguments follow Unsloth as far as they go. The result is a transforme
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -185,6 +185,7 @@ class FastLanguageModel:
         use_dora: bool = False,
         *,
         max_seq_length: int | None = None,
+        target_parameters: Sequence[str] | None = None,
         finetune_attention_modules: bool = True,
         finetune_mlp_modules: bool = True,
         **others: Any,
@@ -196,6 +197,7 @@ class FastLanguageModel:
         `gradient_checkpointing`; None is what was passed to `from_pretrained`, or else False.
         `target_modules`: names that the model lacks are ignored if others match. `finetune_..._modules` False leaves
         out the layers of attention or of the MLPs. `max_seq_length` replaces that of `from_pretrained`.
+        `target_parameters`: stacked experts to adapt, as in PEFT.
         """
         _check_arguments(FastLanguageModel.get_peft_model, others)
         if use_gradient_checkpointing is not None:
@@ -218,7 +220,7 @@ class FastLanguageModel:
             model.max_seq_length = max_seq_length
         on_adapters, model.on_adapters = model.on_adapters, None  # which does not know the checkpointing
         try:
-            adapted: Any = apply_method(model, method, seed=random_state)
+            adapted: Any = apply_method(model, method, seed=random_state, target_parameters=target_parameters or ())
         finally:
             model.on_adapters = on_adapters
         prepare_adapted(model, adapted, use_gradient_checkpointing)

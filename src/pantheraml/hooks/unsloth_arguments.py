@@ -26,7 +26,7 @@ LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "layers_to_transform": (None,), "layers_pattern": (None,), "modules_to_save": (None,),
     "init_lora_weights": (True,), "loftq_config": (None, {}), "task_type": (None, "CAUSAL_LM"),
-    "qat_scheme": (None,), "target_parameters": (None,), "ensure_weight_tying": (False,),
+    "qat_scheme": (None,), "ensure_weight_tying": (False,),
     "finetune_language_layers": (True,),
 }  # fmt: skip
 # Arguments without effect, and the reason.

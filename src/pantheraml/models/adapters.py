@@ -11,7 +11,7 @@ import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,8 +38,13 @@ ADAPTER = "default"
 """PEFT's name for the model's only adapter; files do not contain it."""
 
 
-def apply_method(model: PreTrainedModel, method: MethodConfig, *, seed: int) -> nn.Module:
-    """Return the model set up for `method`: adapters over frozen weights, or all weights trainable."""
+def apply_method(
+    model: PreTrainedModel, method: MethodConfig, *, seed: int, target_parameters: Sequence[str] = ()
+) -> nn.Module:
+    """Return the model set up for `method`: adapters over frozen weights, or all weights trainable.
+
+    `target_parameters`: weights that are no layers of their own, such as stacked experts, to be adapted as well.
+    """
     if method.kind == "full":
         if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
             raise UnsupportedModelError(
@@ -50,7 +55,9 @@ def apply_method(model: PreTrainedModel, method: MethodConfig, *, seed: int) -> 
     targets = target_layers(model, method.target_modules)
     # PEFT draws initial values that are replaced below; preserve the caller's RNG state.
     with torch.random.fork_rng(devices=[]), _peft_errors(targets):
-        adapted = get_peft_model(model, _lora_config(model, method, targets), adapter_name=ADAPTER)
+        config = _lora_config(model, method, targets)
+        config.target_parameters = _check_parameters(model, method, target_parameters) or None
+        adapted = get_peft_model(model, config, adapter_name=ADAPTER)
     _initialize(adapted, seed)
     return adapted
 
@@ -122,6 +129,23 @@ def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> li
             fix="Leave the output head out.",
         )
     return [name for name in layers if name in selected]
+
+
+def _check_parameters(model: nn.Module, method: MethodConfig, names: Sequence[str]) -> list[str]:
+    """ConfigError for a name that no weight has, or for settings that PEFT supports for layers only."""
+    known = [name for name, _ in model.named_parameters()]
+    for target in names:
+        if not any(name == target or name.endswith(f".{target}") for name in known):
+            stacked = sorted({".".join(n.split(".")[-3:]) for n, p in model.named_parameters() if p.ndim == 3})
+            raise ConfigError(
+                f"target_parameters names weights that this model does not have: {target}.",
+                fix=f"Choose from {', '.join(stacked)}." if stacked else "Remove it: the model has no stacked experts.",
+            )
+    if names and (method.dropout or method.kind == "dora"):
+        raise ConfigError(
+            "target_parameters supports neither lora_dropout nor use_dora.", fix="Set lora_dropout=0, use_dora=False."
+        )
+    return list(names)
 
 
 def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str]) -> LoraConfig:

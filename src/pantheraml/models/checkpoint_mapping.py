@@ -19,8 +19,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from pantheraml.base import log
 from pantheraml.base.errors import UnsupportedModelError
-from pantheraml.models.quantize.checkpoint_formats import CheckpointFormat
+from pantheraml.models.quantize.checkpoint_formats import MXFP4_PARTS, CheckpointFormat
 from pantheraml.models.quantize.direct_weights import directly_read
+from pantheraml.models.quantize.mxfp4 import dequantized_shape
 from pantheraml.models.quantize.quantized_linear import QuantFormat, quantizable_linears
 
 logger = log.get(__name__)
@@ -38,6 +39,12 @@ class WeightUnit:
     replaced: bool
     parts: dict[str, tuple[Path, str]] = field(default_factory=dict)
     """Name within the module -> (file, name in the file)."""
+    packed: str | None = None
+    """The weight that the parts are the blocks and scales of (mxfp4)."""
+
+    def weights(self) -> set[str]:
+        """Return the names of its weights within the module."""
+        return set(self.parts) if self.packed is None else {self.packed}
 
 
 @dataclass(frozen=True)
@@ -57,19 +64,12 @@ def match_weights(
     """Match the safetensors files `opened` to `model`, which is on the meta device; CannotStream if they do not
     match."""
     expected: dict[str, Tensor] = model.state_dict()
-    rename = _renaming(model, expected)
-    # key in the files -> name of the weight, and its quantization part (empty: the weight itself)
-    targets: dict[str, tuple[str, str]] = {}
-    for tensors in opened.values():
-        for key in tensors.keys():  # noqa: SIM118 (a safetensors file, not a dict)
-            if key in targets:
-                raise CannotStream(f"{key} is in two files")
-            layer, part = (checkpoint_format.split(key) if checkpoint_format else None) or ("", "")
-            targets[key] = (rename(f"{layer}.weight" if part else key), part)
+    targets = _targets(opened, checkpoint_format, _renaming(model, expected))
     unknown = [key for key, (name, _) in targets.items() if name not in expected]
     if unknown:
         logger.info("%d tensor(s) of the checkpoint are not used by this model, such as %s", len(unknown), unknown[0])
-    if checkpoint_format is None:
+    quantized_linears = checkpoint_format is not None and checkpoint_format.linear_format is not None
+    if not quantized_linears:
         replaced = set() if quant_format is None else set(quantizable_linears(model, quant_format))
     else:
         replaced = {name.rpartition(".")[0] for name, part in targets.values() if part and name in expected}
@@ -87,15 +87,39 @@ def match_weights(
             if (part or own) in unit.parts:
                 raise CannotStream(f"{name} is in the files under two names")
             unit.parts[part or own] = (file, key)
-            is_quantized = checkpoint_format is not None and whole and own == "weight"
-            if not is_quantized and torch.Size(tensors.get_slice(key).get_shape()) != expected[name].shape:
+            if part and not whole:
+                unit.packed = own
+            is_quantized = quantized_linears and whole and own == "weight"
+            if not (is_quantized or _has_shape(tensors, key, part, expected[name].shape)):
                 raise CannotStream(f"{name} has a different shape")
-    present = {name for name, part in targets.values() if not part}
+    present = {name for name, part in targets.values() if not part or part in MXFP4_PARTS}
     missing = set(expected) - present
     untied = missing - _tied(model, present)
     if untied:
         raise CannotStream(f"{min(untied)} is missing")
     return WeightMapping(list(units.values()), missing)
+
+
+def _targets(
+    opened: Mapping[Path, Any], checkpoint_format: CheckpointFormat | None, rename: Callable[[str], str]
+) -> dict[str, tuple[str, str]]:
+    """Return key in the files -> name of the weight, and its quantization part (empty: the weight itself)."""
+    targets: dict[str, tuple[str, str]] = {}
+    for tensors in opened.values():
+        for key in tensors.keys():  # noqa: SIM118 (a safetensors file, not a dict)
+            if key in targets:
+                raise CannotStream(f"{key} is in two files")
+            name, part = (checkpoint_format.split(key) if checkpoint_format else None) or (key, "")
+            targets[key] = (rename(name), part)
+    return targets
+
+
+def _has_shape(tensors: Any, key: str, part: str, expected: torch.Size) -> bool:
+    """Return whether a tensor of the file fits the weight; other parts than blocks are checked when they are read."""
+    shape = torch.Size(tensors.get_slice(key).get_shape())
+    if part == "blocks":
+        return len(shape) == 4 and dequantized_shape(shape) == expected
+    return bool(part) or shape == expected
 
 
 def _renaming(model: Any, expected: Mapping[str, Tensor]) -> Callable[[str], str]:

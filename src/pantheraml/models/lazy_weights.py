@@ -49,7 +49,7 @@ def defer_weights(model: Any, unit: WeightUnit, place: WeightPlacement) -> None:
     owner = _quantized_zeros(plain, place, where=unit.module) if unit.replaced else plain
     model.set_submodule(unit.module, owner)
     for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
-        if unit.replaced or name in unit.parts:
+        if unit.replaced or name in unit.weights():
             value = float("nan") if tensor.is_floating_point() else 0
             one = torch.full((1,), value, dtype=tensor.dtype, device=place.device)
             set_weight(owner, name, one.expand(tensor.shape))

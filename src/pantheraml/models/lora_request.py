@@ -72,6 +72,11 @@ def _add(model: PreTrainedModel, folder: Path) -> None:
             f"The adapter in {folder} also has whole modules (modules_to_save), which lora_request does not support.",
             fix="Load it with FastLanguageModel.from_pretrained(folder), and use model.generate.",
         )
+    if config.target_parameters:
+        raise ConfigError(
+            f"The adapter in {folder} adapts stacked experts (target_parameters), which lora_request does not support.",
+            fix="Load it with FastLanguageModel.from_pretrained(folder), and use model.generate.",
+        )
     config.inference_mode, config.base_model_name_or_path = True, None
     prepare_config(model, config)
     with torch.random.fork_rng(devices=[]):

@@ -98,6 +98,9 @@ def _check_requantization(place: WeightPlacement) -> None:
     """Check that the device supports the checkpoint's format, and log where weights are quantized a second time."""
     if place.checkpoint_format is None:
         return
+    if place.checkpoint_format.linear_format is None:
+        logger.info("the checkpoint's %s experts are dequantized", place.checkpoint_format.quant_format)
+        return
     gpus = [torch.cuda.get_device_capability(place.device)] if place.device.type == "cuda" else []
     if place.quant_format == "fp8" and why_no_fp8(gpus) is not None:
         raise UnsupportedModelError(

@@ -16,11 +16,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.kernels.nf4.format import NF4Weight
 from pantheraml.models.checkpoint_mapping import WeightUnit
-from pantheraml.models.quantize.checkpoint_formats import CheckpointFormat, read_quantized_weight
+from pantheraml.models.quantize.checkpoint_formats import MXFP4_PARTS, CheckpointFormat, read_quantized_weight
 from pantheraml.models.quantize.int8 import Int8Linear, Int8Weight
+from pantheraml.models.quantize.mxfp4 import dequantize_mxfp4
 from pantheraml.models.quantize.nf4 import NF4Linear, plain_linear
 from pantheraml.models.quantize.quantized_linear import QuantFormat, quantize_linear
 
@@ -46,7 +47,7 @@ class WeightPlacement:
     @property
     def quant_format(self) -> QuantFormat | None:
         """Format of the linear layers once loaded; None: not quantized."""
-        target = self.target or (self.checkpoint_format.quant_format if self.checkpoint_format else None)
+        target = self.target or (self.checkpoint_format.linear_format if self.checkpoint_format else None)
         return None if target == "dense" else target
 
 
@@ -67,7 +68,8 @@ def read_units(
     def read(unit: WeightUnit) -> dict[str, Tensor]:
         # safetensors returns a view of the mmapped file: it goes to a GPU without a host copy; on the CPU it is copied,
         # since the file may change.
-        return {part: opened[file].get_tensor(key).to(device, copy=True) for part, (file, key) in unit.parts.items()}
+        parts = {part: opened[file].get_tensor(key).to(device, copy=True) for part, (file, key) in unit.parts.items()}
+        return parts if unit.packed is None else {unit.packed: _unpack(parts, f"{unit.module}.{unit.packed}")}
 
     remaining = iter(units)
     with ThreadPoolExecutor(READERS, thread_name_prefix="read-weights") as pool:
@@ -83,6 +85,13 @@ def read_units(
             prefetched.extend((unit, pool.submit(read, unit)) for unit in itertools.islice(remaining, 1))
 
 
+def _unpack(parts: Mapping[str, Tensor], where: str) -> Tensor:
+    missing = [part for part in MXFP4_PARTS if part not in parts]
+    if missing:
+        raise ModelError(f"An mxfp4 weight has no {missing[0]}.", where=where, fix="Download the model again.")
+    return dequantize_mxfp4(*(parts[part] for part in MXFP4_PARTS), where=where)
+
+
 def set_weight(owner: nn.Module, name: str, value: Tensor) -> None:
     """Set the parameter or buffer `name` of `owner`."""
     setattr(owner, name, value if name in owner._buffers else nn.Parameter(value, value.is_floating_point()))
@@ -95,7 +104,7 @@ def build_layer(plain: Any, tensors: Mapping[str, Tensor], place: WeightPlacemen
     if bias is not None:
         bias = bias.to(place.dtype)
     weight: NF4Weight | Int8Weight | Tensor
-    if place.checkpoint_format is None:
+    if place.checkpoint_format is None or place.checkpoint_format.linear_format is None:
         weight = tensors["weight"].T if transposed else tensors["weight"]
     elif type(plain) is nn.Linear:
         weight = read_quantized_weight(place.checkpoint_format, tensors, plain.weight.shape, where=where)

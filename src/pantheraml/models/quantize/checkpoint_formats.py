@@ -1,9 +1,9 @@
 """Read the weights of checkpoints that are already quantized.
 
-Supported: bitsandbytes nf4 (with or without double quantization) and int8, both lossless, and fp8 (e4m3 with a scale
-per tensor, per row or per block). FP8Linear scales per row, so an fp8 weight is dequantized to float32 and requantized:
-the e4m3 values are identical where a row's largest value is e4m3's maximum (usual for row-wise scales), and within e4m3
-rounding elsewhere. No other package is needed.
+Supported: bitsandbytes nf4 (with or without double quantization) and int8, both lossless, fp8 (e4m3 with a scale per
+tensor, per row or per block), and mxfp4 experts, which are dequantized (see `mxfp4.py`). FP8Linear scales per row, so
+an fp8 weight is dequantized to float32 and requantized: the e4m3 values are identical where a row's largest value is
+e4m3's maximum (usual for row-wise scales), and within e4m3 rounding elsewhere. No other package is needed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,32 @@ _PARTS = {
     # some checkpoints ship static activation scales, which are ignored
     "fp8": ("weight_scale", "weight_scale_inv", "input_scale", "input_scale_ub", "activation_scale"),
 }
+MXFP4_PARTS = ("blocks", "scales")
 _FP8_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 _FIX = "Use the model's plain (bf16) weights, and quantize them with model.precision or method.kind=qlora."
 
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """Quantization format of a checkpoint's linear layers."""
+    """Quantization format of a checkpoint's linear layers, or (mxfp4) of its stacked experts."""
 
-    quant_format: Literal["fp8", "int8", "nf4"]
+    quant_format: Literal["fp8", "int8", "mxfp4", "nf4"]
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, if the config specifies it (fp8)."""
 
+    @property
+    def linear_format(self) -> Literal["fp8", "int8", "nf4"] | None:
+        """Format of its linear layers; None: they are not quantized."""
+        return None if self.quant_format == "mxfp4" else self.quant_format
+
     def split(self, key: str) -> tuple[str, str] | None:
-        """Split the name of a quantization tensor: `layer.weight.absmax` -> (`layer`, `weight.absmax`)."""
+        """Split the name of a quantization tensor: `layer.weight.absmax` -> (`layer.weight`, `weight.absmax`)."""
+        if self.quant_format == "mxfp4":
+            name, _, part = key.rpartition("_")
+            return (name, part) if part in MXFP4_PARTS else None
         for part in _PARTS[self.quant_format]:
             if key.endswith(f".{part}"):
-                return key.removesuffix(f".{part}"), part
+                return f"{key.removesuffix(f'.{part}')}.weight", part
         return None
 
 
@@ -72,6 +81,8 @@ def detect_checkpoint_format(config: Any) -> CheckpointFormat | None:
                 f"The checkpoint is quantized with bitsandbytes {kind}; only nf4 is supported.", fix=_FIX
             )
         return CheckpointFormat("nf4")
+    if method == "mxfp4":
+        return CheckpointFormat("mxfp4")
     if method not in _FP8_METHODS:
         raise UnsupportedModelError(f"The checkpoint is quantized with {method}, which is not supported.", fix=_FIX)
     block = settings.get("weight_block_size")
@@ -89,6 +100,8 @@ def read_quantized_weight(
             return _read_int8(parts, shape, where)
         case "fp8":
             return _read_fp8(parts, shape, checkpoint_format.block, where)
+        case "mxfp4":
+            raise UnsupportedModelError("A linear layer in mxfp4 is not supported; only experts are.", where=where)
 
 
 def nf4_checkpoint_tensors(weight: NF4Weight, dtype: torch.dtype) -> dict[str, Tensor]:
