@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,6 +49,33 @@ def committed_folder(final: Path, *, make_parents: bool = True, private: bool = 
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+@contextmanager
+def added_files(final: Path, *, replaces: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a scratch folder; if the block ends without error, its files move into `final`, beside what is there.
+
+    Files in `final` that match a pattern of `replaces` are of an earlier save, and go.
+    """
+    scratch = _scratch(final)
+    try:
+        with storage_errors(final):
+            final.mkdir(parents=True, exist_ok=True)
+            scratch.mkdir()
+            yield scratch
+            _apply_umask(scratch)
+            new = [path for path in scratch.rglob("*") if path.is_file()]
+            for path in new:
+                sync(path)
+            for old in {path for pattern in replaces for path in final.glob(pattern) if path.is_file()}:
+                old.unlink()
+            for path in new:
+                target = final / path.relative_to(scratch)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+            sync(final)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _apply_umask(folder: Path) -> None:

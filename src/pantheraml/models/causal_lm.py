@@ -47,6 +47,7 @@ from pantheraml.models.module_walk_cache import CachedModuleWalk, every_module
 from pantheraml.models.quantize.quantized_linear import plain_state, quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange
 from pantheraml.models.router_loss import router_loss_of
+from pantheraml.models.saving.methods import SavingMethods
 
 logger = log.get(__name__)
 
@@ -75,7 +76,7 @@ class ForwardPrelauncher(Protocol):
     def begin(self, ids: Tensor) -> None: ...
 
 
-class FastCausalLM(RuntimeSubclass, CachedModuleWalk, ChatInputsMixin, FastGenerateMixin):
+class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsMixin, FastGenerateMixin):
     """Common part of the subclasses; `_fast_class` adds `forward`."""
 
     max_seq_length: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 
 from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.base.folders import committed_folder, require_empty
-from pantheraml.models.adapters import ADAPTER, base_quantization, save_full_model
+from pantheraml.models.adapters import ADAPTER, base_quantization
 from pantheraml.models.base_identity import verified_base
+from pantheraml.models.gguf.save import check_gguf, write_gguf_file
 from pantheraml.models.hub import check_links
 from pantheraml.models.loader import has_tokenizer, load_model, load_tokenizer, model_folder, read_config
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
-from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, dequantize_linears
+from pantheraml.models.quantize.quantized_linear import LORA_LAYERS
+from pantheraml.models.saving.merged_folder import write_merged
 from pantheraml.models.weight_files import short_error
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
@@ -34,31 +36,33 @@ def load_finetuned_model(
     return load_adapter(base, finetuned_dir).eval()
 
 
-def merge_adapter(
+def load_to_merge(
     model_config: ModelConfig,
     method: MethodConfig,
-    adapter_dir: Path,
+    finetuned_dir: Path,
     *,
     dtype: torch.dtype,
     device: torch.device,
     plain_base: bool = False,
 ) -> PreTrainedModel:
-    """Return one plain model with the logits of base and adapter together.
+    """Load the model whose adapter, if it has one, is to be merged while it is saved.
 
     An adapter over nf4 was trained against the quantized base, so it is merged into the dequantized weights, unless
     `plain_base` selects the weights before quantization.
     """
-    quant_format = base_quantization(model_config, method)
-    if plain_base:
-        _require_plain_base(model_config, quant_format)
-        quant_format = None
-    base = load_model(model_config, dtype=dtype, device=device, quantize=quant_format or "dense")
-    dequantize_linears(base, dtype)
-    adapted = load_adapter(base, adapter_dir)
-    try:
-        return cast(PreTrainedModel, adapted.merge_and_unload(safe_merge=True))
-    except ValueError as err:
-        raise ModelError(f"The adapter in {adapter_dir} cannot be merged: {err}") from err
+    if method.kind == "full":
+        model = load_finetuned_model(model_config, method, finetuned_dir, dtype=dtype, device=device)
+    else:
+        quant_format = base_quantization(model_config, method)
+        if plain_base:
+            _require_plain_base(model_config, quant_format)
+            quant_format = None
+        base = load_model(model_config, dtype=dtype, device=device, quantize=quant_format or "dense")
+        model = load_adapter(base, finetuned_dir).get_base_model()
+    loaded = cast(PreTrainedModel, model)
+    # training disables the cache; the saved config has the base model's setting
+    loaded.config.get_text_config().use_cache = read_config(model_config).get_text_config().use_cache
+    return loaded
 
 
 def export_merged(
@@ -73,16 +77,33 @@ def export_merged(
 ) -> None:
     """Write a plain Hugging Face folder, weights and tokenizer, that needs neither PEFT nor this package."""
     require_empty(output)
-    tokenizer = load_tokenizer(_as_plain(model_config, finetuned_dir))
-    if method.kind == "full":
-        model = cast(
-            PreTrainedModel, load_finetuned_model(model_config, method, finetuned_dir, dtype=dtype, device=device)
-        )
-    else:
-        model = merge_adapter(model_config, method, finetuned_dir, dtype=dtype, device=device, plain_base=plain_base)
+    tokenizer = finetuned_tokenizer(model_config, finetuned_dir)
+    model = load_to_merge(model_config, method, finetuned_dir, dtype=dtype, device=device, plain_base=plain_base)
     with committed_folder(output) as folder:
-        save_full_model(model, folder, model_config)
-        tokenizer.save_pretrained(folder)
+        write_merged(model, folder, tokenizer, dtype=dtype)
+
+
+def export_gguf(
+    model_config: ModelConfig,
+    method: MethodConfig,
+    finetuned_dir: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    output: Path,
+    kind: str,
+    plain_base: bool = False,
+) -> None:
+    """Write the file `output` in GGUF format, with the adapter merged."""
+    tokenizer = finetuned_tokenizer(model_config, finetuned_dir)
+    check_gguf(read_config(model_config), tokenizer, kind)
+    model = load_to_merge(model_config, method, finetuned_dir, dtype=dtype, device=device, plain_base=plain_base)
+    write_gguf_file(model, output, tokenizer, kind)
+
+
+def finetuned_tokenizer(model_config: ModelConfig, finetuned_dir: Path) -> Any:
+    """Return the tokenizer that was saved with the trained weights."""
+    return load_tokenizer(_as_plain(model_config, finetuned_dir))
 
 
 def _require_plain_base(model_config: ModelConfig, quant_format: str | None) -> None:

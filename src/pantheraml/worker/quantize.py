@@ -78,7 +78,7 @@ def quantize(run: RunDir, request: QuantizeRequest, world: World, emit: Emit) ->
     dtype = _storage_dtype(source, compute_dtype)
     with committed_folder(output) as folder:
         _write_tokenizer_and_settings(folder, config, model)
-        quantized = QuantizedFolder(folder, shards=len(decoder_layers(model)) + 1)
+        quantized = QuantizedFolder(folder)
         errors: list[float] = []
         for layer in calibrate_layers(model, text, linears, partial(_report_progress, emit)):
             quantized.add(_quantize_layer(layer, dtype, errors))

@@ -19,27 +19,33 @@ from torch import Tensor
 class QuantizedFolder:
     """Writer of a sharded safetensors checkpoint."""
 
-    def __init__(self, folder: Path, shards: int) -> None:
-        self._folder, self._shards = folder, shards
-        self._weight_map: dict[str, str] = {}
-        self._bytes = self._written = 0
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shards: list[list[str]] = []
+        self._bytes = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the next shard; keys are the tensors' names in the model."""
-        self._written += 1
-        name = f"model-{self._written:05d}-of-{self._shards:05d}.safetensors"
         on_cpu = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
-        save_file(on_cpu, self._folder / name, metadata={"format": "pt"})
-        self._weight_map |= dict.fromkeys(on_cpu, name)
+        save_file(on_cpu, self._folder / _scratch_name(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(on_cpu))
         self._bytes += sum(tensor.nbytes for tensor in on_cpu.values())
 
     def finish(self, config: Any) -> int:
-        """Write the index and config; return the total size of the weights in bytes."""
-        assert self._written == self._shards, "shards are missing"
-        index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._weight_map.items()))}
+        """Name the shards, write the index and config; return the total size of the weights in bytes."""
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            final = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._folder / _scratch_name(number)).rename(self._folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config.save_pretrained(self._folder)
         return self._bytes
+
+
+def _scratch_name(number: int) -> str:
+    return f"shard-{number}.safetensors"
 
 
 def quantized_config(source: Any, dtype: torch.dtype, plain: Sequence[str]) -> Any:

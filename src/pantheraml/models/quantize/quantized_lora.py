@@ -46,5 +46,7 @@ class QuantizedLoraLinear(LoraLinear):
         self.merged_adapters.clear()
 
     def _restore_quantized(self) -> None:
+        if not self._quantized:  # the layer over plain weights that a merged save stands in
+            return
         self.base_layer = self._quantized[0].to(self.get_base_layer().weight.device)
         self.fan_in_fan_out, self._quantized = False, ()

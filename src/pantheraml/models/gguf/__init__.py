@@ -1,0 +1,1 @@
+"""Convert a model to llama.cpp's GGUF format, with the `gguf` package."""

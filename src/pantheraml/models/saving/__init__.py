@@ -1,0 +1,1 @@
+"""Write trained models for other software: merged Hugging Face folders, adapters, GGUF files, hub uploads."""
