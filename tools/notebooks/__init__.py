@@ -1,0 +1,1 @@
+"""Run notebooks written for Unsloth on a CPU, with tiny models and synthetic data: see `tools/run_notebooks.py`."""

@@ -1,0 +1,185 @@
+"""Run one notebook in a forked child: bounded in time and memory, in a folder of its own.
+
+Children are forked from a process that has imported torch, transformers, TRL, PEFT and datasets, which takes longer
+than most notebooks. A child leads its own process group, which is ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tools.notebooks.cells import Notebook, python_of
+from tools.notebooks.rewrite import CAP, CUDA, cap, rewrite
+from tools.notebooks.rows import UnknownDataError
+from tools.notebooks.verdicts import Result, category_of, unsupported_reason
+
+_PRODUCT = "pantheraml"
+_FRAMES = 4
+
+
+@dataclass(frozen=True)
+class Bounds:
+    seconds: float = 180.0
+    memory_gib: float = 6.0
+
+
+@dataclass
+class Running:
+    notebook: Notebook
+    pid: int
+    folder: Path
+    started: float
+
+    def outcome(self, status: int) -> Result:
+        """Return the result of a child that has ended."""
+        base = blank_result(self.notebook, time.monotonic() - self.started)
+        try:
+            answer: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
+        except FileNotFoundError:
+            return replace(base, outcome="error", reason=f"the process ended with status {status} and no result")
+        return replace(base, **answer)
+
+
+def blank_result(notebook: Notebook, seconds: float = 0.0) -> Result:
+    return Result(
+        notebook.name,
+        category_of(notebook.name, notebook.code),
+        "ok",
+        seconds=round(seconds, 1),
+        copies=notebook.copies,
+    )
+
+
+def not_run(notebook: Notebook) -> Result | None:
+    """Return the result of a notebook that is not supported by design."""
+    reason = unsupported_reason(notebook.code)
+    return None if reason is None else replace(blank_result(notebook), outcome="unsupported", reason=reason)
+
+
+def start(notebook: Notebook, folder: Path) -> Running:
+    folder.mkdir(parents=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = _child(notebook, folder)
+        finally:
+            os._exit(status)
+    return Running(notebook, pid, folder, time.monotonic())
+
+
+def poll(running: Running, bounds: Bounds) -> Result | None:
+    """Return the result if the notebook has ended, or ended now because it passed its bounds."""
+    ended, status = os.waitpid(running.pid, os.WNOHANG)
+    if ended:
+        _end_group(running.pid)
+        return running.outcome(os.waitstatus_to_exitcode(status))
+    seconds = time.monotonic() - running.started
+    used = _memory_gib(running.pid)
+    if seconds <= bounds.seconds and used <= bounds.memory_gib:
+        return None
+    _end_group(running.pid)
+    os.waitpid(running.pid, 0)
+    what = f"{bounds.seconds:g} s" if seconds > bounds.seconds else f"{bounds.memory_gib:g} GiB of memory"
+    cell = _progress(running.folder)
+    return replace(blank_result(running.notebook, seconds), outcome="limit", reason=f"took more than {what}", cell=cell)
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _memory_gib(pid: int) -> float:
+    import psutil
+
+    try:
+        parent = psutil.Process(pid)
+        return sum(process.memory_info().rss for process in (parent, *parent.children(recursive=True))) / 2**30
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _progress(folder: Path) -> int | None:
+    try:
+        return int((folder / "cell").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _child(notebook: Notebook, folder: Path) -> int:
+    os.setsid()
+    work = folder / "work"
+    work.mkdir()
+    os.chdir(work)
+    log = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    answer = run_cells(notebook, folder)
+    (folder / "result.json").write_text(json.dumps(answer))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 0
+
+
+def run_cells(notebook: Notebook, folder: Path) -> dict[str, Any]:
+    """Run the cells in order and return the fields of the result."""
+    from tools.notebooks import stand_ins
+
+    stand_ins.install()
+    scope: dict[str, Any] = {
+        "__name__": "__main__", CUDA: stand_ins.notebook_cuda(), CAP: cap, "display": lambda *_, **__: None,
+        "get_ipython": lambda: None,
+    }  # fmt: skip
+    for number, cell in enumerate(notebook.cells):
+        (folder / "cell").write_text(str(number))
+        try:
+            tree = rewrite(python_of(cell))
+        except SyntaxError as err:
+            return {"outcome": "limit", "reason": f"the cell is no Python: {err}", "cell": number}
+        try:
+            exec(compile(tree, f"<cell {number}>", "exec"), scope)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as err:  # noqa: BLE001 - a notebook may end in any way, and each is a result
+            traceback.print_exc()
+            return {"cell": number, **_classify(err)}
+    return {"outcome": "ok"}
+
+
+def _classify(err: BaseException) -> dict[str, Any]:
+    text = re.sub(r"\s+", " ", f"{type(err).__name__}: {err}")[:400]
+    frames = traceback.extract_tb(err.__traceback__)[-_FRAMES:]
+    where = " < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
+    missing = isinstance(err, ModuleNotFoundError) and not (err.name or "").startswith(_PRODUCT)
+    outcome = "limit" if missing or isinstance(err, UnknownDataError) or _needs_network(err) else "error"
+    return {"outcome": outcome, "reason": text, "where": where}
+
+
+def _needs_network(err: BaseException) -> bool:
+    kinds = {kind.__name__ for each in _causes(err) for kind in type(each).__mro__}
+    return bool(kinds & {"ConnectionError", "URLError", "ConnectError", "OfflineModeIsEnabled"})
+
+
+def _causes(err: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while err is not None and err not in found:
+        found.append(err)
+        err = err.__cause__ or err.__context__
+    return found
+
+
+def _short(filename: str) -> str:
+    return re.sub(r"^.*?(site-packages|src)/", "", filename)

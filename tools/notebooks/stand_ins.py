@@ -1,0 +1,101 @@
+"""Packages that notebooks install and that are not here, as far as their code touches them.
+
+Only what does not belong to training: display in a notebook, vLLM's request parameters, a version comparison.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from tools.notebooks import rows
+
+
+class _Displayed:
+    """IPython.display.Markdown and the like."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.arguments, self.options = arguments, options
+
+
+class SamplingParams:
+    """vLLM's parameters of a generation: attributes."""
+
+    def __init__(self, **options: Any) -> None:
+        self.__dict__.update(options)
+
+
+def notebook_cuda() -> types.SimpleNamespace:
+    """What code reads of `torch.cuda`: a GPU of 80 GiB with nothing on it."""
+    zero = lambda *_, **__: 0  # noqa: E731
+    properties = types.SimpleNamespace(name="CPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=1)
+    return types.SimpleNamespace(
+        get_device_properties=lambda *_: properties, max_memory_reserved=zero, memory_reserved=zero,
+        memory_allocated=zero, max_memory_allocated=zero, empty_cache=zero, synchronize=zero, manual_seed_all=zero,
+        reset_peak_memory_stats=zero, ipc_collect=zero, manual_seed=zero, is_available=lambda: False,
+        device_count=lambda: 0, get_device_capability=lambda *_: (9, 0), is_bf16_supported=lambda *_: True,
+        get_device_name=lambda *_: "CPU", current_device=zero,
+    )  # fmt: skip
+
+
+def install() -> None:
+    """Put the stand-ins in place; in the process of one notebook."""
+    import datasets
+
+    datasets.load_dataset = rows.load_dataset
+    display = _module("IPython.display", display=lambda *_, **__: None, clear_output=lambda *_, **__: None)
+    for name in ("Markdown", "Math", "Latex", "Audio", "Image", "HTML", "Code"):
+        setattr(display, name, type(name, (_Displayed,), {}))
+    _module("IPython", display=display, get_ipython=lambda: None)
+    _module("vllm", SamplingParams=SamplingParams, RequestOutput=object)
+    from packaging.version import Version
+
+    _module("unsloth_zoo")
+    _module("unsloth_zoo.utils", Version=lambda name: Version(_version(name)))
+    _module("google.colab", drive=None, userdata=types.SimpleNamespace(get=lambda _: ""))
+
+
+def define_torchvision_ops() -> None:
+    """Declare two operators that torchvision registers, if its compiled part does not load.
+
+    That is the case for its CUDA build beside a CPU build of torch; image processors need its Python part only.
+    """
+    import torch
+
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        return
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(library)
+        import torchvision  # noqa: F401
+
+
+_KEPT: list[Any] = []
+"""A library's operators live as long as it does."""
+
+
+def _version(name: str) -> str:
+    import importlib.metadata
+
+    return name if name[:1].isdigit() else importlib.metadata.version(name)
+
+
+def _module(name: str, **content: Any) -> types.ModuleType:
+    try:
+        __import__(name)
+    except ImportError:
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        module.__path__ = []
+        sys.modules[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent in sys.modules:
+            setattr(sys.modules[parent], last, module)
+    return sys.modules[name]

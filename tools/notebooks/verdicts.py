@@ -1,0 +1,73 @@
+"""Outcomes of a notebook, what is not supported by design and why, and the category of a notebook."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Outcome = Literal["ok", "error", "unsupported", "limit"]
+OUTCOMES: dict[Outcome, str] = {
+    "ok": "ran to its end",
+    "error": "an error of ours",
+    "unsupported": "not supported by design",
+    "limit": "cannot be run by this tool",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    category: str
+    outcome: Outcome
+    reason: str = ""
+    """The error, or why it is not supported or not run."""
+    cell: int | None = None
+    where: str = ""
+    """The deepest frames of the error."""
+    seconds: float = 0.0
+    copies: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in ("", None)}
+
+
+# The first pattern found in the code decides.
+UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    (r"FastSentenceTransformer", "embedding models: decoders with a language-model head are trained"),
+    (r"ForSequenceClassification|num_labels", "encoders with a classification head: decoders are trained"),
+    (r"[Ww]hisper|\bSNAC\b|xcodec2|sparktts|outetts|CsmFor|OuteTTS|csm-1b", "speech models and audio codecs"),
+    (r'"type" *: *"audio"[^#]*\n[\s\S]*(kadirnar|Audio\()', "audio in the training data"),
+    (r"nemo_gym|NeMo-Gym|nemo-gym", "an RL environment that is a server of its own (NeMo Gym)"),
+    (r"launch_openenv|OpenSpiel|openenv", "an RL environment that is a server of its own (OpenEnv)"),
+    (r"SyntheticDataKit|synthetic-data-kit", "data made by a vLLM server (synthetic-data-kit)"),
+    (r"unsloth studio|unsloth-studio|Unsloth Studio", "installs another program (Unsloth Studio)"),
+    (r"qat_scheme|executorch", "quantization-aware training and export with torchao / ExecuTorch"),
+    (r"diffusiongemma", "diffusion language models: the loss and the sampling are not autoregressive"),
+    (r"deepseek_ocr|DeepSeek-OCR", "model code that comes with the checkpoint (trust_remote_code)"),
+)
+LIMITS: tuple[tuple[str, str], ...] = ()
+
+
+def unsupported_reason(code: str) -> str | None:
+    return next((reason for pattern, reason in UNSUPPORTED if re.search(pattern, code)), None)
+
+
+def category_of(name: str, code: str) -> str:
+    """Return the kind of training."""
+    if re.search(r"FastSentenceTransformer|num_labels", code):
+        return "encoders and embeddings"
+    if re.search(r"TTS|Whisper|Audio|Multimodal", name):
+        return "speech and audio"
+    vision = "FastVisionModel" in code and not re.search(r"Reinforcement|\(E2B\)_GRPO", name)
+    if re.search(r"GRPOTrainer\(", code):
+        return "GRPO, vision" if vision else "GRPO"
+    if vision or name.endswith("-Vision"):
+        return "vision"
+    if re.search(r"(DPO|ORPO|KTO)Trainer\(", code):
+        return "preferences (DPO, ORPO)"
+    if "UnslothTrainer(" in code:
+        return "continued pretraining"
+    if re.search(r"(SFT)?Trainer\(", code):
+        return "supervised fine-tuning"
+    return "inference and tools"
