@@ -1,4 +1,4 @@
-"""`pantheraml export`: write the trained model as a standard Hugging Face folder."""
+"""`pantheraml export`: write the trained model as a standard Hugging Face folder, or as a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pantheraml.base.errors import ConfigError
+from pantheraml.base.errors import ConfigError, RunDirectoryError
 from pantheraml.base.text import printable
 from pantheraml.cli.consent_flags import add_consent, consent_from
 
@@ -15,13 +15,20 @@ from pantheraml.cli.consent_flags import add_consent, consent_from
 def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "export",
-        help="write the trained model as a standard Hugging Face folder",
-        description="Merge a run's adapter into its base model and write a standard Hugging Face folder.",
+        help="write the trained model as a standard Hugging Face folder or a GGUF file",
+        description="Merge a run's adapter into its base model and write a standard Hugging Face folder, or a GGUF"
+        " file for llama.cpp.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the base model's weights")
+    parser.add_argument(
+        "--gguf",
+        metavar="KIND",
+        help="write a GGUF file instead, with the adapter merged: f32, f16, bf16, q8_0; or any kind of llama-quantize,"
+        " if that is on the path",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--output", metavar="DIR", required=True, help="folder to write (must be empty)")
+    parser.add_argument("--output", metavar="PATH", required=True, help="folder to write (must be empty), or GGUF file")
     parser.add_argument(
         "--precision", choices=["fp32", "bf16", "fp16"], help="dtype of the written weights (default: the run's)"
     )
@@ -46,8 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     consent = consent_from(arguments)
     config = run.received_config(consent)
     adapter = run.trained()
-    require_empty(output)
-    if not arguments.merge and adapter.name == "adapter":
+    if arguments.gguf is None:
+        require_empty(output)
+    else:
+        _check_gguf(arguments, output)
+    if not arguments.merge and arguments.gguf is None and adapter.name == "adapter":
         raise ConfigError(
             "Without --merge, export would only copy the adapter.",
             fix=f"Add --merge for a standard model, or use the PEFT adapter itself: {adapter}.",
@@ -61,13 +71,25 @@ def run(arguments: argparse.Namespace) -> int:
         output=output.absolute(),
         precision=precision,
         base=arguments.base,
+        gguf=arguments.gguf,
     )
     with no_scratch_left(request.output):
         notices = run_request("export", request, answer=messages)
+    written = arguments.gguf or precision
     if arguments.json:
-        print(json.dumps({"output": str(output.absolute()), "precision": precision, "notices": notices}))
+        print(json.dumps({"output": str(output.absolute()), "precision": written, "notices": notices}))
         return 0
     for notice in notices:
         print(printable(f"{notice[0].upper()}{notice[1:]}."))
-    print(f"Exported to {output} ({precision}).")
+    print(f"Exported to {output} ({written}).")
     return 0
+
+
+def _check_gguf(arguments: argparse.Namespace, output: Path) -> None:
+    from pantheraml.base.roots import require_allowed
+
+    require_allowed(output, key="--output")
+    if arguments.precision is not None:
+        raise ConfigError("--precision is for Hugging Face folders.", fix="Remove it: --gguf names the number format.")
+    if output.exists():
+        raise RunDirectoryError(f"{output} exists already.", fix="Choose another --output, a file.")

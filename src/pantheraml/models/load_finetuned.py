@@ -16,6 +16,7 @@ from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.base.folders import committed_folder, require_empty
 from pantheraml.models.adapters import ADAPTER, base_quantization
 from pantheraml.models.base_identity import verified_base
+from pantheraml.models.gguf.kinds import parse_kinds
 from pantheraml.models.gguf.save import check_gguf, write_gguf_file
 from pantheraml.models.hub import check_links
 from pantheraml.models.loader import has_tokenizer, load_model, load_tokenizer, model_folder, read_config
@@ -95,10 +96,11 @@ def export_gguf(
     plain_base: bool = False,
 ) -> None:
     """Write the file `output` in GGUF format, with the adapter merged."""
+    (parsed,) = parse_kinds(kind)
     tokenizer = finetuned_tokenizer(model_config, finetuned_dir)
-    check_gguf(read_config(model_config), tokenizer, kind)
+    check_gguf(read_config(model_config), tokenizer)
     model = load_to_merge(model_config, method, finetuned_dir, dtype=dtype, device=device, plain_base=plain_base)
-    write_gguf_file(model, output, tokenizer, kind)
+    write_gguf_file(model, output, tokenizer, parsed)
 
 
 def finetuned_tokenizer(model_config: ModelConfig, finetuned_dir: Path) -> Any:

@@ -123,10 +123,12 @@ class ReplayResult(BaseModel):
 
 
 class ExportRequest(ReceivedRequest):
-    """Export the trained model as a plain Hugging Face folder."""
+    """Export the trained model as a plain Hugging Face folder, or as a GGUF file."""
 
     output: Path
     precision: Precision
+    gguf: str | None = None
+    """Kind of the GGUF file to write; None: a folder."""
     base: Literal["trained", "plain"]
     """plain: merge an adapter trained on 4-bit weights into the unquantized weights."""
 

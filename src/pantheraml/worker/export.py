@@ -1,7 +1,8 @@
-"""Task `export`: merge the run's adapter into its base model, as a plain Hugging Face folder."""
+"""Task `export`: merge the run's adapter into its base model, as a plain Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import ModelSaved, Notice
 from pantheraml.models.adapters import base_quantization
-from pantheraml.models.load_finetuned import export_merged
+from pantheraml.models.load_finetuned import export_gguf, export_merged
 from pantheraml.models.loader import read_config
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.specs.tasks import ExportRequest
@@ -26,7 +27,8 @@ def export_task(folder: Path, emit: EventWriter) -> None:
     if request.base == "trained" and base_quantization(config.model, config.method) is not None:
         has_plain = detect_checkpoint_format(read_config(config.model)) is None
         emit(Notice(message=MERGED_INTO_NF4 + (PLAIN_BASE_HINT if has_plain else "")))
-    export_merged(
+    export = export_merged if request.gguf is None else partial(export_gguf, kind=request.gguf)
+    export(
         config.model,
         config.method,
         run.trained(),
@@ -35,4 +37,4 @@ def export_task(folder: Path, emit: EventWriter) -> None:
         output=request.output,
         plain_base=request.base == "plain",
     )
-    emit(ModelSaved(path=str(request.output), form="merged"))
+    emit(ModelSaved(path=str(request.output), form="merged" if request.gguf is None else "gguf"))

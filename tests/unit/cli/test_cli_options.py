@@ -54,7 +54,7 @@ OPTIONS = {
         "--temperature",
         "run_dir",
     ],
-    "export": [*CONSENT, "--base", "--json", "--merge", "--output", "--precision", "run_dir"],
+    "export": [*CONSENT, "--base", "--gguf", "--json", "--merge", "--output", "--precision", "run_dir"],
     "quantize": [*INPUTS, "--json", "--output", "--tokens"],
     "gpus": ["--json"],
     "schema": ["--events"],

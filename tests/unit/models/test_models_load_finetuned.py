@@ -19,7 +19,7 @@ from pantheraml.models.adapters import (
     save_trained,
     trainable_parameters,
 )
-from pantheraml.models.load_finetuned import export_merged, load_finetuned_model, merge_adapter
+from pantheraml.models.load_finetuned import export_merged, load_finetuned_model, load_to_merge
 from pantheraml.models.loader import load_model, load_tokenizer, read_config
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.quantize.quantized_folder import quantized_config
@@ -78,9 +78,9 @@ def test_loaded_and_exported_models_match_training(
 
 def test_merging_keeps_the_requested_dtype(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     config, expected = train(tiny_model("llama"), METHODS["qlora"], tmp_path / "trained")
-    model = merge_adapter(
-        config, METHODS["qlora"], tmp_path / "trained", dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+    target = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "output": tmp_path / "merged"}
+    export_merged(config, METHODS["qlora"], tmp_path / "trained", **target)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert float((logits(model).float() - expected).abs().max() / expected.abs().max()) < 0.05
 
@@ -125,7 +125,7 @@ def test_a_quantized_checkpoint_has_no_plain_weights(tiny_model: Callable[..., P
     packed = quantized_config(read_config(config), torch.float32, [])
     packed.save_pretrained(base)
     with pytest.raises(ConfigError, match="no plain weights: its checkpoint is quantized in nf4"):
-        merge_adapter(config, METHODS["qlora"], tmp_path / "trained", **HERE, plain_base=True)
+        load_to_merge(config, METHODS["qlora"], tmp_path / "trained", **HERE, plain_base=True)
 
 
 def test_an_adapter_may_not_link_to_outside_files(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

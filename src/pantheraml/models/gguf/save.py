@@ -46,11 +46,10 @@ def save_gguf(model: PreTrainedModel, folder: Path, tokenizer: Any, requested: G
     """Write `NAME.KIND.gguf` for each kind into `folder`, where NAME is the folder's name; return the files."""
     kinds = parse_kinds(requested)
     tokenizer = text_tokenizer(tokenizer)
-    for kind in kinds:
-        check_gguf(model.config, tokenizer, kind)
+    check_gguf(model.config, tokenizer)
     folder = folder.absolute()
     names = [f"{folder.name}.{kind.upper()}.gguf" for kind in kinds]
-    with added_files(folder, replaces=()) as scratch:
+    with added_files(folder) as scratch:
         for kind, name in zip(kinds, names, strict=True):
             _write(model, scratch / name, tokenizer, kind)
     return [folder / name for name in names]
@@ -70,9 +69,8 @@ def text_tokenizer(tokenizer: Any) -> Any:
     return getattr(tokenizer, "tokenizer", tokenizer)
 
 
-def check_gguf(config: Any, tokenizer: Any, kind: str) -> None:
+def check_gguf(config: Any, tokenizer: Any) -> None:
     """Raise whatever is known to prevent the conversion, before any work."""
-    parse_kinds(kind)
     family = gguf_family(config)
     main_rope(config)
     if family.interleaved_rope and rope_size(config) != head_size(config):
