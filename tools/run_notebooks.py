@@ -70,9 +70,7 @@ def prepare_process(hub: LocalHub) -> None:
         getattr(trl, name)
 
 
-def run_all(
-    notebooks: Sequence[Notebook], hub: LocalHub, folder: Path, options: argparse.Namespace
-) -> list[Result]:
+def run_all(notebooks: Sequence[Notebook], hub: LocalHub, folder: Path, options: argparse.Namespace) -> list[Result]:
     bounds = execute.Bounds(options.timeout, options.memory)
     waiting, running, results = list(notebooks), [], []
     while waiting or running:
@@ -133,7 +131,11 @@ def as_json(results: Sequence[Result]) -> str:
 
 def as_markdown(results: Sequence[Result]) -> str:
     parts = [category_table(results)]
-    for outcome, title in (("error", "Errors of ours"), ("unsupported", "Not supported by design"), ("limit", "Limits")):
+    for outcome, title in (
+        ("error", "Errors of ours"),
+        ("unsupported", "Not supported by design"),
+        ("limit", "Limits"),
+    ):
         parts.append(f"### {title}\n\n{reasons_table(results, outcome=outcome)}")
     return "\n\n".join(parts) + "\n"
 

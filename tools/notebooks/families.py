@@ -90,8 +90,16 @@ def _llama_3(turns: Turns | None, positions: int) -> Family:
 
 
 def _qwen(model_type: str, *, chat: bool = True, processor: str | None = None, **sizes: Any) -> Family:
-    turns = _CHATML if processor is None else Turns(
-        _CHATML.before, _CHATML.after, _CHATML.answer, image="<|vision_start|><|image_pad|><|vision_end|>", bos=False
+    turns = (
+        _CHATML
+        if processor is None
+        else Turns(
+            _CHATML.before,
+            _CHATML.after,
+            _CHATML.answer,
+            image="<|vision_start|><|image_pad|><|vision_end|>",
+            bos=False,
+        )
     )
     return Family(
         model_type, None, "<|im_end|>" if chat else "<|endoftext|>", "<|vision_pad|>", turns, _QWEN_TOKENS, sizes,
@@ -109,7 +117,9 @@ def _gemma(model_type: str, *, chat: bool = True, processor: str | None = None, 
     )  # fmt: skip
 
 
-def _mistral(model_type: str, positions: int, *, chat: bool = True, processor: str | None = None, **sizes: Any) -> Family:
+def _mistral(
+    model_type: str, positions: int, *, chat: bool = True, processor: str | None = None, **sizes: Any
+) -> Family:
     turns = Turns(_INST.before, _INST.after, _INST.answer, image="[IMG]" if processor else "")
     sizes = {"max_position_embeddings": positions, **sizes} if processor is None else sizes
     return Family(model_type, "<s>", "</s>", "<pad>", turns if chat else None, _MISTRAL_TOKENS, sizes, processor)
@@ -203,7 +213,8 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
     (r"LFM2", Family(
         "lfm2", "<|startoftext|>", "<|im_end|>", "<|pad|>",
         Turns(_CHATML.before, _CHATML.after, _CHATML.answer), ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "max_position_embeddings": 128000},
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
+         "max_position_embeddings": 128000},
     )),
     (r"GLM-4\.7-Flash", Family(
         "glm4_moe_lite", None, "<|endoftext|>", "<|pad|>", _GLM,

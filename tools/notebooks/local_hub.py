@@ -44,7 +44,9 @@ def hub_names(code: str) -> list[str]:
     except SyntaxError:
         return []
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return sorted(text for text in texts if _HUB_NAME.match(text) and not _OWN.match(text) and family_of(text) is not None)
+    return sorted(
+        text for text in texts if _HUB_NAME.match(text) and not _OWN.match(text) and family_of(text) is not None
+    )
 
 
 class LocalHub:
@@ -77,7 +79,9 @@ class LocalHub:
 
     def _model(self, family: Family, name: str) -> Path:
         nf4 = bool(_NF4.search(name))
-        identity = json.dumps([family.model_type, family.eos, family.bos, bool(family.turns), family.sizes], default=str)
+        identity = json.dumps(
+            [family.model_type, family.eos, family.bos, bool(family.turns), family.sizes], default=str
+        )
         folder = self._built / f"{family.model_type}-{abs(hash_text(identity)):x}{'-nf4' if nf4 else ''}"
         if not folder.exists():
             partial = folder.with_suffix(".partial")

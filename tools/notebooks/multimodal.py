@@ -40,9 +40,7 @@ def _name_tokens(tokenizer: Any, **tokens: str) -> None:
 def _gemma3(tokenizer: Any, text: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
-    _name_tokens(
-        tokenizer, boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
-    )
+    _name_tokens(tokenizer, boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>")
     ids = _ids(
         tokenizer, boi_token_index="<start_of_image>", eoi_token_index="<end_of_image>",
         image_token_index="<image_soft_token>",

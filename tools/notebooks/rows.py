@@ -17,7 +17,9 @@ class UnknownDataError(LookupError):
     """No synthetic rows are known for this data set."""
 
 
-def load_dataset(path: str, name: str | None = None, *_: Any, split: Any = None, streaming: bool = False, **rest: Any) -> Any:
+def load_dataset(
+    path: str, name: str | None = None, *_: Any, split: Any = None, streaming: bool = False, **rest: Any
+) -> Any:
     """Take the place of `datasets.load_dataset`: the same columns, few rows, nothing downloaded."""
     from datasets import Dataset, DatasetDict
 

@@ -64,7 +64,7 @@ def define_torchvision_ops() -> None:
     import torch
 
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except ImportError:
         return
     except RuntimeError:

@@ -5,6 +5,9 @@ gradient norm of 0, and train nothing.
 
 With several visible GPUs in one process the trainer wraps the model in `nn.DataParallel`, raises the batch size to
 match, and divides losses accordingly. Replicas of fused layers would use the original's weights.
+
+TRL's `RewardTrainer` trains a model with one output per sequence, which ours have not; its own error says to pass an
+argument that our loader does not take.
 """
 
 from __future__ import annotations
@@ -55,6 +58,21 @@ def _on_one_gpu(init: Callable[..., None]) -> Callable[..., None]:
     return init_on_one_gpu
 
 
+def _of_a_classifier(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_reward_trainer(self: Any, *args: Any, **kwargs: Any) -> None:
+        model = args[0] if args else kwargs.get("model")
+        if fast_model(model) is not None:
+            raise ConfigError(
+                "RewardTrainer needs a sequence classification model, but FastLanguageModel loads causal ones.",
+                fix="Pass the model's name as a string, or load it with transformers: "
+                "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).",
+            )
+        init(self, *args, **kwargs)
+
+    return init_reward_trainer
+
+
 REQUIRE_TRAINABLE = LibraryPatch(
     library="transformers",
     versions=">=5.17,<5.23",
@@ -73,5 +91,15 @@ ONE_GPU = LibraryPatch(
     name="__init__",
     make=_on_one_gpu,
     fallback="with several visible GPUs, a trainer uses nn.DataParallel, which our models reject",
+    required=False,
+)
+REWARD_MODEL = LibraryPatch(
+    library="trl",
+    versions=">=1.15,<1.17",
+    module="trl.trainer.reward_trainer",
+    class_name="RewardTrainer",
+    name="__init__",
+    make=_of_a_classifier,
+    fallback="RewardTrainer itself rejects causal models",
     required=False,
 )

@@ -24,7 +24,7 @@ from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.hooks.optimizers import OWN_ADAMW
 from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
 from pantheraml.hooks.sft_length import CONFIG_LENGTH, TRAINER_LENGTH
-from pantheraml.hooks.trainer_checks import ONE_GPU, REQUIRE_TRAINABLE
+from pantheraml.hooks.trainer_checks import ONE_GPU, REQUIRE_TRAINABLE, REWARD_MODEL
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
 from pantheraml.models.causal_lm import FastCausalLM
 
@@ -110,7 +110,7 @@ PACKING_ATTENTION = LibraryPatch(
 
 _ALL = (
     SFT_HEAD, COLLATOR, PACKING_ATTENTION, CONFIG_LENGTH, TRAINER_LENGTH,
-    PREFETCH_BATCHES, ASYNC_GRAD_NORM, ANNOUNCE_NEXT_BATCH, REQUIRE_TRAINABLE, ONE_GPU,
+    PREFETCH_BATCHES, ASYNC_GRAD_NORM, ANNOUNCE_NEXT_BATCH, REQUIRE_TRAINABLE, ONE_GPU, REWARD_MODEL,
     OWN_ADAMW,
 )  # fmt: skip
 
