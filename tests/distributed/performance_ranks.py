@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 
-from pantheraml.base.errors import ConfigError
+from pantheraml.base.errors import PantheraError
 from pantheraml.performance import (
     MultiGPUConfig,
     MultiGPUManager,
@@ -183,7 +183,7 @@ def monitored() -> dict[str, Any]:
 def refused() -> str:
     try:
         MultiGPUManager(MultiGPUConfig(world_size=7)).wrap_model(make_model())
-    except ConfigError as err:
+    except PantheraError as err:
         return f"{type(err).__name__}: {err}"
     return "accepted"
 
@@ -198,7 +198,7 @@ def late_optimizer() -> str:
     wrapped = ours.wrap_model_for_multi_gpu(model)
     try:
         ours.optimize_training_pipeline(wrapped, make_loader({"samples": 4}, 2), optimizer, None)
-    except ConfigError as err:
+    except PantheraError as err:
         return err.what
     return "accepted"
 

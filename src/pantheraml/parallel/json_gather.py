@@ -1,4 +1,4 @@
-"""All-gather of plain data as JSON.
+"""All-gather and broadcast of plain data as JSON.
 
 torch's object collectives unpickle what they receive, so anyone who gets into a connection between ranks could run code
 on all of them. JSON carries only numbers, strings, lists and mappings.
@@ -26,3 +26,17 @@ def all_gather_json(mine: Any, group: dist.ProcessGroup | None = None) -> list[A
     rows = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(rows, padded, group=group)
     return [json.loads(row[:count].cpu().numpy().tobytes()) for row, count in zip(rows, counts, strict=True)]
+
+
+def broadcast_json(value: Any) -> Any:
+    """Return rank 0's value on every rank. Collective; numpy's and torch's scalars arrive as Python's."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+    first = dist.get_rank() == 0
+    sent = bytearray(json.dumps(value, default=lambda scalar: scalar.item()).encode()) if first else bytearray()
+    length = torch.tensor([len(sent)], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=0)
+    text = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if first:
+        text.copy_(torch.frombuffer(sent, dtype=torch.uint8))
+    dist.broadcast(text, src=0)
+    return json.loads(text.cpu().numpy().tobytes())

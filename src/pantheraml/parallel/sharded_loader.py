@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, UnsupportedModelError
+from pantheraml.parallel.json_gather import broadcast_json
 
 logger = log.get_manager()
 
@@ -82,9 +83,8 @@ class _EpochOrder:
         """Weights of the batches of the current epoch."""
 
     def draw(self) -> list[Indices]:
-        sent: list[Any] = [[list(batch) for batch in self._batches] if self.rank == 0 else None]
-        dist.broadcast_object_list(sent, src=0)
-        shares = shares_of_rank(sent[0], self.rank, self.ranks, drop_last=self._drop_last)
+        batches = broadcast_json([list(batch) for batch in self._batches] if self.rank == 0 else None)
+        shares = shares_of_rank(batches, self.rank, self.ranks, drop_last=self._drop_last)
         self.factors = [factor for _, factor in shares]
         if 0.0 in self.factors:
             logger.warning("the last batch has fewer samples than ranks: rank %d repeats one with weight 0", self.rank)

@@ -415,7 +415,7 @@ def test_max_seq_length_sets_tokenizer_truncation(tiny_model: TinyModel) -> None
     ("arguments", "error", "words"),
     [
         ({"max_seq_length": 0}, ConfigError, "max_seq_length=0"),
-        ({"dtype": "int8"}, ConfigError, "bfloat16, float16, float32"),
+        ({"dtype": "int8"}, ConfigError, "float32, bfloat16, float16, auto"),
         ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "mutually exclusive"),
         ({"load_in_4bit": True, "full_finetuning": True}, ConfigError, "nf4 weights cannot be trained"),
         ({"device_map": {"layer": "cpu"}}, ConfigError, "modules that the model does not have: layer"),
