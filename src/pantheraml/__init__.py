@@ -11,7 +11,7 @@ from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.train import TrainConfig
 
 if TYPE_CHECKING:
-    from pantheraml.api import FastLanguageModel, FastModel, PatchDPOTrainer, is_bfloat16_supported
+    from pantheraml.api import FastLanguageModel, FastModel, FastVisionModel, PatchDPOTrainer, is_bfloat16_supported
     from pantheraml.models.sampling_params import SamplingParams
     from pantheraml.multigpu import enable_multi_gpu
 
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FastLanguageModel",
     "FastModel",
+    "FastVisionModel",
     "MultiGPUConfig",
     "MultiGPUMode",
     "PatchDPOTrainer",
@@ -33,6 +34,7 @@ __all__ = [
 _LAZY = {
     "FastLanguageModel": "pantheraml.api",
     "FastModel": "pantheraml.api",
+    "FastVisionModel": "pantheraml.api",
     "PatchDPOTrainer": "pantheraml.api",
     "SamplingParams": "pantheraml.models.sampling_params",
     "enable_multi_gpu": "pantheraml.multigpu",

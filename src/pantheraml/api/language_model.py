@@ -44,15 +44,16 @@ from pantheraml.hooks.unsloth_arguments import (
     ADAPTER_UNUSED,
     LOADING_NEUTRAL,
     LOADING_UNUSED,
-    check_auto_model,
     check_others,
     chosen_targets,
+    kind_for,
 )
 from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
 from pantheraml.models.fast import release_layer_graphs
 from pantheraml.models.load_finetuned import adapter_base, load_adapter
 from pantheraml.models.loader import load_model, read_config
+from pantheraml.models.model_kind import TEXT, ModelKind
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange, plan_rope
@@ -68,6 +69,8 @@ from pantheraml.parallel.device_map import (
 from pantheraml.specs.train import ModelConfig
 
 logger = log.get(__name__)
+
+NO_PACKING = PackingSupport((), "rows of vision-language models have positions and masks that depend on their images")
 
 
 class FastLanguageModel:
@@ -122,7 +125,7 @@ class FastLanguageModel:
         log.start_for_scripts()
         vllm_options = {name: others.pop(name) for name in VLLM_OPTIONS if fast_inference and name in others}
         _check_arguments(FastLanguageModel.from_pretrained, others)
-        check_auto_model(auto_model)
+        kind = kind_for(auto_model)
         check_checkpointing(use_gradient_checkpointing)
         multi_gpu = wants_multi_gpu(enable_multi_gpu, use_multi_gpu)
         if auto_device_map:
@@ -140,18 +143,21 @@ class FastLanguageModel:
             if adapter is not None:
                 config = _check_adapter(*adapter, full_finetuning=full_finetuning)
             stored = None if adapter is None else RopeChange.read(adapter[0])
-            rope = plan_rope(read_config(config), max_seq_length, rope_scaling, stored=stored)
-            tokenizer = tokenizer_with_length(config, max_seq_length)
+            rope = plan_rope(read_config(config, kind), max_seq_length, rope_scaling, stored=stored)
+            tokenizer = tokenizer_with_length(config, max_seq_length, kind)
             model = load_model(
                 config,
-                dtype=chosen_dtype(checkpoint_dtype(config) if dtype == "auto" else dtype, full_finetuning, device),
+                dtype=chosen_dtype(
+                    checkpoint_dtype(config, kind) if dtype == "auto" else dtype, full_finetuning, device
+                ),
                 device=device if free_memory is None else torch.device("cpu"),
                 quantize="dense" if full_finetuning else quant_format,
                 rope=rope,
+                kind=kind,
             )
-            restore_saved_config(model, config)
+            restore_saved_config(model, config, kind)
         model.requires_grad_(full_finetuning)
-        isolation = prepare_for_packing(model)
+        isolation = prepare_for_packing(model) if kind is TEXT else NO_PACKING
         fast = make_fast(model)
         fast.max_seq_length, fast.requested_checkpointing = max_seq_length, use_gradient_checkpointing
         fast.rope, fast.prompt_tokenizer = rope, tokenizer
@@ -287,7 +293,7 @@ def prepare_for_packing(model: PreTrainedModel) -> PackingSupport:
     return isolation
 
 
-def restore_saved_config(model: PreTrainedModel, config: ModelConfig) -> None:
+def restore_saved_config(model: PreTrainedModel, config: ModelConfig, kind: ModelKind) -> None:
     """Undo config changes made while loading: they would be saved with the model."""
-    model.config.get_text_config().use_cache = read_config(config).get_text_config().use_cache
+    model.config.get_text_config().use_cache = read_config(config, kind).get_text_config().use_cache
     model.name_or_path = model.config.name_or_path = base_name(config)

@@ -14,6 +14,8 @@ from pantheraml.base.env import multi_gpu_requested
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
 from pantheraml.models.chat_inputs import accept_both_forms
 from pantheraml.models.loader import load_tokenizer, read_config
+from pantheraml.models.model_kind import VISION, ModelKind
+from pantheraml.models.processor import load_processor
 from pantheraml.models.quantize.quantized_linear import QuantFormat
 from pantheraml.models.rope import supported_positions
 from pantheraml.parallel.device_map import (
@@ -119,16 +121,19 @@ def check_quant_format(quant_format: QuantFormat | None, full: bool, device: tor
         )
 
 
-def tokenizer_with_length(config: ModelConfig, max_seq_length: int | None) -> Any:
-    tokenizer = accept_both_forms(load_tokenizer(config))
+def tokenizer_with_length(config: ModelConfig, max_seq_length: int | None, kind: ModelKind) -> Any:
+    """Load the tokenizer, or the processor of a vision-language model."""
+    loaded = load_processor(config) if kind is VISION else load_tokenizer(config)
+    tokenizer = accept_both_forms(loaded.tokenizer if kind is VISION else loaded)
     if max_seq_length is not None:
         tokenizer.model_max_length = max_seq_length
-    return tokenizer
+    return loaded
 
 
-def checkpoint_dtype(config: ModelConfig) -> torch.dtype | None:
+def checkpoint_dtype(config: ModelConfig, kind: ModelKind) -> torch.dtype | None:
     """Return the dtype that the checkpoint's config names, if any."""
-    dtype: torch.dtype | None = getattr(read_config(config).get_text_config(), "dtype", None)
+    source = read_config(config, kind)
+    dtype: torch.dtype | None = getattr(source.get_text_config(), "dtype", None) or getattr(source, "dtype", None)
     return dtype
 
 

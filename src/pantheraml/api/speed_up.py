@@ -21,6 +21,7 @@ from pantheraml.models.fast import (
     second_layouts,
     why_one_layout,
 )
+from pantheraml.models.model_kind import vision_parts
 from pantheraml.models.module_walk_cache import use_cached_walk
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
@@ -86,7 +87,8 @@ def _fuse(fast: FastCausalLM, full_model: nn.Module, checkpointing: Checkpointin
     on_cpu = next(full_model.parameters()).device.type == "cpu"
     layouts = _fp8_layouts(full_model, checkpointing)
     # On a CPU fusing gains nothing, and fp8 matmuls of nf4 weights would round where the plain ones do not.
-    fused = not (nf4 and on_cpu) and fuse(full_model, layouts=layouts).fused > 0
+    part = cast(PreTrainedModel, fast).get_decoder() if vision_parts(fast) else full_model
+    fused = not (nf4 and on_cpu) and fuse(part, layouts=layouts).fused > 0
     quantize_head_like_layers(fast, fused=fused)
     if layouts == 2 and second_layouts(full_model):
         logger.info("MLP fp8 weights are stored in two layouts: %s", layouts_for("none")[1])

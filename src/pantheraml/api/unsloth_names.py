@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pantheraml.api.language_model import FastLanguageModel
 from pantheraml.base import log
 from pantheraml.planner.precision import BF16_CAPABILITY
 
 logger = log.get(__name__)
-
-
-FastModel = FastLanguageModel
-"""Unsloth's name for a loader of any kind of model; here, of decoders."""
 
 
 def is_bfloat16_supported() -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.models.adapters import linear_layers, target_layers
+from pantheraml.models.model_kind import TEXT, VISION, ModelKind
 
 logger = log.get(__name__)
 
@@ -67,14 +68,17 @@ def check_others(
             raise ConfigError(f"FastLanguageModel.{function} does not support {name}={value!r}.", fix="Remove it.")
 
 
-def check_auto_model(auto_model: Any) -> None:
-    """`auto_model` names the class to load by; decoders are the only kind here."""
+def kind_for(auto_model: Any) -> ModelKind:
+    """Return the kind of model that `auto_model`, transformers' class to load by, stands for."""
     name = getattr(auto_model, "__name__", str(auto_model))
-    if auto_model is not None and not name.endswith("ForCausalLM"):
-        raise ConfigError(
-            f"FastLanguageModel.from_pretrained does not support auto_model={name}: it loads decoders only.",
-            fix="Remove it, or use another library for this model.",
-        )
+    if auto_model is None or name.endswith("ForCausalLM"):
+        return TEXT
+    if auto_model is VISION.auto_model:
+        return VISION
+    raise ConfigError(
+        f"FastLanguageModel.from_pretrained does not support auto_model={name}: it loads decoders only.",
+        fix="Remove it, or use another library for this model.",
+    )
 
 
 def chosen_targets(

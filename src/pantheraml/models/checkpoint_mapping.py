@@ -1,8 +1,8 @@
 """Map the tensors of checkpoint files to the weights of a model.
 
-Names are matched as transformers matches them. Where its rules rename, merge, split or transpose tensors, or a
-checkpoint is otherwise not one tensor per weight, `CannotStream` gives the reason and the model is loaded by
-transformers instead.
+Names are matched as transformers matches them; the rules that rename whole families (vision-language models are
+published under older names) are applied. Where its rules merge, split or transpose tensors, or a checkpoint is
+otherwise not one tensor per weight, `CannotStream` gives the reason and transformers loads the model instead.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class WeightMapping:
     units: list[WeightUnit]
     missing: set[str]
     """Weights in no file because they are tied to others."""
+    renamings: list[WeightRenaming] = field(default_factory=list)
+    """Rules of transformers that gave the weights their names."""
 
 
 def match_weights(
@@ -64,7 +66,8 @@ def match_weights(
     """Match the safetensors files `opened` to `model`, which is on the meta device; CannotStream if they do not
     match."""
     expected: dict[str, Tensor] = model.state_dict()
-    targets = _targets(opened, checkpoint_format, _renaming(model, expected))
+    rename = _Renaming(model, expected)
+    targets = _targets(opened, checkpoint_format, rename)
     unknown = [key for key, (name, _) in targets.items() if name not in expected]
     if unknown:
         logger.info("%d tensor(s) of the checkpoint are not used by this model, such as %s", len(unknown), unknown[0])
@@ -97,7 +100,7 @@ def match_weights(
     untied = missing - _tied(model, present)
     if untied:
         raise CannotStream(f"{min(untied)} is missing")
-    return WeightMapping(list(units.values()), missing)
+    return WeightMapping(list(units.values()), missing, rename.used())
 
 
 def _targets(
@@ -122,22 +125,38 @@ def _has_shape(tensors: Any, key: str, part: str, expected: torch.Size) -> bool:
     return bool(part) or shape == expected
 
 
-def _renaming(model: Any, expected: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """Return the map from names in the files to names in the model; transformers adds or drops the base model
-    prefix."""
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+class _Renaming:
+    """The map from names in the files to names in the model; transformers adds or drops the base model prefix."""
 
-    def rename(key: str) -> str:
-        changed, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
-        name, _ = rename_source_key(key, [], [], model.base_model_prefix, expected)
+    def __init__(self, model: Any, expected: Mapping[str, Tensor]) -> None:
+        self._prefix, self._expected = model.base_model_prefix, expected
+        self._rules = get_model_conversion_mapping(model)
+        self._own = [rule for rule in get_model_conversion_mapping(model, add_legacy=False) if _renames(rule)]
+
+    def __call__(self, key: str) -> str:
+        renamings = [rule for rule in self._rules if _renames(rule)]
+        converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
+        changed, converted = self._apply(key, renamings, converters)
+        own, _ = self._apply(key, self._own, [])
+        name, _ = self._apply(key, [], [])
         # transformers falls back to the unchanged name if its rules match no weight
-        if (changed, converted) != (name, None) and not (changed not in expected and key in expected):
+        if (changed, converted) == (name, None) or (changed not in self._expected and key in self._expected):
+            return name
+        if converted is not None or own != changed or changed not in self._expected:
             raise CannotStream(f"{key} needs conversion")
-        return str(name)
+        return changed
 
-    return rename
+    def _apply(self, key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
+        name, converted = rename_source_key(key, renamings, converters, self._prefix, self._expected)
+        return str(name), converted
+
+    def used(self) -> list[WeightRenaming]:
+        """Return the family's rules that matched a name."""
+        return [rule for rule in self._own if rule.was_used()]
+
+
+def _renames(rule: Any) -> bool:
+    return isinstance(rule, WeightRenaming)
 
 
 def _check_not_read(model: Any, replaced: set[str], quant_format: QuantFormat | None) -> None:

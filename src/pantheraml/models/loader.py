@@ -1,4 +1,4 @@
-"""Load causal language models and their tokenizers, with clear errors.
+"""Load language models, also with vision, and their tokenizers, with clear errors.
 
 Weights come from safetensors; pickled weights and remote code are used only if the config enables them. A checkpoint
 that lacks weights of its architecture is an error: transformers would initialize them randomly. Weights are streamed to
@@ -19,9 +19,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -32,6 +30,7 @@ from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedMode
 from pantheraml.base.memory_room import MAX_GROWTH_BYTES, memory_limit
 from pantheraml.models.checkpoint_mapping import CannotStream
 from pantheraml.models.hub import local_folder
+from pantheraml.models.model_kind import TEXT, VISION, ModelKind, is_vision_config
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import quantize_linears, set_dense_dtype
 from pantheraml.models.rope_scaling import RopeChange
@@ -60,13 +59,19 @@ def check_model(config: ModelConfig) -> None:
     _check(model_folder(config), config)
 
 
-def read_config(config: ModelConfig) -> Any:
+def read_config(config: ModelConfig, kind: ModelKind = TEXT) -> Any:
     """Return the model's `config.json` as parsed by transformers."""
-    return _read_config(model_folder(config), config)
+    return _read_config(model_folder(config), config, kind)
 
 
-def _check(folder: Path, config: ModelConfig) -> Any:
-    source = _read_config(folder, config)
+def kind_of(config: ModelConfig) -> ModelKind:
+    """Return the kind of a model that may be of any."""
+    source = _parse_config(model_folder(config), config)
+    return VISION if is_vision_config(source) else TEXT
+
+
+def _check(folder: Path, config: ModelConfig, kind: ModelKind = TEXT) -> Any:
+    source = _read_config(folder, config, kind)
     if config.init == "pretrained":
         detect_checkpoint_format(source)
         for file in weight_files(folder, allow_pickle=config.allow_pickle):
@@ -75,13 +80,24 @@ def _check(folder: Path, config: ModelConfig) -> Any:
     return source
 
 
-def _read_config(folder: Path, config: ModelConfig) -> Any:
+def _read_config(folder: Path, config: ModelConfig, kind: ModelKind) -> Any:
+    source = _parse_config(folder, config)
+    if type(source) not in kind.mapping and not config.trust_remote_code:
+        raise UnsupportedModelError(
+            f"A model of type {source.model_type!r} is not a {kind.noun}.",
+            where=str(folder / "config.json"),
+            fix="Load it with FastVisionModel." if kind is TEXT and is_vision_config(source) else kind.otherwise,
+        )
+    return source
+
+
+def _parse_config(folder: Path, config: ModelConfig) -> Any:
     read_hf_config(folder)
     # trusted remote code may load libraries of any size
     limit = contextlib.nullcontext() if config.trust_remote_code else memory_limit()
     try:
         with limit:
-            source = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except MemoryError as err:
         raise ModelError(
             f"Reading the model's config.json takes more than {MAX_GROWTH_BYTES >> 20} MiB of memory, the limit.",
@@ -101,13 +117,6 @@ def _read_config(folder: Path, config: ModelConfig) -> Any:
             fix=f"If the model is newer than transformers {transformers.__version__}, upgrade it; if it has Python"
             " code of its own, review that and set model.trust_remote_code=true.",
         ) from err
-    if type(source) not in MODEL_FOR_CAUSAL_LM_MAPPING and not config.trust_remote_code:
-        raise UnsupportedModelError(
-            f"A model of type {source.model_type!r} is not a causal language model.",
-            where=str(folder / "config.json"),
-            fix="Use a model that generates text (its class in config.json ends in ForCausalLM).",
-        )
-    return source
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -142,24 +151,25 @@ def load_model(
     seed: int = 0,
     lazy_layers: bool = False,
     rope: RopeChange | None = None,
+    kind: ModelKind = TEXT,
 ) -> PreTrainedModel:
     """Load the model on `device`, without a key/value cache, ready for training. `seed` is used only for init=random.
 
     `quantize`: format of the linear layers except the head; None: as in the checkpoint, which is `dtype` unless it is
     quantized. `lazy_layers`: where possible, leave the weights of decoder layers for `materialize`. `rope` replaces the
-    RoPE of config.json.
+    RoPE of config.json. Parts that see images are never quantized.
     """
     folder = model_folder(config)
-    source = _check(folder, config)
+    source = _check(folder, config, kind)
     if rope is not None:
         rope.apply(source)
     with _load_errors(folder), _device_errors(device):
         if config.init == "random":
-            model = _random_model(source, config, dtype, seed)
+            model = _random_model(source, config, dtype, seed, kind)
             _place(model, dtype, dtype, device, quantize)
         else:
             place = WeightPlacement(quantize, detect_checkpoint_format(source), dtype, device)
-            model = _pretrained_model(folder, source, config, place, lazy_layers=lazy_layers)
+            model = _pretrained_model(folder, source, config, place, kind, lazy_layers=lazy_layers)
     model.config.get_text_config().use_cache = False
     return model
 
@@ -180,7 +190,7 @@ def weights_fingerprint(config: ModelConfig) -> str:
 
 
 def _pretrained_model(
-    folder: Path, source: Any, config: ModelConfig, place: WeightPlacement, *, lazy_layers: bool
+    folder: Path, source: Any, config: ModelConfig, place: WeightPlacement, kind: ModelKind, *, lazy_layers: bool
 ) -> PreTrainedModel:
     files = weight_files(folder, allow_pickle=config.allow_pickle)
     try:
@@ -191,7 +201,7 @@ def _pretrained_model(
         source.name_or_path = str(folder)
         if place.checkpoint_format is not None:
             del source.quantization_config
-        model = stream_model(source, files, attention_for(source), place, lazy_layers=lazy_layers)
+        model = stream_model(source, files, attention_for(source, kind), place, lazy_layers=lazy_layers, kind=kind)
         set_dense_dtype(model, place.dtype)
         model.generation_config = _generation_config(folder)
         return model
@@ -205,7 +215,8 @@ def _pretrained_model(
             ) from reason
         logger.info("loading through host memory, because %s", reason)
     # Quantize from the checkpoint's dtype, so that the result does not depend on this run's precision.
-    model = _from_pretrained(folder, source, config, place.dtype if place.target in (None, "dense") else None)
+    dtype = place.dtype if place.target in (None, "dense") else None
+    model = _from_pretrained(folder, source, config, dtype, kind)
     _place(model, model.dtype, place.dtype, place.device, place.target)
     return model
 
@@ -224,15 +235,17 @@ def _place(
     model.to(device)
 
 
-def _from_pretrained(folder: Path, source: Any, config: ModelConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+def _from_pretrained(
+    folder: Path, source: Any, config: ModelConfig, dtype: torch.dtype | None, kind: ModelKind
+) -> PreTrainedModel:
     _reject_redirected_weights(folder, source)
     if not config.trust_remote_code:
-        check_buffers(source)
-    model, info = AutoModelForCausalLM.from_pretrained(
+        check_buffers(source, kind)
+    model, info = kind.auto_model.from_pretrained(
         folder,
         config=source,
         dtype="auto" if dtype is None else dtype,
-        attn_implementation=attention_for(source),
+        attn_implementation=attention_for(source, kind),
         use_safetensors=None if config.allow_pickle else True,
         trust_remote_code=config.trust_remote_code,
         output_loading_info=True,
@@ -270,24 +283,24 @@ def _generation_config(folder: Path) -> GenerationConfig:
     return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
-def attention_for(model_config: Any) -> str:
+def attention_for(model_config: Any, kind: ModelKind = TEXT) -> str:
     """Return sdpa, or eager for the few families that need attention scores or softcapping (Gemma 2)."""
     if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return "eager"  # transformers before 5.20 allows SDPA, which ignores the softcap
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    architecture = kind.mapping.get(type(model_config), None)
     return "sdpa" if architecture is None or architecture._supports_sdpa else "eager"
 
 
-def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: int, kind: ModelKind) -> PreTrainedModel:
     if not config.trust_remote_code:
-        check_buffers(source)
+        check_buffers(source, kind)
     # Float32 on the CPU, so that the values depend only on the seed; the caller's RNG state is preserved.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = kind.auto_model.from_config(
             source,
             dtype=torch.float32,
-            attn_implementation=attention_for(source),
+            attn_implementation=attention_for(source, kind),
             trust_remote_code=config.trust_remote_code,
         )
     _cast_parameters(model, torch.float32, dtype)

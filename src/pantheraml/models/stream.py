@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pantheraml.base import log
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.checkpoint_mapping import CannotStream, match_weights
 from pantheraml.models.lazy_weights import defer_weights, in_decoder_layers
+from pantheraml.models.model_kind import TEXT, ModelKind
 from pantheraml.models.weight_reader import WeightPlacement, build_layer, open_safetensors, read_units, set_weight
 from pantheraml.planner.precision import why_no_fp8
 
@@ -31,13 +32,19 @@ model), and the number of positions comes from config.json alone."""
 
 
 def stream_model(
-    source: Any, files: Sequence[Path], attention: str, place: WeightPlacement, *, lazy_layers: bool = False
+    source: Any,
+    files: Sequence[Path],
+    attention: str,
+    place: WeightPlacement,
+    *,
+    lazy_layers: bool = False,
+    kind: ModelKind = TEXT,
 ) -> PreTrainedModel:
     """Build the model that `source` (its transformers config) describes, with the weights in `files`, in eval mode.
 
     `lazy_layers`: decoder layers are left for `lazy_weights.materialize`.
     """
-    model = _meta_model(source, attention, place.dtype)
+    model = _meta_model(source, attention, place.dtype, kind)
     with open_safetensors(files) as opened:
         mapping = match_weights(
             model, opened, quant_format=place.quant_format, checkpoint_format=place.checkpoint_format
@@ -56,14 +63,14 @@ def stream_model(
                 _assign(model.get_submodule(unit.module), tensors)
     _fill_buffers(model)
     model.tie_weights(missing_keys=mapping.missing, recompute_mapping=False)
-    model._weight_conversions = []  # else transformers would save under converted names
+    model._weight_conversions = mapping.renamings  # transformers saves under the names that were read
     return model.to(place.device).eval()
 
 
-def _meta_model(source: Any, attention: str, dtype: torch.dtype) -> Any:
+def _meta_model(source: Any, attention: str, dtype: torch.dtype, kind: ModelKind) -> Any:
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(source, dtype=dtype, attn_implementation=attention)
+            model = kind.auto_model.from_config(source, dtype=dtype, attn_implementation=attention)
     # an architecture that computes with its initial values in its constructor
     except (NotImplementedError, RuntimeError) as err:
         raise CannotStream(f"it cannot be built on the meta device ({type(err).__name__})") from err
@@ -73,10 +80,10 @@ def _meta_model(source: Any, attention: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def check_buffers(source: Any) -> None:
+def check_buffers(source: Any, kind: ModelKind = TEXT) -> None:
     """ModelError if the model's buffers would take more than BUFFER_BYTES; it is built on the meta device."""
     with contextlib.suppress(NotImplementedError, RuntimeError), torch.device("meta"):
-        _reject_large_buffers(AutoModelForCausalLM.from_config(source))
+        _reject_large_buffers(kind.auto_model.from_config(source))
 
 
 def _reject_large_buffers(model: nn.Module) -> None:

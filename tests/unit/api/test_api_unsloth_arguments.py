@@ -13,7 +13,7 @@ from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import pantheraml
-from pantheraml import FastLanguageModel, FastModel, PatchDPOTrainer, is_bfloat16_supported
+from pantheraml import FastLanguageModel, PatchDPOTrainer, is_bfloat16_supported
 from pantheraml.base.errors import ModelError
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.train import ModelConfig
@@ -36,8 +36,7 @@ def adapted_layers(model: Any) -> set[str]:
 
 
 def test_names(caplog: pytest.LogCaptureFixture) -> None:
-    assert FastModel is FastLanguageModel
-    assert {"FastModel", "PatchDPOTrainer", "is_bfloat16_supported"} <= set(dir(pantheraml))
+    assert {"FastModel", "FastVisionModel", "PatchDPOTrainer", "is_bfloat16_supported"} <= set(dir(pantheraml))
     with caplog.at_level(logging.INFO, logger="pantheraml"):
         PatchDPOTrainer()
     assert "PatchDPOTrainer does nothing" in caplog.text

@@ -68,6 +68,9 @@ FAMILIES = {
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": Family(windowed=True),
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": Family(windowed=True),
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": Family(windowed=True),
+    "transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VLDecoderLayer": Family(windowed=True),
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer": Family(windowed=True),
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextDecoderLayer": Family(),
     "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": Family(plus_one=True),
     "transformers.models.phi3.modeling_phi3.Phi3DecoderLayer": Family(windowed=True, merged=True),
 }
@@ -313,6 +316,7 @@ class _Fused(RuntimeSubclass):
             args
             or kwargs.get("past_key_values") is not None
             or embeddings is None
+            or embeddings[0].ndim != 3  # M-RoPE that attention itself composes from three tables
             or embeddings[0].shape[-1] != parts.heads.size
             or hidden_states.device != parts.device
             or reason is not None
