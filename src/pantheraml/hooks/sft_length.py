@@ -50,18 +50,28 @@ def _with_model_length(init: Callable[..., None]) -> Callable[..., None]:
     def init_trainer(self: Any, *args: Any, **kwargs: Any) -> None:
         model = fast_model(args[0] if args else kwargs.get("model"))
         moved = {} if model is None else rename_trainer_arguments(kwargs)
-        config = signature.bind_partial(self, *args, **kwargs).arguments.get("args")
+        bound = signature.bind_partial(self, *args, **kwargs)
+        config = bound.arguments.get("args")
         length = None if model is None else model.max_seq_length
         if hasattr(config, "max_length"):
             _complete(config, length, moved)
+        if model is not None and getattr(bound.arguments.get("data_collator"), "reads_rows", False):
+            from pantheraml.hooks.vision_sft import prepare_vision_arguments  # needs datasets and Pillow
+
+            prepare_vision_arguments(bound.arguments, length=_set_length(config))
         # without args, or with plain TrainingArguments, the trainer makes an SFTConfig
         token = _made_by_trainer.set((length, moved))
         try:
-            init(self, *args, **kwargs)
+            init(*bound.args, **bound.kwargs)
         finally:
             _made_by_trainer.reset(token)
 
     return init_trainer
+
+
+def _set_length(config: Any) -> int | None:
+    """Return the `max_length` that the script has set; None if it has not."""
+    return None if getattr(config, _DEFAULTED, True) else config.max_length
 
 
 def _complete(config: Any, length: int | None, moved: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def train_on_responses_only(
     tokenizer = tokenizer if tokenizer is not None else getattr(trainer, "processing_class", None)
     if tokenizer is None:
         raise ConfigError("The trainer has no tokenizer.", fix="Pass tokenizer=.")
-    markers = _markers(tokenizer, instruction_part, response_part, force_match)
+    markers = response_markers(tokenizer, instruction_part, response_part, force_match)
     mask = ResponseMask(plain_tokenizer(tokenizer), markers, last_only=last_response_only)
     if return_function:
         return _LabelRows(mask)
@@ -69,7 +69,8 @@ def train_on_responses_only(
     return trainer
 
 
-def _markers(tokenizer: Any, instruction: str | None, response: str | None, force_match: bool) -> TurnMarkers:
+def response_markers(tokenizer: Any, instruction: str | None, response: str | None, force_match: bool) -> TurnMarkers:
+    """Return what precedes messages: as given, or as in the chat template."""
     if (instruction is None) != (response is None):
         raise ConfigError(
             "Only one of instruction_part and response_part is given.",
