@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from pantheraml.api import FastLanguageModel, FastModel, FastVisionModel, PatchDPOTrainer, is_bfloat16_supported
     from pantheraml.models.sampling_params import SamplingParams
     from pantheraml.multigpu import enable_multi_gpu
+    from pantheraml.trainer import (
+        PantheraMLDistributedTrainer,
+        PantheraMLTrainer,
+        UnslothTrainer,
+        UnslothTrainingArguments,
+    )
 
 __version__ = "0.1.0"
 
@@ -23,9 +29,13 @@ __all__ = [
     "FastVisionModel",
     "MultiGPUConfig",
     "MultiGPUMode",
+    "PantheraMLDistributedTrainer",
+    "PantheraMLTrainer",
     "PatchDPOTrainer",
     "SamplingParams",
     "TrainConfig",
+    "UnslothTrainer",
+    "UnslothTrainingArguments",
     "__version__",
     "enable_multi_gpu",
     "is_bfloat16_supported",
@@ -35,8 +45,12 @@ _LAZY = {
     "FastLanguageModel": "pantheraml.api",
     "FastModel": "pantheraml.api",
     "FastVisionModel": "pantheraml.api",
+    "PantheraMLDistributedTrainer": "pantheraml.trainer",
+    "PantheraMLTrainer": "pantheraml.trainer",
     "PatchDPOTrainer": "pantheraml.api",
     "SamplingParams": "pantheraml.models.sampling_params",
+    "UnslothTrainer": "pantheraml.trainer",
+    "UnslothTrainingArguments": "pantheraml.trainer",
     "enable_multi_gpu": "pantheraml.multigpu",
     "is_bfloat16_supported": "pantheraml.api",
 }

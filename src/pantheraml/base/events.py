@@ -206,7 +206,8 @@ class EvalDone(EventBase):
     step: int
     loss: Number
     perplexity: Number
-    target_tokens: int
+    target_tokens: int | None
+    """None where a trainer does not tell."""
     seconds: float
 
 

@@ -139,7 +139,7 @@ def _announce_before_logging(maybe_log_save_evaluate: Callable[..., None]) -> Ca
 
 def _logging_is_safe(trainer: Any) -> bool:
     """Return whether all code that runs while a step is logged is known to leave the weights alone."""
-    trusted, kind = ("transformers", "trl"), type(trainer)
+    trusted, kind = ("transformers", "trl", "pantheraml"), type(trainer)
     if not _defined_in(kind._maybe_log_save_evaluate, trusted):
         return False
     return not trainer.control.should_log or (

@@ -38,7 +38,7 @@ def _note_default(init: Callable[..., None]) -> Callable[..., None]:
         setattr(self, _DEFAULTED, "max_length" not in signature.bind(self, *args, **kwargs).arguments)
         made = _made_by_trainer.get()
         if made is not None:
-            _complete(self, *made)
+            complete_config(self, *made)
 
     return init_config
 
@@ -54,7 +54,7 @@ def _with_model_length(init: Callable[..., None]) -> Callable[..., None]:
         config = bound.arguments.get("args")
         length = None if model is None else model.max_seq_length
         if hasattr(config, "max_length"):
-            _complete(config, length, moved)
+            complete_config(config, length, moved)
         if model is not None and getattr(bound.arguments.get("data_collator"), "reads_rows", False):
             from pantheraml.hooks.vision_sft import prepare_vision_arguments  # needs datasets and Pillow
 
@@ -74,7 +74,8 @@ def _set_length(config: Any) -> int | None:
     return None if getattr(config, _DEFAULTED, True) else config.max_length
 
 
-def _complete(config: Any, length: int | None, moved: dict[str, Any]) -> None:
+def complete_config(config: Any, length: int | None, moved: dict[str, Any]) -> None:
+    """Set arguments that moved from the trainer to `config`, and a default `max_length`, if `length` is known."""
     for name, value in moved.items():
         setattr(config, name, value)
     if "max_length" in moved:

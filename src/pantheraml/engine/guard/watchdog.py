@@ -68,11 +68,13 @@ class StackDumpWatchdog(Watchdog):
         long_work_seconds: float = LONG_WORK_SECONDS,
         collectives: Callable[[], RankRecord] | None = None,
         heartbeat: Emit = silent,
+        on_stuck: Callable[[Path], None] | None = None,
     ) -> None:
-        """`collectives`: returns the collectives in flight, if there are other ranks; called in a thread."""
+        """`collectives`: returns the collectives in flight, if there are other ranks; `on_stuck`: is told the file of
+        the stacks once they are dumped. Both are called in a thread."""
         self._folder, self._rank = folder, rank
         self._timeout, self._long = timeout_seconds, max(timeout_seconds, long_work_seconds)
-        self._heartbeat = heartbeat
+        self._heartbeat, self._on_stuck = heartbeat, on_stuck
         self._step: int | None = None
         self._last_alarm: float | None = None
         self._last_heartbeat: float | None = None
@@ -82,7 +84,7 @@ class StackDumpWatchdog(Watchdog):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / f"rank-{self._rank}.txt"
         self._file = open(self._path, "w", encoding="utf-8")
-        self._alarm = _Alarm(self._folder, self._rank, self._file, self._collectives)
+        self._alarm = _Alarm(self._folder, self._rank, self._file, self._collectives, self._on_stuck)
         self.expect_long_work()
         return self
 
@@ -112,8 +114,16 @@ class StackDumpWatchdog(Watchdog):
 class _Alarm:
     """Dumps stacks and collectives when it has not been reset for some time."""
 
-    def __init__(self, folder: Path, rank: int, stacks: TextIO, collectives: Callable[[], RankRecord] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        stacks: TextIO,
+        collectives: Callable[[], RankRecord] | None,
+        on_stuck: Callable[[Path], None] | None,
+    ) -> None:
         self._folder, self._rank, self._file, self._collectives = folder, rank, stacks, collectives
+        self._on_stuck = on_stuck
         self._changed = threading.Condition()
         self._due: float | None = None
         self._closed = False
@@ -141,6 +151,8 @@ class _Alarm:
 
     def _run(self) -> None:
         while self._wait_until_due():
+            if self._on_stuck is not None:
+                self._on_stuck(Path(self._file.name))
             if self._collectives is None:
                 continue
             record = self._collectives()  # without the lock: training must not wait for this thread if a driver hangs
