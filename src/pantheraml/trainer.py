@@ -29,7 +29,13 @@ from pantheraml.hooks.run_events import RunEvents
 from pantheraml.hooks.sft_length import complete_config
 from pantheraml.hooks.trainer_aggregation import Aggregation, count_targets, count_tokens
 from pantheraml.hooks.trainer_memory import explain_memory
-from pantheraml.hooks.trainer_settings import ReplicaCheck, check_supported, configure_ddp, set_checkpointing
+from pantheraml.hooks.trainer_settings import (
+    ReplicaCheck,
+    check_supported,
+    configure_ddp,
+    say_if_rows_repeat,
+    set_checkpointing,
+)
 from pantheraml.multigpu import enable_multi_gpu
 from pantheraml.parallel.device_map import is_split
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
@@ -118,6 +124,7 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
     ) -> Any:
         """Train. `resume_from_checkpoint`: True for the newest whole checkpoint of `output_dir`, or a folder."""
         with self._events.recording(self.args), explain_memory(self.args):
+            say_if_rows_repeat(self.args, self.train_dataset)
             checkpoint = self._whole_checkpoint(resume_from_checkpoint)
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
@@ -148,7 +155,7 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()  # every rank writes its RNG state
         if self.args.should_save:
-            trainer_checkpoints.commit(folder)
+            trainer_checkpoints.commit(folder, self.args)
         self._events.saved(step, folder, best=self.state.best_model_checkpoint == str(folder))
 
     def _whole_checkpoint(self, wanted: str | bool | None) -> str | None:
@@ -169,6 +176,7 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
         if isinstance(answer, PantheraError):
             raise answer
         logger.info("resuming from %s", answer)
+        trainer_checkpoints.warn_of_changes(Path(answer), self.args)
         return str(answer)
 
 

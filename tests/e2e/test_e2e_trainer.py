@@ -93,6 +93,7 @@ def test_every_launcher_gives_the_losses_of_one_process(
     (started,) = [event for event in raw_events(playground.root / launcher) if event["kind"] == "train.started"]
     assert started["world_size"] == 2
     assert losses(playground, launcher) == pytest.approx(single, rel=1e-5)
+    assert "Multi-GPU training enabled: 2 processes over gloo" in ended.err
     assert ("relaunching as 2 processes" in ended.err) == (launcher == "relaunched")
 
 

@@ -44,8 +44,8 @@ from pantheraml.base.events import (
 )
 from pantheraml.engine.guard.watchdog import StackDumpWatchdog, recorded_collectives
 from pantheraml.hooks.guard_callback import GuardCallback
-from pantheraml.hooks.trainer_checkpoints import saved_steps
-from pantheraml.parallel.process_group import World, world_from_process_group
+from pantheraml.hooks.trainer_checkpoints import global_batch_size, saved_steps
+from pantheraml.parallel.process_group import World
 from pantheraml.readers.summary import write_run_json
 
 logger = log.get(__name__)
@@ -92,7 +92,8 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
 
     def _begin(self, args: TrainingArguments) -> None:
         self._folder = Path(args.output_dir)
-        self._world = world_from_process_group(args.device)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._world = World(dist.get_rank() if ranks > 1 else 0, ranks, args.device)
         self._begun = self._last_log = time.monotonic()
         self._total_tokens, self._own_tokens, self._own_targets = 0.0, 0, 0
         self._verdicts_seen = 0 if self._guard is None else len(self._guard.verdicts)
@@ -198,11 +199,10 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
                 total_steps=state.max_steps,
                 world_size=self._world.size,
                 device=self._world.device.type,
-                global_batch_size=args.train_batch_size * args.gradient_accumulation_steps * self._world.size,
+                global_batch_size=global_batch_size(args),
             )
         )
-        self._last_log = time.monotonic()
-        self._beat(state.global_step)
+        self._last_log = time.monotonic()  # and no beat: the first step may compile, so it may take long
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,11 +6,15 @@ last, commits it. Resuming takes the newest whole checkpoint; one that was cut s
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+from transformers import TrainingArguments
 
 from pantheraml.base import log
 from pantheraml.base.errors import CheckpointError, DamagedCheckpointError
-from pantheraml.checkpoint.manifest import MANIFEST, file_entries, verify, write_manifest
+from pantheraml.base.folders import write_text
+from pantheraml.checkpoint.manifest import MANIFEST, file_entries, read_json, verify, write_manifest
 
 logger = log.get(__name__)
 
@@ -18,13 +22,18 @@ STATE_FILE = "trainer_state.json"
 """Written last by the trainer itself."""
 
 
+OWN_FILE = "pantheraml.json"
+"""What a resumed run must have in common with the one that wrote the checkpoint."""
+
+
 def begin(folder: Path) -> None:
     """Make `folder` uncommitted before files in it are replaced."""
     (folder / MANIFEST).unlink(missing_ok=True)
 
 
-def commit(folder: Path) -> None:
+def commit(folder: Path, args: TrainingArguments) -> None:
     """Commit `folder`, once all ranks have written their files."""
+    write_text(folder / OWN_FILE, json.dumps({"global_batch_size": global_batch_size(args)}))
     files = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
     write_manifest(folder, file_entries(files))
 
@@ -52,6 +61,25 @@ def check(folder: Path) -> None:
             where=str(folder),
             fix="Pass resume_from_checkpoint=True for the newest whole one in output_dir.",
         )
+
+
+def warn_of_changes(folder: Path, args: TrainingArguments) -> None:
+    """Warn if the run continues with another global batch: the trainer then skips other samples than were used."""
+    if not (folder / OWN_FILE).is_file():
+        return
+    then, now = read_json(folder / OWN_FILE).get("global_batch_size"), global_batch_size(args)
+    if then != now:
+        logger.warning(
+            "%s was written with a global batch of %s rows, and it is %s now: some samples of the epoch are repeated or"
+            " left out",
+            folder,
+            then,
+            now,
+        )
+
+
+def global_batch_size(args: TrainingArguments) -> int:
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def _problem(folder: Path) -> str | None:

@@ -84,6 +84,7 @@ def configure_ddp(config: MultiGPUConfig, args: TrainingArguments, model: nn.Mod
         logger.info("auto_device_map is for loading the model, which is done; the trainer leaves it where it is")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    logger.info("Multi-GPU training enabled: %d processes over %s", dist.get_world_size(), dist.get_backend())
     if dist.get_backend() != config.backend and args.device.type == "cuda":
         logger.warning(
             "the process group uses %s, not %s: set ddp_backend in the trainer's arguments",
@@ -108,6 +109,18 @@ def configure_ddp(config: MultiGPUConfig, args: TrainingArguments, model: nn.Mod
     if args.ddp_static_graph is None:
         handler.static_graph = static.value
         logger.info("static_graph is %s: %s", static.value, static.reason)
+
+
+def say_if_rows_repeat(args: TrainingArguments, rows: Any) -> None:
+    """Log that the last batch of an epoch repeats rows, by which accelerate gives all ranks as many batches."""
+    batch = args.train_batch_size * args.world_size
+    if args.world_size == 1 or args.dataloader_drop_last or not hasattr(rows, "__len__") or len(rows) % batch == 0:
+        return
+    logger.warning(
+        "the last batch of an epoch repeats %d rows, so that all ranks have as many: a single process gives another"
+        " result from there on; dataloader_drop_last=True leaves that batch out",
+        batch - len(rows) % batch,
+    )
 
 
 def _reentrant(args: TrainingArguments) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from pantheraml.base.events import (
     VerdictReached,
 )
 from pantheraml.hooks.guard_callback import GuardCallback
+from pantheraml.hooks.trainer_settings import say_if_rows_repeat
 from pantheraml.readers.report import write_report
 from pantheraml.readers.summary import summarize
 from pantheraml.trainer import (
@@ -188,6 +190,24 @@ def test_damaged_and_missing_checkpoints(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(DamagedCheckpointError, match="writing it was interrupted"):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_resuming_with_another_batch_is_noticed(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made(
+        PantheraMLTrainer, folder, tmp_path, args=config(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    ).train()
+    args = config(tmp_path, max_steps=3, per_device_train_batch_size=2)
+    made(PantheraMLTrainer, folder, tmp_path, args=args).train(resume_from_checkpoint=True)
+    assert "was written with a global batch of 4 rows, and it is 2 now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "drop", "said"), [(30, 2, False, 2), (32, 2, False, 0), (30, 2, True, 0), (30, 1, False, 0)]
+)
+def test_repeated_rows_are_told(rows: int, ranks: int, drop: bool, said: int, caplog: pytest.LogCaptureFixture) -> None:
+    args = SimpleNamespace(train_batch_size=4, world_size=ranks, dataloader_drop_last=drop)
+    say_if_rows_repeat(args, range(rows))
+    assert ([f"repeats {said} rows" in record.message for record in caplog.records] == [True]) == (said > 0)
 
 
 def test_events_are_those_of_a_run(folder: Path, tmp_path: Path) -> None:
