@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Ended, Playground, result_of
+from tests import toy
+from tests.e2e.conftest import COMMAND_SECONDS, Ended, Playground, result_of
 from tests.event_log import raw_events
 
 pytestmark = pytest.mark.extended
 
+PAGE = Path(__file__).parents[2] / "docs/trainers.md"
 SCRIPT = """
 import os, signal, sys
 from datasets import load_dataset
@@ -95,6 +97,24 @@ def test_every_launcher_gives_the_losses_of_one_process(
     assert losses(playground, launcher) == pytest.approx(single, rel=1e-5)
     assert "Multi-GPU training enabled: 2 processes over gloo" in ended.err
     assert ("relaunching as 2 processes" in ended.err) == (launcher == "relaunched")
+
+
+def test_the_page_runs(playground: Playground, tmp_path: Path) -> None:
+    toy.write_llama(tmp_path / "my-model", max_position_embeddings=2048)
+    toy.write_jsonl(tmp_path / "my-data.jsonl", toy.arithmetic(32))
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = code.replace("save_steps=10", "save_steps=10, max_steps=10, use_cpu=True, bf16=False, report_to=[]")
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=playground.environment,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "my-run/checkpoint-10/manifest.json").is_file()
 
 
 def test_killed_script_resumes_bit_for_bit(playground: Playground, single: list[float]) -> None:
