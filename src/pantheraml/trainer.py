@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from pantheraml.base import env, log
-from pantheraml.base.errors import ConfigError, MissingExtraError, PantheraError
+from pantheraml.base.errors import CheckpointError, ConfigError, MissingExtraError, error_classes
 from pantheraml.hooks import trainer_checkpoints
 from pantheraml.hooks.embedding_rate import set_embedding_rate
 from pantheraml.hooks.guard_callback import GuardCallback
@@ -38,6 +37,7 @@ from pantheraml.hooks.trainer_settings import (
 )
 from pantheraml.multigpu import enable_multi_gpu
 from pantheraml.parallel.device_map import is_split
+from pantheraml.parallel.json_gather import broadcast_json
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 
 try:
@@ -162,19 +162,17 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
         """Return the checkpoint to resume from, as rank 0 finds it. A collective."""
         if not wanted:
             return None
-        found: list[Any] = [None]
+        found: dict[str, Any] = {}
         if self.is_world_process_zero():
             try:
-                if isinstance(wanted, bool):
-                    found = [str(trainer_checkpoints.newest(Path(self.args.output_dir)))]
-                else:
-                    trainer_checkpoints.check(Path(wanted))
-                    found = [wanted]
-            except PantheraError as err:
-                found = [err]
-        (answer,) = broadcast_object_list(found)
-        if isinstance(answer, PantheraError):
-            raise answer
+                found["path"] = trainer_checkpoints.find(wanted, Path(self.args.output_dir))
+            except CheckpointError as err:
+                found = {"error": type(err).__name__, "what": err.what, "where": err.where, "fix": err.fix}
+        if self.args.world_size > 1:
+            found = broadcast_json(found)
+        if "error" in found:
+            raise error_classes()[found["error"]](found["what"], where=found["where"], fix=found["fix"])
+        answer = found["path"]
         logger.info("resuming from %s", answer)
         trainer_checkpoints.warn_of_changes(Path(answer), self.args)
         return str(answer)

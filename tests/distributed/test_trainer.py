@@ -43,6 +43,11 @@ def test_resume_on_two_ranks_is_exact(runs: dict[str, Any]) -> None:
         assert rank["resumed"]["loss"][-3:] == rank["straight"]["loss"][-3:]
 
 
+def test_all_ranks_learn_that_there_is_no_checkpoint(runs: dict[str, Any]) -> None:
+    for rank in runs["ranks"]:
+        assert "contains no usable checkpoint" in rank["no checkpoint"]
+
+
 def test_checkpoint_of_two_ranks_resumes_in_one_process(runs: dict[str, Any]) -> None:
     assert runs["one"]["from two ranks"]["weights"] == pytest.approx(runs["one"]["mean"]["weights"], abs=1e-5)
 

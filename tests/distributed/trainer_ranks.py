@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, s
 from trl import SFTConfig
 
 from pantheraml.base.env import process_rank
-from pantheraml.base.errors import ConfigError, DriftError
+from pantheraml.base.errors import CheckpointError, ConfigError, DriftError
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.trainer import PantheraMLDistributedTrainer
 from tests import toy
@@ -128,6 +128,7 @@ def on_several_ranks(output: Path, model: Path) -> dict[str, Any]:
         "straight": trained(model, output / "straight", **saving),
         "drift": error_of(DriftError, model, output / "drift", {"check_every": 2}, callbacks=[Corrupt()]),
         "trimmed": error_of(ConfigError, model, output / "trimmed", {"aggregation": "trimmed_mean"}),
+        "no checkpoint": error_of(CheckpointError, model, output / "none", resume=True),
         "processes": error_of(ConfigError, model, output / "three", {"world_size": 3}),
     }
     killed = make(model, output / "killed", callbacks=[Kill()], **saving)

@@ -38,7 +38,15 @@ def commit(folder: Path, args: TrainingArguments) -> None:
     write_manifest(folder, file_entries(files))
 
 
-def newest(output: Path) -> Path:
+def find(wanted: str | bool, output: Path) -> str:
+    """Return the folder to resume from: `wanted`, or the newest usable one in `output`; CheckpointError otherwise."""
+    if isinstance(wanted, bool):
+        return str(_newest(output))
+    _check(Path(wanted))
+    return str(wanted)
+
+
+def _newest(output: Path) -> Path:
     """Return the newest usable checkpoint in `output`; CheckpointError if there is none."""
     for _, folder in sorted(saved_steps(output).items(), reverse=True):
         problem = _problem(folder)
@@ -52,7 +60,7 @@ def newest(output: Path) -> Path:
     )
 
 
-def check(folder: Path) -> None:
+def _check(folder: Path) -> None:
     """DamagedCheckpointError if `folder` is incomplete, or differs from its manifest."""
     problem = _problem(folder)
     if problem is not None:
