@@ -28,6 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"root": root, "one": json.loads((root / "one" / "rank-0.json").read_text()), "ranks": ranks}
 
 
+@pytest.mark.seed("S0-030", "S0-044", "S0-046", "S0-096")
 def test_two_ranks_equal_one_process(runs: dict[str, Any]) -> None:
     one, (first, second) = runs["one"]["mean"], (rank["mean"] for rank in runs["ranks"])
     assert first["wrapped"] == "DistributedDataParallel"
@@ -83,6 +84,7 @@ def test_settings_are_checked_against_the_ranks(runs: dict[str, Any]) -> None:
         assert "2 processes were launched" in rank["processes"]
 
 
+@pytest.mark.seed("S0-031", "S0-045")
 def test_events_of_two_ranks(runs: dict[str, Any]) -> None:
     root: Path = runs["root"]
     one, two = (read_events(root / name / "mean") for name in ("one", "two"))

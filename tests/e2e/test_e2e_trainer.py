@@ -81,6 +81,7 @@ def single(playground: Playground) -> list[float]:
     return losses(playground, "single")
 
 
+@pytest.mark.seed("S0-028", "S0-092", "S2-055")
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "relaunched"])
 def test_every_launcher_gives_the_losses_of_one_process(
     playground: Playground, single: list[float], launcher: str, port: str

@@ -43,6 +43,7 @@ from pantheraml.base.events import (
     WarningIssued,
 )
 from pantheraml.engine.guard.watchdog import StackDumpWatchdog, recorded_collectives
+from pantheraml.engine.step.async_readback import AsyncReadback
 from pantheraml.hooks.guard_callback import GuardCallback
 from pantheraml.hooks.trainer_checkpoints import global_batch_size, saved_steps
 from pantheraml.parallel.process_group import World
@@ -63,9 +64,13 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         self._folder = Path()
         self._verdicts_seen = 0
         self._begun = self._last_log = 0.0
-        self._total_tokens = 0.0
-        self._own_tokens: torch.Tensor | int = 0
-        self._own_targets: torch.Tensor | int = 0
+        self._counts: torch.Tensor | None = None
+        """Tokens and target tokens of this rank so far, on the device."""
+        self._counts_read = AsyncReadback(torch.device("cpu"))
+        self._logged = [0.0, 0.0]
+        """`_counts` as of the last logged step."""
+        self._uncounted = False
+        """Whether a batch came since."""
         self._saving_since = 0.0
         self._checkpoints: dict[int, Path] = {}
 
@@ -95,7 +100,8 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._world = World(dist.get_rank() if ranks > 1 else 0, ranks, args.device)
         self._begun = self._last_log = time.monotonic()
-        self._total_tokens, self._own_tokens, self._own_targets = 0.0, 0, 0
+        self._counts, self._logged, self._counts_read = None, [0.0, 0.0], AsyncReadback(args.device)
+        self._uncounted = False
         self._verdicts_seen = 0 if self._guard is None else len(self._guard.verdicts)
         self._checkpoints = saved_steps(self._folder)
         if self._world.is_main:
@@ -152,8 +158,13 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
     # -- what the trainer tells besides callbacks
 
     def count(self, tokens: torch.Tensor | int, targets: torch.Tensor | int) -> None:
-        """Add a batch of this rank; read when a step is logged, so that no step waits for the GPU."""
-        self._own_tokens, self._own_targets = self._own_tokens + tokens, self._own_targets + targets
+        """Add a batch of this rank. The sums are copied to the host before its forward, so that logging does not wait
+        for the step."""
+        device = next((number.device for number in (tokens, targets) if isinstance(number, torch.Tensor)), None)
+        added = torch.stack([torch.as_tensor(number, device=device) for number in (tokens, targets)]).double()
+        self._counts = added if self._counts is None else self._counts + added
+        self._counts_read.send(self._counts)
+        self._uncounted = True
 
     def left_out(self, step: int, ranks: Sequence[int]) -> None:
         """Report ranks whose gradient did not enter the step."""
@@ -249,9 +260,13 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
 
     def _log_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """A collective: every rank logs."""
-        now, since, self._last_log = time.monotonic(), self._last_log, time.monotonic()
-        own = [float(self._own_tokens), float(self._own_targets), float(_memory(self._world.device) or -1)]
-        self._own_tokens, self._own_targets = 0, 0
+        now = time.monotonic()
+        since, self._last_log = self._last_log, now
+        total = self._counts_read.read() if self._uncounted else self._logged
+        self._uncounted = False
+        own = [new - old for new, old in zip(total, self._logged, strict=True)]
+        own.append(float(_memory(self._world.device) or -1))
+        self._logged = total
         rows = self._world.rows(own)
         tokens, targets = (int(sum(row[column] for row in rows)) for column in (0, 1))
         memory = [None if row[2] < 0 else int(row[2]) for row in rows]

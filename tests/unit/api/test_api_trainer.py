@@ -108,6 +108,7 @@ def bad_gradient(run: Any, at: int) -> None:
     next(value for value in run.model.parameters() if value.requires_grad).register_hook(inject)
 
 
+@pytest.mark.seed("S0-049", "S0-051", "S0-088", "S0-097", "S2-026", "S2-067")
 @pytest.mark.parametrize("kind", [PantheraMLTrainer, PantheraMLDistributedTrainer, UnslothTrainer])
 def test_swapping_the_class_changes_no_number(folder: Path, tmp_path: Path, kind: Any) -> None:
     args = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}
@@ -125,6 +126,7 @@ def test_swapping_the_class_changes_no_number(folder: Path, tmp_path: Path, kind
     assert len(mine) == STEPS
 
 
+@pytest.mark.seed("S0-027", "S0-043", "S0-063", "S0-089")
 def test_names_are_exported_lazily() -> None:
     assert pantheraml.PantheraMLTrainer is PantheraMLTrainer
     assert pantheraml.UnslothTrainingArguments is UnslothTrainingArguments
@@ -144,6 +146,7 @@ class KillAt(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             raise Killed
 
 
+@pytest.mark.seed("S0-048")
 def test_killed_and_resumed_equals_uninterrupted(folder: Path, tmp_path: Path) -> None:
     """Bit for bit, with dropout, across an epoch's end, and with the guard's statistics."""
     args = {"max_steps": 12, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
@@ -256,6 +259,7 @@ def test_own_guard_is_used(folder: Path, tmp_path: Path) -> None:
     assert [event.step for event in read_events(tmp_path) if isinstance(event, VerdictReached)] == [2]
 
 
+@pytest.mark.seed("S0-106")
 def test_out_of_memory_names_arguments_of_the_trainer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +346,7 @@ def test_old_arguments_of_any_model(folder: Path, tmp_path: Path) -> None:
     assert max(len(row["input_ids"]) for row in run.train_dataset) == 8
 
 
+@pytest.mark.seed("S0-050", "S0-082")
 def test_options_of_the_seed(folder: Path, tmp_path: Path) -> None:
     """`MultiGPUConfig` as the documents pass it."""
     gpus = MultiGPUConfig(
