@@ -26,7 +26,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from pantheraml.models.processor import _without_videos
+from pantheraml.models.processor import with_tokenizer_fields
 
 SQUARE = ("pixtral", "mistral3")
 """Families whose processor here supports square pictures only."""
@@ -84,7 +84,7 @@ def _processor(family: str) -> Any:
         kind, patch = (Qwen2_5_VLProcessor, 4) if family == "qwen2_5_vl" else (Qwen3VLProcessor, 4)
         pixels = {"size": {"shortest_edge": 64, "longest_edge": 576}}
         images = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, temporal_patch_size=2, **pixels)
-        return _without_videos(kind)(images, tokens, chat_template=template)
+        return with_tokenizer_fields(kind, False)(images, tokens, chat_template=template)
     if family == "gemma3":
         tokens = tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
         images = Gemma3ImageProcessorPil(**image)

@@ -11,7 +11,15 @@ from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.train import TrainConfig
 
 if TYPE_CHECKING:
-    from pantheraml.api import FastLanguageModel, FastModel, FastVisionModel, PatchDPOTrainer, is_bfloat16_supported
+    from pantheraml.api import (
+        FastLanguageModel,
+        FastModel,
+        FastVisionModel,
+        PatchDPOTrainer,
+        is_bf16_supported,
+        is_bfloat16_supported,
+    )
+    from pantheraml.chat_templates import get_chat_template
     from pantheraml.models.sampling_params import SamplingParams
     from pantheraml.multigpu import enable_multi_gpu
     from pantheraml.trainer import (
@@ -38,6 +46,8 @@ __all__ = [
     "UnslothTrainingArguments",
     "__version__",
     "enable_multi_gpu",
+    "get_chat_template",
+    "is_bf16_supported",
     "is_bfloat16_supported",
 ]
 
@@ -52,6 +62,8 @@ _LAZY = {
     "UnslothTrainer": "pantheraml.trainer",
     "UnslothTrainingArguments": "pantheraml.trainer",
     "enable_multi_gpu": "pantheraml.multigpu",
+    "get_chat_template": "pantheraml.chat_templates",
+    "is_bf16_supported": "pantheraml.api",
     "is_bfloat16_supported": "pantheraml.api",
 }
 

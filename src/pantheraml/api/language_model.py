@@ -38,6 +38,7 @@ from pantheraml.api.speed_up import prepare_adapted, speed_up_full
 from pantheraml.base import log
 from pantheraml.base.env import launched_rank
 from pantheraml.base.errors import ConfigError, UnsupportedModelError
+from pantheraml.data.chat_templates.rendering import plain_tokenizer
 from pantheraml.hooks import peft, trl
 from pantheraml.hooks.unsloth_arguments import (
     ADAPTER_NEUTRAL,
@@ -160,7 +161,7 @@ class FastLanguageModel:
         isolation = prepare_for_packing(model) if kind is TEXT else NO_PACKING
         fast = make_fast(model)
         fast.max_seq_length, fast.requested_checkpointing = max_seq_length, use_gradient_checkpointing
-        fast.rope, fast.prompt_tokenizer = rope, tokenizer
+        fast.rope, fast.prompt_tokenizer = rope, plain_tokenizer(tokenizer)
         if fast_inference:
             fast.vllm_engine = inference_engine(config, model, quant_format, max_seq_length, vllm_options)
         fast.why_not_packed, fast.packed_within = isolation.reason, isolation.within

@@ -15,6 +15,9 @@ def is_bfloat16_supported() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= BF16_CAPABILITY
 
 
+is_bf16_supported = is_bfloat16_supported
+
+
 def PatchDPOTrainer() -> None:
     """Do nothing: TRL's DPOTrainer trains our models as it is."""
     log.start_for_scripts()

@@ -1,7 +1,8 @@
 """Load the processor of a vision-language model: its tokenizer, image processor and chat template.
 
 The processors of some families (Qwen's) also have a video processor, which needs torchvision. Images do not: without
-torchvision, such a processor is loaded without its video part.
+torchvision, such a processor is loaded without its video part. Scripts use a processor as they use a tokenizer
+(`pad_token_id`, `padding_side`): ours has these attributes of its tokenizer, to read and to set.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ from transformers.utils import is_torchvision_available
 
 from pantheraml.base import log
 from pantheraml.base.errors import ModelError
+from pantheraml.models.derived_class import RuntimeSubclass
 from pantheraml.models.hub import local_folder
 from pantheraml.models.loader import model_folder, read_config
 from pantheraml.models.model_kind import VISION
 from pantheraml.specs.train import ModelConfig
 
 logger = log.get(__name__)
+
+_TOKENIZER_FIELDS = (
+    *(f"{name}_token{end}" for name in ("bos", "eos", "pad", "unk") for end in ("", "_id")),
+    "padding_side", "truncation_side", "model_max_length", "vocab_size", "all_special_tokens", "all_special_ids",
+    "get_vocab", "convert_tokens_to_ids", "convert_ids_to_tokens", "encode", "add_tokens", "add_special_tokens",
+)  # fmt: skip
 
 
 def load_processor(config: ModelConfig) -> Any:
@@ -33,7 +41,7 @@ def load_processor(config: ModelConfig) -> Any:
     kind = PROCESSOR_MAPPING.get(type(source), None)
     loader: Any = AutoProcessor
     if not is_torchvision_available() and kind is not None and _takes_videos(kind):
-        loader = _without_videos(kind)
+        loader = with_tokenizer_fields(kind, False)
         logger.info("%s handles images only: videos need torchvision", kind.__name__)
     try:
         processor = loader.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
@@ -50,6 +58,8 @@ def load_processor(config: ModelConfig) -> Any:
             f"There is no image processor in {folder}.",
             fix="Add the model's preprocessor_config.json or processor_config.json.",
         )
+    if not isinstance(processor, RuntimeSubclass):
+        processor.__class__ = with_tokenizer_fields(type(processor), True)
     return processor
 
 
@@ -62,13 +72,33 @@ def _takes_videos(kind: type[Any]) -> bool:
     return "video_processor" in inspect.signature(kind.__init__).parameters
 
 
+def _tokenizer_field(name: str) -> property:
+    def get(self: Any) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def set_(self: Any, value: Any) -> None:
+        setattr(self.tokenizer, name, value)
+
+    return property(get, set_, doc=f"`{name}` of the tokenizer.")
+
+
 @functools.cache
-def _without_videos(parent: Any) -> type[ProcessorMixin]:
-    """Return the processor class without its video part; transformers reads the parts from the constructor."""
+def with_tokenizer_fields(parent: Any, videos: bool) -> type[ProcessorMixin]:
+    """Return the processor class with attributes of its tokenizer; the name is kept, because processors save it.
+
+    `videos` False: without its video part; transformers reads the parts from the constructor.
+    """
 
     def __init__(
         self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any
     ) -> None:
         parent.__init__(self, image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
 
-    return type(parent.__name__, (parent,), {"__module__": parent.__module__, "__init__": __init__})
+    namespace: dict[str, Any] = {
+        name: _tokenizer_field(name) for name in _TOKENIZER_FIELDS if not hasattr(parent, name)
+    }
+    made_by = (with_tokenizer_fields, (parent, videos))
+    namespace |= {"__module__": parent.__module__, "__doc__": parent.__doc__, "made_by": made_by}
+    if not videos:
+        namespace["__init__"] = __init__
+    return type(parent.__name__, (RuntimeSubclass, parent), namespace)

@@ -36,7 +36,9 @@ def adapted_layers(model: Any) -> set[str]:
 
 
 def test_names(caplog: pytest.LogCaptureFixture) -> None:
-    assert {"FastModel", "FastVisionModel", "PatchDPOTrainer", "is_bfloat16_supported"} <= set(dir(pantheraml))
+    names = {"FastModel", "FastVisionModel", "PatchDPOTrainer", "get_chat_template", "is_bf16_supported"}
+    assert names <= set(dir(pantheraml))
+    assert all(callable(getattr(pantheraml, name)) for name in names)
     with caplog.at_level(logging.INFO, logger="pantheraml"):
         PatchDPOTrainer()
     assert "PatchDPOTrainer does nothing" in caplog.text

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from pantheraml import FastLanguageModel, FastModel, FastVisionModel
+from pantheraml import FastLanguageModel, FastModel, FastVisionModel, SamplingParams
 from pantheraml.base.errors import ConfigError, DataError, ModelError, UnsupportedModelError
 from pantheraml.hooks.vision_sft import rows_as_dataset
 from pantheraml.models.adapters import linear_layers
@@ -309,3 +312,59 @@ def test_rows_need_no_settings_of_the_notebooks(
     with pytest.raises(DataError, match=r"None of the first 8 rows .* has an image"):
         text = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8
         train(with_adapters(loaded(folder("llava"))[0]), processor, text, tmp_path)
+
+
+def text_rows(count: int = 8) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": "a" * number}, {"role": "assistant", "content": f"b {number}"}]}
+        for number in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava"])
+def test_training_on_text_equals_plain_peft(family: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """`FastModel` on a vision-language model, with rows of text and the processor in place of a tokenizer."""
+    model, processor = FastModel.from_pretrained(str(folder(family)), device_map="cpu")
+    ours = with_adapters(model, finetune_vision_layers=False)
+    results = []
+    for each in (ours, plain(folder(family), ours)):
+        args = SFTConfig(
+            output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-3,
+            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False,
+        )  # fmt: skip
+        data = Dataset.from_list(text_rows())
+        trainer = SFTTrainer(model=each, processing_class=processor, train_dataset=data, args=args)
+        set_seed(0)
+        trainer.train()
+        results.append(get_peft_model_state_dict(trainer.model))
+    assert any(name.endswith("lora_B.weight") for name in results[1])
+    for name, tensor in results[1].items():
+        torch.testing.assert_close(results[0][name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_processors_have_fields_of_their_tokenizer(family: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    _, processor = loaded(folder(family))
+    assert (processor.pad_token, processor.pad_token_id) == ("<pad>", processor.tokenizer.pad_token_id)
+    assert processor.encode("a") == processor.tokenizer.encode("a")
+    processor.padding_side = "left"
+    assert processor.tokenizer.padding_side == "left"
+    for other in (copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):
+        assert other.pad_token == "<pad>"
+        assert other.tokenizer.padding_side == "left"
+    processor.save_pretrained(tmp_path)
+    assert "pad_token_id" not in (tmp_path / "processor_config.json").read_text()
+    assert (
+        json.loads((tmp_path / "processor_config.json").read_text())["processor_class"]
+        == json.loads((folder(family) / "processor_config.json").read_text())["processor_class"]
+    )
+
+
+def test_fast_generate_takes_text_only(folder: Callable[[str], Path]) -> None:
+    model, processor = loaded(folder("qwen2_5_vl"))
+    (result,) = model.fast_generate("Hello", SamplingParams(max_tokens=4, temperature=0))
+    ids = processor.tokenizer("Hello", return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=4, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert result.outputs[0].token_ids == expected.tolist()
+    with pytest.raises(ConfigError, match=r"multi_modal_data.*\n.*model\.generate"):
+        model.fast_generate({"prompt": "Hello", "multi_modal_data": {"image": toy_vision.picture(1)}})
