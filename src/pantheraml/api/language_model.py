@@ -58,6 +58,7 @@ from pantheraml.models.model_kind import TEXT, ModelKind
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange, plan_rope
+from pantheraml.models.trained_copies import split_targets
 from pantheraml.models.vllm_engine import OPTIONS as VLLM_OPTIONS
 from pantheraml.parallel.device_map import (
     DeviceMap,
@@ -193,6 +194,8 @@ class FastLanguageModel:
         *,
         max_seq_length: int | None = None,
         target_parameters: Sequence[str] | None = None,
+        modules_to_save: Sequence[str] | None = None,
+        ensure_weight_tying: bool = True,
         finetune_attention_modules: bool = True,
         finetune_mlp_modules: bool = True,
         **others: Any,
@@ -205,6 +208,8 @@ class FastLanguageModel:
         `target_modules`: names that the model lacks are ignored if others match. `finetune_..._modules` False leaves
         out the layers of attention or of the MLPs. `max_seq_length` replaces that of `from_pretrained`.
         `target_parameters`: stacked experts to adapt, as in PEFT.
+        The input embedding and the output head (`embed_tokens`, `lm_head`), named in `target_modules` or
+        `modules_to_save`, are trained in full, as float32 copies; tied ones as one, if `ensure_weight_tying`.
         """
         _check_arguments(FastLanguageModel.get_peft_model, others)
         if use_gradient_checkpointing is not None:
@@ -212,6 +217,9 @@ class FastLanguageModel:
         _check_base_model(model, use_dora=use_dora)
         if bias != "none":
             raise ConfigError(f"bias={bias!r} is not supported: biases are never trained.", fix='Use bias="none".')
+        layers, full_modules = split_targets(
+            model, target_modules, modules_to_save, ensure_weight_tying=ensure_weight_tying
+        )
         method = method_config(
             kind="dora" if use_dora else "lora",
             rank=r,
@@ -219,7 +227,7 @@ class FastLanguageModel:
             dropout=lora_dropout,
             rslora=use_rslora,
             target_modules=chosen_targets(
-                model, target_modules, attention=finetune_attention_modules, mlp=finetune_mlp_modules
+                model, layers, attention=finetune_attention_modules, mlp=finetune_mlp_modules
             ),
         )
         if max_seq_length is not None:
@@ -227,7 +235,13 @@ class FastLanguageModel:
             model.max_seq_length = max_seq_length
         on_adapters, model.on_adapters = model.on_adapters, None  # which does not know the checkpointing
         try:
-            adapted: Any = apply_method(model, method, seed=random_state, target_parameters=target_parameters or ())
+            adapted: Any = apply_method(
+                model,
+                method,
+                seed=random_state,
+                target_parameters=target_parameters or (),
+                full_modules=full_modules,
+            )
         finally:
             model.on_adapters = on_adapters
         prepare_adapted(model, adapted, use_gradient_checkpointing)

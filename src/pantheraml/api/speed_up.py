@@ -27,6 +27,7 @@ from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.quantize.quantized_linear import constant_buffers
+from pantheraml.models.trained_copies import use_float32_copies
 from pantheraml.parallel.data import ignore_in_ddp
 from pantheraml.parallel.device_map import (
     is_split,
@@ -41,6 +42,7 @@ def prepare_adapted(fast: FastCausalLM, adapted: PeftModel, checkpointing: Check
     """Make a model fast that has just got its adapters."""
     if checkpointing is None:
         checkpointing = cast(CheckpointingMode, fast.requested_checkpointing)
+    use_float32_copies(adapted, cast(PreTrainedModel, fast).dtype)
     if type(adapted) is PeftModelForCausalLM:
         use_cached_walk(adapted)
     _speed_up(fast, adapted, checkpointing)

@@ -25,9 +25,9 @@ LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "qat_scheme": (None,), "text_only": (None, True), "use_exact_model_name": (False, True),
 }  # fmt: skip
 ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "layers_to_transform": (None,), "layers_pattern": (None,), "modules_to_save": (None,),
+    "layers_to_transform": (None,), "layers_pattern": (None,),
     "init_lora_weights": (True,), "loftq_config": (None, {}), "task_type": (None, "CAUSAL_LM"),
-    "qat_scheme": (None,), "ensure_weight_tying": (False,),
+    "qat_scheme": (None,),
     "finetune_language_layers": (True,),
 }  # fmt: skip
 # Arguments without effect, and the reason.

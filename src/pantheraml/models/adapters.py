@@ -31,6 +31,7 @@ from pantheraml.models.loader import model_folder, read_config
 from pantheraml.models.quantize.int8 import Int8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, QuantizedLinear, quant_formats_of
+from pantheraml.models.trained_copies import FullModules
 from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
@@ -39,11 +40,17 @@ ADAPTER = "default"
 
 
 def apply_method(
-    model: PreTrainedModel, method: MethodConfig, *, seed: int, target_parameters: Sequence[str] = ()
+    model: PreTrainedModel,
+    method: MethodConfig,
+    *,
+    seed: int,
+    target_parameters: Sequence[str] = (),
+    full_modules: FullModules | None = None,
 ) -> nn.Module:
     """Return the model set up for `method`: adapters over frozen weights, or all weights trainable.
 
     `target_parameters`: weights that are no layers of their own, such as stacked experts, to be adapted as well.
+    `full_modules`: modules to be trained in full beside the adapters.
     """
     if method.kind == "full":
         if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
@@ -57,6 +64,8 @@ def apply_method(
     with torch.random.fork_rng(devices=[]), _peft_errors(targets):
         config = _lora_config(model, method, targets)
         config.target_parameters = _check_parameters(model, method, target_parameters) or None
+        if full_modules is not None and full_modules.names:
+            config.modules_to_save, config.ensure_weight_tying = list(full_modules.names), full_modules.tied
         adapted = get_peft_model(model, config, adapter_name=ADAPTER)
     _initialize(adapted, seed)
     return adapted

@@ -48,6 +48,7 @@ from pantheraml.models.quantize.quantized_linear import plain_state, quant_forma
 from pantheraml.models.rope_scaling import RopeChange
 from pantheraml.models.router_loss import router_loss_of
 from pantheraml.models.saving.methods import SavingMethods
+from pantheraml.models.trained_copies import forward_module
 
 logger = log.get(__name__)
 
@@ -107,8 +108,8 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
 
     def why_full_logits(self) -> str | None:
         """Return why the loss currently needs full logits, or None."""
-        head = cast(PreTrainedModel, self).get_output_embeddings()
-        if not is_plain_layer(head):  # PEFT may have replaced it by an adapter or a copy
+        head = forward_module(cast(PreTrainedModel, self).get_output_embeddings())
+        if not is_plain_layer(head):  # PEFT may have added an adapter
             return f"the output head is not a plain linear layer but {type(head).__name__}"
         return self._altered_logits
 
@@ -316,7 +317,7 @@ def _with_loss(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
     outputs = _body_outputs(model, inputs)
     hidden = outputs.last_hidden_state
     labels = targets.labels().to(hidden.device)
-    total = head_loss(model.get_output_embeddings(), hidden, labels, targets.count())
+    total = head_loss(forward_module(model.get_output_embeddings()), hidden, labels, targets.count())
     return CausalLMOutputWithPast(
         loss=mirror_on_host(total / _divisor(inputs, labels)),
         past_key_values=outputs.past_key_values,
@@ -338,7 +339,7 @@ def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     hidden = outputs.last_hidden_state
     labels = targets.labels().to(hidden.device)
     deferred = DeferredGrad()
-    scores = head_scores(model.get_output_embeddings(), hidden, labels, targets.count(), deferred)
+    scores = head_scores(forward_module(model.get_output_embeddings()), hidden, labels, targets.count(), deferred)
     # Sliced here rather than from the hidden states, which would copy them.
     last = None if inputs.get("shift_labels") is not None else -1
     loss, aux_loss = -scores.log_probs.sum() / _divisor(inputs, labels), None

@@ -23,6 +23,7 @@ from pantheraml.models.loader import has_tokenizer, load_model, load_tokenizer, 
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS
 from pantheraml.models.saving.merged_folder import write_merged
+from pantheraml.models.trained_copies import use_float32_copies
 from pantheraml.models.weight_files import short_error
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
@@ -160,6 +161,7 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False
             adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))
         except ValueError as err:
             raise ModelError(f"The adapter in {folder} does not fit its base model: {err}") from err
+    use_float32_copies(adapted, base.dtype)  # before their weights are loaded, which would be rounded
     expected = get_peft_model_state_dict(adapted, adapter_name=ADAPTER, save_embedding_layers=False)
     if {name: w.shape for name, w in expected.items()} != {name: w.shape for name, w in weights.items()}:
         raise ModelError(

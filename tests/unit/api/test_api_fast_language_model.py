@@ -328,11 +328,11 @@ def test_full_finetuning_with_fp8_matmuls(fp8_folder: Path, tmp_path: Path) -> N
     assert all(map(torch.equal, again.state_dict().values(), fast.state_dict().values()))
 
 
-def test_a_head_with_an_adapter_is_not_quantized(fp8_folder: Path) -> None:
+def test_a_trained_head_is_not_quantized(fp8_folder: Path) -> None:
     fast = fp8_model(fp8_folder, target_modules=["q_proj", "lm_head"])
     head = fast.get_output_embeddings()
-    assert isinstance(head, BaseTunerLayer)
-    assert type(head.get_base_layer()) is torch.nn.Linear
+    assert isinstance(head, ModulesToSaveWrapper)
+    assert type(head.original_module) is type(head.modules_to_save["default"]) is torch.nn.Linear
     assert_trains(fast)
 
 
@@ -452,7 +452,7 @@ def test_loading_errors(tiny_model: TinyModel, arguments: Any, error: type[Panth
         ({"max_seq_length": 65}, UnsupportedModelError, "64 positions"),
         ({"use_gradient_checkpointing": "some"}, ConfigError, "'offload'"),
         ({"loftq_config": {"bits": 4}}, ConfigError, "does not support loftq_config"),
-        ({"modules_to_save": ["lm_head"]}, ConfigError, "does not support modules_to_save"),
+        ({"modules_to_save": ["head"]}, ConfigError, "does not have: head"),
         ({"rank": 8}, ConfigError, "no argument 'rank'"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_merged_tensors_are_exactly_the_trained_ones(
             torch.testing.assert_close(tensor, merged.state_dict()[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("quant_format", "dtype"), [("plain", torch.bfloat16), ("nf4", torch.float16)])
+@pytest.mark.parametrize(("quant_format", "dtype"), [("plain", torch.bfloat16), ("nf4", torch.bfloat16)])
 def test_merged_16bit(
     tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, quant_format: str, dtype: torch.dtype
 ) -> None:
@@ -109,6 +110,12 @@ def test_merged_16bit(
     assert config["use_cache"] is True
     saved = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert saved("12 ü")["input_ids"] == tokenizer("12 ü")["input_ids"]
+
+
+def test_fp16_models_are_saved_in_fp16(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, tokenizer = adapted(tiny_model("llama"))  # the loader refuses fp16 on a CPU
+    model.half().save_pretrained_merged(tmp_path / "out", tokenizer)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}
 
 
 def test_float32_models_are_saved_in_bf16(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -231,7 +238,8 @@ def test_trained_copies_of_embedding_and_head_are_saved(tiny_model: TinyModel, t
     """`modules_to_save` of plain PEFT; of a tied pair each has its own weights then."""
     base = AutoModelForCausalLM.from_pretrained(tiny_model("llama", tie_word_embeddings=tied))
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    model = with_effect(get_peft_model(base, config))
+    with pytest.warns(UserWarning, match="ensure_weight_tying") if tied else nullcontext():
+        model = with_effect(get_peft_model(base, config))
     head = model.get_base_model().lm_head.modules_to_save["default"]
     nn.init.normal_(head.weight, std=0.3)
     expected = logits(model)

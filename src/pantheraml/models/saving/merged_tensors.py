@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.derived_class import RuntimeSubclass
 from pantheraml.models.quantize.quantized_linear import QuantizedLinear
+from pantheraml.models.trained_copies import share_one_copy, trained_copy
 
 _ADAPTED = ("Linear", "Embedding", "Conv1D")
 
@@ -76,7 +77,7 @@ def unties_head(model: PreTrainedModel) -> bool:
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
     trained = [module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return bool(tied) and any(module is end for module in trained for end in ends)
+    return bool(tied) and any(module is end for module in trained for end in ends) and not share_one_copy(*ends)
 
 
 def _kept_in_fp32(model: Any) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ def _tensors_of(
         return torch.float32 if any(part in name for part in in_fp32) else dtype
 
     if isinstance(module, ModulesToSaveWrapper):
-        yield from _tensors_of(_active_copy(module), prefix, dtype, in_fp32)
+        yield from _tensors_of(trained_copy(module), prefix, dtype, in_fp32)
         return
     if isinstance(module, BaseTunerLayer):
         yield from _adapted_tensors(module, prefix, dtype)
@@ -122,14 +123,6 @@ def _tensors_of(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _active_copy(module: Any) -> nn.Module:
-    """Return the module that the forward uses: the trained copy of a wrapped module."""
-    active = module.active_adapters
-    if not active:
-        return cast(nn.Module, module.original_module)
-    return cast(nn.Module, module.modules_to_save[active[0]])
 
 
 def _adapted_tensors(layer: Any, prefix: str, dtype: torch.dtype) -> Iterator[tuple[str, LazyTensor]]:
