@@ -6,6 +6,8 @@
 Models are tiny and random, data sets synthetic, steps few; loading, adapters, trainers, generation and saving are the
 real ones. Notebooks that are copies of each other run once. Results: ok, an error of ours, not supported by design, or
 not possible with this tool (a package or data set that is not here, time, memory).
+Results are written after every notebook; `--resume` runs only those that results.json does not have, `--failed` also
+those that ended with an error or a limit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from tools.notebooks import execute, stand_ins
 from tools.notebooks.cells import Notebook, distinct_notebooks
 from tools.notebooks.local_hub import LocalHub, hub_names
 from tools.notebooks.report import category_table, reasons_table
-from tools.notebooks.verdicts import Result
+from tools.notebooks.verdicts import OUTCOMES, Result
 
 _POLL_SECONDS = 0.1
 
@@ -38,19 +40,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not notebooks:
         print(f"no notebook in {options.folder} matches {options.only!r}", file=sys.stderr)
         return 2
+    kept = kept_results(notebooks, options)
+    names = {result.name for result in kept}
     with tempfile.TemporaryDirectory(prefix="notebooks-") as scratch:
         work = options.keep or Path(scratch)
         hub = LocalHub((options.models or work / "models").resolve())
         prepare_process(hub)
-        results = run_all(notebooks, hub, work.resolve() / "runs", options)
-    results.sort(key=lambda result: result.name.lower())
-    if options.output:
-        options.output.write_text(as_json(results))
+        results = run_all([nb for nb in notebooks if nb.name not in names], hub, work.resolve() / "runs", options, kept)
     tables = as_markdown(results)
     if options.table:
         options.table.write_text(tables)
     print(tables)
     return 1 if options.strict and any(result.outcome == "error" for result in results) else 0
+
+
+def kept_results(notebooks: Sequence[Notebook], options: argparse.Namespace) -> list[Result]:
+    """Return the results of an earlier run that `--resume` or `--failed` keep."""
+    if not (options.resume or options.failed) or not options.output or not options.output.exists():
+        return []
+    names = {notebook.name for notebook in notebooks}
+    results = [Result(**fields) for fields in json.loads(options.output.read_text())["results"]]
+    done = ("ok", "unsupported") if options.failed else OUTCOMES
+    return [result for result in results if result.name in names and result.outcome in done]
 
 
 def prepare_process(hub: LocalHub) -> None:
@@ -70,9 +81,12 @@ def prepare_process(hub: LocalHub) -> None:
         getattr(trl, name)
 
 
-def run_all(notebooks: Sequence[Notebook], hub: LocalHub, folder: Path, options: argparse.Namespace) -> list[Result]:
+def run_all(
+    notebooks: Sequence[Notebook], hub: LocalHub, folder: Path, options: argparse.Namespace, kept: Sequence[Result]
+) -> list[Result]:
+    """Run the notebooks and return their results with the kept ones, by name."""
     bounds = execute.Bounds(options.timeout, options.memory)
-    waiting, running, results = list(notebooks), [], []
+    waiting, running, results = list(notebooks), [], list(kept)
     while waiting or running:
         while waiting and len(running) < options.jobs:
             notebook = waiting.pop(0)
@@ -88,8 +102,18 @@ def run_all(notebooks: Sequence[Notebook], hub: LocalHub, folder: Path, options:
                 running.remove(each)
                 results.append(result)
                 print(f"{result.outcome:12}{result.seconds:6.1f} s  {result.name}  {result.reason[:150]}", flush=True)
+                save(results, options.output)
         time.sleep(_POLL_SECONDS)
-    return results
+    save(results, options.output)
+    return sorted(results, key=lambda result: result.name.lower())
+
+
+def save(results: Sequence[Result], output: Path | None) -> None:
+    """Write what is known so far, whole or not at all, so that an interrupted run can be resumed."""
+    if output is not None:
+        partial = output.with_name(output.name + ".partial")
+        partial.write_text(as_json(sorted(results, key=lambda result: result.name.lower())))
+        partial.replace(output)
 
 
 def provide_models(hub: LocalHub, names: Sequence[str]) -> None:
@@ -148,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=180, help="seconds per notebook")
     parser.add_argument("--memory", type=float, default=6, help="GiB per notebook")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser.add_argument("--resume", action="store_true", help="keep the results that --output already has")
+    parser.add_argument("--failed", action="store_true", help="as --resume, but run errors and limits again")
     parser.add_argument("--table", type=Path, help="write the tables as Markdown")
     parser.add_argument("--models", type=Path, help="keep the tiny models in this folder, to reuse them")
     parser.add_argument("--keep", type=Path, help="keep each notebook's output and files in this folder")

@@ -1,6 +1,7 @@
 """Notebook files: which are distinct, and the Python in their cells.
 
-Shell commands and magics are removed; cells of another language (`%%bash`, `%%file`, `%%writefile`) are dropped.
+Shell commands and magics are removed; cells of another language (`%%bash`, `%%file`, `%%writefile`) and
+cells that install packages without output (`%%capture`) are dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 COPY_PREFIXES = ("AMD-", "Kaggle-", "HuggingFace Course-")
 _OTHER_LANGUAGE = re.compile(r"^%%(bash|sh|script|file|writefile|html|javascript)\b", re.MULTILINE)
+_INSTALL = re.compile(r"^%%capture\b[\s\S]*\bpip install\b", re.MULTILINE)
+"""A cell that chooses packages and installs them, without output."""
 _SHELL = re.compile(r"^(?P<indent>\s*)(?:[!%].*|(?P<target>[\w, ]+?)\s*=\s*[!%].*)$")
 
 
@@ -56,7 +59,7 @@ def read_cells(path: Path) -> tuple[str, ...]:
 
 def python_of(cell: str) -> str:
     """Return the Python of a cell: without magics and shell commands, which become `pass`."""
-    if _OTHER_LANGUAGE.search(cell):
+    if _OTHER_LANGUAGE.search(cell) or _INSTALL.search(cell):
         return ""
     lines: list[str] = []
     continued = False

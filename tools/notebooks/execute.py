@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from typing import Any
 from tools.notebooks.cells import Notebook, python_of
 from tools.notebooks.rewrite import CAP, CUDA, cap, rewrite
 from tools.notebooks.rows import UnknownDataError
-from tools.notebooks.verdicts import Result, category_of, unsupported_reason
+from tools.notebooks.verdicts import Result, category_of, decided
 
 _PRODUCT = "pantheraml"
 _FRAMES = 4
@@ -61,12 +62,13 @@ def blank_result(notebook: Notebook, seconds: float = 0.0) -> Result:
 
 
 def not_run(notebook: Notebook) -> Result | None:
-    """Return the result of a notebook that is not supported by design."""
-    reason = unsupported_reason(notebook.code)
-    return None if reason is None else replace(blank_result(notebook), outcome="unsupported", reason=reason)
+    """Return the result of a notebook that is not supported by design, or that this tool cannot run."""
+    known = decided(notebook.code)
+    return None if known is None else replace(blank_result(notebook), outcome=known[0], reason=known[1])
 
 
 def start(notebook: Notebook, folder: Path) -> Running:
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     folder.mkdir(parents=True)
     sys.stdout.flush()
     sys.stderr.flush()

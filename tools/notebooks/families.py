@@ -56,7 +56,10 @@ _INST = Turns("[INST]{role}: ", "[/INST]", "", bos=True)
 _ZEPHYR = Turns("<|{role}|>\n", "</s>\n", "<|assistant|>\n", bos=False)
 _PHI_3 = Turns("<|{role}|>\n", "<|end|>\n", "<|assistant|>\n", bos=False)
 _PHI_4 = Turns("<|im_start|>{role}<|im_sep|>", "<|im_end|>", "<|im_start|>assistant<|im_sep|>", bos=False)
-_HARMONY = Turns("<|start|>{role}<|message|>", "<|end|>", "<|start|>assistant", bos=False)
+_HARMONY = Turns(
+    "<|start|>{role}<|message|>", "<|end|>", "<|start|>assistant", roles={"assistant": "assistant<|channel|>final"},
+    bos=False,
+)  # fmt: skip
 _GRANITE = Turns(
     "<|start_of_role|>{role}<|end_of_role|>", "<|end_of_text|>\n", "<|start_of_role|>assistant<|end_of_role|>",
     bos=False,
@@ -146,7 +149,9 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
         processor="gemma4",
     )),
     (r"gemma-3n", _gemma("gemma3n", processor="gemma3n")),
-    (r"gemma-3-(270m|1b)|functiongemma", _gemma("gemma3_text", sliding_window=32, max_position_embeddings=32768)),
+    (r"gemma-3-(270m|1b)|functiongemma", _gemma(
+        "gemma3_text", sliding_window=32, max_position_embeddings=32768, query_pre_attn_scalar=16,
+    )),
     (r"gemma-3-", _gemma("gemma3", processor="gemma3")),
     (r"gemma-2", _gemma("gemma2", chat=False, sliding_window=32, max_position_embeddings=8192)),
     (r"codegemma|gemma", _gemma("gemma", max_position_embeddings=8192)),

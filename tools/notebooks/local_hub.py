@@ -79,9 +79,7 @@ class LocalHub:
 
     def _model(self, family: Family, name: str) -> Path:
         nf4 = bool(_NF4.search(name))
-        identity = json.dumps(
-            [family.model_type, family.eos, family.bos, bool(family.turns), family.sizes], default=str
-        )
+        identity = json.dumps([family.model_type, family.eos, family.bos, str(family.turns), family.sizes], default=str)
         folder = self._built / f"{family.model_type}-{abs(hash_text(identity)):x}{'-nf4' if nf4 else ''}"
         if not folder.exists():
             partial = folder.with_suffix(".partial")

@@ -1,6 +1,7 @@
 """Changes to a notebook's code before it runs: the import, the device, and how much is computed.
 
     import unsloth                     import pantheraml as unsloth; also from unsloth.x import y
+    from vllm import SamplingParams    from pantheraml import SamplingParams, unless vLLM is installed
     .to("cuda"), .cuda(), torch.cuda   the CPU; torch.cuda.* answers like a GPU of 80 GiB
     SFTConfig(...) and the like        max_steps=2, use_cpu=True
     max_new_tokens, max_tokens         8 tokens; max_completion_length: 12
@@ -14,6 +15,7 @@ Nothing else is changed: what the notebook passes to the loaders, trainers and s
 from __future__ import annotations
 
 import ast
+import importlib.util
 
 CUDA = "_notebook_cuda"
 CAP = "_notebook_cap"
@@ -51,6 +53,8 @@ class _Rewriter(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
         if node.module == "unsloth" or (node.module or "").startswith("unsloth."):
             node.module = node.module.replace("unsloth", _PRODUCT, 1)
+        elif node.module == "vllm" and [alias.name for alias in node.names] == ["SamplingParams"] and not _has("vllm"):
+            node.module = _PRODUCT
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
@@ -82,6 +86,10 @@ class _Rewriter(ast.NodeTransformer):
             node.keywords = [keyword for keyword in node.keywords if keyword.arg not in CONFIG]
             node.keywords += [ast.keyword(name, ast.Constant(value)) for name, value in CONFIG.items()]
         return node
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _capped(value: ast.expr, most: int) -> ast.Call:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-ROWS = 128
+ROWS = 160
+_MORE_ROWS = {"ultrafeedback": 4000}
+"""Notebooks train on half a percent of it."""
 _IMAGE_SIZE = (56, 56)
 
 Row = dict[str, Any]
@@ -29,7 +31,8 @@ def load_dataset(
         maker = next((make for pattern, make in _MAKERS if re.search(pattern, path, re.IGNORECASE)), None)
         if maker is None:
             raise UnknownDataError(f"no synthetic rows for the data set {path}")
-        rows = [maker(number) for number in range(ROWS)]
+        count = next((most for name, most in _MORE_ROWS.items() if name in path), ROWS)
+        rows = [maker(number) for number in range(count)]
     data = Dataset.from_list(rows)
     if split is None:
         return DatasetDict({"train": data, "test": data.select(range(16))})
@@ -41,17 +44,17 @@ def load_dataset(
 def _table(columns: Any, kind: str) -> list[Row]:
     if not columns:
         raise UnknownDataError(f"the columns of a {kind} file are not known")
-    return [{column: f"{column} {number}: {_sentence(number)}" for column in columns} for number in range(ROWS)]
+    return [{column: f"{column} {number}: {sentence(number)}" for column in columns} for number in range(ROWS)]
 
 
-def _sentence(number: int) -> str:
+def sentence(number: int) -> str:
     subject = ("A cat", "The river", "A student", "The train", "My neighbor")[number % 5]
     action = ("crosses the bridge", "reads a letter", "counts the stars", "waits for rain")[number % 4]
     return f"{subject} {action} {number} times."
 
 
 def _question(number: int) -> str:
-    return f"What is {number} + {number % 7}? {_sentence(number)}"
+    return f"What is {number} + {number % 7}? {sentence(number)}"
 
 
 def _answer(number: int) -> str:
@@ -82,7 +85,7 @@ def _sharegpt(number: int) -> Row:
 
 def _alpaca(number: int) -> Row:
     return {
-        "instruction": _question(number), "input": _sentence(number) if number % 2 else "",
+        "instruction": _question(number), "input": sentence(number) if number % 2 else "",
         "output": f"It is {_answer(number)}.",
     }  # fmt: skip
 
@@ -175,7 +178,7 @@ def _llava(number: int) -> Row:
             {"role": "user", "content": [
                 {"index": None, "text": "What is this?", "type": "text"}, {"index": 0, "text": None, "type": "image"},
             ]},
-            {"role": "assistant", "content": [{"index": None, "text": _sentence(number), "type": "text"}]},
+            {"role": "assistant", "content": [{"index": None, "text": sentence(number), "type": "text"}]},
         ],
     }  # fmt: skip
 
@@ -183,22 +186,22 @@ def _llava(number: int) -> Row:
 _MAKERS: tuple[tuple[str, Callable[[int], Row]], ...] = (
     (r"OpenMathReasoning", _math),
     (r"LaTeX_OCR", lambda n: {"image": _image(n), "text": f"x^{{{n}}} + \\frac{{1}}{{{n + 1}}}"}),
-    (r"parsynth-ocr", lambda n: {"image_path": _image(n), "image": _image(n), "text": _sentence(n)}),
+    (r"parsynth-ocr", lambda n: {"image_path": _image(n), "image": _image(n), "text": sentence(n)}),
     (r"FineTome|guanaco-sharegpt", _sharegpt),
     (r"alpaca-gpt4-korean", lambda n: {"id": str(n), **_sharegpt(n)}),
-    (r"alpaca", lambda n: {**_alpaca(n), "text": _sentence(n)}),
+    (r"alpaca", lambda n: {**_alpaca(n), "text": sentence(n)}),
     (r"DAPO-Math", _dapo),
     (r"gsm8k", _gsm8k),
     (r"MathVista", _math_vista),
-    (r"wikipedia", lambda n: {"id": str(n), "url": "u", "title": f"Title {n}", "text": _sentence(n) * 3}),
-    (r"TinyStories", lambda n: {"text": _sentence(n) * 3}),
+    (r"wikipedia", lambda n: {"id": str(n), "url": "u", "title": f"Title {n}", "text": sentence(n) * 3}),
+    (r"TinyStories", lambda n: {"text": sentence(n) * 3}),
     (r"TxT360", _agent),
     (r"mobile-actions", lambda n: {"messages": _tool_messages(n), "tools": [_TOOL], "metadata": "train"}),
     (r"Multilingual-Thinking", _thinking),
     (r"dolphin-sft", _preference),
     (r"ultrafeedback", _ultrafeedback),
     (r"llava-instruct", _llava),
-    (r"Radiology", lambda n: {"image": _image(n), "image_id": str(n), "caption": _sentence(n), "cui": ["c"]}),
+    (r"Radiology", lambda n: {"image": _image(n), "image_id": str(n), "caption": sentence(n), "cui": ["c"]}),
     (r"codeforces-cots", lambda n: {
         "problem": _question(n), "generation": _answer(n), "prompt": _question(n),
         "messages": [{"role": "user", "content": _question(n)}, {"role": "assistant", "content": _answer(n)}],
@@ -207,5 +210,5 @@ _MAKERS: tuple[tuple[str, Callable[[int], Row]], ...] = (
         "task": "Name the winner.", "input": json.dumps({"moves": ["e2e4"], "n": n}), "KIND": "FIND_WINNER",
         "expected_output": json.dumps({"winner": "white"}),
     }),
-    (r"DeepScaleR", lambda n: {"problem": _question(n), "answer": _answer(n), "solution": _sentence(n)}),
+    (r"DeepScaleR", lambda n: {"problem": _question(n), "answer": _answer(n), "solution": sentence(n)}),
 )  # fmt: skip

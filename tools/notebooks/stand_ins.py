@@ -1,6 +1,6 @@
 """Packages that notebooks install and that are not here, as far as their code touches them.
 
-Only what does not belong to training: display in a notebook, vLLM's request parameters, a version comparison.
+Only what does not belong to training: display in a notebook, a version comparison, the text of a book.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ class _Displayed:
         self.arguments, self.options = arguments, options
 
 
-class SamplingParams:
-    """vLLM's parameters of a generation: attributes."""
+class _Book:
+    """Answer of `requests.get` for the plain text of a book; other addresses are out of reach."""
 
-    def __init__(self, **options: Any) -> None:
-        self.__dict__.update(options)
+    def __init__(self, url: str, **_: Any) -> None:
+        if not url.endswith(".txt.utf-8"):
+            raise ConnectionError(f"no network: {url}")
+        self.text = " ".join(rows.sentence(number) for number in range(rows.ROWS))
 
 
 def notebook_cuda() -> types.SimpleNamespace:
@@ -33,8 +35,8 @@ def notebook_cuda() -> types.SimpleNamespace:
     return types.SimpleNamespace(
         get_device_properties=lambda *_: properties, max_memory_reserved=zero, memory_reserved=zero,
         memory_allocated=zero, max_memory_allocated=zero, empty_cache=zero, synchronize=zero, manual_seed_all=zero,
-        reset_peak_memory_stats=zero, ipc_collect=zero, manual_seed=zero, is_available=lambda: False,
-        device_count=lambda: 0, get_device_capability=lambda *_: (9, 0), is_bf16_supported=lambda *_: True,
+        reset_peak_memory_stats=zero, ipc_collect=zero, manual_seed=zero, is_available=lambda: True,
+        device_count=lambda: 1, get_device_capability=lambda *_: (9, 0), is_bf16_supported=lambda *_: True,
         get_device_name=lambda *_: "CPU", current_device=zero,
     )  # fmt: skip
 
@@ -42,13 +44,14 @@ def notebook_cuda() -> types.SimpleNamespace:
 def install() -> None:
     """Put the stand-ins in place; in the process of one notebook."""
     import datasets
+    import requests
 
     datasets.load_dataset = rows.load_dataset
+    requests.get = _Book
     display = _module("IPython.display", display=lambda *_, **__: None, clear_output=lambda *_, **__: None)
     for name in ("Markdown", "Math", "Latex", "Audio", "Image", "HTML", "Code"):
         setattr(display, name, type(name, (_Displayed,), {}))
     _module("IPython", display=display, get_ipython=lambda: None)
-    _module("vllm", SamplingParams=SamplingParams, RequestOutput=object)
     from packaging.version import Version
 
     _module("unsloth_zoo")

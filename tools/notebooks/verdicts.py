@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 Outcome = Literal["ok", "error", "unsupported", "limit"]
 OUTCOMES: dict[Outcome, str] = {
@@ -37,20 +37,26 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"FastSentenceTransformer", "embedding models: decoders with a language-model head are trained"),
     (r"ForSequenceClassification|num_labels", "encoders with a classification head: decoders are trained"),
     (r"[Ww]hisper|\bSNAC\b|xcodec2|sparktts|outetts|CsmFor|OuteTTS|csm-1b", "speech models and audio codecs"),
-    (r'"type" *: *"audio"[^#]*\n[\s\S]*(kadirnar|Audio\()', "audio in the training data"),
+    (r"kadirnar/Emilia", "audio in the training data"),
     (r"nemo_gym|NeMo-Gym|nemo-gym", "an RL environment that is a server of its own (NeMo Gym)"),
     (r"launch_openenv|OpenSpiel|openenv", "an RL environment that is a server of its own (OpenEnv)"),
     (r"SyntheticDataKit|synthetic-data-kit", "data made by a vLLM server (synthetic-data-kit)"),
-    (r"unsloth studio|unsloth-studio|Unsloth Studio", "installs another program (Unsloth Studio)"),
+    (r"unsloth studio|unsloth-studio|Unsloth Studio|studio/setup\.sh", "installs another program (Unsloth Studio)"),
     (r"qat_scheme|executorch", "quantization-aware training and export with torchao / ExecuTorch"),
     (r"diffusiongemma", "diffusion language models: the loss and the sampling are not autoregressive"),
     (r"deepseek_ocr|DeepSeek-OCR", "model code that comes with the checkpoint (trust_remote_code)"),
 )
-LIMITS: tuple[tuple[str, str], ...] = ()
+LIMITS: tuple[tuple[str, str], ...] = ((r"\bsglang\b", "an inference server that needs a GPU (SGLang)"),)
+"""What this tool cannot run."""
 
 
-def unsupported_reason(code: str) -> str | None:
-    return next((reason for pattern, reason in UNSUPPORTED if re.search(pattern, code)), None)
+def decided(code: str) -> tuple[Outcome, str] | None:
+    """Return the outcome that is known without running the code, and why."""
+    for outcome, patterns in (("unsupported", UNSUPPORTED), ("limit", LIMITS)):
+        for pattern, reason in patterns:
+            if re.search(pattern, code):
+                return cast(Outcome, outcome), reason
+    return None
 
 
 def category_of(name: str, code: str) -> str:

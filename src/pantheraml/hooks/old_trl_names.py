@@ -23,27 +23,32 @@ CONFIG_NAMES = {
     "warmup_ratio": "warmup_steps",
     "evaluation_strategy": "eval_strategy",
 }
-"""Old names of SFTConfig's fields, and the present ones."""
+"""Old names of fields of training configs, and the present ones."""
 
 MOVED_TO_CONFIG = ("max_seq_length", "dataset_text_field", "packing", "dataset_num_proc", "eval_packing")
 """Old arguments of SFTTrainer that are fields of SFTConfig now."""
 
 
-def rename_config_arguments(arguments: dict[str, Any]) -> None:
-    """Give old arguments of SFTConfig their present names, in place."""
+def rename_config_arguments(arguments: dict[str, Any], owner: str = "SFTConfig") -> None:
+    """Give old arguments of a training config their present names, in place."""
     if (ratio := arguments.get("warmup_ratio") or 0) >= 1:
         raise ConfigError(  # as warmup_steps it would be a number of steps
-            f"SFTConfig got warmup_ratio={ratio:g}, which is not a fraction of the run.", fix="Set warmup_steps."
+            f"{owner} got warmup_ratio={ratio:g}, which is not a fraction of the run.", fix="Set warmup_steps."
         )
     for old, new in CONFIG_NAMES.items():
         if old in arguments:
-            _rename(arguments, old, new, "SFTConfig")
+            _rename(arguments, old, new, owner)
+
+
+def rename_tokenizer(arguments: dict[str, Any], owner: str) -> None:
+    """Give a trainer's `tokenizer` its present name, in place."""
+    if "tokenizer" in arguments:
+        _rename(arguments, "tokenizer", "processing_class", owner)
 
 
 def rename_trainer_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Give old arguments of SFTTrainer their present names, in place; return those that belong to its config."""
-    if "tokenizer" in arguments:
-        _rename(arguments, "tokenizer", "processing_class", "SFTTrainer")
+    rename_tokenizer(arguments, "SFTTrainer")
     moved = {name: arguments.pop(name) for name in MOVED_TO_CONFIG if name in arguments}
     if moved:
         logger.warning("SFTTrainer's %s are arguments of SFTConfig in this version of TRL", ", ".join(moved))

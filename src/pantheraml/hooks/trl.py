@@ -21,6 +21,7 @@ import numpy as np
 from pantheraml.base import log
 from pantheraml.hooks.async_metrics import ASYNC_GRAD_NORM
 from pantheraml.hooks.library_patch import LibraryPatch
+from pantheraml.hooks.old_trl_configs import BATCHED_FORMATTING, OLD_CONFIGS, OLD_PLACES, revert_experimental
 from pantheraml.hooks.optimizers import OWN_ADAMW
 from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
 from pantheraml.hooks.sft_length import CONFIG_LENGTH, TRAINER_LENGTH
@@ -111,7 +112,7 @@ PACKING_ATTENTION = LibraryPatch(
 _ALL = (
     SFT_HEAD, COLLATOR, PACKING_ATTENTION, CONFIG_LENGTH, TRAINER_LENGTH,
     PREFETCH_BATCHES, ASYNC_GRAD_NORM, ANNOUNCE_NEXT_BATCH, REQUIRE_TRAINABLE, ONE_GPU, REWARD_MODEL,
-    OWN_ADAMW,
+    OWN_ADAMW, OLD_PLACES, BATCHED_FORMATTING, *OLD_CONFIGS,
 )  # fmt: skip
 
 
@@ -124,3 +125,4 @@ def apply() -> None:
 def revert() -> None:
     for patch in _ALL:
         patch.revert()
+    revert_experimental()
