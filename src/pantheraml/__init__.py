@@ -68,11 +68,29 @@ _LAZY = {
 }
 
 
+# Names that Unsloth scripts import from the top of the package. Not in __all__: each has its place below it.
+_CHAT_TEMPLATES = ("apply_chat_template", "standardize_data_formats", "standardize_sharegpt", "to_sharegpt")
+_GENERATED_CODE = ("check_python_modules", "create_locked_down_function", "execute_with_time_limit")
+_FAMILY_LOADERS = (
+    "FastCohereModel", "FastGemmaModel", "FastGemma2Model", "FastGraniteModel", "FastLlamaModel", "FastMistralModel",
+    "FastQwen2Model", "FastQwen3Model", "FastQwen3MoeModel",
+)  # fmt: skip
+_UNSLOTH_NAMES = {
+    **{name: ("pantheraml.chat_templates", name) for name in (*_CHAT_TEMPLATES, "train_on_responses_only")},
+    **{name: ("pantheraml.api.generated_code", name) for name in _GENERATED_CODE},
+    **dict.fromkeys(_FAMILY_LOADERS, ("pantheraml.api", "FastLanguageModel")),
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name in _LAZY:
+        module, attribute = _LAZY[name], name
+    elif name in _UNSLOTH_NAMES:
+        module, attribute = _UNSLOTH_NAMES[name]
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # by name: an `import` would make the torch-free half of the package depend on torch
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -38,6 +38,7 @@ LOADING_UNUSED: Mapping[str, str] = {
     "attn_implementation": "attention is chosen so that packed documents do not see each other",
     "unsloth_force_compile": "layers are fused or compiled where that was measured to be faster",
     "unsloth_tiled_mlp": "the MLP is not computed in tiles",
+    "device_map_planner_kwargs": "memory for activations is not part of a device map",
 }  # fmt: skip
 ADAPTER_UNUSED: Mapping[str, str] = {
     "temporary_location": "nothing is written to disk",

@@ -23,7 +23,7 @@ from tests.unit.models.conftest import TinyModel
 UNUSED: dict[str, Any] = {
     "max_lora_rank": 32, "gpu_memory_utilization": 0.9, "float8_kv_cache": True, "disable_log_stats": True,
     "random_state": 3407, "offload_embedding": True, "attn_implementation": "eager", "unsloth_force_compile": True,
-    "unsloth_tiled_mlp": True,
+    "unsloth_tiled_mlp": True, "device_map_planner_kwargs": {"retained_rows": 8},
 }  # fmt: skip
 
 
