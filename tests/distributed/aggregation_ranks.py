@@ -30,6 +30,7 @@ from pantheraml.parallel.consistency import check_replicas
 from pantheraml.parallel.data import without_sync, wrap
 from pantheraml.parallel.process_group import World
 from pantheraml.parallel.shard_batch import AdaptiveShares, shards, split, weighted_shares
+from pantheraml.specs.aggregation import parse_method
 from tests.distributed.aggregation_runs import train_all
 
 SAMPLES = 10
@@ -119,7 +120,7 @@ def aggregated(world: World, model: LossModel, method: str, **options: Any) -> S
     shares: list[int] = options.pop("shares", SHARES)
     settings = options.pop("settings", Settings())
     ddp = wrap(model, world, settings)
-    finish = aggregate.attach(ddp, aggregate.parse_method(method), **options)
+    finish = aggregate.attach(ddp, parse_method(method), **options)
     ids = np.arange(SAMPLES)
     mine = split(ids, shares)[world.rank]
     factor = world.size / target_tokens(ids)
@@ -281,7 +282,7 @@ def case_traffic(world: World) -> dict[str, Any]:
             model = make_model(lora=lora)
             ddp = wrap(model, world, Settings(), constant_buffers=[name for name, _ in model.named_buffers()])
             weights = WEIGHTS if method == "weighted" else None
-            finish = aggregate.attach(ddp, aggregate.parse_method(method), weights=weights)
+            finish = aggregate.attach(ddp, parse_method(method), weights=weights)
             for _ in range(3):  # DDP rebuilds its buckets before the second step
                 ddp.zero_grad(set_to_none=True)
                 with Traffic() as traffic:

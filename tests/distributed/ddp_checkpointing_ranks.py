@@ -35,6 +35,7 @@ from pantheraml.hooks.guard_callback import GuardCallback
 from pantheraml.parallel import aggregate
 from pantheraml.parallel.data import decide_static_graph, uses_reentrant_checkpointing, without_sync, wrap
 from pantheraml.parallel.process_group import World
+from pantheraml.specs.aggregation import Method
 from tests import toy
 
 STEPS = 4
@@ -56,7 +57,7 @@ def torch_checkpointing(model: Any, *, reentrant: bool) -> None:
 
 
 # name -> checkpointing, micro-batches per rank, gradient aggregation
-CASES: dict[str, tuple[Prepare, int, aggregate.Method]] = {
+CASES: dict[str, tuple[Prepare, int, Method]] = {
     "reentrant": (partial(torch_checkpointing, reentrant=True), 1, "mean"),
     "reentrant accumulated": (partial(torch_checkpointing, reentrant=True), 3, "mean"),
     "reentrant median": (partial(torch_checkpointing, reentrant=True), 2, "median"),

@@ -16,12 +16,12 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from pantheraml.base import log
-from pantheraml.base.errors import ConfigError
+from pantheraml.base.errors import ConfigError, MissingExtraError
 
 logger = log.get(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class LibraryPatch:
     library: str
     versions: str
@@ -44,7 +44,7 @@ class LibraryPatch:
         if importlib.util.find_spec(self.library) is None:
             return False
         version = importlib.metadata.version(self.library)
-        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+        if not self._knows(version):
             logger.info("%s %s is not in %s: %s", self.library, version, self.versions, self.fallback)
             return False
         target = self._target()
@@ -54,15 +54,31 @@ class LibraryPatch:
         patched_by = self._patched_by(current)
         if patched_by is not None and self.required:
             raise ConfigError(
-                f"{self._full_name()} was already patched by {patched_by}.",
+                f"{self.full_name} was already patched by {patched_by}.",
                 fix="Do not import the library that patches it in the same process.",
             )
         if patched_by is not None:
-            logger.info("%s was already patched by %s: %s", self._full_name(), patched_by, self.fallback)
+            logger.info("%s was already patched by %s: %s", self.full_name, patched_by, self.fallback)
             return False
         self._original, self._patched = current, self.make(current)
         setattr(target, self.name, self._patched)
         return True
+
+    def require_version(self) -> None:
+        """Raise ConfigError unless the installed version is one whose code was read; nothing is imported."""
+        if importlib.util.find_spec(self.library) is None:
+            raise MissingExtraError(
+                f"{self.library} is not installed.", fix=f"pip install '{self.library}{self.versions}'"
+            )
+        version = importlib.metadata.version(self.library)
+        if not self._knows(version):
+            raise ConfigError(
+                f"{self.library} {version} is not supported here: {self.full_name} is known in {self.versions} only.",
+                fix=f"pip install '{self.library}{self.versions}'. Without it, {self.fallback}.",
+            )
+
+    def _knows(self, version: str) -> bool:
+        return SpecifierSet(self.versions).contains(version, prereleases=True)
 
     def revert(self) -> None:
         """Restore the original; no-op if it is in place."""
@@ -77,7 +93,8 @@ class LibraryPatch:
         module = importlib.import_module(self.module)
         return module if self.class_name is None else getattr(module, self.class_name)
 
-    def _full_name(self) -> str:
+    @property
+    def full_name(self) -> str:
         return ".".join(filter(None, (self.module, self.class_name, self.name)))
 
     def _patched_by(self, current: Any) -> str | None:

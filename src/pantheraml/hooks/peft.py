@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.hooks.library_patch import LibraryPatch
+from pantheraml.hooks.registry import REGISTRY
 from pantheraml.models.adapters import prepare_config
 from pantheraml.models.causal_lm import FastCausalLM, fast_model
 
@@ -84,9 +85,9 @@ _ALL = (QUANTIZED_LAYERS, FUSED_LAYERS, SAVED_ROPE)
 
 def apply() -> None:
     for patch in _ALL:
-        patch.apply()
+        REGISTRY.apply(patch)
 
 
 def revert() -> None:
     for patch in _ALL:
-        patch.revert()
+        REGISTRY.revert(patch)

@@ -24,6 +24,7 @@ from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.hooks.old_trl_configs import BATCHED_FORMATTING, OLD_CONFIGS, OLD_PLACES, revert_experimental
 from pantheraml.hooks.optimizers import OWN_ADAMW
 from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
+from pantheraml.hooks.registry import REGISTRY
 from pantheraml.hooks.sft_length import CONFIG_LENGTH, TRAINER_LENGTH
 from pantheraml.hooks.trainer_checks import ONE_GPU, REQUIRE_TRAINABLE, REWARD_MODEL
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
@@ -119,10 +120,10 @@ _ALL = (
 def apply() -> None:
     """Apply the patches that `FastLanguageModel` needs, to TRL if it is installed and to the trainer it builds on."""
     for patch in _ALL:
-        patch.apply()
+        REGISTRY.apply(patch)
 
 
 def revert() -> None:
     for patch in _ALL:
-        patch.revert()
+        REGISTRY.revert(patch)
     revert_experimental()

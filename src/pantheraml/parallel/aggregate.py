@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, get_args
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pantheraml.base.errors import ConfigError
-
-Method = Literal["mean", "weighted", "median", "trimmed_mean"]
-ALIASES = {"weighted_mean": "weighted"}
+from pantheraml.specs.aggregation import Method, check_method
 
 TRIM = 0.1
 """Fraction of ranks that `trimmed_mean` drops at each end; at least one rank."""
@@ -44,15 +41,6 @@ class Finish(Protocol):
     """
 
     def __call__(self, *, target_tokens: int, factor: float) -> tuple[int, ...]: ...
-
-
-def parse_method(name: str) -> Method:
-    """Resolve a method name or alias."""
-    known = get_args(Method)
-    method = ALIASES.get(name, name)
-    if method not in known:
-        raise ConfigError(f"Unknown gradient aggregation `{name}`.", fix=f"Use one of {', '.join([*known, *ALIASES])}.")
-    return cast(Method, method)
 
 
 def attach(
@@ -75,28 +63,6 @@ def attach(
     # DDP checks a hook's annotations against classes, and this module's annotations are strings; a lambda has none.
     model.register_comm_hook(None, lambda _, bucket: exchange.send(bucket))
     return exchange.finish
-
-
-def check_method(method: Method, ranks: int, weights: Sequence[float] | None) -> None:
-    """Raise ConfigError unless `method` works with `ranks` ranks and `weights`."""
-    if (weights is not None) != (method == "weighted"):
-        raise ConfigError(
-            "Per-rank weights and the gradient aggregation `weighted` require each other.",
-            fix="Set both, or neither.",
-        )
-    if weights is not None and (
-        len(weights) != ranks or not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights)
-    ):
-        raise ConfigError(
-            f"{list(weights)} are not valid weights for {ranks} rank(s).",
-            fix="Give one finite, non-negative number per rank, at least one of them positive.",
-        )
-    if method == "trimmed_mean" and ranks < 3:
-        raise ConfigError(
-            "The gradient aggregation `trimmed_mean` drops the largest and the smallest value, which leaves none of"
-            f" {ranks} rank(s).",
-            fix="Use three ranks or more, or use `mean`.",
-        )
 
 
 def no_op_finish(*, target_tokens: int, factor: float) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
+from pantheraml.specs.aggregation import Method
 from pantheraml.specs.legacy_aliases import translate_aliases
 from pantheraml.specs.parallel import DIMENSIONS, Degree
 
@@ -31,9 +32,6 @@ class MultiGPUMode(StrEnum):
     DISTRIBUTED = "distributed"
     HYBRID = "hybrid"
     AUTO = "auto"
-
-
-Aggregation = Literal["mean", "weighted", "median", "trimmed_mean"]
 
 
 @dataclass(config=ConfigDict(extra="forbid", use_attribute_docstrings=True), kw_only=True)
@@ -79,7 +77,7 @@ class MultiGPUConfig:
     """Pipeline stages per process. 1: 1F1B schedule; more: interleaved schedule, with a smaller bubble."""
     backend: Literal["nccl", "gloo"] = "nccl"
     """Communication backend for GPUs; CPU runs always use gloo."""
-    aggregation: Aggregation = "mean"
+    aggregation: Method = "mean"
     """How gradients of the replicas are combined. mean: over all tokens, equal to one GPU; weighted: by
     aggregation_weights; median, trimmed_mean: robust against a few bad ranks, but not equal to one GPU."""
     aggregation_weights: Annotated[list[Annotated[float, Field(ge=0)]] | None, BeforeValidator(split_commas)] = None

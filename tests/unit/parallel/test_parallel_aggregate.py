@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.parallel.aggregate import attach, check_method, mean, median, parse_method, trimmed_mean
+from pantheraml.parallel.aggregate import attach, mean, median, trimmed_mean
+from pantheraml.specs.aggregation import check_method, parse_method
 
 EQUAL = torch.full((5, 1), 0.2)
 
