@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from pantheraml.chat_templates import get_chat_template
     from pantheraml.models.sampling_params import SamplingParams
-    from pantheraml.multigpu import enable_multi_gpu
+    from pantheraml.multigpu import disable_multi_gpu, enable_multi_gpu, get_multi_gpu_config
     from pantheraml.trainer import (
         PantheraMLDistributedTrainer,
         PantheraMLTrainer,
@@ -45,9 +45,11 @@ __all__ = [
     "UnslothTrainer",
     "UnslothTrainingArguments",
     "__version__",
+    "disable_multi_gpu",
     "enable_multi_gpu",
     "get_chat_template",
     "is_bf16_supported",
+    "get_multi_gpu_config",
     "is_bfloat16_supported",
 ]
 
@@ -64,6 +66,9 @@ _LAZY = {
     "enable_multi_gpu": "pantheraml.multigpu",
     "get_chat_template": "pantheraml.chat_templates",
     "is_bf16_supported": "pantheraml.api",
+    "disable_multi_gpu": "pantheraml.multigpu",
+    "enable_multi_gpu": "pantheraml.multigpu",
+    "get_multi_gpu_config": "pantheraml.multigpu",
     "is_bfloat16_supported": "pantheraml.api",
 }
 

@@ -9,32 +9,88 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, DeviceError, InterruptedRunError, LaunchError, WorkerError
 from pantheraml.devices.probe import probe
+from pantheraml.hooks import multi_gpu
 from pantheraml.launch.local import die_with_parent
 from pantheraml.launch.script import main_file, relaunch
 
-__all__ = ["enable_multi_gpu", "launch"]
+__all__ = ["disable_multi_gpu", "enable_multi_gpu", "get_multi_gpu_config", "launch"]
 
 logger = log.get(__name__)
 
 
-def enable_multi_gpu(num_gpus: int | None = None) -> None:
+def enable_multi_gpu(
+    num_gpus: int | None = None,
+    batch_size_per_gpu: int | None = None,
+    gradient_aggregation: str = "mean",
+    *,
+    aggregation_weights: Sequence[float] | None = None,
+) -> None:
     """Run the script as one process per GPU from here on.
 
     A script started as a single process is relaunched from its beginning as that many ranks, and this call does not
-    return in the process that made it; so call it first. In a rank, started by any launcher, it does nothing.
+    return in the process that made it; so call it first. A rank, started by any launcher, continues.
     `num_gpus` None: PANTHERAML_NPROC, else every visible GPU; with fewer than two the script continues as it is. On a
     host without GPUs the number is required. PANTHERAML_RELAUNCH=0 disables the relaunch.
+    `batch_size_per_gpu` and `gradient_aggregation` (mean, weighted, median, trimmed_mean) apply to the trainers of
+    transformers and TRL that are created afterwards, until `disable_multi_gpu`; the order of imports does not matter.
+    `aggregation_weights`: one per rank, for weighted.
+    A second call replaces the settings of the first.
     """
+    settings = multi_gpu.make_settings(batch_size_per_gpu, gradient_aggregation, aggregation_weights)
+    if settings != multi_gpu.current():
+        _require_no_process_group()
+    multi_gpu.require_supported(settings)
+    start_ranks(num_gpus, settings)
+    multi_gpu.apply(settings)
+
+
+def disable_multi_gpu() -> None:
+    """Undo `enable_multi_gpu` for trainers that are created from here on; ranks that were started go on as ranks."""
+    multi_gpu.revert()
+
+
+def get_multi_gpu_config() -> dict[str, Any]:
+    """Return what multi-GPU training would use here: the switch, ranks, GPUs, and the settings in force."""
+    devices, launched, settings = probe(), env.launched_rank(), multi_gpu.current()
+    rank = env.process_rank()
+    gpus = len(devices.gpus)
+    enabled = env.multi_gpu_requested() or settings is not None
+    several = rank.world_size > 1
+    return {
+        "enabled": enabled,
+        "multi_gpu": several or (enabled and gpus > 1),
+        "num_gpus": gpus,
+        "gpus": [gpu.name for gpu in devices.gpus],
+        "note": devices.note,
+        "launched": launched is not None,
+        "world_size": rank.world_size,
+        "rank": rank.rank,
+        "local_rank": rank.local_rank,
+        "device": f"cuda:{rank.local_rank}" if gpus else "cpu",
+        "backend": ("nccl" if gpus else "gloo") if several or gpus > 1 else None,
+        "batch_size_per_gpu": None if settings is None else settings.batch_size_per_gpu,
+        "gradient_aggregation": None if settings is None else settings.gradient_aggregation,
+    }
+
+
+def start_ranks(num_gpus: int | None = None, settings: multi_gpu.MultiGPUSettings | None = None) -> None:
+    """Relaunch a single process as one rank per GPU; a rank continues, if there are as many as `num_gpus` says."""
     log.start_for_scripts()
-    if env.launched_rank() is not None:
+    settings = settings or multi_gpu.MultiGPUSettings()
+    launched = env.launched_rank()
+    if launched is not None:
+        _check_launched(launched, num_gpus)
+        settings.check_ranks(launched.world_size)
         if env.was_relaunched():
             die_with_parent()
+        if launched.world_size > 1:
+            multi_gpu.announce(f"{launched.world_size} processes, {settings}")
         return
     if env.was_relaunched():
         raise LaunchError(
@@ -43,12 +99,39 @@ def enable_multi_gpu(num_gpus: int | None = None) -> None:
         )
     processes, reason = _process_count(num_gpus if num_gpus is not None else env.processes_requested())
     if processes == 1:
+        settings.check_ranks(1)
         logger.warning("multi-GPU is enabled, but the script continues as one process: %s", reason)
     elif not env.relaunch_allowed():
+        settings.check_ranks(1)
         logger.warning("%s, but the script continues as one process: PANTHERAML_RELAUNCH=0", reason)
     else:
+        settings.check_ranks(processes)
         logger.info("relaunching as %d processes: %s", processes, reason)
         relaunch(processes)
+
+
+def _check_launched(launched: env.ProcessRank, num_gpus: int | None) -> None:
+    """Raise LaunchError if another number of processes was started than the script asks for."""
+    started = launched.local_world_size or launched.world_size
+    if num_gpus is None or num_gpus in (started, launched.world_size):
+        return
+    if type(num_gpus) is not int or num_gpus < 1:
+        raise ConfigError(f"{num_gpus!r} is not a valid number of processes.")
+    raise LaunchError(
+        f"num_gpus={num_gpus} is set, but the launcher started {started} process(es).",
+        fix=f"Start {num_gpus} (torchrun --nproc-per-node {num_gpus}), or remove num_gpus.",
+    )
+
+
+def _require_no_process_group() -> None:
+    """Raise LaunchError if torch.distributed is initialized; a process that has not imported torch cannot have it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise LaunchError(
+            "enable_multi_gpu was called after the process group was created: trainers and models of this process"
+            " already rely on that group.",
+            fix="Call enable_multi_gpu first, before models, training arguments and init_process_group.",
+        )
 
 
 def launch(function: Callable[..., Any], *arguments: Any, nproc: int | None = None) -> list[Any]:
@@ -81,8 +164,8 @@ def _process_count(requested: int | None) -> tuple[int, str]:
     gpus = len(devices.gpus)
     if requested is None:
         return max(1, gpus), f"{gpus} GPUs are visible" if gpus else devices.note or "no GPU is visible"
-    if requested < 1:
-        raise ConfigError(f"{requested} is not a valid number of processes.")
+    if type(requested) is not int or requested < 1:
+        raise ConfigError(f"{requested!r} is not a valid number of processes.")
     if gpus and requested > gpus:
         raise DeviceError(
             f"{requested} processes were requested, but {gpus} GPU(s) are visible.", fix=f"Request {gpus} or fewer."

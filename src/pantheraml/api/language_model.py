@@ -133,7 +133,7 @@ class FastLanguageModel:
         if auto_device_map:
             device_map = resolve_auto_map(device_map)
         if multi_gpu and not (may_span_devices(device_map) and launched_rank() is None):
-            multigpu.enable_multi_gpu()
+            multigpu.start_ranks()
         device, free_memory = resolve_devices(device_map, max_memory, multi_gpu=multi_gpu)
         quant_format = requested_quant_format(load_in_4bit, load_in_8bit, load_in_fp8, load_in_16bit)
         if quant_format is None and load_in_fp8 is None and dtype is None and not (full_finetuning or load_in_16bit):
