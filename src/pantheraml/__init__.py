@@ -63,7 +63,6 @@ _LAZY = {
     "SamplingParams": "pantheraml.models.sampling_params",
     "UnslothTrainer": "pantheraml.trainer",
     "UnslothTrainingArguments": "pantheraml.trainer",
-    "enable_multi_gpu": "pantheraml.multigpu",
     "get_chat_template": "pantheraml.chat_templates",
     "is_bf16_supported": "pantheraml.api",
     "disable_multi_gpu": "pantheraml.multigpu",

@@ -19,15 +19,15 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.engine.memory.usage import MemoryManager
 from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper
+from pantheraml.engine.to_device import move_batch
 from pantheraml.engine.tuning import fuse_optimizer
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.performance import OptimizationLevel, PerformanceConfig
@@ -120,7 +120,7 @@ class TrainingPipeline:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.dataloader:
-            yield batch if self._device is None else _moved(batch, self._device)
+            yield batch if self._device is None else move_batch(batch, self._device)
 
     def __len__(self) -> int:
         return len(self.dataloader)
@@ -211,9 +211,3 @@ class PerformanceOptimizer:
 
 def create_performance_optimizer(config: PerformanceConfig | None = None) -> PerformanceOptimizer:
     return PerformanceOptimizer(config or PerformanceConfig())
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if callable(getattr(batch, "to", None)):  # a tensor, or a tokenizer's BatchEncoding
-        return batch.to(device, non_blocking=True)
-    return tree_map_only(Tensor, lambda value: value.to(device, non_blocking=True), batch)

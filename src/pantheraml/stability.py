@@ -10,8 +10,7 @@ gradients behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, TrainingError
 from pantheraml.engine.guard.nan_origin import trace_nan_backward
 from pantheraml.engine.guard.norms import Norms
-from pantheraml.engine.guard.own_loop import OwnLoopGuard, stop_error, trained_parameters
+from pantheraml.engine.guard.own_loop import OwnLoopGuard, scaled_rates, stop_error, trained_parameters
 from pantheraml.engine.guard.policy import Action, Anomaly, Verdict, find_suspect
 from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper, is_compiled
 from pantheraml.parallel.data import uses_reentrant_checkpointing
@@ -124,7 +123,7 @@ class NumericalStabilityManager:
         if verdict.action in ("step", "zero"):
             norm = guard.zero_nonfinite() if verdict.action == "zero" else numbers.grad_norm
             guard.clip(optimizer, norm)
-            with guard.updates.measuring(), _scaled_lr(optimizer, verdict.rate_factor):
+            with guard.updates.measuring(), scaled_rates(optimizer, verdict.rate_factor):
                 optimizer.step()
         optimizer.zero_grad()
         guard.drop_gradients()
@@ -253,19 +252,6 @@ def _operation(model: nn.Module, guard: OwnLoopGuard, loss: Tensor) -> str | Non
             raise
     logger.warning("reentrant checkpointing: cannot tell which operation returned NaN")
     return None
-
-
-@contextmanager
-def _scaled_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Scale the learning rates for one step, then restore those of the scheduler."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups if factor != 1.0 else ():
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def _stopped(step: int, verdict: Verdict, tensor: str | None, operation: str | None) -> TrainingError:

@@ -316,6 +316,15 @@ class MultiGPUWrapper:
         """Say whether the user's loss is a sum over samples (of the global batch) instead of a mean."""
         self._weight.sum_over = _world_size() if sums and self.copies > 1 else None
 
+    @property
+    def batch_share(self) -> float:
+        """Weight of this rank's current batch relative to the mean over ranks; set by loaders of `shard`."""
+        return self._weight.share
+
+    @batch_share.setter
+    def batch_share(self, share: float) -> None:
+        self._weight.share = share
+
     # -- queries
 
     @property

@@ -40,7 +40,7 @@ class Finish(Protocol):
     global ranks that were excluded. If no rank's gradient is finite, none is excluded and the aggregate is not finite.
     """
 
-    def __call__(self, *, target_tokens: int, factor: float) -> tuple[int, ...]: ...
+    def __call__(self, *, target_tokens: float, factor: float) -> tuple[int, ...]: ...
 
 
 def attach(
@@ -65,7 +65,7 @@ def attach(
     return exchange.finish
 
 
-def no_op_finish(*, target_tokens: int, factor: float) -> tuple[int, ...]:
+def no_op_finish(*, target_tokens: float, factor: float) -> tuple[int, ...]:
     return ()
 
 
@@ -93,7 +93,7 @@ class _WeightedSums:
         work = dist.all_reduce(weighted, group=self._group, async_op=True)
         return _then_return(work, weighted)
 
-    def finish(self, *, target_tokens: int, factor: float) -> tuple[int, ...]:
+    def finish(self, *, target_tokens: float, factor: float) -> tuple[int, ...]:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._parameters.clear()
         own = torch.tensor(self._weight * target_tokens, dtype=torch.float64, device=gradients[0].device)
@@ -142,10 +142,10 @@ class _Slices:
         self._buckets.append(_Bucket(bucket.parameters(), sent, rows, work))
         return _then_return(work, own)
 
-    def finish(self, *, target_tokens: int, factor: float) -> tuple[int, ...]:
+    def finish(self, *, target_tokens: float, factor: float) -> tuple[int, ...]:
         buckets, finite = self._buckets, torch.stack(self._finite).all()
         self._buckets, self._finite = [], []
-        tokens = torch.tensor(target_tokens, device=finite.device)
+        tokens = torch.tensor(target_tokens, dtype=torch.float64, device=finite.device)
         everyone = _gather([tokens, finite], self._group)
         masses = [weight * count for weight, (count, _) in zip(self._weights, everyone, strict=True)]
         present = [rank for rank, mass in enumerate(masses) if mass > 0]

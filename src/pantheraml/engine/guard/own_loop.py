@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,3 +175,16 @@ def stop_error(step: int, verdict: Verdict, *, settings: str) -> TrainingError:
         fix=f"Lower the learning rate, or set on_nonfinite='skip' or on_spike='skip' in {settings}. The weights are"
         " those before that step.",
     )
+
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Scale the learning rates for one step, then restore those of the scheduler."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups if factor != 1.0 else ():
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
