@@ -13,6 +13,7 @@ Every function also works in a single process, where there is nothing to wait fo
 from __future__ import annotations
 
 import atexit
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from pantheraml.engine.memory.usage import MIB, MemoryManager
 from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper
 from pantheraml.multigpu import disable_multi_gpu, enable_multi_gpu, get_multi_gpu_config
 from pantheraml.parallel.device_map import DeviceMap, MaxMemory, memory_for_weights, place
+from pantheraml.parallel.json_gather import broadcast_json
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.performance import PerformanceConfig
 
@@ -121,14 +123,24 @@ def barrier() -> None:
 
 
 def broadcast(value: Any, src: int = 0) -> Any:
-    """Return rank `src`'s `value`, any picklable object, on every rank."""
+    """Return rank `src`'s `value` on every rank: numbers, text, lists and dicts of them, as JSON carries them.
+
+    Nothing that a peer sends is unpickled. For tensors, use `torch.distributed.broadcast`.
+    """
     if not 0 <= src < get_world_size():
         raise ConfigError(f"src={src} is not a rank of {get_world_size()} process(es).")
-    if not _needs_group("broadcast"):
-        return value
-    sent = [value if get_rank() == src else None]
-    dist.broadcast_object_list(sent, src=src, device=_device())
-    return sent[0]
+    sent = {"value": value} if get_rank() == src else None
+    try:
+        json.dumps(sent)
+    except (TypeError, ValueError) as err:
+        sent = {"problem": str(err)}  # sent, too: the others wait for it
+    received = broadcast_json(sent, src) if _needs_group("broadcast") else sent
+    if "problem" in received:
+        raise ConfigError(
+            f"The value of rank {src} cannot be broadcast: {received['problem']}.",
+            fix="Pass numbers, text, lists and dicts; use torch.distributed.broadcast for tensors.",
+        )
+    return received["value"]
 
 
 def all_reduce(value: float | torch.Tensor, op: Reduction = "mean") -> float:

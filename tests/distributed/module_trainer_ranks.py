@@ -139,6 +139,7 @@ def communicate() -> dict[str, Any]:
         "main": distributed.is_main_process(),
         "sent": distributed.broadcast({"from": rank}, src=1),
         "reduced": {op: distributed.all_reduce(rank + 1.0, op) for op in ("mean", "sum", "min", "max")},  # type: ignore[arg-type]
+        "tensor": refused(lambda: distributed.broadcast(torch.ones(1) if rank == 0 else None)),
         "no_such_rank": refused(lambda: distributed.broadcast(1, src=2)),
     }
     distributed.barrier()

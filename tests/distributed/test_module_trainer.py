@@ -118,3 +118,4 @@ def test_communication(ranks: Found) -> None:
         assert got["reduced"] == {"mean": 1.5, "sum": 3.0, "min": 1.0, "max": 2.0}
         assert got["not_joined"].startswith("ConfigError: barrier was called on one of 2 ranks")
         assert got["no_such_rank"].startswith("ConfigError: src=2 is not a rank of 2")
+        assert got["tensor"].startswith("ConfigError: The value of rank 0 cannot be broadcast: Object of type Tensor")

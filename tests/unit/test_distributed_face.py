@@ -34,6 +34,7 @@ def test_a_single_process_needs_nobody() -> None:
     [
         (lambda: distributed.all_reduce(1.0, "median"), "op='median' is not a reduction"),  # type: ignore[arg-type]
         (lambda: distributed.all_reduce(torch.ones(3)), "the tensor has 3"),
+        (lambda: distributed.broadcast(torch.ones(1)), "Object of type Tensor is not JSON"),
         (lambda: distributed.broadcast(1, src=1), "src=1 is not a rank of 1 process"),
     ],
 )

@@ -28,15 +28,15 @@ def all_gather_json(mine: Any, group: dist.ProcessGroup | None = None) -> list[A
     return [json.loads(row[:count].cpu().numpy().tobytes()) for row, count in zip(rows, counts, strict=True)]
 
 
-def broadcast_json(value: Any) -> Any:
-    """Return rank 0's value on every rank. Collective; numpy's and torch's scalars arrive as Python's."""
+def broadcast_json(value: Any, src: int = 0) -> Any:
+    """Return rank `src`'s value on every rank. Collective; numpy's and torch's scalars arrive as Python's."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
-    first = dist.get_rank() == 0
-    sent = bytearray(json.dumps(value, default=lambda scalar: scalar.item()).encode()) if first else bytearray()
+    sends = dist.get_rank() == src
+    sent = bytearray(json.dumps(value, default=lambda scalar: scalar.item()).encode()) if sends else bytearray()
     length = torch.tensor([len(sent)], dtype=torch.int64, device=device)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=src)
     text = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    if first:
+    if sends:
         text.copy_(torch.frombuffer(sent, dtype=torch.uint8))
-    dist.broadcast(text, src=0)
+    dist.broadcast(text, src=src)
     return json.loads(text.cpu().numpy().tobytes())
