@@ -129,7 +129,7 @@ def broadcast(value: Any, src: int = 0) -> Any:
     """
     if not 0 <= src < get_world_size():
         raise ConfigError(f"src={src} is not a rank of {get_world_size()} process(es).")
-    sent = {"value": value} if get_rank() == src else None
+    sent: Any = {"value": value} if get_rank() == src else None
     try:
         json.dumps(sent)
     except (TypeError, ValueError) as err:
