@@ -19,9 +19,13 @@ if TYPE_CHECKING:
         is_bf16_supported,
         is_bfloat16_supported,
     )
+    from pantheraml.api.unsloth_train import unsloth_train
     from pantheraml.chat_templates import get_chat_template
     from pantheraml.models.sampling_params import SamplingParams
+    from pantheraml.multi_gpu_config import ConfigManager, DeviceManager
+    from pantheraml.multi_gpu_trainer import MultiGPUTrainer
     from pantheraml.multigpu import disable_multi_gpu, enable_multi_gpu, get_multi_gpu_config
+    from pantheraml.specs.aggregation import AggregationMethod
     from pantheraml.trainer import (
         PantheraMLDistributedTrainer,
         PantheraMLTrainer,
@@ -32,6 +36,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AggregationMethod",
+    "ConfigManager",
+    "DeviceManager",
     "FastLanguageModel",
     "FastModel",
     "FastVisionModel",
@@ -39,6 +46,7 @@ __all__ = [
     "MultiGPUMode",
     "PantheraMLDistributedTrainer",
     "PantheraMLTrainer",
+    "MultiGPUTrainer",
     "PatchDPOTrainer",
     "SamplingParams",
     "TrainConfig",
@@ -51,14 +59,19 @@ __all__ = [
     "is_bf16_supported",
     "get_multi_gpu_config",
     "is_bfloat16_supported",
+    "unsloth_train",
 ]
 
 _LAZY = {
+    "AggregationMethod": "pantheraml.specs.aggregation",
+    "ConfigManager": "pantheraml.multi_gpu_config",
+    "DeviceManager": "pantheraml.multi_gpu_config",
     "FastLanguageModel": "pantheraml.api",
     "FastModel": "pantheraml.api",
     "FastVisionModel": "pantheraml.api",
     "PantheraMLDistributedTrainer": "pantheraml.trainer",
     "PantheraMLTrainer": "pantheraml.trainer",
+    "MultiGPUTrainer": "pantheraml.multi_gpu_trainer",
     "PatchDPOTrainer": "pantheraml.api",
     "SamplingParams": "pantheraml.models.sampling_params",
     "UnslothTrainer": "pantheraml.trainer",
@@ -69,6 +82,7 @@ _LAZY = {
     "enable_multi_gpu": "pantheraml.multigpu",
     "get_multi_gpu_config": "pantheraml.multigpu",
     "is_bfloat16_supported": "pantheraml.api",
+    "unsloth_train": "pantheraml.api.unsloth_train",
 }
 
 
