@@ -16,9 +16,9 @@ from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.engine.guard.own_loop import trained_parameters
 from pantheraml.engine.parallelize import has_experts, static_graph_allowed
-from pantheraml.parallel.aggregate import check_method
 from pantheraml.parallel.consistency import check_replicas
 from pantheraml.parallel.data import decide_static_graph, uses_reentrant_checkpointing
+from pantheraml.specs.aggregation import check_method
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 
 logger = log.get(__name__)

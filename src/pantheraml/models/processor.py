@@ -59,7 +59,8 @@ def load_processor(config: ModelConfig) -> Any:
             fix="Add the model's preprocessor_config.json or processor_config.json.",
         )
     if not isinstance(processor, RuntimeSubclass):
-        processor.__class__ = with_tokenizer_fields(type(processor), True)
+        parent: Any = type(processor)
+        processor.__class__ = with_tokenizer_fields(parent, True)
     return processor
 
 
