@@ -35,7 +35,7 @@ from pantheraml.hooks.trainer_settings import (
     say_if_rows_repeat,
     set_checkpointing,
 )
-from pantheraml.multigpu import enable_multi_gpu
+from pantheraml.multigpu import start_ranks
 from pantheraml.parallel.device_map import is_split
 from pantheraml.parallel.json_gather import broadcast_json
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
@@ -77,6 +77,7 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
     ) -> None:
         log.start_for_scripts()
         config = self._gpus = multi_gpu_config or MultiGPUConfig()
+        self.own_aggregation = Aggregation(config)
         check_supported(config, ranks=env.process_rank().world_size)
         self._launch(config, model)
         if tokenizer is not None:
@@ -94,7 +95,6 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
                 fix="Remove average_tokens_across_devices=False.",
             )
         configure_ddp(config, self.args, self.model, self.accelerator.ddp_handler)
-        self._aggregation = Aggregation(config)
         self._events = self._attach(config)
 
     def _launch(self, config: MultiGPUConfig, model: Any) -> None:
@@ -130,10 +130,10 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         self._events.count(count_tokens(inputs), count_targets(inputs))
-        self._aggregation.before_backward(model, inputs)
+        self.own_aggregation.before_backward(model, inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
-            left_out = self._aggregation.after_last_backward(num_items_in_batch, self.args.world_size)
+            left_out = self.own_aggregation.after_last_backward(num_items_in_batch, self.args.world_size)
             if left_out:
                 self._events.left_out(self.state.global_step + 1, left_out)
         return loss
@@ -189,7 +189,7 @@ class PantheraMLDistributedTrainer(PantheraMLTrainer):
         if isinstance(model, nn.Module) and is_split(model):
             logger.info("the model's layers are on several devices of this process, which continues as one process")
         elif config.mode is not MultiGPUMode.NONE:
-            enable_multi_gpu(config.world_size)
+            start_ranks(config.world_size)
 
 
 class UnslothTrainer(PantheraMLTrainer):

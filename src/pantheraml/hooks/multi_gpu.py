@@ -109,7 +109,10 @@ def _with_settings(init: Callable[..., None]) -> Callable[..., None]:
             return
         if settings.batch_size_per_gpu is not None:
             _set_batch_size(self, settings.batch_size_per_gpu)
-        if settings.gradient_aggregation != "mean":
+        own = getattr(self, "own_aggregation", None)
+        if settings.gradient_aggregation != "mean" and own is not None and not own.is_mean:
+            logger.info("gradients are combined as the trainer's multi_gpu_config says, not as enable_multi_gpu does")
+        elif settings.gradient_aggregation != "mean":
             from pantheraml.hooks.trainer_aggregation import aggregate_gradients
 
             aggregate_gradients(self, settings.gradient_aggregation, settings.aggregation_weights)

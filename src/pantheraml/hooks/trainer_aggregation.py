@@ -49,12 +49,12 @@ class Aggregation:
         self._targets: torch.Tensor | int = 0
 
     @property
-    def _is_mean(self) -> bool:
+    def is_mean(self) -> bool:
         return self._config.aggregation == "mean" and not self._config.leave_out_nonfinite
 
     def before_backward(self, model: nn.Module, batch: Any) -> None:
         """Attach to the wrapper of `model`, once, and count what the batch adds to the step."""
-        if self._is_mean:
+        if self.is_mean:
             return
         if model is not self._model:
             config = self._config
@@ -70,7 +70,7 @@ class Aggregation:
     def after_last_backward(self, targets: torch.Tensor | int | None, ranks: int) -> tuple[int, ...]:
         """Combine; `targets`: of the step on all ranks. A collective. Returns the ranks that were left out."""
         own, self._targets = int(self._targets), 0
-        if self._is_mean or self._finish is no_op_finish:
+        if self.is_mean or self._finish is no_op_finish:
             return ()
         if targets is None:
             raise ConfigError(
