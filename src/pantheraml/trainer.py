@@ -23,7 +23,7 @@ from pantheraml.base.errors import CheckpointError, ConfigError, MissingExtraErr
 from pantheraml.hooks import trainer_checkpoints
 from pantheraml.hooks.embedding_rate import set_embedding_rate
 from pantheraml.hooks.guard_callback import GuardCallback
-from pantheraml.hooks.old_trl_names import rename_config_arguments, rename_trainer_arguments
+from pantheraml.hooks.old_trl_names import prepare_config_arguments, rename_trainer_arguments
 from pantheraml.hooks.run_events import RunEvents
 from pantheraml.hooks.sft_length import complete_config
 from pantheraml.hooks.trainer_aggregation import Aggregation, count_targets, count_tokens
@@ -207,7 +207,7 @@ class UnslothTrainingArguments(SFTConfig):  # type: ignore[misc]
     def __init__(self, *args: Any, embedding_learning_rate: float | None = None, **kwargs: Any) -> None:
         if embedding_learning_rate is not None and not embedding_learning_rate >= 0:
             raise ConfigError(f"embedding_learning_rate={embedding_learning_rate} is negative.", fix="Set 0 or more.")
-        rename_config_arguments(kwargs)
+        prepare_config_arguments(kwargs)
         self.embedding_learning_rate = embedding_learning_rate
         super().__init__(*args, **kwargs)
 

@@ -26,7 +26,7 @@ from pantheraml.base import log
 from pantheraml.base.env import launched_rank
 from pantheraml.base.errors import ConfigError
 from pantheraml.hooks.library_patch import LibraryPatch
-from pantheraml.hooks.old_trl_names import rename_config_arguments, rename_tokenizer
+from pantheraml.hooks.old_trl_names import prepare_config_arguments, rename_tokenizer
 from pantheraml.models.sampling_params import read_sampling_params
 
 logger = log.get(__name__)
@@ -51,7 +51,7 @@ def _with_old_names(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def init_config(self: Any, *args: Any, **kwargs: Any) -> None:
         owner = type(self).__name__
-        rename_config_arguments(kwargs, owner)
+        prepare_config_arguments(kwargs, owner)
         if "max_prompt_length" not in fields and kwargs.pop("max_prompt_length", None) is not None:
             logger.warning("%s: max_prompt_length has no effect: this version of TRL does not truncate prompts", owner)
         if "num_generations" in fields:

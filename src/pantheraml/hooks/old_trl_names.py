@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 
@@ -29,8 +31,8 @@ MOVED_TO_CONFIG = ("max_seq_length", "dataset_text_field", "packing", "dataset_n
 """Old arguments of SFTTrainer that are fields of SFTConfig now."""
 
 
-def rename_config_arguments(arguments: dict[str, Any], owner: str = "SFTConfig") -> None:
-    """Give old arguments of a training config their present names, in place."""
+def prepare_config_arguments(arguments: dict[str, Any], owner: str = "SFTConfig") -> None:
+    """Give old arguments of a training config their present names, and a CPU its precision, in place."""
     if (ratio := arguments.get("warmup_ratio") or 0) >= 1:
         raise ConfigError(  # as warmup_steps it would be a number of steps
             f"{owner} got warmup_ratio={ratio:g}, which is not a fraction of the run.", fix="Set warmup_steps."
@@ -38,6 +40,15 @@ def rename_config_arguments(arguments: dict[str, Any], owner: str = "SFTConfig")
     for old, new in CONFIG_NAMES.items():
         if old in arguments:
             _rename(arguments, old, new, owner)
+    _default_to_float32_on_cpus(arguments, owner)
+
+
+def _default_to_float32_on_cpus(arguments: dict[str, Any], owner: str) -> None:
+    """Set the config's precision where there is no accelerator: TRL's default is bf16, which it then refuses."""
+    asked = any(arguments.get(name) is not None for name in ("use_cpu", "bf16", "fp16"))
+    if not asked and not torch.accelerator.is_available():
+        arguments |= {"use_cpu": True, "bf16": False}
+        logger.info("%s: no GPU is visible: training on the CPU, without bf16 autocast", owner)
 
 
 def rename_tokenizer(arguments: dict[str, Any], owner: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pantheraml.base import log
 from pantheraml.hooks.library_patch import LibraryPatch
-from pantheraml.hooks.old_trl_names import rename_config_arguments, rename_trainer_arguments
+from pantheraml.hooks.old_trl_names import prepare_config_arguments, rename_trainer_arguments
 from pantheraml.models.causal_lm import fast_model
 
 logger = log.get(__name__)
@@ -33,7 +33,7 @@ def _note_default(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def init_config(self: Any, *args: Any, **kwargs: Any) -> None:
-        rename_config_arguments(kwargs)
+        prepare_config_arguments(kwargs)
         init(self, *args, **kwargs)
         setattr(self, _DEFAULTED, "max_length" not in signature.bind(self, *args, **kwargs).arguments)
         made = _made_by_trainer.get()

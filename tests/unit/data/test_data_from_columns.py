@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from pantheraml.base.errors import ConfigError, DataError
 from pantheraml.chat_templates import apply_chat_template, standardize_sharegpt, to_sharegpt
+from tests.unit.data.conftest import make_tokenizer
 
 ROWS = [
     {"instruction": f"do {n}", "input": f"with {n}" if n % 2 else "", "output": f"done {n}"} for n in range(8)
@@ -21,6 +22,11 @@ def conversations(extension: int = 1) -> Dataset:
         Dataset.from_list(ROWS), merged_prompt="{instruction}[[\nInput:\n{input}]]", conversation_extension=extension
     )
     return standardize_sharegpt(data)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return make_tokenizer()  # one per test: the template is set on it
 
 
 def test_optional_parts_of_the_prompt() -> None:
