@@ -26,6 +26,7 @@ from pantheraml.specs.train import ModelConfig
 
 logger = log.get(__name__)
 
+_VIDEO = "video_processor"
 _TOKENIZER_FIELDS = (
     *(f"{name}_token{end}" for name in ("bos", "eos", "pad", "unk") for end in ("", "_id")),
     "padding_side", "truncation_side", "model_max_length", "vocab_size", "all_special_tokens", "all_special_ids",
@@ -70,7 +71,7 @@ def _has_processor(folder: Path) -> bool:
 
 
 def _takes_videos(kind: type[Any]) -> bool:
-    return "video_processor" in inspect.signature(kind.__init__).parameters
+    return _VIDEO in inspect.signature(kind.__init__).parameters
 
 
 def _tokenizer_field(name: str) -> property:
@@ -90,10 +91,17 @@ def with_tokenizer_fields(parent: Any, videos: bool) -> type[ProcessorMixin]:
     `videos` False: without its video part; transformers reads the parts from the constructor.
     """
 
-    def __init__(
-        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any
-    ) -> None:
-        parent.__init__(self, image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
+    signature = inspect.signature(parent.__init__)
+    kept = [parameter for name, parameter in signature.parameters.items() if name != _VIDEO]
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        given = without_videos.bind(*args, **kwargs)
+        extra = given.arguments.pop("kwargs", {})  # first, because all that follows is passed by name
+        self = given.arguments.pop("self")
+        parent.__init__(self, **given.arguments, **extra, **{_VIDEO: None})
+
+    without_videos = signature.replace(parameters=kept)
+    __init__.__signature__ = without_videos  # type: ignore[attr-defined]
 
     namespace: dict[str, Any] = {
         name: _tokenizer_field(name) for name in _TOKENIZER_FIELDS if not hasattr(parent, name)
