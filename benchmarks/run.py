@@ -35,6 +35,7 @@ README = HERE.parent / "README.md"
 HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
     *(
+        "ablation_pieces",
         "corpus",
         "readme_table",
         "inputs",
