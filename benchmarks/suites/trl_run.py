@@ -45,10 +45,18 @@ def prepare(job: dict[str, Any]) -> Any:
         fast_class(case)
     if case["system"] in FURTHER:
         importlib.import_module(FURTHER[case["system"]])
-    # lazy imports of transformers and trl; all models of the suites are Llamas
-    for name in ("torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.sft_trainer"):
+    # lazy imports of transformers and trl
+    for name in ("torch", model_module(job["model"]), "peft", "trl.trainer.sft_trainer"):
         importlib.import_module(name)
     return dataset(case, job["data"])
+
+
+def model_module(folder: str) -> str:
+    """Return the module of the model's class. The folder may not exist yet: then its family is not known."""
+    config = Path(folder) / "config.json"
+    kind = json.loads(config.read_text(encoding="utf-8"))["model_type"] if config.exists() else "llama"
+    package = kind.removesuffix("_text")
+    return f"transformers.models.{package}.modeling_{package}"
 
 
 def fast_class(case: dict[str, Any]) -> Any:
