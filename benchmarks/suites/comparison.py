@@ -14,6 +14,7 @@ COLUMNS = (
     Column("case", "case"),
     Column("system", "system"),
     Column("path", "path"),
+    Column("trainer", "trainer"),
     Column("model", "model"),
     Column("method", "method"),
     Column("precision", "precision"),

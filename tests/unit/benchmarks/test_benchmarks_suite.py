@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ from tests.unit.benchmarks.conftest import BENCHMARKS, Python
 
 pytestmark = pytest.mark.extended
 
-ROWS = ["case", "status", "reason", "system", "path", "model", "method", "precision", "checkpointing", "data", "batch",
-        "seq", "cache", "tokens_per_second", "peak_gib", "seconds_to_first_step", "loss_first", "loss_last",
-        "settings", "seconds", "date", "commit"]  # fmt: skip
+ROWS = ["case", "status", "reason", "system", "path", "trainer", "model", "method", "precision", "checkpointing",
+        "data", "batch", "seq", "cache", "tokens_per_second", "peak_gib", "seconds_to_first_step", "loss_first",
+        "loss_last", "settings", "seconds", "date", "commit"]  # fmt: skip
 
 
 def bench(results: Path, *words: str, suite: str = "smoke", status: int = 0) -> dict[str, Any]:
@@ -86,8 +87,9 @@ def test_missing_packages_skip_a_case_and_unselected_cases_do_not_run(tmp_path: 
         "hf-tiny-lora": "not run",
         "ours-trl-tiny-lora": "not run",
         "unsloth-tiny-lora": "skipped",
+        **{f"{system}-tiny-{trainer}": "not run" for trainer in ("dpo", "grpo") for system in ("hf", "ours-trl")},
     }
-    assert record["results"][-1]["reason"] == "not installed: unsloth, unsloth_zoo, bitsandbytes"
+    assert record["results"][5]["reason"] == "not installed: unsloth, unsloth_zoo, bitsandbytes"
     assert all(list(row) == ROWS for row in record["results"])
     assert record["commit"] == "0123abc"
     assert record["versions"]["unsloth"] is None
@@ -112,6 +114,21 @@ def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     again = bench(tmp_path / "results", "--resume", "--only", "ours-tiny-lora", "--only", "unsloth-*", status=1)
     assert again["results"][0] == row
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_preference_and_group_cases_of_both_systems(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    record = bench(tmp_path / "results", "--only", "*-tiny-dpo", "--only", "*-tiny-grpo")
+    rows = {row["case"]: row for row in record["results"] if row["status"] == "measured"}
+    assert len(rows) == 4
+    for name, row in rows.items():
+        assert row["tokens_per_second"] > 0
+        assert row["reason"] is None, "batches are as full as the case says"
+        expected = math.log(2) if "dpo" in name else 0.0
+        assert row["loss_first"] == pytest.approx(expected, abs=0.002), "the adapter adds nothing yet"
+        assert (row["loss_last"] != row["loss_first"]) == ("dpo" in name)
 
 
 QUANTIZE = """
@@ -197,7 +214,7 @@ from pathlib import Path
 from suites.run_case import CaseLauncher
 from suites.smoke import CASES
 from suites.workshop import SuiteFolder
-cli, _, _, hf, ours, unsloth = CASES
+cli, _, _, hf, ours, unsloth, *_ = CASES
 fresh = dataclasses.replace(hf, name="fresh", cache="fresh")
 folder = SuiteFolder(Path(sys.argv[1]), "cpu", Path(sys.argv[2]), Path(sys.argv[1]) / "extras")
 def there():
