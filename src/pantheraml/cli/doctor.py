@@ -82,4 +82,4 @@ class _Screen:
         if failures:
             self._console.print(f"{failures} problem{'s' if failures > 1 else ''}{noted}.", style="bold red")
         else:
-            self._console.print(f"This host trains{noted}.", style="bold green")
+            self._console.print(f"This host can train{noted}.", style="bold green")

@@ -8,6 +8,8 @@ It takes no network, no torch and less than a second. It has learned nothing; `p
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +17,38 @@ from safetensors.numpy import save_file
 
 from pantheraml.data import synthetic
 
-HIDDEN_SIZE, LAYERS, HEADS, LONGEST, VOCABULARY = 64, 2, 4, 256, 512
+HIDDEN_SIZE, LAYERS, HEADS, LONGEST, VOCABULARY = 64, 2, 4, 2048, 512
 EXAMPLES = 64
 
 
 def write_tiny_inputs(folder: Path) -> tuple[Path, Path]:
-    """Write `folder/model` and `folder/data.jsonl` (prompt and completion), and return both; keep them if present."""
-    model, data = folder / "model", folder / "data.jsonl"
-    if not (model / "model.safetensors").is_file():
-        model.mkdir(parents=True, exist_ok=True)
-        examples = synthetic.base_examples(EXAMPLES, seed=0)
-        synthetic.write_examples(data, examples)
-        vocabulary = synthetic.write_tokenizer(model, examples, vocab_size=VOCABULARY)
-        synthetic.write_model_config(
-            model, vocab_size=vocabulary, hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS, longest=LONGEST
-        )
-        _write_random_weights(model)
-    return model, data
+    """Return `folder/model` and `folder/data.jsonl` (prompt and completion), made here if they are not there yet.
+
+    Several ranks may call it at once: each makes its own, and the first one's stays.
+    """
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        _write(scratch)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            shutil.rmtree(scratch)
+            if not folder.exists():
+                raise
+    return folder / "model", folder / "data.jsonl"
+
+
+def _write(folder: Path) -> None:
+    model = folder / "model"
+    model.mkdir()
+    examples = synthetic.base_examples(EXAMPLES, seed=0)
+    synthetic.write_examples(folder / "data.jsonl", examples)
+    vocabulary = synthetic.write_tokenizer(model, examples, vocab_size=VOCABULARY)
+    synthetic.write_model_config(
+        model, vocab_size=vocabulary, hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS, longest=LONGEST
+    )
+    _write_random_weights(model)
 
 
 def _write_random_weights(model: Path) -> None:

@@ -49,7 +49,7 @@ def test_lines_and_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_warnings_do_not_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "examine", found(*CHECKS[:3]))
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "This host trains, 1 warning."
+    assert capsys.readouterr().out.splitlines()[-1] == "This host can train, 1 warning."
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ def check_training() -> Check:
 
 
 def _tiny_run(folder: Path) -> TrainConfig:
-    model, data = write_tiny_inputs(folder)
+    model, data = write_tiny_inputs(folder / "tiny")
     return validate(
         {
             "model": {"path": str(model)},
