@@ -21,7 +21,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads(Path(root, f"rank-{rank}.json").read_text()) for rank in range(request.param)]
 
 
-@pytest.mark.seed("S1-007", "S1-037", "S1-047", "S1-063", "S1-083", "S1-086", "S1-093", "S1-121")
+@pytest.mark.seed("S1-007", "S1-037", "S1-047", "S1-083", "S1-093", "S1-121")
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_match_one_process(ranks: Found, name: str) -> None:
     alone = trained_alone(CASES[name], len(ranks))
@@ -29,7 +29,7 @@ def test_ranks_match_one_process(ranks: Found, name: str) -> None:
         assert found["cases"][name]["weights"] == pytest.approx(alone["weights"], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.seed("S1-008", "S1-038", "S1-085")
+@pytest.mark.seed("S1-008", "S1-038")
 @pytest.mark.parametrize("name", [name for name in CASES if name != "drop-last"])
 def test_every_sample_is_read_once(ranks: Found, name: str) -> None:
     """In the order of a plain DataLoader; a rank without a share of the last batch repeats one of its samples."""

@@ -266,6 +266,7 @@ def fast_step(root: Path, device_map: Any, rows: Tensor, *, full: bool) -> tuple
     return full_model, out.loss.item(), grads
 
 
+@pytest.mark.seed("S0-032", "S2-035")
 @pytest.mark.parametrize("full", [False, True])
 def test_fast_models_split_over_host_and_gpu(root: Path, full: bool) -> None:
     rows = torch.arange(3 * 17).view(3, 17) % 320
@@ -285,6 +286,7 @@ def test_split_models_reject_single_device_options(root: Path) -> None:
         FastLanguageModel.get_peft_model(model, use_gradient_checkpointing="unsloth")
 
 
+@pytest.mark.seed("S2-034", "C4")
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
 def test_a_strategy_without_multi_gpu_is_the_first_gpu(root: Path, strategy: str) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(root / "model"), device_map=strategy)
