@@ -1,0 +1,88 @@
+"""Scripts at the paths that the product documents name: they run, and their exit code is that of the tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import run_all_tests, test_multi_gpu
+from tests.e2e.conftest import COMMAND_SECONDS, Playground
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(playground: Playground, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=playground.root,
+        env={**playground.environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.extended
+@pytest.mark.seed("S2:265", "S2-072", "S2-073", "S2-074")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ddp_fix(playground: Playground, ranks: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
+    ended = run(playground, *torchrun, str(ROOT / "tests/test_ddp_fix.py"))
+    assert ended.returncode == 0, ended.stderr
+    kind = "DistributedDataParallel" if ranks == 2 else "PeftModel"
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}: 3 steps with {kind} and reentrant checkpointing" in ended.stdout
+
+
+@pytest.mark.seed("S0-022", "S0-023", "S0-024", "S0-025", "S0-026", "S0-079", "S0-080", "S0-081", "S0-082", "S0-083")
+def test_the_list_of_multi_gpu_tests() -> None:
+    assert set(test_multi_gpu.FILES) == {"detection", "imports", "loading", "trainers", "memory", "on GPUs"}
+    for names in test_multi_gpu.FILES.values():
+        for name in names:
+            assert "\ndef test_" in (ROOT / "tests" / name).read_text()
+
+
+@pytest.mark.extended
+@pytest.mark.seed("S0:161", "S0-078", "S0-116")
+def test_multi_gpu_tests_as_a_script(playground: Playground) -> None:
+    chosen = run(
+        playground, str(ROOT / "tests/test_multi_gpu.py"), "-q", "-k", "test_probe_reports or test_auto_policy"
+    )
+    assert chosen.returncode == 0, chosen.stdout + chosen.stderr
+    assert "6 passed" in chosen.stdout
+    assert run(playground, str(ROOT / "tests/test_multi_gpu.py"), "--no-such-option").returncode == 4
+
+
+@pytest.mark.extended
+@pytest.mark.seed("S3:187", "S3-075")
+def test_quick_tests_as_a_script(playground: Playground) -> None:
+    script = str(ROOT / "tests/run_all_tests.py")
+    ended = run(playground, script, "--quick", "-q", "-p", "no:xdist", "-k", "test_probe_reports")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "1 passed" in ended.stdout
+
+
+@pytest.mark.seed("S3:181", "S3-051", "S3-074")
+def test_all_tests_as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it starts, without starting it: all tests, from within one of them."""
+    ran: list[tuple[list[str], str | None]] = []
+
+    def call(command: list[str], cwd: Path, env: dict[str, str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "pytest"]
+        assert cwd == ROOT
+        ran.append((command[3:], env.get("TRITON_INTERPRET")))
+        return codes.pop(0)
+
+    monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    codes = [0, 0, 1, 5]
+    assert run_all_tests.main([]) == 0
+    assert ran == [([], None), (["tests/interpreter"], "1")]
+    assert run_all_tests.main(["-x"]) == 1, "a failure is not hidden by the second half"
+    assert run_all_tests.main(["--quick", "-x"]) == 5
+    assert ran[2:] == [(["-x"], None), (["tests/unit", "-m", "not extended", "-x"], None)]
+    assert (ROOT / "tests/unit").is_dir()
