@@ -81,7 +81,6 @@ def ranks(folder: Path) -> list[Event]:
     "S0-029",
     "S0-047",
     "S0-095",
-    "S1-009",
     "S3-063",
     "S4-013",
     partly="memory of each rank in events; GPUs are not sampled during training",

@@ -508,3 +508,11 @@ def test_the_package_loads_torch_at_first_use() -> None:
     assert pantheraml.FastLanguageModel is FastLanguageModel
     with pytest.raises(AttributeError, match="SlowLanguageModel"):
         pantheraml.SlowLanguageModel  # noqa: B018
+
+
+@pytest.mark.seed("S0-038", "S0-039", "S3-035")
+def test_exported_names_exist_and_are_documented() -> None:
+    assert pantheraml.__doc__
+    for name in pantheraml.__all__:
+        if name != "__version__":
+            assert (getattr(pantheraml, name).__doc__ or "").strip(), name

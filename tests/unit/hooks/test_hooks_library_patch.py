@@ -26,7 +26,7 @@ def make_patch(**changes: str) -> LibraryPatch:
     return LibraryPatch(**{**fields, **changes}, make=lambda original: lambda *args: ("ours", original))  # type: ignore[arg-type]
 
 
-@pytest.mark.seed("C7", "S3-089")
+@pytest.mark.seed("C7")
 def test_applied_once_and_reverted() -> None:
     original, subject = sft.pad, make_patch()
     assert subject.apply()
