@@ -60,6 +60,7 @@ def same_methods(block: str, ours: type) -> None:
         assert bare(get_type_hints(getattr(ours, name))["return"]) is bare(returned), name
 
 
+@pytest.mark.seed("C1", partly="`GPUConfig` of the service does not exist yet")
 @pytest.mark.seed(
     *("S1:33", "S1-014", "S1-015", "S1-016", "S1-017", "S1-018", "S1-019", "S1-020", "S1-021", "S1-022", "S1-023"),
     *("S1-024", "S1-025", "S1-026", "S1-027", "S1-028", "S1-029", "S1-030", "S1-031", "S1-032", "S1-033", "S1-034"),
@@ -93,7 +94,7 @@ def test_methods_of_the_stability_manager() -> None:
 
 
 @WITHOUT_GPUS
-@pytest.mark.seed("S1:92", "S1-062", partly="with GPUs 0 to 3; without them it is an error that says so")
+@pytest.mark.seed("S1:92", "S1-062", "S1-084", partly="with GPUs 0 to 3; without them it is an error that says so")
 def test_basic_setup() -> None:
     with pytest.raises(DeviceError, match=r"GPU 0 was requested, but 0 GPU\(s\) are visible"):
         run("S1:92", **{**NAMES, "YourModel": YourModel})
@@ -191,7 +192,7 @@ def test_batch_size(optimizer: performance.PerformanceOptimizer) -> None:
     assert run("S1:319", optimizer=optimizer)["optimal_batch_size"] == 32
 
 
-@pytest.mark.seed("S1:332", "S1-053", "S1-054", "S1-117", "S1-118")
+@pytest.mark.seed("S1:332", "S1-053", "S1-054", "S1-117", "S1-118", "S3-040", "S3-065")
 @pytest.mark.parametrize("percent", [None, 81.0])
 def test_memory_management(
     optimizer: performance.PerformanceOptimizer, monkeypatch: pytest.MonkeyPatch, percent: float | None
@@ -268,4 +269,18 @@ def test_custom_extensions() -> None:
     model = YourModel()
     assert manager.custom_optimization(model) is None
     assert manager.wrap_model(model) is model
+    manager.cleanup()
+
+
+@pytest.mark.seed("S1-035", "S1-041", "S3-036")
+@pytest.mark.seed("C2", partly="`MultiGPUTrainingManager` of the service does not exist yet")
+@pytest.mark.parametrize("config", [MultiGPUConfig(), performance.PerformanceConfig()], ids=["gpus", "performance"])
+def test_a_manager_of_either_config(config: Any) -> None:
+    with performance.MultiGPUManager(config) as manager:
+        assert manager.config.multi_gpu_config == MultiGPUConfig()
+        model = YourModel()
+        assert manager.wrap_model(model) is model
+        assert not manager.is_multi_gpu_enabled()
+        assert manager.get_gpu_stats()["mode_reason"] != "the manager was closed"
+    assert manager.get_gpu_stats()["mode_reason"] == "the manager was closed"
     manager.cleanup()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from trl import SFTConfig
 
 import pantheraml
+from pantheraml.base.errors import MissingExtraError
 from pantheraml.hooks import multi_gpu
 from pantheraml.hooks import peft as peft_hooks
 from pantheraml.hooks import trl as trl_hooks
@@ -137,13 +139,34 @@ def test_s2_trainers_of_both_options(arguments: dict[str, Any]) -> None:
     assert found["trainer"].state.global_step == 2
 
 
-@pytest.mark.seed("S3:45", "S3-014", "S3-015", "S3-016", "S3-017", "S3-018", "S3-019", "S3-020", "S3-021", "S3-022")
+@pytest.mark.seed(
+    "S3:45",
+    "S3-014",
+    "S3-015",
+    "S3-016",
+    "S3-017",
+    "S3-018",
+    "S3-019",
+    "S3-020",
+    "S3-021",
+    "S3-022",
+    "S3-004",
+)
 def test_s3_method_1() -> None:
     """The other training parameters: an adapter, since 4-bit weights are frozen, and a short run."""
     others = {"peft_config": LoraConfig(target_modules="all-linear"), "max_steps": 2, "output_dir": "outputs"}
     stats = run("S3:45", dataset=dataset(), others=others)["trainer_stats"]
     assert stats.global_step == 2
     assert stats.training_loss > 0
+
+
+@pytest.mark.seed("C17", partly="synchronous; the asynchronous face belongs to the service")
+@pytest.mark.seed("S3-009")
+def test_s3_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_config", None)
+    with pytest.raises(MissingExtraError, match="unsloth_train needs TRL") as caught:
+        pantheraml.unsloth_train(model=object(), train_dataset=dataset())
+    assert caught.value.fix == "pip install trl"
 
 
 @pytest.mark.seed("S3:74", "S3-023", "S3-024", "S3-025", "S3-026", "S3-027", "S3-028")

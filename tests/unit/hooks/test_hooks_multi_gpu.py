@@ -70,7 +70,6 @@ def test_batch_size_until_it_is_disabled(tmp_path: Path, caplog: pytest.LogCaptu
     assert make_trainer(tmp_path, per_device_train_batch_size=2).args.per_device_train_batch_size == 2
 
 
-@pytest.mark.seed("S3-001")
 def test_without_settings_nothing_is_patched() -> None:
     pantheraml.enable_multi_gpu(num_gpus=1)
     assert Trainer.__init__ is ORIGINAL
