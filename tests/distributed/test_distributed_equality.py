@@ -84,7 +84,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Run
     return found
 
 
-@pytest.mark.seed("S0-001", "C28", "S4-008", "S2-002")
+@pytest.mark.seed("S0-001", "C28", "S4-008", "S2-002", "S0-094")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]], name: str, world: int) -> None:

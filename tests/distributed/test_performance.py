@@ -21,7 +21,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads(Path(root, f"rank-{rank}.json").read_text()) for rank in range(request.param)]
 
 
-@pytest.mark.seed("S1-007", "S1-037", "S1-047", "S1-083", "S1-093", "S1-121")
+@pytest.mark.seed("S1-007", "S1-037", "S1-047", "S1-083", "S1-093", "S1-121", "S1-003")
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_match_one_process(ranks: Found, name: str) -> None:
     alone = trained_alone(CASES[name], len(ranks))
