@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PROMISES = ROOT / "docs/promises.txt"
 PAGE = ROOT / "docs/conformance.md"
+SHOWN = 2
+"""Tests that a row names; `grep` finds the others by the item."""
 STATES = {
     "done": "a test shows it, and runs without a GPU",
     "done on a GPU": "a test shows it that needs a GPU (`make gpu-test`)",
@@ -166,8 +168,10 @@ def _row(promise: Promise, changed: str | None) -> str:
         state += f": {promise.refused}"
     if changed and promise.tests:
         state += f" (changed in it: {changed})"
-    tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in promise.tests) or "–"
-    return f"| {promise.item} | {promise.text} | {state} | {tests} |"
+    shown = [f"`{test.rpartition('/')[2].replace('.py', '')}`" for test in promise.tests[:SHOWN]]
+    if len(promise.tests) > SHOWN:
+        shown.append(f"{len(promise.tests) - SHOWN} more")
+    return f"| {promise.item} | {promise.text} | {state} | {', '.join(shown) or '–'} |"
 
 
 if __name__ == "__main__":

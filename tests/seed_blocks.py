@@ -24,9 +24,10 @@ MODULES = {
 
 NO_BODIES = "signatures get bodies"
 FILLED_IN = "`...` is filled in"
+WITH_ADAPTERS = "`...` is filled in, with adapters, since 4-bit weights are frozen"
 SHORT = "a short run"
 EDITS: dict[str, list[tuple[str, str, str]]] = {
-    "S0:121": [(r"SFTConfig\(\.\.\.\),", "SFTConfig(**settings), peft_config=adapter,", FILLED_IN)],
+    "S0:121": [(r"SFTConfig\(\.\.\.\),", "SFTConfig(**settings), peft_config=adapter,", WITH_ADAPTERS)],
     "S0:185": [
         (r"PantheraMLTrainer\(\.\.\.\)", "PantheraMLTrainer(**arguments)", FILLED_IN),
         (r"PantheraMLDistributedTrainer\(\.\.\.\)", "PantheraMLDistributedTrainer(**arguments)", FILLED_IN),
@@ -43,8 +44,11 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ("from trl import SFTConfig", "from trl import SFTConfig, SFTTrainer", "SFTTrainer was not imported"),
         ("max_steps=60", "max_steps=2", SHORT),
     ],
+    "S2:214": [
+        (r'(?s)torchrun --nproc_per_node=2 -c ".*?"\n', "pantheraml verify --nproc 2\n", "`torchrun` has no `-c`"),
+    ],
     "S2:243": [(r"Trainer\(\.\.\.\)", "Trainer(**arguments)", FILLED_IN)],
-    "S3:45": [(r"# \.\.\. other training parameters", "**others", FILLED_IN)],
+    "S3:45": [(r"# \.\.\. other training parameters", "**others", WITH_ADAPTERS)],
     "S3:74": [
         (
             r'(model, tokenizer = .*\("model_name"\))',

@@ -76,7 +76,7 @@ def ranks(folder: Path) -> list[Event]:
     return [event for event in raw_events(folder) if event["kind"] == "train.ranks"]
 
 
-@pytest.mark.seed("S4-007", partly="over gloo; NCCL has not run with several ranks")
+@pytest.mark.seed("S4-007", partly="over gloo, not over NCCL")
 @pytest.mark.seed(
     "S0-005",
     "S0-029",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import sys
 from collections import Counter
@@ -11,11 +12,12 @@ from types import ModuleType
 import pytest
 
 from tests import promises
-from tests.seed_blocks import EDITS, MODULES, adapted, read_blocks
+from tests.seed_blocks import BLOCKS, EDITS, MODULES, adapted, read_blocks
 
 ROOT = Path(__file__).parents[2]
 COUNTS = {"S0": 121, "S1": 137, "S2": 82, "S3": 93, "S4": 167}
 CONFLICTS = 28
+BLOCKS_SHA256 = "7bbcf496abbd5651d2d0c750ca5e7787fcf2255a8650b88b5e6d3428ce777615"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,9 @@ def test_every_promise_has_one_row(page: ModuleType) -> None:
 
 
 def test_code_blocks_change_in_import_lines_and_listed_edits_alone() -> None:
+    assert hashlib.sha256(BLOCKS.read_bytes()).hexdigest() == BLOCKS_SHA256, (
+        "they are the documents', and do not change"
+    )
     assert len(read_blocks()) == 58
     for name, block in read_blocks().items():
         if name not in EDITS:

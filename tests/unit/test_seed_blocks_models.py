@@ -122,9 +122,10 @@ def test_s2_distributed_training() -> None:
 
 @pytest.mark.seed("S2:214", "S2-062", "S2-063")
 def test_s2_debug_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """The Python of `python -c "..."`; `torchrun` has no -c, and `pantheraml verify` does what the third is for."""
+    """The Python of `python -c "..."`; `pantheraml verify` is run by tests/e2e/test_e2e_verify.py."""
     scripts = re.findall(r'^python -c "(.*?)"$', adapted("S2:214"), re.MULTILINE | re.DOTALL)
     assert len(scripts) == 2
+    assert adapted("S2:214").endswith("\npantheraml verify --nproc 2\n")
     for script in scripts:
         exec(compile(script, "S2:214", "exec"), {})
     count, found = capsys.readouterr().out.splitlines()
