@@ -208,6 +208,7 @@ def test_split_run_resumes(root: Path) -> None:
     assert values(actual, "train.step", "loss")[-4:] == pytest.approx(values(expected, "train.step", "loss"), rel=1e-5)
 
 
+@pytest.mark.seed("S1-085", "S1-086", "S4-001")
 @pytest.mark.parametrize("device_ids", [(0,), (0, 0)])
 @pytest.mark.parametrize(
     ("kind", "precision", "packing", "checkpointing"),
@@ -265,6 +266,7 @@ def fast_step(root: Path, device_map: Any, rows: Tensor, *, full: bool) -> tuple
     return full_model, out.loss.item(), grads
 
 
+@pytest.mark.seed("S0-032", "S2-035")
 @pytest.mark.parametrize("full", [False, True])
 def test_fast_models_split_over_host_and_gpu(root: Path, full: bool) -> None:
     rows = torch.arange(3 * 17).view(3, 17) % 320
@@ -287,6 +289,7 @@ def test_unsloth_checkpointing_of_a_split_model_stays_on_its_devices(
     assert "the offload to host memory is for models on one device" in caplog.text
 
 
+@pytest.mark.seed("S2-034", "C4")
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
 def test_a_strategy_without_multi_gpu_is_the_first_gpu(root: Path, strategy: str) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(root / "model"), device_map=strategy)

@@ -395,18 +395,13 @@ def resolve_devices(
         raise ConfigError("max_memory needs a device_map and a single process.", fix="Remove it.")
     if device_map is None:
         return own_device, None
-    free_memory = memory_for_weights()
-    named = named_devices(device_map, free_memory)
-    if (
-        named
-        and not may_span_devices(device_map)
-        and max_memory is None
-        and (is_single_process or named == [torch.device("cpu")])
-    ):
-        return named[0], None
-    if not is_single_process:
+    if not is_single_process and str(device_map) != "cpu" and device_map != {"": "cpu"}:
         place_in_group(device_map, "cpu" if own_device.type == "cpu" else own_device.index)
         return own_device, None
+    free_memory = memory_for_weights()
+    named = named_devices(device_map, free_memory)
+    if named and not may_span_devices(device_map) and max_memory is None:
+        return named[0], None
     if not named and not multi_gpu:
         free_memory = dict(list(free_memory.items())[:1])
     fits_one_device = not named and len(free_memory) == 1 and max_memory is None

@@ -284,6 +284,8 @@ class ReportConfig(ConfigSection):
 
 
 class TrainConfig(ConfigSection):
+    """Everything that `pantheraml train` is told: one field per section."""
+
     model: ModelConfig
     data: DataConfig
     method: MethodConfig = MethodConfig()
