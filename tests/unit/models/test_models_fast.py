@@ -312,7 +312,6 @@ def test_the_next_forward_pass_uses_the_adapters_new_values() -> None:
 def test_an_adapter_can_be_switched_off_and_on() -> None:
     ours, theirs = pair()
     with ours.disable_adapter(), theirs.disable_adapter():
-        assert not runs_fused(ours)
         off = logits(ours)
         assert relative_error(off, logits(theirs)) <= EXACT
     assert runs_fused(ours)

@@ -28,7 +28,7 @@ from pantheraml.kernels.rms_norm import (
     rms_norm_weight_gradient,
 )
 from pantheraml.kernels.rotary import rope_backward, rope_backward_quantized, rope_forward
-from pantheraml.models.fast.group_operand import LinearGroup, Operand
+from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup, Operand
 
 
 class Norm(NamedTuple):
@@ -80,7 +80,7 @@ class PendingResidual(NamedTuple):
 def attention_input(
     x: Tensor,
     norm: Norm,
-    group: LinearGroup,
+    group: ForwardGroup,
     rope: tuple[Tensor, Tensor] | None,
     heads: Heads,
     pending: PendingResidual | None = None,
@@ -100,7 +100,7 @@ def attention_input(
     return out
 
 
-def after_attention(x: Tensor, attn_out: Tensor, norm: Norm, groups: Sequence[LinearGroup], *, gelu: bool) -> Tensor:
+def after_attention(x: Tensor, attn_out: Tensor, norm: Norm, groups: Sequence[ForwardGroup], *, gelu: bool) -> Tensor:
     """Return y + second(activation(gate) * up), with gate, up = first(norm(y)) and y = x + output(attn_out).
 
     `groups` are output, first and second.
@@ -118,7 +118,7 @@ def after_attention_deferred(
     return y, PendingResidual(delta, link)
 
 
-def _parameters(groups: Sequence[LinearGroup]) -> list[Any]:
+def _parameters(groups: Sequence[ForwardGroup]) -> list[Any]:
     return [parameter for group in groups for parameter in group.parameters()]
 
 
@@ -170,7 +170,7 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 class _WeightVersions:
     """Versions of the weights that backward reads again, which must not change in between."""
 
-    def __init__(self, groups: Sequence[LinearGroup]) -> None:
+    def __init__(self, groups: Sequence[ForwardGroup]) -> None:
         self._versions = [(weight, weight._version) for group in groups for weight in group.weights_read_in_backward()]
 
     def check(self) -> None:
@@ -228,7 +228,7 @@ class _AttentionInput(torch.autograd.Function):
         _weight: Tensor,
         delta: Tensor | None,
         norm: Norm,
-        group: LinearGroup,
+        group: ForwardGroup,
         cos: Tensor | None,
         sin: Tensor | None,
         heads: Heads,
@@ -298,7 +298,7 @@ class _AfterAttention(torch.autograd.Function):
         _weight: Tensor,
         attn_out: Tensor,
         norm: Norm,
-        groups: Sequence[LinearGroup],
+        groups: Sequence[ForwardGroup],
         gelu: bool,
         link: ResidualLink | None,
         *_parameters: Tensor,

@@ -36,7 +36,8 @@ from pantheraml.models.fast.autograd_functions import (
     attention_input,
     fused_rms_norm,
 )
-from pantheraml.models.fast.group_operand import LinearGroup
+from pantheraml.models.fast.frozen_group import FrozenGroup
+from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup
 from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
 from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup, base_of, why_not_fused
@@ -236,6 +237,8 @@ class _FusedParts:
 
     def __init__(self, layer: Any, family: Family, groups: list[LinearGroup]) -> None:
         self.groups = groups
+        self.frozen_groups = [FrozenGroup(group) for group in groups if isinstance(group, LoraGroup)]
+        """The groups for passes with disabled adapters; empty if the layer is trainable."""
         self.device: torch.device = layer.input_layernorm.weight.device
         self._dtype = groups[0].dtype
         attention = layer.self_attn
@@ -312,6 +315,7 @@ class _Fused(RuntimeSubclass):
         reason = parts.shared.reason
         if recomputed and embeddings is not None:
             reason = parts.decisions.of(embeddings[0], reason)
+        frozen = parts.shared.disabled and not recomputed and not torch.is_grad_enabled()
         run_plain = (
             args
             or kwargs.get("past_key_values") is not None
@@ -319,13 +323,15 @@ class _Fused(RuntimeSubclass):
             or embeddings[0].ndim != 3  # M-RoPE that attention itself composes from three tables
             or embeddings[0].shape[-1] != parts.heads.size
             or hidden_states.device != parts.device
-            or reason is not None
+            or (reason is not None and not frozen)
             or parts.is_eager_attention()
             or parts.changed()
         )
         if run_plain:
             out: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return out
+        if frozen:
+            return _run_layers([self], hidden_states, embeddings, kwargs, frozen=True)
         if runner is not None and parts.is_first:
             chain_output = runner.begin(hidden_states, embeddings, kwargs)
             if chain_output is not None:
@@ -337,25 +343,31 @@ class _Fused(RuntimeSubclass):
 
 
 def _run_layers(
-    layers: Sequence[Any], hidden_states: Tensor, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+    layers: Sequence[Any],
+    hidden_states: Tensor,
+    embeddings: tuple[Tensor, Tensor],
+    kwargs: dict[str, Any],
+    *,
+    frozen: bool = False,
 ) -> Tensor:
-    """Run consecutive layers with the same arguments."""
+    """Run consecutive layers with the same arguments. `frozen`: one layer, without its adapters."""
     shape = hidden_states.shape
     pending: PendingResidual | None = None
     with torch.autocast(hidden_states.device.type, enabled=False):
         x = hidden_states.reshape(-1, shape[-1]).to(layers[0].fused_parts.groups[0].dtype)
         for layer in layers:
             parts: _FusedParts = layer.fused_parts
-            attn_out, x = _attention(layer, x, pending, shape, embeddings, kwargs)
-            norm, rest = parts.norm(layer, _NORMS[1]), parts.groups[1:]
+            groups: Sequence[ForwardGroup] = parts.frozen_groups if frozen else parts.groups
+            attn_out, x = _attention(layer, groups[0], x, pending, shape, embeddings, kwargs)
+            norm = parts.norm(layer, _NORMS[1])
             if layer is layers[-1]:
-                x = after_attention(x, attn_out, norm, rest, gelu=parts.gelu)
+                x = after_attention(x, attn_out, norm, groups[1:], gelu=parts.gelu)
             else:
-                x, pending = after_attention_deferred(x, attn_out, norm, rest, gelu=parts.gelu)
+                x, pending = after_attention_deferred(x, attn_out, norm, parts.groups[1:], gelu=parts.gelu)
     return x.view(shape)
 
 
-def _can_rope_in_place(attention: Any, group: LinearGroup, device: torch.device, width: int) -> bool:
+def _can_rope_in_place(attention: Any, group: ForwardGroup, device: torch.device, width: int) -> bool:
     """Return whether RoPE may be applied in place, in the output of the QKV matmul.
 
     FlashAttention 4 takes views of it, and nothing else may see it: selective checkpointing, for example, stores it and
@@ -372,6 +384,7 @@ def _can_rope_in_place(attention: Any, group: LinearGroup, device: torch.device,
 
 def _attention(
     layer: Any,
+    group: ForwardGroup,
     x: Tensor,
     pending: PendingResidual | None,
     shape: torch.Size,
@@ -382,7 +395,7 @@ def _attention(
     parts: _FusedParts = layer.fused_parts
     attention = layer.self_attn
     cos, sin = parts.rope_cache.rows(embeddings, shape, new_pass=parts.is_first)
-    rope, group = None if parts.has_head_norms else (cos, sin), parts.groups[0]
+    rope = None if parts.has_head_norms else (cos, sin)
     in_place = _can_rope_in_place(attention, group, x.device, shape[1])
     norm = parts.norm(layer, _NORMS[0])
     q, k, v, x = attention_input(x, norm, group, rope, parts.heads, pending, in_place=in_place)
