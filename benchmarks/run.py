@@ -41,6 +41,7 @@ NOT_BENCHMARKS = {
         "inputs",
         "kernel_op",
         "kernel_ops",
+        "kernel_ops_heads",
         "kernel_ops_trained",
         "line_chart",
         "performance_page",

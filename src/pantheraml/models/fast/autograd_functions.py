@@ -344,13 +344,14 @@ class _AfterAttention(torch.autograd.Function):
         output, first, second = rest.groups
         norm, (attention_branch, mlp_branch) = rest.norm, rest.branches
         rows = output.operand(attn_out)
-        delta, output_lora_mid = output.forward(rows)
-        added, branch_inverse = attention_branch.forward(delta)
+        attn_delta, output_lora_mid = output.forward(rows)
+        added, branch_inverse = attention_branch.forward(attn_delta)
+        delta = attention_branch.saved(attn_delta)
+        del attn_delta
         normed = rms_norm(
             x, norm.weight, norm.epsilon,
             delta=added, pad_cols=first.pad_cols, plus_one=norm.plus_one, quantize=first.quantized,
         )  # fmt: skip
-        delta = attention_branch.saved(delta)
         del added
         gate_up, first_lora_mid = first.forward(Operand(normed.qdata, normed.scales))
         hidden = gated_activation(gate_up, pad_cols=second.pad_cols, gelu=rest.gelu, quantize=second.quantized)

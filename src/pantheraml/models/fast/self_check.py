@@ -60,7 +60,8 @@ def _float32_copy(layer: nn.Module) -> Any:
                 dense: Any = child.to_linear(torch.float32)
                 setattr(parent, name, dense.requires_grad_(False))
             elif isinstance(child, FP8TrainingLinear):
-                child.__class__ = nn.Linear
+                trained: Any = child
+                trained.__class__ = nn.Linear
     for adapted in twin.modules():  # B is zero before training: without this, adapters would not be compared
         if isinstance(adapted, LoraLayer):
             for up in adapted.lora_B.values():
