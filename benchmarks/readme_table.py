@@ -1,4 +1,4 @@
-"""The table in README.md: speed and memory relative to Unsloth, from the newest results of the H200 suite."""
+"""The table in README.md: speed and memory relative to Unsloth, from the newest results of the H200 suites."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from suites.comparison import measured_rows
 from table import markdown_table
 
+SUITES = ("h200", "h200-families")
 BEGIN, END = "<!-- ratios: begin -->", "<!-- ratios: end -->"
 
 # label -> our case, Unsloth's case
@@ -18,13 +19,16 @@ ROWS = {
     "8B LoRA, documents of uneven length": ("ours-8b-lora-uneven", "unsloth-8b-lora-uneven"),
     "8B LoRA, activation checkpointing": ("ours-8b-lora-lean", "unsloth-8b-lora-lean"),
     "8B QLoRA, activation checkpointing": ("ours-8b-qlora-lean-quantized", "unsloth-8b-qlora-lean"),
+    "8B LoRA, DPO": ("ours-trl-8b-dpo-fp8", "unsloth-8b-dpo"),
     "Llama-3.2-1B LoRA": ("ours-1b-lora-fp8", "unsloth-1b-lora"),
+    "Qwen3-4B LoRA": ("ours-qwen3-4b-lora", "unsloth-qwen3-4b-lora"),
+    "Gemma-3-4B LoRA": ("ours-gemma3-4b-lora", "unsloth-gemma3-4b-lora"),
 }
 
 
 def ratios(records: Sequence[Mapping[str, Any]]) -> str:
     """Render the rows for which one run measured both systems; `records` are oldest first."""
-    runs = [measured_rows(record) for record in reversed(records) if record["benchmark"] == "h200"]
+    runs = [measured_rows(record) for record in reversed(records) if record["benchmark"] in SUITES]
     rows = []
     for label, (ours, theirs) in ROWS.items():
         both = next((run for run in runs if ours in run and theirs in run), None)

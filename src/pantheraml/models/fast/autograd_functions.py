@@ -306,7 +306,7 @@ def _heads_gradient(
 ) -> tuple[Operand, tuple[Tensor | None, Tensor | None]]:
     """Return the gradient of the QKV matmul's output as the operand of its backward, and those of the head norms."""
     qkv: QKV = ctx.qkv
-    group = qkv.group
+    group = cast(LinearGroup, qkv.group)  # a pass that is differentiated has no frozen groups
     no_weights = None, None
     if cos is None or sin is None:
         return group.gradient_operand(torch.cat([part.flatten(1) for part in parts], dim=1)), no_weights
@@ -357,7 +357,8 @@ class _AfterAttention(torch.autograd.Function):
         hidden = gated_activation(gate_up, pad_cols=second.pad_cols, gelu=rest.gelu, quantize=second.quantized)
         mlp_delta = mlp_inverse = None
         if _RECOMPUTING.get() and mlp_branch.norm is None:  # the output is known: only the saved tensors are needed
-            out, second_lora_mid = torch.zeros_like(x), second.begin_forward(Operand(*hidden))
+            out: Tensor = torch.zeros_like(x)
+            second_lora_mid = second.begin_forward(Operand(*hidden))
         else:
             out, second_lora_mid = second.forward(Operand(*hidden))
             if link is None:
@@ -383,7 +384,10 @@ class _AfterAttention(torch.autograd.Function):
         first_lora_mid, gate_up, second_lora_mid, mlp_delta, mlp_inverse = others
         ctx.weight_versions.check()
         rest: AfterAttention = ctx.rest
-        (output, first, second), (attention_branch, mlp_branch) = rest.groups, rest.branches
+        (output, first, second), (attention_branch, mlp_branch) = (
+            cast(Sequence[LinearGroup], rest.groups),
+            rest.branches,
+        )
         d_mlp_weight = mlp_branch.weight_gradient(g, mlp_delta, mlp_inverse) if ctx.needs_input_grad[4] else None
         g_second = mlp_branch.backward(g, mlp_delta, mlp_inverse, second)[1] if link is None else link.take(grads[1])
         d_hidden, lora_operands = second.begin_backward(g_second, second_lora_mid)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -60,8 +60,7 @@ def _float32_copy(layer: nn.Module) -> Any:
                 dense: Any = child.to_linear(torch.float32)
                 setattr(parent, name, dense.requires_grad_(False))
             elif isinstance(child, FP8TrainingLinear):
-                trained: Any = child
-                trained.__class__ = nn.Linear
+                cast(Any, child).__class__ = nn.Linear
     for adapted in twin.modules():  # B is zero before training: without this, adapters would not be compared
         if isinstance(adapted, LoraLayer):
             for up in adapted.lora_B.values():
