@@ -28,6 +28,7 @@ def _from_token_scores(concatenated_forward: Callable[..., Any]) -> Callable[...
         )
         ids, mask, labels = (both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels"))
         # all positions, padding too, whose logits are part of the logged mean
+        fast.scores_no_padding = False
         targets = torch.where(labels == -100, ids, labels)
         scores = model(ids, attention_mask=mask, labels=targets, use_cache=False, fused_lm_head=True)
         chosen = batch["chosen_labels"].shape[0]
