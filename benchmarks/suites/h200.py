@@ -94,6 +94,11 @@ CASES = (
     replace(UNSLOTH_GRPO, name="unsloth-8b-grpo"),
     replace(UNSLOTH_GRPO_FP8, name="unsloth-8b-grpo-fp8"),
     replace(OURS_GRPO, name="ours-trl-8b-grpo-bf16", precision="bf16"),
+    # the same, of uneven lengths: padded by TRL
+    replace(OURS_DPO, name="ours-trl-8b-dpo-uneven", data="uneven"),
+    replace(UNSLOTH_DPO, name="unsloth-8b-dpo-uneven", data="uneven"),
+    replace(OURS_GRPO, name="ours-trl-8b-grpo-uneven", data="uneven"),
+    replace(UNSLOTH_GRPO, name="unsloth-8b-grpo-uneven", data="uneven"),
     # our path through TRL, and the other peers
     replace(OURS_TRL, name="ours-trl-8b-lora-uneven", data="uneven"),
     replace(OURS_TRL, name="ours-trl-8b-lora-lean", checkpointing="full"),
@@ -174,6 +179,8 @@ TARGETS = Targets(
         Comparison(
             "8B LoRA, GRPO 8x1024", "ours-trl-8b-grpo-fp8", ("unsloth-8b-grpo", "unsloth-8b-grpo-fp8"), 1.5, None
         ),
+        Comparison("8B LoRA, DPO, uneven", "ours-trl-8b-dpo-uneven", ("unsloth-8b-dpo-uneven",), 1.5, None),
+        Comparison("8B LoRA, GRPO, uneven", "ours-trl-8b-grpo-uneven", ("unsloth-8b-grpo-uneven",), 1.5, None),
     ),
     starts=(
         StartLimit("8B LoRA, cold kernel cache", "ours-8b-lora-fp8", 60),

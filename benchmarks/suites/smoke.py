@@ -31,9 +31,10 @@ CASES = (
     replace(HF, name="ours-trl-tiny-lora", system="pantheraml"),
     replace(HF, name="unsloth-tiny-lora", system="unsloth"),
     *(
-        replace(HF, name=f"{name}-tiny-{trainer}", system=system, trainer=trainer)
+        replace(HF, name=f"{name}-tiny-{trainer}{suffix}", system=system, trainer=trainer, data=data)
         for trainer in ("dpo", "grpo")
         for name, system in (("hf", "hf"), ("ours-trl", "pantheraml"))
+        for suffix, data in (("", "full"), ("-uneven", "uneven"))
     ),
 )
 

@@ -201,9 +201,10 @@ def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
     # batches are collated ahead, in order: there are at least as many counts as steps
     speeds = [count / seconds for count, seconds in zip(tokens, clock.seconds(), strict=False)]
     fill = statistics.mean(tokens) / (case["batch"] * case["seq"] * trl_trainers.SEQUENCES[case["trainer"]])
+    to_pack = case["trainer"] == "sft" or case["data"] == "full"
     return {
         # A trainer may silently disable packing: then the row must say so.
-        "reason": f"not packed: batches are {fill:.0%} full" if fill < LEAST_FILL else None,
+        "reason": f"not packed: batches are {fill:.0%} full" if to_pack and fill < LEAST_FILL else None,
         "tokens_per_second": statistics.median(speeds[WARM_UP_STEPS:]),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
         "seconds_to_first_step": clock.first - began,

@@ -7,7 +7,7 @@
   given advantages. Loss, backward and optimizer step are the system's own.
 
 A row of the data file is a sequence of random words, whose first half serves as the prompt, and the rest, with an end
-token, as the completion.
+token, as the completion. Of uneven documents, every second is a prompt, and the next a completion.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _sequences(case: dict[str, Any], texts: list[str]) -> Any:
 def _pairs(case: dict[str, Any], texts: list[str]) -> Any:
     from datasets import Dataset
 
-    halves = [_halves(case, text) for text in texts]
+    halves = _halves(case, texts)
     return Dataset.from_list(
         [
             {"prompt": " ".join(prompt), "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(rejected)}
@@ -52,7 +52,7 @@ def _pairs(case: dict[str, Any], texts: list[str]) -> Any:
 def _groups(case: dict[str, Any], texts: list[str]) -> Any:
     from datasets import Dataset
 
-    halves, size = [_halves(case, text) for text in texts], case["batch"]
+    halves, size = _halves(case, texts), case["batch"]
     return Dataset.from_list(
         [
             {
@@ -60,14 +60,17 @@ def _groups(case: dict[str, Any], texts: list[str]) -> Any:
                 "prompt_tokens": _tokens(halves[start][0]),
                 "completions": [[*_tokens(words), 0] for _, words in halves[start : start + size]],
             }
-            for start in range(0, len(halves), size)
+            for start in range(0, len(halves) - size + 1, size)
         ]
     )
 
 
-def _halves(case: dict[str, Any], text: str) -> tuple[list[str], list[str]]:
-    words = text.split()
-    return words[: case["seq"] // 2], words[case["seq"] // 2 :]
+def _halves(case: dict[str, Any], texts: list[str]) -> list[tuple[list[str], list[str]]]:
+    """Return prompts and completions, each half a sequence at most."""
+    half, rows = case["seq"] // 2, [text.split() for text in texts]
+    if case["data"] == "uneven":
+        return [(prompt[:half], words[: half - 1]) for prompt, words in zip(rows[::2], rows[1::2], strict=False)]
+    return [(words[:half], words[half:]) for words in rows]
 
 
 def _tokens(words: list[str]) -> list[int]:
@@ -143,15 +146,18 @@ def _grpo(case: dict[str, Any], parts: dict[str, Any], common: dict[str, Any], t
 
     def given(rows: list[dict[str, Any]]) -> dict[str, Any]:
         prompts = torch.tensor([row["prompt_tokens"] for row in rows], device=advantages.device)
-        completions = torch.tensor(rows[0]["completions"], device=advantages.device)
-        tokens.append(prompts.numel() + completions.numel())
+        ids = list(map(torch.tensor, rows[0]["completions"]))
+        padding = run.processing_class.pad_token_id  # in no text
+        completions = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=padding).to(prompts.device)
+        mask = (completions != padding).long()
+        tokens.append(prompts.numel() + sum(map(len, ids)))
         return {
             "prompt_ids": prompts,
             "prompt_mask": torch.ones_like(prompts),
             "completion_ids": completions,
-            "completion_mask": torch.ones_like(completions),
+            "completion_mask": mask,
             "advantages": advantages,
-            "num_items_in_batch": torch.tensor(completions.numel(), device=advantages.device),
+            "num_items_in_batch": mask.sum(),
         }
 
     run._generate_and_score_completions = given

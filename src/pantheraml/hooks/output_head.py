@@ -24,7 +24,7 @@ logger = log.get(__name__)
 _SUPPORTED_OUTPUTS = {"log_probs", "entropy", "is_top1", "mean_logits"}
 
 
-def _unless_built_in(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
+def _unless_built_in(scores_no_padding: bool, add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add_fused_lm_head)
     def add(
         model: Any,
@@ -38,7 +38,7 @@ def _unless_built_in(add_fused_lm_head: Callable[..., None]) -> Callable[..., No
         model.remove_foreign_head()
         reason = _why_not_ours(model, temperature, cast_lm_head_to_fp32, outputs)
         if reason is None:
-            model.score_temperature = temperature
+            model.score_temperature, model.scores_no_padding = temperature, scores_no_padding
             return
         logger.info("TRL's own fused head is used: %s", reason)
         add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs)
@@ -76,19 +76,20 @@ def _differentiable_entropy(init: Callable[..., None]) -> Callable[..., None]:
     return init_grpo
 
 
-def _head_of(trainer: str) -> LibraryPatch:
+def _head_of(trainer: str, *, scores_no_padding: bool) -> LibraryPatch:
+    """`scores_no_padding`: the trainer makes the labels itself, and none where its mask is 0."""
     return LibraryPatch(
         library="trl",
         versions=">=1.15,<1.17",
         module=f"trl.trainer.{trainer}_trainer",
         name="add_fused_lm_head",
-        make=_unless_built_in,
+        make=functools.partial(_unless_built_in, scores_no_padding),
         fallback=f"{trainer.upper()}Trainer uses its own fused head, which is correct but computes the logits twice",
     )
 
 
-SFT_HEAD = _head_of("sft")
-HEADS = tuple(map(_head_of, ("dpo", "kto", "grpo", "rloo")))
+SFT_HEAD = _head_of("sft", scores_no_padding=False)  # labels come with the data
+HEADS = tuple(_head_of(trainer, scores_no_padding=True) for trainer in ("dpo", "kto", "grpo", "rloo"))
 ENTROPY_BONUS = LibraryPatch(
     library="trl",
     versions=">=1.15,<1.17",

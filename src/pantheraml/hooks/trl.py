@@ -18,6 +18,7 @@ from pantheraml.hooks.async_metrics import ASYNC_GRAD_NORM
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.hooks.old_trl_configs import BATCHED_FORMATTING, OLD_CONFIGS, OLD_PLACES, revert_experimental
 from pantheraml.hooks.optimizers import OWN_ADAMW
+from pantheraml.hooks.orpo import ORPO_HEAD
 from pantheraml.hooks.output_head import ENTROPY_BONUS, HEADS, SFT_HEAD
 from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
 from pantheraml.hooks.reference_adapter import REFERENCES
@@ -82,9 +83,11 @@ def apply() -> None:
     """Apply the patches that `FastLanguageModel` needs, to TRL if it is installed and to the trainer it builds on."""
     for patch in _ALL:
         REGISTRY.apply(patch)
+    if ORPO_HEAD.is_supported():  # few scripts import experimental trainers
+        REGISTRY.apply_on_import(ORPO_HEAD)
 
 
 def revert() -> None:
-    for patch in _ALL:
+    for patch in (*_ALL, ORPO_HEAD):
         REGISTRY.revert(patch)
     revert_experimental()

@@ -30,6 +30,7 @@ ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "qat_scheme": (None,),
     "finetune_language_layers": (True,),
 }  # fmt: skip
+_OF_A_CLASSIFIER = ("num_labels", "id2label", "label2id")
 # Arguments without effect, and the reason.
 LOADING_UNUSED: Mapping[str, str] = {
     "max_lora_rank": _FOR_VLLM, "gpu_memory_utilization": _FOR_VLLM, "float8_kv_cache": _FOR_VLLM,
@@ -60,6 +61,12 @@ def check_others(
         if name in unused:
             if value is not None and value is not False:
                 logger.warning("%s: %s=%r has no effect: %s", function, name, value, unused[name])
+        elif name in _OF_A_CLASSIFIER:
+            raise ConfigError(
+                f"FastLanguageModel.{function} got {name}={value!r}, but it loads no classifiers.",
+                fix="Load it with transformers, and pass it to TRL's RewardTrainer: "
+                "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).",
+            )
         elif name not in neutral:
             known = [other for other in (*parameters, *neutral, *unused) if other != "others"]
             raise ConfigError(

@@ -49,6 +49,7 @@ from pantheraml.models.rope_scaling import RopeChange
 from pantheraml.models.router_loss import router_loss_of
 from pantheraml.models.saving.methods import SavingMethods
 from pantheraml.models.trained_copies import forward_module
+from pantheraml.models.unpadded import without_padding
 
 logger = log.get(__name__)
 
@@ -97,6 +98,8 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
     """Why packed rows are an error; None: they are supported."""
     packed_within: int | None = None
     """Length of the longest document up to which packed rows are supported, even if `why_not_packed` is set."""
+    scores_no_padding: bool = False
+    """Whether the trainer's labels are -100 wherever the mask is 0: token scores are then computed without padding."""
     score_temperature: float = 1.0
     """Temperature by which token scores divide the logits; the loss of `labels` does not."""
     _foreign_head: Callable[..., Any] | None = None
@@ -357,13 +360,18 @@ def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     routed = inputs.get("output_router_logits")
     if routed is None and getattr(model.config.get_text_config(), "output_router_logits", False):
         routed = inputs["output_router_logits"] = True
-    outputs = _body_outputs(model, inputs)
+    unpadded = without_padding(model, inputs) if model.scores_no_padding else None
+    outputs = _body_outputs(model, inputs if unpadded is None else unpadded.inputs)
     hidden = outputs.last_hidden_state
     labels = targets.labels().to(hidden.device)
     if model.score_temperature != 1.0:
         hidden = hidden / model.score_temperature
-    deferred = DeferredGrad()
-    scores = head_scores(forward_module(model.get_output_embeddings()), hidden, labels, targets.count(), deferred)
+    deferred, head = DeferredGrad(), forward_module(model.get_output_embeddings())
+    if unpadded is None:
+        scores = head_scores(head, hidden, labels, targets.count(), deferred)
+    else:
+        scores = head_scores(head, hidden, unpadded.take(labels), targets.count(), deferred)
+        scores = unpadded.put_back(scores, labels.shape)
     # Sliced here rather than from the hidden states, which would copy them.
     last = None if inputs.get("shift_labels") is not None else -1
     loss, aux_loss = -scores.log_probs.sum() / _divisor(inputs, labels), None

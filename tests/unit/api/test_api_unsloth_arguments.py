@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import pantheraml
 from pantheraml import FastLanguageModel, PatchDPOTrainer, is_bfloat16_supported
-from pantheraml.base.errors import ModelError
+from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.train import ModelConfig
 from tests import toy
@@ -87,6 +87,12 @@ def test_values_that_ask_for_nothing_are_no_warning(tiny_model: TinyModel, caplo
         task_type=TaskType.CAUSAL_LM,
     )
     assert not [record for record in caplog.records if record.name.startswith("pantheraml")]
+
+
+def test_a_classifier_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="got num_labels=1, but it loads no classifiers") as raised:
+        load(tmp_path, num_labels=1)
+    assert "AutoModelForSequenceClassification" in str(raised.value.fix)
 
 
 def test_load_in_16bit_is_not_quantized(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
