@@ -7,6 +7,7 @@ does not belong here. The field docstrings are the user documentation: docs/conf
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from pantheraml.specs.faults import FaultText
-from pantheraml.specs.legacy_aliases import translate_to_sections
+from pantheraml.specs.legacy_aliases import OF_OTHER_SECTIONS, translate_to_sections, warn_of_aliases
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode, split_commas
 
 Positive = Annotated[int, Field(ge=1)]
@@ -298,14 +299,20 @@ class TrainConfig(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _translate_legacy_aliases(cls, values: Any) -> Any:
+    def _warn_of_aliases(cls, values: Any) -> Any:
         parallel = values.get("parallel") if isinstance(values, dict) else None
-        given = (
-            vars(parallel) if isinstance(parallel, MultiGPUConfig) else parallel if isinstance(parallel, dict) else {}
-        )
-        if not given:
-            return values
-        return translate_to_sections(values, given.get("auto_device_map"), given.get("use_gradient_checkpointing"))
+        if isinstance(parallel, dict):
+            warn_of_aliases(parallel)
+        return values
+
+    @model_validator(mode="after")
+    def _translate_legacy_aliases(self) -> TrainConfig:
+        auto_map, checkpointing = self.parallel.auto_device_map, self.parallel.use_gradient_checkpointing
+        if auto_map or checkpointing is not None:
+            model, train = translate_to_sections(self.model, self.train, auto_map, checkpointing)
+            parallel = replace(self.parallel, **OF_OTHER_SECTIONS)
+            self.__dict__.update(model=model, train=train, parallel=parallel)  # assignment would validate again
+        return self
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> TrainConfig:

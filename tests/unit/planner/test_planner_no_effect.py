@@ -23,10 +23,8 @@ stability.debug
 checkpoint.every_steps checkpoint.background checkpoint.allow_change
 report.html report.sinks
 parallel.mode parallel.world_size parallel.rank parallel.local_rank parallel.device_ids parallel.replicate
-parallel.shard parallel.tensor parallel.pipeline parallel.context parallel.auto_device_map
-parallel.use_gradient_checkpointing parallel.backend parallel.timeout_seconds parallel.max_retries
-parallel.grace_seconds parallel.enable_hybrid parallel.enable_gradient_synchronization
-parallel.enable_fault_tolerance
+parallel.shard parallel.tensor parallel.pipeline parallel.context
+parallel.backend parallel.timeout_seconds parallel.max_retries parallel.grace_seconds
 device faults
 """
 
