@@ -66,6 +66,13 @@ def translate_aliases(values: dict[str, Any]) -> None:
         )
 
 
+def without_removed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config's values without keys of earlier versions, which run folders of those still have."""
+    if values.get("faults"):
+        raise ValueError("faults is no key any more: tests set PANTHERAML_FAULTS=1:5:kill in the environment")
+    return {name: value for name, value in values.items() if name != "faults"}
+
+
 def warn_of_aliases(parallel: Mapping[str, Any]) -> None:
     """Warn of fields of MultiGPUConfig that are written as keys of `parallel`."""
     for name in FIELD_ALIASES:

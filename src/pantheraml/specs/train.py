@@ -21,8 +21,12 @@ from pydantic import (
     model_validator,
 )
 
-from pantheraml.specs.faults import FaultText
-from pantheraml.specs.legacy_aliases import OF_OTHER_SECTIONS, translate_to_sections, warn_of_aliases
+from pantheraml.specs.legacy_aliases import (
+    OF_OTHER_SECTIONS,
+    translate_to_sections,
+    warn_of_aliases,
+    without_removed_keys,
+)
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode, split_commas
 
 Positive = Annotated[int, Field(ge=1)]
@@ -294,12 +298,12 @@ class TrainConfig(ConfigSection):
     report: ReportConfig = ReportConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto = GPUs if available."""
-    faults: list[FaultText] = []
-    """Fault injection for tests, as RANK:STEP:KIND; refused unless PANTHERAML_FAULTS=1 is set."""
 
     @model_validator(mode="before")
     @classmethod
     def _warn_of_aliases(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = without_removed_keys(values)
         parallel = values.get("parallel") if isinstance(values, dict) else None
         if isinstance(parallel, dict):
             warn_of_aliases(parallel)

@@ -49,6 +49,7 @@ from pantheraml.models.rope import varying_rope
 from pantheraml.parallel.device_map import is_split, spread
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
+from pantheraml.specs.faults import planned_faults
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Choice, Layouts, Plan
@@ -168,17 +169,18 @@ def make_loop(
             emit=emit,
             stop=stop,
             watch=watch,
-            faults=make_fault_injector(run, config, plan, stepper) if config.faults else None,
+            faults=make_fault_injector(run, plan, stepper),
             origins=Origins(train_data, training_sources(run), partial(load_tokenizer, config.model)),
         )
     )
 
 
-def make_fault_injector(run: RunDir, config: TrainConfig, plan: Plan, stepper: Stepper) -> FaultInjector:
+def make_fault_injector(run: RunDir, plan: Plan, stepper: Stepper) -> FaultInjector | None:
+    faults = planned_faults()
+    if not faults:
+        return None
     in_python = not (plan.cuda_graph or plan.compile)
-    return FaultInjector(
-        config.faults, rank=stepper.world.rank, model=stepper.model, marks=run.faults, hooks_work=in_python
-    )
+    return FaultInjector(faults, rank=stepper.world.rank, model=stepper.model, marks=run.faults, hooks_work=in_python)
 
 
 def save_result(

@@ -25,7 +25,7 @@ report.html report.sinks
 parallel.mode parallel.world_size parallel.rank parallel.local_rank parallel.device_ids parallel.replicate
 parallel.shard parallel.tensor parallel.pipeline parallel.context
 parallel.backend parallel.timeout_seconds parallel.max_retries parallel.grace_seconds
-device faults
+device
 """
 
 REFUSED = {
