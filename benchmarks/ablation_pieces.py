@@ -183,13 +183,19 @@ class _Session:
     """A model and its data, trained by a new SFTTrainer each time."""
 
     def __init__(self, folder: Path, scale: Scale, method: str, precision: str) -> None:
-        from suites import trl_run
+        from suites import trl_run, trl_trainers
 
-        names = {"system": "pantheraml", "method": method, "precision": precision, "checkpointing": "none"}
+        names = {
+            "system": "pantheraml",
+            "trainer": "sft",
+            "method": method,
+            "precision": precision,
+            "checkpointing": "none",
+        }
         sizes = {"seq": scale.seq_len, "batch": scale.batch, "steps": scale.steps, "data": "full"}
         self._case, self._folder = names | sizes, folder
         _free_memory()
-        self._data = trl_run.dataset(self._case, str(folder / "data.jsonl"))
+        self._data = trl_trainers.dataset(self._case, str(folder / "data.jsonl"))
         self.model, self._tokenizer = trl_run.load_fast(self._case, str(folder / "model"))
         self._forward = vars(self.model).get("forward")
 
@@ -213,9 +219,9 @@ class _Session:
         release_layer_graphs(self.model)  # memory of the last run's would count
         self.model.zero_grad(set_to_none=True)
         _free_memory()
-        run = trl_run.trainer(
-            self._case, self.model, self._tokenizer, self._data, Steps(), str(self._folder / "trainer")
-        )
+        parts = {"model": self.model, "processing_class": self._tokenizer, "train_dataset": self._data}
+        parts["callbacks"] = [Steps()]
+        run = trl_run.trainer(self._case, parts, str(self._folder / "trainer"), [])
         run.train()
         seconds = clock.seconds()[WARM_UP_STEPS:]
         self._restore_forward()
