@@ -112,15 +112,12 @@ def _write_inputs(folder: Path, scale: Scale) -> None:
         write_full_sequences(folder / "data.jsonl", shape=scale.shape, sequences=sequences, seq_len=scale.seq_len)
 
 
-TRAIN_TASK_OFF: dict[str, dict[str, object]] = {
-    "fp8_layouts": {"train.fp8_layouts": 1},
-    "step_cuda_graph": {"train.cuda_graph": "off"},
-}
+TRAIN_TASK_OFF: dict[str, dict[str, object]] = {"step_cuda_graph": {"train.cuda_graph": "off"}}
 
 
 def _train_task(folder: Path, scale: Scale, end: float, train: Train) -> list[dict[str, Any]]:
     runs = Runs("train task", scale.setting("lora fp8"))
-    on = {"model.precision": "fp8", "train.fp8_layouts": 2, "train.cuda_graph": "on"}  # errors where impossible
+    on = {"model.precision": "fp8", "train.cuda_graph": "on"}  # errors where impossible
     common: dict[str, object] = {
         "model.path": str(folder / "model"),
         "data.path": str(folder / "data.jsonl"),

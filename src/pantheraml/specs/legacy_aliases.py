@@ -1,7 +1,8 @@
 """Deprecated names of commands and configuration keys, all in one place, translated once when a config is created.
 
 Each still works, with a warning that names its replacement. A setting and an alias that contradict each other are an
-error, and so is a value that no run can honor: options are never accepted and ignored. Aliases are not stored.
+error, and so is a value that no run can honor: only keys that never changed a result are accepted and ignored, with a
+warning. Aliases are not stored.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ OF_OTHER_SECTIONS: dict[str, Any] = {"auto_device_map": False, "use_gradient_che
 """Aliases of keys in other sections, which a TrainConfig applies there and resets to these values. Earlier versions
 stored them, so the values are no reason to warn."""
 
+REMOVED = {"train.fp8_layouts": "remove it, it has no effect: frozen fp8 weights have one layout"}
+"""Keys of earlier versions that changed no result, and what to do with them."""
+
 KEYS = {
     **{f"parallel.{name}": replacement for name, replacement in FIELD_ALIASES.items()},
     "parallel.sync_batch_norm": "parallel.sync_bn",
     "parallel.timeout_minutes": "parallel.timeout_seconds",
     "parallel.aggregation=weighted_mean": "parallel.aggregation=weighted",
+    **REMOVED,
 }
 """Deprecated keys (or values) and their replacements, for docs/configuration.md."""
 
@@ -71,6 +76,18 @@ def without_removed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("faults"):
         raise ValueError("faults is no key any more: tests set PANTHERAML_FAULTS=1:5:kill in the environment")
     return {name: value for name, value in values.items() if name != "faults"}
+
+
+def without_removed_settings(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section's values without keys that changed no result, with a warning for each that is set.
+
+    Run folders of earlier versions have all of them, mostly as `auto`.
+    """
+    removed = [name for name in values if f"{section}.{name}" in REMOVED]
+    for name in removed:
+        if values[name] != "auto":
+            _warn(f"{section}.{name}")
+    return {name: value for name, value in values.items() if name not in removed}
 
 
 def warn_of_aliases(parallel: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from pantheraml.specs.train import StabilityConfig, TrainConfig
 CHANGEABLE_KEYS = frozenset(
     {
         *("device", "train.micro_batch_size"),
-        *("train.activation_checkpointing", "train.compile", "train.fp8_layouts"),
+        *("train.activation_checkpointing", "train.compile"),
         *("train.eval_every_steps", "train.early_stopping_patience", "train.log_every_steps"),
         *("data.path", "data.eval_path", "data.eval_fraction", "data.workers", "data.cache_dir", "data.on_bad_row"),
     }

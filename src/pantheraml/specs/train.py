@@ -26,6 +26,7 @@ from pantheraml.specs.legacy_aliases import (
     translate_to_sections,
     warn_of_aliases,
     without_removed_keys,
+    without_removed_settings,
 )
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode, split_commas
 
@@ -181,10 +182,6 @@ class TrainSettings(ConfigSection):
     fused: Switch = "auto"
     """Fused kernels for decoder layers of supported families. auto: on GPUs, for LoRA without dropout, and for full
     fine-tunes with bf16 weights that use fp8 matmuls or `offload` activation checkpointing."""
-    fp8_layouts: Literal["auto", 1, 2] = "auto"
-    """Layouts of frozen fp8 MLP weights in fused layers. 1: transpose them in every backward. 2: also keep a transposed
-    copy, one more byte per weight, in as many layers as fit in about three quarters of the memory of all weights.
-    auto: 2 without activation checkpointing, if twice the weights fit in a quarter of the GPU's memory."""
     cuda_graph: Switch = "auto"
     """Capture a training step as a CUDA graph and replay it. auto: for packed data and fused or compiled layers on a
     single GPU."""
@@ -196,6 +193,11 @@ class TrainSettings(ConfigSection):
     """Stop after this many evaluations without improvement; None = never."""
     log_every_steps: Positive = 1
     """Steps between `train.step` events."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, values: Any) -> Any:
+        return without_removed_settings("train", values) if isinstance(values, dict) else values
 
 
 class ClippingSettings(ConfigSection):

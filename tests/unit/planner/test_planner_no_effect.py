@@ -50,7 +50,6 @@ NO_EFFECT = {
     "train.epochs": ["train.max_steps=3", "train.epochs=3"],
     "train.min_learning_rate_ratio": ["train.schedule=constant", "train.min_learning_rate_ratio=0.1"],
     "train.max_grad_norm": ["stability.clipping=none", "train.max_grad_norm=0.5"],
-    "train.fp8_layouts": ["train.fp8_layouts=1"],
     "stability.clip_value": ["stability.clip_value=0.5"],
     "stability.clip_weight_ratio": ["stability.clip_weight_ratio=0.5"],
     "stability.clip_percentile": ["stability.clipping=zclip", "stability.clip_percentile=50"],

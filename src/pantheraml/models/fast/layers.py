@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +43,7 @@ from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup, base_of, w
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
 from pantheraml.models.fast.prelaunch import Prelaunch
 from pantheraml.models.fast.trainable_group import TrainableGroup, is_trainable, weight_of, why_not_fused_trainable
-from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
-from pantheraml.planner.fp8_layout_choice import layers_with_second_layout
-from pantheraml.specs.plan import Layouts
 
 logger = log.get(__name__)
 
@@ -84,11 +81,10 @@ class FusionReport:
     """Reasons why the others do not, with counts."""
 
 
-def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
+def fuse(model: nn.Module) -> FusionReport:
     """Fuse every decoder layer of `model` that can be fused, in place.
 
-    Call it when weights and adapters are on their device. `layouts`: weight layouts of e4m3 weights, see
-    `group_storage`.
+    Call it when weights and adapters are on their device.
     """
     report = FusionReport()
     fused: list[Any] = []
@@ -99,9 +95,8 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
             fused.append(layer)
         else:
             report.reasons[reason] += 1
-    two_layouts = _count_two_layouts(fused, layers) if layouts == 2 else 0
-    for number, layer in enumerate(fused):
-        _fuse_layer(layer, 2 if number < two_layouts else 1)
+    for layer in fused:
+        _fuse_layer(layer)
     report.fused = len(fused)
     shared = GroupSet([group for layer in fused for group in layer.fused_parts.groups])
     decisions, rope_cache = PassDecisions(), RopeCache()
@@ -114,16 +109,6 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1) -> FusionReport:
     for reason, count in report.reasons.items():
         logger.info("%d decoder layers are not fused: %s", count, reason)
     return report
-
-
-def _count_two_layouts(fused: Sequence[Any], layers: Sequence[Any]) -> int:
-    """Return how many fused layers, from the first, store their MLP's weights in two layouts."""
-
-    def size(modules: Iterable[Any]) -> int:
-        fp8_layers = (m for module in modules for m in module.modules() if isinstance(m, FP8Linear))
-        return sum(layer.qweight.numel() for layer in fp8_layers)
-
-    return layers_with_second_layout(len(fused), size(layers), size(layer.mlp for layer in fused))
 
 
 def _family(layer: Any) -> Family | None:
@@ -151,20 +136,18 @@ def _why_not_layer(layer: Any) -> str | None:
     return _why_not(layer, family, _projections(layer, family))
 
 
-def _fuse_layer(layer: Any, layouts: Layouts) -> None:
+def _fuse_layer(layer: Any) -> None:
     """Fuse a layer for which `_why_not_layer` is None."""
     kind: Any = type(layer)
     family = _family(layer)
     assert family is not None
-    layer.fused_parts = _FusedParts(layer, family, _groups(_projections(layer, family), layouts))
+    layer.fused_parts = _FusedParts(layer, family, _groups(_projections(layer, family)))
     layer.__class__ = _derived(_Fused, kind)
 
 
-def _groups(names: list[list[nn.Module]], layouts: Layouts) -> list[LinearGroup]:
-    if is_trainable(names[0][0]):
-        return [TrainableGroup(group) for group in names]
-    # four fifths of the weights are the MLP's; a second layout of the rest costs and gains little
-    return [LoraGroup(group, own) for group, own in zip(names, (1, 1, layouts, layouts), strict=True)]
+def _groups(names: list[list[nn.Module]]) -> list[LinearGroup]:
+    kind = TrainableGroup if is_trainable(names[0][0]) else LoraGroup
+    return [kind(group) for group in names]
 
 
 def _fuse_last_norm(model: nn.Module, layer: Any) -> None:
