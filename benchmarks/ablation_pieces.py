@@ -256,23 +256,12 @@ def _graphs(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _no_prelaunch(model: Any) -> Iterator[None]:
-    fast = _fast(model)
-    prelaunch, fast.prelaunch = fast.prelaunch, None
-    try:
-        yield
-    finally:
-        fast.prelaunch = prelaunch
-
-
-@contextlib.contextmanager
 def _no_layer_graphs(model: Any) -> Iterator[None]:
     graphs, layers = _graphs(model), [layer for layer in model.modules() if hasattr(layer, "fused_parts")]
     for layer in layers:
         layer.fused_parts.graphs = None
     try:
-        with _no_prelaunch(model):
-            yield
+        yield
     finally:
         for layer in layers:
             layer.fused_parts.graphs = graphs
@@ -296,7 +285,7 @@ def _no_hooks(*names: str) -> Iterator[None]:
 
 def _no_prefetch(model: Any) -> AbstractContextManager[None]:
     _fast(model).after_forward = None  # of the run before
-    return _no_hooks("PREFETCH_BATCHES", "ANNOUNCE_NEXT_BATCH")
+    return _no_hooks("PREFETCH_BATCHES")
 
 
 def _no_async_metrics(_model: Any) -> AbstractContextManager[None]:
@@ -323,7 +312,7 @@ def _no_async_scalars(model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_overlap(model: Any) -> Iterator[None]:
     """None of the pieces that overlap the trainer's host work, all at once; layers are still captured."""
-    with _no_prelaunch(model), _no_prefetch(model), _no_async_metrics(model), _no_async_scalars(model):
+    with _no_prefetch(model), _no_async_metrics(model), _no_async_scalars(model):
         yield
 
 
@@ -351,10 +340,6 @@ def _is_applied(model: Any) -> bool:
     return ASYNC_GRAD_NORM in REGISTRY.applied
 
 
-def _prelaunched(model: Any) -> bool:
-    return _graphs(model) is not None and bool(_graphs(model).prelaunch_hit)
-
-
 def _replayed(model: Any) -> bool:
     return _graphs(model) is not None and _graphs(model)._last_replayed is not None
 
@@ -368,7 +353,6 @@ def _always(_model: Any) -> bool:
 
 
 LORA_PIECES = (
-    Piece("prelaunch", _no_prelaunch, _prelaunched, needs_cuda=True),
     Piece("prefetch_batches", _no_prefetch, _prefetched),
     Piece("async_metrics", _no_async_metrics, _is_applied),
     Piece("metric_algebra", _no_metric_algebra, _always),

@@ -197,8 +197,7 @@ OPTIMIZATIONS = (
         " separately; `ours-trl-1b-lora-fp8` in `benchmarks/history/h200.csv` shows the difference between its runs at"
         " `9b4965eff` and `fdbe8ad`. The next batch is read once the forward is queued, not when the GPU is idle."
         " Losses and metrics that such a trainer reads are copied to the host ahead of work it need not wait for, so"
-        " that it queues the next kernels while the GPU is busy; and the next forward launches as soon as the optimizer"
-        " step is queued, before the step is logged and the model is called.",
+        " that it queues the next kernels while the GPU is busy.",
     ),
     Optimization(
         "compile",
@@ -245,7 +244,7 @@ OPTIMIZATIONS = (
 )
 
 
-REMOVED = {"fp8_layouts"}
+REMOVED = {"fp8_layouts", "prelaunch"}
 """Measured once and removed, as they gained too little; the result files keep their figures."""
 
 PIECES = {
@@ -255,7 +254,6 @@ PIECES = {
     "metric_algebra": "the part of that which computes metrics on the host",
     "async_metrics": "the gradient norm is read after the next step is queued",
     "prefetch_batches": "the next batch is read and copied during a step",
-    "prelaunch": "the next forward is launched as soon as its batch is known",
     "all_host_overlap": "the pieces above that overlap the host's work under `SFTTrainer`, all at once",
     "steady_shapes": "layers that are not fused are compiled for recurring shapes, under `SFTTrainer`",
 }

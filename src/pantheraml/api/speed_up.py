@@ -59,7 +59,7 @@ def _speed_up(
             checkpointing = True
     elif fused:
         _fuse(fast, full_model)
-        fast.prelaunch = enable_layer_graphs(full_model)
+        enable_layer_graphs(full_model)
     if checkpointing is False:
         return
     apply_checkpointing(full_model, CHECKPOINTING[checkpointing])

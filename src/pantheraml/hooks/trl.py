@@ -23,7 +23,7 @@ from pantheraml.hooks.async_metrics import ASYNC_GRAD_NORM
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.hooks.old_trl_configs import BATCHED_FORMATTING, OLD_CONFIGS, OLD_PLACES, revert_experimental
 from pantheraml.hooks.optimizers import OWN_ADAMW
-from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
+from pantheraml.hooks.prefetch_batches import PREFETCH_BATCHES
 from pantheraml.hooks.registry import REGISTRY
 from pantheraml.hooks.sft_length import CONFIG_LENGTH, TRAINER_LENGTH
 from pantheraml.hooks.trainer_checks import ONE_GPU, REQUIRE_TRAINABLE, REWARD_MODEL
@@ -112,7 +112,7 @@ PACKING_ATTENTION = LibraryPatch(
 
 _ALL = (
     SFT_HEAD, COLLATOR, PACKING_ATTENTION, CONFIG_LENGTH, TRAINER_LENGTH,
-    PREFETCH_BATCHES, ASYNC_GRAD_NORM, ANNOUNCE_NEXT_BATCH, REQUIRE_TRAINABLE, ONE_GPU, REWARD_MODEL,
+    PREFETCH_BATCHES, ASYNC_GRAD_NORM, REQUIRE_TRAINABLE, ONE_GPU, REWARD_MODEL,
     OWN_ADAMW, OLD_PLACES, BATCHED_FORMATTING, *OLD_CONFIGS,
 )  # fmt: skip
 

@@ -41,7 +41,6 @@ from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
 from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup, base_of, why_not_fused
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
-from pantheraml.models.fast.prelaunch import Prelaunch
 from pantheraml.models.fast.trainable_group import TrainableGroup, is_trainable, weight_of, why_not_fused_trainable
 from pantheraml.models.quantize.nf4 import NF4Linear
 
@@ -425,19 +424,14 @@ def enable_layer_chain(model: nn.Module) -> None:
             layer.fused_parts.chain = chain
 
 
-def enable_layer_graphs(model: nn.Module) -> Prelaunch | None:
-    """Capture passes through the fused layers as CUDA graphs where possible (`layer_cuda_graphs`).
-
-    Returns the `Prelaunch` for the model's next pass, if it supports one.
-    """
+def enable_layer_graphs(model: nn.Module) -> None:
+    """Capture passes through the fused layers as CUDA graphs where possible (`layer_cuda_graphs`)."""
     chainable = _all_fused(model)
-    if chainable is None:
-        return None
-    layers, body = chainable
-    graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
-    for layer in layers:
-        layer.fused_parts.graphs = graphs
-    return Prelaunch.of(body.module(), graphs)
+    if chainable is not None:
+        layers, body = chainable
+        graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
+        for layer in layers:
+            layer.fused_parts.graphs = graphs
 
 
 def _all_fused(model: nn.Module) -> tuple[list[Any], DecoderBody] | None:
