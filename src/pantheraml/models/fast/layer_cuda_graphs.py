@@ -29,13 +29,14 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pantheraml.base import log
+from pantheraml.models.cuda_capture import CapturedGraph, capture
 from pantheraml.models.fast.layer_chain import ChainObserver, ChainOutput, DecoderBody, RopeTable, RunLayers, is_hooked
 from pantheraml.models.fast.linear_groups import GroupSet
 from pantheraml.models.fast.trainable_group import swapped_weights, weight_of
@@ -284,12 +285,6 @@ def _signature(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-class Graph(Protocol):
-    """Protocol of torch.cuda.CUDAGraph."""
-
-    def replay(self) -> None: ...
-
-
 class CapturedPass:
     """A captured forward and backward, and the tensors they read and write."""
 
@@ -298,8 +293,8 @@ class CapturedPass:
     grad_input: Tensor | None
     gradients: list[Tensor]
     """Gradients of the parameters."""
-    forward: Graph
-    backward: Graph
+    forward: CapturedGraph
+    backward: CapturedGraph
 
     def __init__(
         self,
@@ -317,27 +312,14 @@ class CapturedPass:
         self._own_uses = self._uses()
 
     def _capture(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        device = self.inputs[0].device
-        generator = torch.cuda.default_generators[device.index]
-        before = generator.clone_state()
-        try:
-            # torch does not restore the current stream if a capture fails
-            with torch.cuda.stream(torch.cuda.current_stream(device)):
-                self._capture_both(run, parameters)
-        except RuntimeError:
-            generator.graphsafe_set_state(before)  # a failed capture leaves the generator unusable
-            raise
-
-    def _capture_both(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()
-        with torch.enable_grad(), torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
-            out = run(*self.inputs)
+        device, pool = self.inputs[0].device, torch.cuda.graph_pool_handle()
+        with torch.enable_grad():
+            self.forward, out = capture(lambda: run(*self.inputs), device, pool)
         self.grad_output = torch.empty_like(out)
-        with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
-            self.grad_input, self.gradients = self.run_backward(out, parameters)
+        self.backward, (self.grad_input, self.gradients) = capture(
+            lambda: self.run_backward(out, parameters), device, pool
+        )
         self.result = out.detach()
-        self.forward, self.backward = forward, backward
 
     def run_backward(self, result: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, list[Tensor]]:
         """Compute the gradients of the input, if it needs one, and of the parameters from `grad_output`."""
