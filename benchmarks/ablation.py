@@ -51,7 +51,6 @@ ABLATIONS = {
         "8b/4", "lora", {"train.fused": "auto"}, {"train.fused": "off", "train.compile": "off"}, _FP8
     ),
     "full_fp8": Ablation("1b", "full", _FP8, {"model.precision": "bf16"}, _FULL),
-    "fp8_layouts": Ablation("8b/4", "lora", {"train.fp8_layouts": 2}, {"train.fp8_layouts": 1}, _FP8),
     "cuda_graph": Ablation("1b", "lora", {"train.cuda_graph": "auto"}, {"train.cuda_graph": "off"}, _FP8),
     "selective": Ablation("8b/4", "lora", {"train.activation_checkpointing": "selective"}, {}, _FP8),
     "offload": Ablation("8b/4", "lora", {"train.activation_checkpointing": "offload"}, {}, _FP8),

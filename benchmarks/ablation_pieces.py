@@ -112,15 +112,12 @@ def _write_inputs(folder: Path, scale: Scale) -> None:
         write_full_sequences(folder / "data.jsonl", shape=scale.shape, sequences=sequences, seq_len=scale.seq_len)
 
 
-TRAIN_TASK_OFF: dict[str, dict[str, object]] = {
-    "fp8_layouts": {"train.fp8_layouts": 1},
-    "step_cuda_graph": {"train.cuda_graph": "off"},
-}
+TRAIN_TASK_OFF: dict[str, dict[str, object]] = {"step_cuda_graph": {"train.cuda_graph": "off"}}
 
 
 def _train_task(folder: Path, scale: Scale, end: float, train: Train) -> list[dict[str, Any]]:
     runs = Runs("train task", scale.setting("lora fp8"))
-    on = {"model.precision": "fp8", "train.fp8_layouts": 2, "train.cuda_graph": "on"}  # errors where impossible
+    on = {"model.precision": "fp8", "train.cuda_graph": "on"}  # errors where impossible
     common: dict[str, object] = {
         "model.path": str(folder / "model"),
         "data.path": str(folder / "data.jsonl"),
@@ -259,23 +256,12 @@ def _graphs(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _no_prelaunch(model: Any) -> Iterator[None]:
-    fast = _fast(model)
-    prelaunch, fast.prelaunch = fast.prelaunch, None
-    try:
-        yield
-    finally:
-        fast.prelaunch = prelaunch
-
-
-@contextlib.contextmanager
 def _no_layer_graphs(model: Any) -> Iterator[None]:
     graphs, layers = _graphs(model), [layer for layer in model.modules() if hasattr(layer, "fused_parts")]
     for layer in layers:
         layer.fused_parts.graphs = None
     try:
-        with _no_prelaunch(model):
-            yield
+        yield
     finally:
         for layer in layers:
             layer.fused_parts.graphs = graphs
@@ -299,7 +285,7 @@ def _no_hooks(*names: str) -> Iterator[None]:
 
 def _no_prefetch(model: Any) -> AbstractContextManager[None]:
     _fast(model).after_forward = None  # of the run before
-    return _no_hooks("PREFETCH_BATCHES", "ANNOUNCE_NEXT_BATCH")
+    return _no_hooks("PREFETCH_BATCHES")
 
 
 def _no_async_metrics(_model: Any) -> AbstractContextManager[None]:
@@ -326,7 +312,7 @@ def _no_async_scalars(model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_overlap(model: Any) -> Iterator[None]:
     """None of the pieces that overlap the trainer's host work, all at once; layers are still captured."""
-    with _no_prelaunch(model), _no_prefetch(model), _no_async_metrics(model), _no_async_scalars(model):
+    with _no_prefetch(model), _no_async_metrics(model), _no_async_scalars(model):
         yield
 
 
@@ -354,10 +340,6 @@ def _is_applied(model: Any) -> bool:
     return ASYNC_GRAD_NORM in REGISTRY.applied
 
 
-def _prelaunched(model: Any) -> bool:
-    return _graphs(model) is not None and bool(_graphs(model).prelaunch_hit)
-
-
 def _replayed(model: Any) -> bool:
     return _graphs(model) is not None and _graphs(model)._last_replayed is not None
 
@@ -371,7 +353,6 @@ def _always(_model: Any) -> bool:
 
 
 LORA_PIECES = (
-    Piece("prelaunch", _no_prelaunch, _prelaunched, needs_cuda=True),
     Piece("prefetch_batches", _no_prefetch, _prefetched),
     Piece("async_metrics", _no_async_metrics, _is_applied),
     Piece("metric_algebra", _no_metric_algebra, _always),

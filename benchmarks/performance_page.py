@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,12 @@ OPTIMIZATIONS = (
         "fp8 matmuls over frozen weights",
         "LoRA needs no gradient of the base weights, so both of their matmuls, the forward and the input gradient, run"
         " on fp8 tensor cores (e4m3; one scale per row of activations and gradients, and one power-of-two scale for the"
-        " weights of a matmul, unless their rows are too different). `model.precision=auto` selects it where its"
-        " accuracy was measured to match.",
+        " weights of a matmul, unless their rows are too different). Tensor cores read a weight along its inputs in"
+        " forward and along its outputs in backward; only the first layout is stored, and backward transposes the bytes"
+        " just before the matmul. Scales that differ by row then lie along the inner dimension, so they are multiplied"
+        " into the gradient before it is quantized; a single scale avoids that, and is preferred."
+        " `model.precision=auto` selects fp8 where its accuracy was measured to match.",
+        ops=("fp8_transposition",),
     ),
     Optimization(
         "full_fp8",
@@ -66,17 +70,6 @@ OPTIMIZATIONS = (
         " own scales; these are powers of two, so rows can be transposed and rescaled along the other dimension without"
         " being rounded again. Accumulation is in float32. The output head and the embedding stay in bf16.",
         ops=("fp8_transpose, scaled", "weight_to_e4m3", "weight_to_e4m3, transposed"),
-    ),
-    Optimization(
-        "fp8_layouts",
-        "One layout of fp8 weights, or two",
-        "Tensor cores read a weight along its inputs in forward and along its outputs in backward. If memory is short,"
-        " only the first layout is stored, and backward transposes the bytes just before the matmul. Otherwise MLPs,"
-        " which hold most of the weights, store both, for one more byte per weight, up to about three quarters of the"
-        " memory of all weights; beyond that, the last layers store one. Results are bit-identical. Scales that differ"
-        " by row lie along the inner dimension in backward, so they are multiplied into the gradient before it is"
-        " quantized; a single scale avoids that, and is preferred. (`train.fp8_layouts`)",
-        ops=("fp8_transposition",),
     ),
     Optimization(
         "nf4_to_fp8",
@@ -204,8 +197,7 @@ OPTIMIZATIONS = (
         " separately; `ours-trl-1b-lora-fp8` in `benchmarks/history/h200.csv` shows the difference between its runs at"
         " `9b4965eff` and `fdbe8ad`. The next batch is read once the forward is queued, not when the GPU is idle."
         " Losses and metrics that such a trainer reads are copied to the host ahead of work it need not wait for, so"
-        " that it queues the next kernels while the GPU is busy; and the next forward launches as soon as the optimizer"
-        " step is queued, before the step is logged and the model is called.",
+        " that it queues the next kernels while the GPU is busy.",
     ),
     Optimization(
         "compile",
@@ -252,14 +244,28 @@ OPTIMIZATIONS = (
 )
 
 
+REMOVED = {"fp8_layouts", "prelaunch"}
+"""Measured once and removed, as they gained too little; the result files keep their figures."""
+
+PIECES = {
+    "step_cuda_graph": "*CUDA graphs*: a step as one graph, in our own loop",
+    "layer_cuda_graphs": "*CUDA graphs*: the fused layers as two graphs, under `SFTTrainer`",
+    "async_scalars": "losses and metrics are copied to the host before it asks for them",
+    "metric_algebra": "the part of that which computes metrics on the host",
+    "async_metrics": "the gradient norm is read after the next step is queued",
+    "prefetch_batches": "the next batch is read and copied during a step",
+    "all_host_overlap": "the pieces above that overlap the host's work under `SFTTrainer`, all at once",
+    "steady_shapes": "layers that are not fused are compiled for recurring shapes, under `SFTTrainer`",
+}
+"""Pieces of `ablation_pieces`."""
+
+
 def page(records: Sequence[Record]) -> str:
     """Render the page from the newest row of each optimization and each kernel."""
     rows: dict[str, tuple[Mapping[str, Any], Record]] = {}
     for record in sorted((r for r in records if r["benchmark"] == ABLATION), key=lambda record: str(record["date"])):
         rows |= {row["trick"]: (row, record) for row in record["results"] if "trick" in row}
-    unknown = rows.keys() - {each.name for each in OPTIMIZATIONS}
-    if unknown:
-        raise ValueError(f"measured, but missing from {__name__}.OPTIMIZATIONS: {', '.join(sorted(unknown))}")
+    _require_known(rows.keys(), {each.name for each in OPTIMIZATIONS})
     kernels: KernelRows = {}
     for record in sorted((r for r in records if r["benchmark"] == KERNELS), key=lambda record: str(record["date"])):
         for row in record["results"]:
@@ -267,8 +273,32 @@ def page(records: Sequence[Record]) -> str:
     sections = (
         _section(each, rows.get(each.name), kernels, _newest(records, each.benchmark)) for each in OPTIMIZATIONS
     )
-    parts = [INTRODUCTION, _throughput(records), *sections]
+    parts = [INTRODUCTION, _throughput(records), *sections, _pieces(records)]
     return "\n".join(part for part in parts if part)
+
+
+def _require_known(measured: Iterable[str], known: Iterable[str]) -> None:
+    unknown = sorted({*measured} - {*known} - REMOVED)
+    if unknown:
+        raise ValueError(f"measured, but missing from {__name__}: {', '.join(unknown)}")
+
+
+def _pieces(records: Sequence[Record]) -> str:
+    """Table of the newest gain of each piece without a setting, in each setting it was measured in."""
+    rows: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for record in sorted((r for r in records if r["benchmark"] == ABLATION), key=lambda record: str(record["date"])):
+        measured = [row for row in record["results"] if row.get("off_tokens_per_second") and "piece" in row]
+        rows |= {(row["piece"], row["setting"]): row for row in measured}
+    _require_known((name for name, _ in rows), PIECES)
+    lines = []
+    for name, meaning in PIECES.items():
+        gains = [f"{setting}: {_gain(row)}" for (piece, setting), row in rows.items() if piece == name]
+        lines += [[f"`{name}`", meaning, "; ".join(gains)]] if gains else []
+    if not lines:
+        return ""
+    note = "Tokens/s with the piece against without, all others on (`python benchmarks/run.py ablation tricks=pieces`)."
+    table = markdown_table(["piece", "what it does", "gain"], lines)
+    return "\n".join(["## Pieces without a switch", "", note, "", *table, ""])
 
 
 def _throughput(records: Sequence[Record]) -> str:
@@ -353,7 +383,11 @@ def _device(record: Record) -> str:
 
 def _speed(row: Mapping[str, Any]) -> str:
     off, on = row["off_tokens_per_second"], row["on_tokens_per_second"]
-    return f"{off:,.0f} tokens/s without, {on:,.0f} with ({on / off - 1:+.1%})"
+    return f"{off:,.0f} tokens/s without, {on:,.0f} with ({_gain(row)})"
+
+
+def _gain(row: Mapping[str, Any]) -> str:
+    return f"{row['on_tokens_per_second'] / row['off_tokens_per_second'] - 1:+.1%}"
 
 
 def _memory(row: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.specs.config_file import json_schema
+from pantheraml.specs.legacy_aliases import KEYS
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """# Configuration
@@ -77,6 +78,13 @@ def most_used(schema: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def deprecated() -> str:
+    """A table of the deprecated names."""
+    lines = ["## Deprecated names", "", "These still work, with a warning.", "", "| name | use |", "|---|---|"]
+    lines += [f"| `{name}` | {use if ' ' in use else f'`{use}`'} |" for name, use in KEYS.items()]
+    return "\n".join([*lines, ""])
+
+
 def render() -> str:
     schema = json_schema()
     parts = [INTRODUCTION, most_used(schema), "## All keys\n"]
@@ -90,7 +98,7 @@ def render() -> str:
         else:
             plain[section] = field
     parts.insert(3, "\n".join(rows(schema, plain, [])) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, deprecated()])
 
 
 if __name__ == "__main__":

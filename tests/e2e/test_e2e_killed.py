@@ -30,11 +30,10 @@ def adapter_hash(playground: Playground, run: str) -> str:
     return hashlib.sha256((playground.root / run / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
-def hold(playground: Playground, rank: int, step: int) -> tuple[Playground, list[str]]:
-    """Command line and settings of a run that hangs at this step, once, to be killed there: otherwise it might finish
-    first on a busy machine."""
-    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
-    return tested, ["--set", f'faults=["{fail_at(rank, step, "hang")}"]']
+def hold(playground: Playground, rank: int, step: int) -> Playground:
+    """Command line whose run hangs at this step, once, to be killed there: otherwise it might finish first on a busy
+    machine."""
+    return replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": fail_at(rank, step, "hang")})
 
 
 def wait_until_held(playground: Playground, run: str) -> None:
@@ -58,8 +57,8 @@ def test_a_run_survives_kills_at_any_time(playground: Playground) -> None:
     """While the model is loaded, amid the steps, and when the result is about to be saved."""
     run = "runs/killed-1"
     assert playground.train("runs/calm-1", *SETTINGS).code == 0
-    held, settings = hold(playground, rank=0, step=7)
-    process = held.start_training(run, *SETTINGS, *settings)
+    held = hold(playground, rank=0, step=7)
+    process = held.start_training(run, *SETTINGS)
     playground.wait_for_event(run, "data.ready")
     kill(process.pid)
     playground.wait_for_event(run, "run.restarted")
@@ -79,8 +78,8 @@ def test_a_killed_run_matches_an_undisturbed_one(playground: Playground) -> None
     calm, killed = "runs/calm-2", "runs/killed-2"
     nproc = ["--nproc", "2"]
     assert playground.train(calm, *SETTINGS, *nproc).code == 0
-    held, settings = hold(playground, rank=1, step=7)
-    process = held.start_training(killed, *SETTINGS, *nproc, *settings)
+    held = hold(playground, rank=1, step=7)
+    process = held.start_training(killed, *SETTINGS, *nproc)
     wait_until_held(playground, killed)
     kill(process.pid, rank=1)
     done = result_of(process)
@@ -113,11 +112,11 @@ def test_a_killed_agent_is_not_a_stop_request(playground: Playground) -> None:
 
 def test_a_run_continues_with_fewer_ranks(playground: Playground) -> None:
     """No retries are left for rank 1: one process takes over the whole batch."""
-    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
+    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1:4:kill"})
     settings = ["train.max_steps=6", "checkpoint.every_steps=2", "checkpoint.background=false", "method.rank=4"]
     given = [part for setting in settings for part in ("--set", setting)]
     assert playground.train("runs/one-process", *given).code == 0
-    lost = ["parallel.max_retries=0", "parallel.min_world_size=1", 'faults=["1:4:kill"]']
+    lost = ["parallel.max_retries=0", "parallel.min_world_size=1"]
     done = tested.train("runs/left", *given, "--nproc", "2", *(part for setting in lost for part in ("--set", setting)))
     assert done.code == 0, done
     assert "with 1 of 2 ranks; the global batch, and so the result, stays" in done.err

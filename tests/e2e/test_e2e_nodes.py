@@ -33,11 +33,11 @@ def training(playground: Playground, output: str, *further: str) -> list[str]:
     return ["train", *fixed, *(word for size in sizes for word in ("--set", size)), *further]
 
 
-def start(playground: Playground, before: list[str], *arguments: str) -> subprocess.Popen[str]:
+def start(playground: Playground, before: list[str], *arguments: str, faults: str = "") -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [*before, sys.executable, "-m", "pantheraml", *arguments],
         cwd=playground.root,
-        env={**playground.environment, "PANTHERAML_FAULTS": "1"},
+        env={**playground.environment, "PANTHERAML_FAULTS": faults},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -47,7 +47,7 @@ def start(playground: Playground, before: list[str], *arguments: str) -> subproc
     return process
 
 
-def on_both(playground: Playground, nodes: list[str], *arguments: str) -> tuple[Ended, Ended]:
+def on_both(playground: Playground, nodes: list[str], *arguments: str, faults: str = "") -> tuple[Ended, Ended]:
     """Run the same command on both nodes; node 1 starts first."""
     started = [
         start(
@@ -55,6 +55,7 @@ def on_both(playground: Playground, nodes: list[str], *arguments: str) -> tuple[
             within(name),
             *(*arguments, "--nproc", "1", "--nnodes", "2", "--node-rank", str(number)),
             *("--rdzv", f"{ADDRESSES[0]}:{PORT}"),
+            faults=faults,
         )
         for number, name in reversed(list(enumerate(nodes)))
     ]
@@ -114,7 +115,7 @@ def test_all_nodes_restart_after_a_kill_on_one(
     """The run resumes from step 2 of the undisturbed one; in step 3, rank 1 is killed."""
     whole, folder = playground.root / "runs/nodes", playground.root / "runs/killed"
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("adapter", "step-*3", "run.json", "report.html"))
-    first, second = on_both(playground, nodes, "resume", "runs/killed", "--set", 'faults=["1:3:kill"]')
+    first, second = on_both(playground, nodes, "resume", "runs/killed", faults="1:3:kill")
     assert (first.code, second.code) == (0, 0), (first, second)
     (restart,) = [event for event in raw_events(folder) if event["kind"] == "run.restarted"]
     assert restart["message"] == (

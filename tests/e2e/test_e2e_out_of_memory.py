@@ -24,8 +24,8 @@ def losses(events: list[Event]) -> dict[int, float]:
 
 
 def test_sharded_ranks_restart_with_smaller_micro_batches_down_to_one_sequence(playground: Playground) -> None:
-    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1"})
-    sharded = [*STEPS, "--nproc", "2", "--set", "parallel.shard=2", "--set", 'faults=["1:3:oom", "0:4:oom"]']
+    tested = replace(playground, environment={**playground.environment, "PANTHERAML_FAULTS": "1:3:oom,0:4:oom"})
+    sharded = [*STEPS, "--nproc", "2", "--set", "parallel.shard=2"]
     assert playground.train("runs/roomy", *STEPS).code == 0
     ended = tested.train("runs/tight", *sharded, "--set", "train.micro_batch_size=2")
     assert ended.code == OutOfMemoryError.exit_code, ended

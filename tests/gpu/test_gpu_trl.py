@@ -22,7 +22,6 @@ from trl import SFTConfig, SFTTrainer
 from pantheraml import FastLanguageModel
 from pantheraml.kernels.linear_cross_entropy import head
 from pantheraml.kernels.token_scores import DeferredGrad
-from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
 from pantheraml.models.quantize.fp8 import FP8Linear
 
 STEPS = 12
@@ -153,38 +152,6 @@ def test_next_step_starts_without_sync(folder: Path, tmp_path: Path, packed: boo
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert launches.count(2) == STEPS - 3
-
-
-def test_prelaunch_under_trl(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched when the next batch is taken; losses match those without prelaunch."""
-    rows = torch.randint(2, 200, (8 * STEPS, 256), generator=torch.Generator().manual_seed(0)).tolist()
-    data = Dataset.from_dict({"input_ids": rows, "labels": rows, "attention_mask": [[1] * 256 for _ in rows]})
-    launches, prelaunch_replay = [], LayerGraphs.prelaunch_replay
-
-    def counted(graphs: Any, hidden: torch.Tensor, rope: Any) -> bool:
-        launches.append(prelaunch_replay(graphs, hidden, rope))
-        return launches[-1]
-
-    monkeypatch.setattr(LayerGraphs, "prelaunch_replay", counted)
-    collected = []
-    for prelaunch in (True, False):
-        model, _ = FastLanguageModel.from_pretrained(str(folder), dtype=torch.bfloat16)
-        model = FastLanguageModel.get_peft_model(model, r=16, random_state=0, use_gradient_checkpointing=False)
-        if not prelaunch:
-            model.get_base_model().prelaunch = None
-        arguments = SFTConfig(
-            output_dir=str(tmp_path / str(prelaunch)), max_steps=STEPS, per_device_train_batch_size=8,
-            learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=True,
-            max_length=256, gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True},
-            remove_unused_columns=False,
-        )  # fmt: skip
-        run = SFTTrainer(
-            model=model, args=arguments, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(folder)
-        )
-        run.train()
-        collected.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
-    assert launches.count(True) == len(launches) >= STEPS - 5
-    assert collected[0] == pytest.approx(collected[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

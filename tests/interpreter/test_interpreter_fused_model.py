@@ -15,7 +15,6 @@ from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.fast import fuse
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
 from pantheraml.models.quantize.quantized_linear import quantize_linears
-from pantheraml.specs.plan import Layouts
 from pantheraml.specs.train import MethodConfig
 
 IDS = torch.randint(0, 64, (2, 4), generator=torch.Generator().manual_seed(0))
@@ -43,7 +42,7 @@ def one_layer(family: str) -> Any:
     return base
 
 
-def adapter_model(family: str, *, fp8: bool, error: float = 0.0, layouts: Layouts = 1) -> nn.Module:
+def adapter_model(family: str, *, fp8: bool, error: float = 0.0) -> nn.Module:
     """One layer with an adapter on every linear; `error` is added to one value of one adapter."""
     base = one_layer(family)
     if fp8:
@@ -52,7 +51,7 @@ def adapter_model(family: str, *, fp8: bool, error: float = 0.0, layouts: Layout
     for _, parameter in trainable_parameters(adapted):
         parameter.data.add_(0.05 * torch.randn(parameter.shape))
     adapted.get_parameter(CHANGED).data[3, 1] += error
-    assert fuse(adapted, layouts=layouts).fused == 1
+    assert fuse(adapted).fused == 1
     return adapted.train()
 
 
@@ -96,15 +95,3 @@ def test_kernels_match_references(
     assert_same(ours, run(make(family, fp8=fp8)), TOLERANCE[fp8])
     with pytest.raises(AssertionError):
         assert_same(ours, run(make(family, fp8=fp8, error=0.05)), TOLERANCE[fp8])
-
-
-def test_two_layouts_match_one() -> None:
-    """Also after the adapters have changed."""
-    twice, once = (adapter_model("llama", fp8=True, layouts=layouts) for layouts in (2, 1))
-    for size in (0.0, 0.02):
-        for fused in (twice, once):
-            fused.zero_grad()
-            for number, (_, parameter) in enumerate(trainable_parameters(fused)):
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-                parameter.data.add_(size * noise)
-        assert_same(run(twice), run(once), tolerance=0)

@@ -60,7 +60,6 @@ class Written(NamedTuple):
     up: Tensor
     scale_down: Tensor
     scale_up: Tensor
-    matrix_t: Tensor
 
 
 def parameters() -> list[tuple[Tensor, Tensor]]:
@@ -74,8 +73,7 @@ def parameters() -> list[tuple[Tensor, Tensor]]:
 def make_adapters(values: list[tuple[Tensor, Tensor]], scales: Tensor | None) -> tuple[Written, list[Adapter]]:
     dtype = torch.float32 if scales is None else E4M3
     matrix = torch.zeros(HEIGHT + PAD_COLS, WIDTH + PAD_COLS).to(dtype)
-    matrix_t = torch.zeros(WIDTH, HEIGHT + PAD_COLS).to(dtype)
-    written = Written(matrix, torch.zeros(RANK, HEIGHT).to(dtype), *torch.zeros(2, PAD_COLS), matrix_t)
+    written = Written(matrix, torch.zeros(RANK, HEIGHT).to(dtype), *torch.zeros(2, PAD_COLS))
     adapters = []
     scalings = [scaling for scaling, rank in zip(SCALINGS, RANKS, strict=True) if rank]
     for (start, height, column, rank), (down, up), scaling in zip(SEGMENTS, values, scalings, strict=True):
@@ -87,7 +85,6 @@ def make_adapters(values: list[tuple[Tensor, Tensor]], scales: Tensor | None) ->
             factor_up=written.up[:rank, rows],
             scale_down=written.scale_down[ranks],
             scale_up=written.scale_up[ranks],
-            matrix_down_t=matrix_t[:, HEIGHT + column : HEIGHT + column + rank],
         )
         adapters.append(Adapter(down, up, scaling, buffers))
     return written, adapters
@@ -101,9 +98,6 @@ def check_write(*, quantized: bool, error: float = 0.0) -> None:
     theirs, adapters = make_adapters(values, scales)
     for down, up, scaling, buffers in adapters:
         reference_write(down, up, scaling, *buffers)
-    assert torch.equal(
-        ours.matrix_t.float(), torch.cat([torch.zeros(HEIGHT, WIDTH), ours.matrix[HEIGHT:, :WIDTH].float()]).T
-    )
     if quantized:
         assert_same_codes(ours.matrix, theirs.matrix)
         assert torch.equal(ours.up[:, :48].float(), ours.matrix[:48, WIDTH : WIDTH + 8].float().T)

@@ -1,4 +1,4 @@
-"""`AdapterTable.write` for various ranks and both layouts of a matrix."""
+"""`AdapterTable.write` for various ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("element", [E4M3, torch.float32])
-@pytest.mark.parametrize("two_layouts", [True, False])
-def test_written_buffers_match_reference(shape: str, element: torch.dtype, two_layouts: bool) -> None:
+def test_written_buffers_match_reference(shape: str, element: torch.dtype) -> None:
     values = values_of(shape, dtype=torch.float32, device=CPU)
-    check_written(shape, values, element, two_layouts=two_layouts)
+    check_written(shape, values, element)
 
 
 @pytest.mark.parametrize("size", [256, 1024])
 def test_result_does_not_depend_on_tile_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "_WRITE_VALUES", size)
     for shape in ("16", "different"):
-        check_written(shape, values_of(shape, dtype=torch.float32, device=CPU), E4M3, two_layouts=True)
+        check_written(shape, values_of(shape, dtype=torch.float32, device=CPU), E4M3)
 
 
 def test_one_program_per_tile() -> None:
     values = values_of("16", dtype=torch.float32, device=CPU)
-    _, adapters = allocate("16", values, None, torch.float32, two_layouts=False)
+    _, adapters = allocate("16", values, None, torch.float32)
     tables = AdapterTable(adapters)._tables
     assert tables is not None
     assert tables.constants["TILE"] == 512

@@ -18,12 +18,9 @@ from pantheraml.models.fast import (
     enable_layer_graphs,
     fuse,
     quantize_head_like_layers,
-    second_layouts,
-    why_one_layout,
 )
 from pantheraml.models.model_kind import vision_parts
 from pantheraml.models.module_walk_cache import use_cached_walk
-from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.quantize.quantized_linear import constant_buffers
@@ -32,8 +29,6 @@ from pantheraml.parallel.data import ignore_in_ddp
 from pantheraml.parallel.device_map import (
     is_split,
 )
-from pantheraml.planner.fp8_layout_choice import layouts_for
-from pantheraml.specs.plan import Layouts
 
 logger = log.get(__name__)
 
@@ -63,8 +58,8 @@ def _speed_up(
             )
             checkpointing = True
     elif fused:
-        _fuse(fast, full_model, checkpointing)
-        fast.prelaunch = enable_layer_graphs(full_model)
+        _fuse(fast, full_model)
+        enable_layer_graphs(full_model)
     if checkpointing is False:
         return
     apply_checkpointing(full_model, CHECKPOINTING[checkpointing])
@@ -84,24 +79,10 @@ def speed_up_full(
         compile_steady_shapes(model)
 
 
-def _fuse(fast: FastCausalLM, full_model: nn.Module, checkpointing: CheckpointingMode) -> None:
+def _fuse(fast: FastCausalLM, full_model: nn.Module) -> None:
     nf4 = any(isinstance(layer, NF4Linear) for layer in full_model.modules())
     on_cpu = next(full_model.parameters()).device.type == "cpu"
-    layouts = _fp8_layouts(full_model, checkpointing)
     # On a CPU fusing gains nothing, and fp8 matmuls of nf4 weights would round where the plain ones do not.
     part = cast(PreTrainedModel, fast).get_decoder() if vision_parts(fast) else full_model
-    fused = not (nf4 and on_cpu) and fuse(part, layouts=layouts).fused > 0
+    fused = not (nf4 and on_cpu) and fuse(part).fused > 0
     quantize_head_like_layers(fast, fused=fused)
-    if layouts == 2 and second_layouts(full_model):
-        logger.info("MLP fp8 weights are stored in two layouts: %s", layouts_for("none")[1])
-
-
-def _fp8_layouts(full_model: nn.Module, checkpointing: CheckpointingMode) -> Layouts:
-    if not any(isinstance(layer, FP8Linear) for layer in full_model.modules()):
-        return 1
-    layouts, reason = layouts_for(CHECKPOINTING.get(checkpointing, "none"))
-    if layouts == 2 and (too_large := why_one_layout(full_model)) is not None:
-        layouts, reason = 1, too_large
-    if layouts == 1:
-        logger.info("MLP fp8 weights are stored in one layout: %s", reason)
-    return layouts

@@ -204,9 +204,12 @@ def allowed_roots() -> list[Path]:
     return [Path(part) for part in os.environ.get(ALLOWED_ROOTS, "").split(os.pathsep) if part]
 
 
-def faults_allowed() -> bool:
-    """`PANTHERAML_FAULTS=1` allows fault injection (`faults` in the configuration), for tests."""
-    return os.environ.get("PANTHERAML_FAULTS", "") not in ("", "0")
+FAULTS = "PANTHERAML_FAULTS"
+
+
+def faults() -> list[str]:
+    """`PANTHERAML_FAULTS=1:5:kill,0:7:nan`: failures to inject, for tests; empty: none (see `specs.faults`)."""
+    return [part for part in os.environ.get(FAULTS, "").split(",") if part]
 
 
 def is_set(name: str) -> bool:

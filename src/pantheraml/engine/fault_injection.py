@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.specs.faults import Fault, check_allowed
+from pantheraml.specs.faults import Fault
 
 SLOW_SECONDS = 1.0
 EXPONENT_BIT = 1 << 30
@@ -36,10 +36,9 @@ class InjectedError(Exception):
 
 
 class FaultInjector:
-    def __init__(self, faults: Sequence[str], *, rank: int, model: nn.Module, marks: Path, hooks_work: bool) -> None:
+    def __init__(self, faults: Sequence[Fault], *, rank: int, model: nn.Module, marks: Path, hooks_work: bool) -> None:
         """`marks`: folder of the marker files. `hooks_work`: False if the model runs as a CUDA graph or compiled."""
-        check_allowed(faults)
-        self._faults = [fault for fault in map(Fault.parse, faults) if fault.rank == rank]
+        self._faults = [fault for fault in faults if fault.rank == rank]
         inside = [fault for fault in self._faults if fault.kind in _LAYER_FAULTS]
         if inside and not hooks_work:
             raise ConfigError(

@@ -9,9 +9,7 @@ already.
 
 Between two steps a batch would be copied only after the optimizer step, for which the host would wait; and a model that
 asks which tokens are padding would wait once more. So batches are copied when they are read, and the host copy is
-remembered. As soon as the optimizer step is queued, before the host waits for the values to log, the model is told
-which batch is next and may prelaunch it: the GPU need not wait for the host at all. If the trainer is to evaluate or
-save in between, the model is told when the batch is taken.
+remembered.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.models.async_scalars import remember_host_copy
@@ -38,20 +35,9 @@ _READ_ON_HOST = ("labels", "shift_labels", "attention_mask", "position_ids")
 class PrefetchIterator:
     """An iterator over batches; `read` fetches some before they are requested."""
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        device: torch.device | None = None,
-        expect: Callable[[Any], None] | None = None,
-    ) -> None:
-        """`device`: where the trainer will send the batches; None if it will not.
-
-        `expect` is told which batch is next: by `announce`, or else when the one after it is requested, because
-        accelerate holds one batch back.
-        """
-        self._batches, self._device, self._expect = batches, device, expect
-        self._held_back: Any = None
-        self._is_announced = False
+    def __init__(self, batches: Iterator[Any], device: torch.device | None = None) -> None:
+        """`device`: where the trainer will send the batches; None if it will not."""
+        self._batches, self._device = batches, device
         self._ready: deque[Any] = deque()
         self._failure: Exception | None = None
         self._burst = 0
@@ -64,19 +50,6 @@ class PrefetchIterator:
     def __next__(self) -> Any:
         self._burst = 1 if self._step_passed else self._burst + 1
         self._step_passed = False
-        if self._burst == 1:
-            self.announce()
-        self._held_back, self._is_announced = None, False  # in case that was the last
-        self._held_back = self._next()
-        return self._held_back
-
-    def announce(self) -> None:
-        """Announce the held-back batch as the next to be used."""
-        if self._expect is not None and self._held_back is not None and not self._is_announced:
-            self._is_announced = True
-            self._expect(self._held_back)
-
-    def _next(self) -> Any:
         if self._ready:
             return self._ready.popleft()
         if self._failure is not None:
@@ -116,70 +89,16 @@ def _with_prefetch(get_train_dataloader: Callable[[Any], Any]) -> Callable[[Any]
             # only from memory pinned by the loader (or by a collator that does not reuse it): other memory may be
             # written to before an asynchronous copy has finished
             device = getattr(loader, "device", None) if base.pin_memory else None
-            expect = _AnnounceBatch(self, model)
-            base._get_iterator = functools.partial(_prefetch_iterator, base._get_iterator, model, device, expect)
+            base._get_iterator = functools.partial(_prefetch_iterator, base._get_iterator, model, device)
         return loader
 
     return get
 
 
-def _announce_before_logging(maybe_log_save_evaluate: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(maybe_log_save_evaluate)
-    def log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
-        model, control = fast_model(self.model), self.control
-        prefetch = None if model is None else model.after_forward
-        is_last = control.should_epoch_stop or control.should_training_stop
-        only_logs = not (is_last or control.should_evaluate or control.should_save)
-        if isinstance(prefetch, _PrefetchOnForward) and only_logs and _logging_is_safe(self):
-            prefetch.announce()
-        maybe_log_save_evaluate(self, *args, **kwargs)
-
-    return log_save_evaluate
-
-
-def _logging_is_safe(trainer: Any) -> bool:
-    """Return whether all code that runs while a step is logged is known to leave the weights alone."""
-    trusted, kind = ("transformers", "trl", "pantheraml"), type(trainer)
-    if not _defined_in(kind._maybe_log_save_evaluate, trusted):
-        return False
-    return not trainer.control.should_log or (
-        _defined_in(kind.log, trusted) and _callbacks_are_known(trainer, "on_log", trusted)
-    )
-
-
-class _AnnounceBatch:
-    """Tells a trainer's model which batch is next.
-
-    Not if a callback runs before the model is called with it, and may change weights unnoticed.
-    """
-
-    def __init__(self, trainer: Any, model: FastCausalLM) -> None:
-        self._trainer, self._model = weakref.ref(trainer), model
-
-    def __call__(self, batch: Any) -> None:
-        trainer = self._trainer()
-        if trainer is None or _callbacks_are_known(trainer, "on_step_begin"):
-            self._model.expect(batch)
-
-
-def _callbacks_are_known(trainer: Any, event: str, libraries: tuple[str, ...] = ()) -> bool:
-    """Return whether no callback handles `event`, except those of `libraries`, which leave the weights alone."""
-    methods = (getattr(each, event) for each in trainer.callback_handler.callbacks)
-    default = getattr(TrainerCallback, event)
-    return all(getattr(method, "__func__", None) is default or _defined_in(method, libraries) for method in methods)
-
-
-def _defined_in(method: Any, libraries: tuple[str, ...]) -> bool:
-    return str(getattr(method, "__module__", None)).partition(".")[0] in libraries
-
-
 def _prefetch_iterator(
-    get_iterator: Callable[[], Iterator[Any]],
-    model: FastCausalLM,
-    device: torch.device | None,
-    expect: Callable[[Any], None],
+    get_iterator: Callable[[], Iterator[Any]], model: FastCausalLM, device: torch.device | None
 ) -> PrefetchIterator:
-    iterator = PrefetchIterator(get_iterator(), device, expect)
+    iterator = PrefetchIterator(get_iterator(), device)
     model.after_forward = _PrefetchOnForward(iterator)
     return iterator
 
@@ -194,11 +113,6 @@ class _PrefetchOnForward:
         iterator = self._iterator()
         if iterator is not None:
             iterator.read()
-
-    def announce(self) -> None:
-        iterator = self._iterator()
-        if iterator is not None:
-            iterator.announce()
 
     def __deepcopy__(self, _memo: object) -> None:
         return None
@@ -221,15 +135,5 @@ PREFETCH_BATCHES = LibraryPatch(
     name="get_train_dataloader",
     make=_with_prefetch,
     fallback="batches are read between steps",
-    required=False,
-)
-ANNOUNCE_NEXT_BATCH = LibraryPatch(
-    library="transformers",
-    versions=">=5.17,<5.23",
-    module="transformers.trainer",
-    class_name="Trainer",
-    name="_maybe_log_save_evaluate",
-    make=_announce_before_logging,
-    fallback="the next forward starts after the step is logged",
     required=False,
 )

@@ -20,7 +20,7 @@ from pantheraml.hooks.old_trl_configs import BATCHED_FORMATTING, OLD_CONFIGS, OL
 from pantheraml.hooks.optimizers import OWN_ADAMW
 from pantheraml.hooks.orpo import ORPO_HEAD
 from pantheraml.hooks.output_head import ENTROPY_BONUS, HEADS, SFT_HEAD
-from pantheraml.hooks.prefetch_batches import ANNOUNCE_NEXT_BATCH, PREFETCH_BATCHES
+from pantheraml.hooks.prefetch_batches import PREFETCH_BATCHES
 from pantheraml.hooks.reference_adapter import REFERENCES
 from pantheraml.hooks.registry import REGISTRY
 from pantheraml.hooks.sft_length import CONFIG_LENGTH, TRAINER_LENGTH
@@ -74,7 +74,7 @@ PACKING_ATTENTION = LibraryPatch(
 
 _ALL = (
     SFT_HEAD, COLLATOR, PACKING_ATTENTION, CONFIG_LENGTH, TRAINER_LENGTH,
-    PREFETCH_BATCHES, ASYNC_GRAD_NORM, ANNOUNCE_NEXT_BATCH, REQUIRE_TRAINABLE, ONE_GPU, REWARD_MODEL,
+    PREFETCH_BATCHES, ASYNC_GRAD_NORM, REQUIRE_TRAINABLE, ONE_GPU, REWARD_MODEL,
     OWN_ADAMW, OLD_PLACES, BATCHED_FORMATTING, *OLD_CONFIGS, *HEADS, ENTROPY_BONUS, *REFERENCES,
 )  # fmt: skip
 

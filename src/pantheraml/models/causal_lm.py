@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from peft import PeftModel
 from torch import Tensor, nn
@@ -74,12 +74,6 @@ class TokenScoreOutput(ModelOutput):
     coefficient."""
 
 
-class ForwardPrelauncher(Protocol):
-    """Starts a forward before the model is called: see `fast.prelaunch`."""
-
-    def begin(self, ids: Tensor) -> None: ...
-
-
 class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsMixin, FastGenerateMixin):
     """Common part of the subclasses; `_fast_class` adds `forward`."""
 
@@ -91,7 +85,6 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
     """`use_gradient_checkpointing` of `from_pretrained`, for adapters that are added without one."""
     after_forward: Callable[[], None] | None = None
     """Host work to do once a training forward is queued on the GPU, before anything waits for it."""
-    prelaunch: ForwardPrelauncher | None = None
     on_adapters: Callable[[FastCausalLM, PeftModel], None] | None = None
     """Called when PEFT itself has added adapters to train: see `hooks.peft`."""
     why_not_packed: str | None = None
@@ -105,14 +98,6 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
     _foreign_head: Callable[..., Any] | None = None
     _altered_logits: str | None = None
     _checkpointing: str | None = None
-
-    def expect(self, batch: Any) -> None:
-        """Start what can be started of the forward on `batch`, which a trainer is about to run."""
-        if self.prelaunch is None or not isinstance(batch, Mapping) or batch.get("position_ids") is not None:
-            return
-        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-        if isinstance(ids, Tensor) and ids.ndim == 2 and (mask is None or _masks_nothing(mask)):
-            self.prelaunch.begin(ids)
 
     def why_full_logits(self) -> str | None:
         """Return why the loss currently needs full logits, or None."""
@@ -203,14 +188,6 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
             if parameter is not None and (parameter.requires_grad or not only_trainable)
         }
         return sum(count for key, count in counted.items() if key not in excluded)
-
-
-def _masks_nothing(mask: Any) -> bool:
-    """Return whether the host knows that the mask is all ones."""
-    if not isinstance(mask, Tensor):
-        return False
-    known = mask if mask.device.type == "cpu" else known_host_copy(mask)
-    return known is not None and bool(known.all())
 
 
 def make_fast(model: PreTrainedModel) -> FastCausalLM:

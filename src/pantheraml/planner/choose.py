@@ -9,7 +9,6 @@ from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.planner.choices import Choices
 from pantheraml.planner.dims import check_together, choose_dims
-from pantheraml.planner.fp8_layout_choice import choose_layouts
 from pantheraml.planner.no_effect import ignored_settings
 from pantheraml.planner.precision import (
     FP8_CAPABILITY,
@@ -62,7 +61,6 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         check_copies(config, frozen)
     check_split(config, single)
     fused = _fused(config, device, gpus, _Numerics(precision, frozen, fp8_matmuls, dims, single.multi_device), choices)
-    layouts = choose_layouts(config, frozen, fused, choices)
     compiled = _compile(config, device, world_size, fused, single.multi_device, choices)
     graph = _cuda_graph(config, device, world_size, fused or compiled, single.multi_device, choices)
     micro_batch = _micro_batch(config, dims, device, len(gpus) if single.copies else 1, choices)
@@ -81,7 +79,6 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         backend=backend,
         precision=precision,
         frozen_weights=frozen,
-        fp8_layouts=layouts,
         fp8_matmuls=fp8_matmuls,
         fused=fused,
         cuda_graph=graph,
@@ -95,7 +92,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         choices=tuple(choices.made),
         copies=single.copies,
         split=single.split,
-        warnings=(*local.warnings(local_world_size), *ignored_settings(config, dims, frozen_fp8=frozen == "fp8")),
+        warnings=(*local.warnings(local_world_size), *ignored_settings(config, dims)),
     )
 
 

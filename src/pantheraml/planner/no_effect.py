@@ -57,10 +57,10 @@ _DDP = tuple(
 )
 
 
-def ignored_settings(config: TrainConfig, dims: ParallelDims, *, frozen_fp8: bool) -> tuple[str, ...]:
+def ignored_settings(config: TrainConfig, dims: ParallelDims) -> tuple[str, ...]:
     """Return one sentence per setting that is set but has no effect."""
     defaults = TrainConfig(model=ModelConfig(path=""), data=DataConfig(path=""))
-    rules = (*_method(config), *_schedule(config), *_guard(config.stability), *_ends(config, frozen_fp8=frozen_fp8))
+    rules = (*_method(config), *_schedule(config), *_guard(config.stability), *_ends(config))
     explicit = _explicit_keys(config)
     messages: dict[str, str] = {}
     for keys, reason in (*rules, *_processes(config, dims)):
@@ -126,7 +126,7 @@ def _guard(stability: StabilityConfig) -> Iterator[IgnoredKeys]:
         yield ("stability.rollback_steps", "stability.max_rollbacks"), f"nothing rolls back ({settings})"
 
 
-def _ends(config: TrainConfig, *, frozen_fp8: bool) -> Iterator[IgnoredKeys]:
+def _ends(config: TrainConfig) -> Iterator[IgnoredKeys]:
     if config.train.eval_every_steps is None and config.checkpoint.every_steps is None:
         yield ("checkpoint.keep",), "without checkpoint.every_steps the only checkpoint is at the end"
     if config.train.eval_every_steps is None and config.checkpoint.final == "best":
@@ -136,8 +136,6 @@ def _ends(config: TrainConfig, *, frozen_fp8: bool) -> Iterator[IgnoredKeys]:
         )
     if not config.report.sinks:
         yield ("report.project",), "report.sinks is empty"
-    if not frozen_fp8:
-        yield ("train.fp8_layouts",), "no frozen weights are in fp8"
 
 
 def _processes(config: TrainConfig, dims: ParallelDims) -> Iterator[IgnoredKeys]:

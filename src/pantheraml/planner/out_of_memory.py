@@ -31,8 +31,6 @@ class MemoryUse:
     """Use of a device's memory when it ran out, in bytes."""
 
     frozen_weights: int
-    second_layout: int
-    """Second layout of frozen fp8 weights."""
     trained_weights: int
     gradients: int
     optimizer_states: int
@@ -43,7 +41,7 @@ class MemoryUse:
 
     def __str__(self) -> str:
         parts = {
-            "weights": self.frozen_weights + self.second_layout + self.trained_weights,
+            "weights": self.frozen_weights + self.trained_weights,
             "gradients": self.gradients,
             "optimizer states": self.optimizer_states,
             "activations": self.activations,
@@ -80,8 +78,6 @@ def memory_error(shortage: Shortage, use: MemoryUse | None, config: TrainConfig,
 def advice(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> list[str]:
     """Return settings that save memory, cheapest in speed first."""
     ways = []
-    if plan.fp8_layouts == 2 and (use is None or use.second_layout):  # a plan of 2 may have fallen back to 1
-        ways.append(f"train.fp8_layouts=1 ({_effect(2, None if use is None else use.second_layout)})")
     if plan.micro_batch_size > 1:
         fewer = plan.micro_batch_size // 2
         saved = None if use is None else use.activations * (1 - fewer / plan.micro_batch_size)
@@ -126,7 +122,7 @@ def _frozen_base(shortage: Shortage, use: MemoryUse | None, config: TrainConfig,
 
     def saved(quantized: str) -> float | None:
         share = FROZEN_WEIGHT_SHARE[quantized] / FROZEN_WEIGHT_SHARE[plan.frozen_weights]
-        return None if use is None else use.second_layout + use.frozen_weights * (1 - share)
+        return None if use is None else use.frozen_weights * (1 - share)
 
     ways = []
     capable = shortage.compute_capability is not None and shortage.compute_capability >= FP8_CAPABILITY

@@ -38,7 +38,7 @@ from pantheraml.readers.summary import write_run_json
 from pantheraml.runs import errors
 from pantheraml.runs.attempt import Attempt, WorkerCommand
 from pantheraml.runs.restarts import Restarts
-from pantheraml.specs.faults import check_allowed
+from pantheraml.specs.faults import planned_faults
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.resume import check_resumable, with_absolute_paths
 from pantheraml.specs.run_dir import CONTENTS, Replacement, RunDir
@@ -54,7 +54,7 @@ def run_training(
     readers: Sequence[Reader] = (),
 ) -> dict[str, Any]:
     """Train, and return the contents of run.json. Raises what stopped the run, after it has been written down."""
-    check_allowed(config.faults)
+    planned_faults()  # an invalid one is an error before anything starts
     place = ranks.own_rank(config.parallel)
     if place is not None:
         config = ranks.with_world_size(config, place)

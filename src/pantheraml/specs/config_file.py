@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.specs.consent import refuse_foreign_code
+from pantheraml.specs.legacy_aliases import FIELD_ALIASES, KEYS
 from pantheraml.specs.paths import check_roots
 from pantheraml.specs.train import TrainConfig
 
@@ -267,12 +268,14 @@ def nearest_key(key: Key) -> str | None:
 
 
 def all_keys() -> list[Key]:
-    """Return every settable key, sections included."""
+    """Return every settable key, sections included; no deprecated ones (`legacy_aliases.KEYS`)."""
     keys: list[Key] = []
     pending: list[tuple[Key, Any]] = [((), TrainConfig)]
     while pending:
         prefix, owner = pending.pop()
         for name, kind in (field_names(owner) or {}).items():
+            if ".".join((*prefix, name)) in KEYS:
+                continue
             keys.append((*prefix, name))
             pending.append(((*prefix, name), kind))
     return keys
@@ -283,4 +286,9 @@ def dump_yaml(config: TrainConfig) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    return TypeAdapter(TrainConfig).json_schema()
+    """Return the schema of all keys, without the deprecated ones."""
+    schema = TypeAdapter(TrainConfig).json_schema()
+    fields = schema["$defs"]["MultiGPUConfig"]["properties"]
+    for name in FIELD_ALIASES:
+        del fields[name]
+    return schema

@@ -1,7 +1,7 @@
 """Fault injection for tests: a failure at a given rank and step.
 
-A fault is written `RANK:STEP:KIND` in the configuration (`faults: ["1:5:kill"]`). It fires once per run folder, so the
-restarted run gets past it. Requires `PANTHERAML_FAULTS=1`.
+Faults are written `RANK:STEP:KIND` in the environment variable PANTHERAML_FAULTS, separated by commas. They are no part
+of a configuration. Each fires once per run folder, so the restarted run gets past it.
 
     kill, raise, hang    kill the process, raise an unexpected exception, or block forever
     slow                 add a second to the step
@@ -13,19 +13,14 @@ restarted run gets past it. Requires `PANTHERAML_FAULTS=1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast, get_args
-
-from pydantic import Field
+from typing import Literal, cast, get_args
 
 from pantheraml.base import env
 from pantheraml.base.errors import ConfigError
 
 FaultKind = Literal["kill", "raise", "hang", "slow", "oom", "nan", "bit_flip"]
-_PATTERN = rf"^\d+:[1-9]\d*:({'|'.join(get_args(FaultKind))})$"
-
-FaultText = Annotated[str, Field(pattern=_PATTERN)]
+_PATTERN = re.compile(rf"\d+:[1-9]\d*:({'|'.join(get_args(FaultKind))})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -40,20 +35,20 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        assert re.match(_PATTERN, text), "the configuration was validated"
+        if _PATTERN.fullmatch(text) is None:
+            raise ConfigError(
+                f"{env.FAULTS} has {text!r}, which is no fault.",
+                fix=f"Unset {env.FAULTS}, which is for tests, or write RANK:STEP:KIND, such as 1:5:kill.",
+            )
         rank, step, kind = text.split(":")
         return cls(int(rank), int(step), cast(FaultKind, kind))
 
 
 def fail_at(rank: int, step: int, kind: FaultKind) -> str:
-    """Return a fault in the format of the configuration."""
+    """Return a fault in the format of the environment variable."""
     return str(Fault(rank, step, kind))
 
 
-def check_allowed(faults: Sequence[str]) -> None:
-    """ConfigError if the configuration has faults but fault injection is not enabled."""
-    if faults and not env.faults_allowed():
-        raise ConfigError(
-            "The configuration injects failures (`faults`), which is for tests of PantheraML itself.",
-            fix="Remove `faults`, or set the environment variable PANTHERAML_FAULTS=1 if this is such a test.",
-        )
+def planned_faults() -> list[Fault]:
+    """Return the faults in the environment. ConfigError if one is invalid."""
+    return [Fault.parse(text) for text in env.faults()]

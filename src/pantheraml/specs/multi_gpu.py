@@ -67,9 +67,9 @@ class MultiGPUConfig:
     """Pipeline parallel degree: ranks that hold successive stages of layers."""
     context: Degree | None = None
     """Context parallel degree: ranks that share each sequence."""
-    auto_device_map: bool = False
+    auto_device_map: Annotated[bool, Field(exclude=True)] = False
     """Alias of model.device_map=auto: one process splits the layers over its GPUs."""
-    use_gradient_checkpointing: bool | Literal["unsloth"] | None = None
+    use_gradient_checkpointing: Annotated[bool | Literal["unsloth"] | None, Field(exclude=True)] = None
     """Alias of train.activation_checkpointing: true = full, unsloth = offload, false = none; None = not set."""
     enable_hybrid: Annotated[bool, Field(exclude=True)] = False
     """The same as mode=hybrid; set by either."""

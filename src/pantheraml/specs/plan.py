@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.train import Checkpointing, SplitStrategy
-
-Layouts = Literal[1, 2]
-"""Layouts of frozen fp8 weights: for the forward matmuls only, or also transposed for the backward."""
 
 
 class FrozenModel(BaseModel):
@@ -75,8 +72,6 @@ class Plan(FrozenModel):
     precision: Literal["fp32", "bf16", "fp16"]
     frozen_weights: Literal["fp8", "int8", "nf4"] | None
     """Quantization of the frozen weights; None: not quantized."""
-    fp8_layouts: Layouts = 1
-    """Layouts of frozen fp8 weights; 2 falls back to 1 if the loaded weights are too large."""
     fp8_matmuls: bool = False
     """Full fine-tune with fp8 matmuls in decoder layers; weight gradients are fp8 only when fused."""
     fused: bool
@@ -102,6 +97,14 @@ class Plan(FrozenModel):
     """Settings without effect, and other warnings about the configuration."""
     fits: int | None = None
     """Micro-batch size after reductions because of out-of-memory errors in this run; None: not reduced."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, values: Any) -> Any:
+        """Read the plans of earlier versions, too."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key != "fp8_layouts"}
 
     def reason(self, name: str) -> str:
         return next(choice.reason for choice in self.choices if choice.name == name)

@@ -15,8 +15,8 @@ from pantheraml.specs.train import StabilityConfig, TrainConfig
 # logging, saving and error handling; a change of any other key makes it a different run.
 CHANGEABLE_KEYS = frozenset(
     {
-        *("device", "faults", "train.micro_batch_size"),
-        *("train.activation_checkpointing", "train.compile", "train.fp8_layouts"),
+        *("device", "train.micro_batch_size"),
+        *("train.activation_checkpointing", "train.compile"),
         *("train.eval_every_steps", "train.early_stopping_patience", "train.log_every_steps"),
         *("data.path", "data.eval_path", "data.eval_fraction", "data.workers", "data.cache_dir", "data.on_bad_row"),
     }

@@ -7,6 +7,7 @@ does not belong here. The field docstrings are the user documentation: docs/conf
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -20,8 +21,13 @@ from pydantic import (
     model_validator,
 )
 
-from pantheraml.specs.faults import FaultText
-from pantheraml.specs.legacy_aliases import translate_to_sections
+from pantheraml.specs.legacy_aliases import (
+    OF_OTHER_SECTIONS,
+    translate_to_sections,
+    warn_of_aliases,
+    without_removed_keys,
+    without_removed_settings,
+)
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode, split_commas
 
 Positive = Annotated[int, Field(ge=1)]
@@ -177,10 +183,6 @@ class TrainSettings(ConfigSection):
     fused: Switch = "auto"
     """Fused kernels for decoder layers of supported families. auto: on GPUs, for LoRA without dropout, and for full
     fine-tunes with bf16 weights that use fp8 matmuls or `offload` activation checkpointing."""
-    fp8_layouts: Literal["auto", 1, 2] = "auto"
-    """Layouts of frozen fp8 MLP weights in fused layers. 1: transpose them in every backward. 2: also keep a transposed
-    copy, one more byte per weight, in as many layers as fit in about three quarters of the memory of all weights.
-    auto: 2 without activation checkpointing, if twice the weights fit in a quarter of the GPU's memory."""
     cuda_graph: Switch = "auto"
     """Capture a training step as a CUDA graph and replay it. auto: for packed data and fused or compiled layers on a
     single GPU."""
@@ -192,6 +194,11 @@ class TrainSettings(ConfigSection):
     """Stop after this many evaluations without improvement; None = never."""
     log_every_steps: Positive = 1
     """Steps between `train.step` events."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, values: Any) -> Any:
+        return without_removed_settings("train", values) if isinstance(values, dict) else values
 
 
 class ClippingSettings(ConfigSection):
@@ -296,19 +303,25 @@ class TrainConfig(ConfigSection):
     report: ReportConfig = ReportConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto = GPUs if available."""
-    faults: list[FaultText] = []
-    """Fault injection for tests, as RANK:STEP:KIND; refused unless PANTHERAML_FAULTS=1 is set."""
 
     @model_validator(mode="before")
     @classmethod
-    def _translate_legacy_aliases(cls, values: Any) -> Any:
+    def _warn_of_aliases(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = without_removed_keys(values)
         parallel = values.get("parallel") if isinstance(values, dict) else None
-        given = (
-            vars(parallel) if isinstance(parallel, MultiGPUConfig) else parallel if isinstance(parallel, dict) else {}
-        )
-        if not given:
-            return values
-        return translate_to_sections(values, given.get("auto_device_map"), given.get("use_gradient_checkpointing"))
+        if isinstance(parallel, dict):
+            warn_of_aliases(parallel)
+        return values
+
+    @model_validator(mode="after")
+    def _translate_legacy_aliases(self) -> TrainConfig:
+        auto_map, checkpointing = self.parallel.auto_device_map, self.parallel.use_gradient_checkpointing
+        if auto_map or checkpointing is not None:
+            model, train = translate_to_sections(self.model, self.train, auto_map, checkpointing)
+            parallel = replace(self.parallel, **OF_OTHER_SECTIONS)
+            self.__dict__.update(model=model, train=train, parallel=parallel)  # assignment would validate again
+        return self
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> TrainConfig:

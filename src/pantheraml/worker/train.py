@@ -41,7 +41,7 @@ from pantheraml.launch.flight_record import RECORDER_ENVIRONMENT
 from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import TrainedWeights, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.base_identity import BaseIdentity
-from pantheraml.models.fast import enable_layer_chain, fuse, quantize_head_like_layers, why_one_layout
+from pantheraml.models.fast import enable_layer_chain, fuse, quantize_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.models.packing_check import isolate_documents, require_packing_support
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
@@ -49,9 +49,10 @@ from pantheraml.models.rope import varying_rope
 from pantheraml.parallel.device_map import is_split, spread
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
+from pantheraml.specs.faults import planned_faults
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
-from pantheraml.specs.plan import Choice, Layouts, Plan
+from pantheraml.specs.plan import Choice, Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import ModelConfig, TrainConfig
 
@@ -169,17 +170,18 @@ def make_loop(
             emit=emit,
             stop=stop,
             watch=watch,
-            faults=make_fault_injector(run, config, plan, stepper) if config.faults else None,
+            faults=make_fault_injector(run, plan, stepper),
             origins=Origins(train_data, training_sources(run), partial(load_tokenizer, config.model)),
         )
     )
 
 
-def make_fault_injector(run: RunDir, config: TrainConfig, plan: Plan, stepper: Stepper) -> FaultInjector:
+def make_fault_injector(run: RunDir, plan: Plan, stepper: Stepper) -> FaultInjector | None:
+    faults = planned_faults()
+    if not faults:
+        return None
     in_python = not (plan.cuda_graph or plan.compile)
-    return FaultInjector(
-        config.faults, rank=stepper.world.rank, model=stepper.model, marks=run.faults, hooks_work=in_python
-    )
+    return FaultInjector(faults, rank=stepper.world.rank, model=stepper.model, marks=run.faults, hooks_work=in_python)
 
 
 def save_result(
@@ -309,9 +311,8 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, pa
     model = apply_method(model, config.method, seed=config.train.seed)
     if plan.fp8_matmuls:
         use_fp8_matmuls(model)
-    layouts = fp8_layouts(model, config, plan, emit)
     if plan.fused:
-        for reason, count in fuse(model, layouts=layouts).reasons.items():
+        for reason, count in fuse(model).reasons.items():
             emit(Notice(message=f"{count} decoder layers are not fused: {reason}"))
     # Tensor parallelism shards an unquantized head over the vocabulary; each shard is small enough.
     if not full and not is_split(model) and plan.dims.tensor == 1:
@@ -330,14 +331,3 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, pa
         )
     )
     return model
-
-
-def fp8_layouts(model: nn.Module, config: TrainConfig, plan: Plan, emit: Emit) -> Layouts:
-    """Return the planned number of layouts, or 1 if the loaded weights turn out too large for two."""
-    if not plan.fused or plan.fp8_layouts == 1 or config.train.fp8_layouts == 2:
-        return plan.fp8_layouts if plan.fused else 1
-    why_one = why_one_layout(model)
-    if why_one is None:
-        return 2
-    emit(ChoiceMade(**Choice(name="train.fp8_layouts", value=1, reason=why_one, automatic=True).model_dump()))
-    return 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from pantheraml.base.errors import (
     UnsupportedModelError,
 )
 from pantheraml.models.attention import uses_document_attention
-from pantheraml.models.fast import is_fused, second_layouts
+from pantheraml.models.fast import is_fused
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.fp8_training import FP8TrainingLinear
 from tests import toy
@@ -287,32 +286,6 @@ def test_an_fp8_base_has_an_fp8_head(fp8_folder: Path, tmp_path: Path) -> None:
         assert fast.generate(input_ids=ids, max_new_tokens=4, do_sample=False).shape == (1, 16)
     fast.save_pretrained(tmp_path)
     assert not any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-
-
-def test_two_fp8_layouts_unless_memory_is_short(
-    fp8_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def model(**arguments: Any) -> tuple[Any, str]:
-        caplog.clear()
-        with caplog.at_level(logging.INFO, logger="pantheraml"):
-            return fp8_model(fp8_folder, **arguments), caplog.text
-
-    fast, log = model()
-    assert "fp8 weights are stored in two layouts: the backward" in log
-    assert len(second_layouts(fast)) == 2 * 2, "of two layers"
-    checkpointed, log = model(use_gradient_checkpointing=True)
-    assert "fp8 weights are stored in one layout: activation_checkpointing=full" in log
-    assert second_layouts(checkpointed) == []
-    monkeypatch.setattr("pantheraml.api.speed_up.why_one_layout", lambda _: "it is too large")
-    large, log = model()
-    assert "fp8 weights are stored in one layout: it is too large" in log
-    assert second_layouts(large) == []
-    collected = []
-    for model_ in (fast, checkpointed, large):
-        loss = model_(**batch()).loss
-        loss.backward()
-        collected.append([loss.detach(), *gradients(model_).values()])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*collected, strict=True))
 
 
 def test_full_finetuning_with_fp8_matmuls(fp8_folder: Path, tmp_path: Path) -> None:

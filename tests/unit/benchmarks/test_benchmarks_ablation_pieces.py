@@ -26,14 +26,12 @@ folder = Path(sys.argv[1])
 scale = a.Scale("tiny", 1, 16, 1)
 a._write_inputs(folder, scale)
 model = a._Session(folder, scale, "lora", "bf16").model
-fast = a._fast(model)
 plain = a._Session(folder, scale, "full", "bf16").model
 compile_steady_shapes(plain)
 
 def state():
     return {
         "layer_cuda_graphs": a._graphs(model) is not None,
-        "prelaunch": fast.prelaunch is not None,
         "hooks": sorted(patch.name for patch in REGISTRY.applied),
         "algebra": bool(async_scalars._METRIC_OPS),
         "metrics": causal_lm.mirror_metrics_on_host is async_scalars.mirror_metrics_on_host,
@@ -55,13 +53,12 @@ print(json.dumps(changed))
 def test_every_switch_takes_its_piece_out_and_puts_it_back(python: Python, tmp_path: object) -> None:
     changed = json.loads(python(SWITCHES, str(tmp_path)).splitlines()[-1])
     assert changed == {
-        "prelaunch": ["prelaunch"],
         "prefetch_batches": ["hooks"],
         "async_metrics": ["hooks"],
         "metric_algebra": ["algebra", "metrics"],
         "async_scalars": ["algebra", "loss", "metrics"],
-        "all_host_overlap": ["algebra", "hooks", "loss", "metrics", "prelaunch"],
-        "layer_cuda_graphs": ["layer_cuda_graphs", "prelaunch"],
+        "all_host_overlap": ["algebra", "hooks", "loss", "metrics"],
+        "layer_cuda_graphs": ["layer_cuda_graphs"],
         "steady_shapes": ["steady_shapes"],
     }
 
@@ -75,7 +72,7 @@ def test_every_piece_has_a_row_on_a_cpu(python: Python) -> None:
     )
     rows = {row["piece"]: row for row in json.loads(python(code).splitlines()[-1])}
     needs_cuda = {name for name, row in rows.items() if row["reason"] == "it needs CUDA"}
-    assert needs_cuda == {"fp8_layouts", "step_cuda_graph", "prelaunch", "layer_cuda_graphs", "steady_shapes"}
+    assert needs_cuda == {"step_cuda_graph", "layer_cuda_graphs", "steady_shapes"}
     for row in (row for name, row in rows.items() if name not in needs_cuda):
         assert row["acted"], row
         assert len(row["on_runs"]) >= len(row["off_runs"]) == 2

@@ -10,6 +10,7 @@ import torch
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.engine.fault_injection import SLOW_SECONDS, FaultInjector, InjectedError, flip_bit
+from pantheraml.specs.faults import Fault
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from tests import toy
@@ -24,12 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(autouse=True)
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PANTHERAML_FAULTS", "1")
-
-
-def make(root: Path, folder: Path, *faults: str, micro: int = 2) -> RunDir:
+def make(root: Path, folder: Path, *, micro: int = 2) -> RunDir:
     config = TrainConfig.model_validate(
         {
             "model": {"path": str(root / "model")},
@@ -37,7 +33,6 @@ def make(root: Path, folder: Path, *faults: str, micro: int = 2) -> RunDir:
             "method": {"rank": 4, "dropout": 0.1},
             "train": {"global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2},
             "checkpoint": {"every_steps": 2},
-            "faults": list(faults),
         }
     )
     return make_run(folder, config, make_plan(config, micro=micro))
@@ -54,23 +49,32 @@ def undisturbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return adapter(run)
 
 
-def test_numeric_faults_do_not_change_the_result(root: Path, tmp_path: Path, undisturbed: bytes) -> None:
-    run = make(root, tmp_path / "run", "0:2:nan", "0:4:bit_flip", "1:3:nan")
+def test_numeric_faults_do_not_change_the_result(
+    root: Path, tmp_path: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANTHERAML_FAULTS", "0:2:nan,0:4:bit_flip,1:3:nan")
+    run = make(root, tmp_path / "run")
     events = train_here(run)
     assert values(events, "verdict", "step") == [2, 4], "faults of other ranks are ignored"
     assert values(events, "verdict", "action") == ["retry", "retry"]
     assert adapter(run) == undisturbed
 
 
-def test_step_that_runs_out_of_memory_is_retried(root: Path, tmp_path: Path, undisturbed: bytes) -> None:
-    run = make(root, tmp_path / "run", "0:1:oom", micro=4)
+def test_step_that_runs_out_of_memory_is_retried(
+    root: Path, tmp_path: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANTHERAML_FAULTS", "0:1:oom")
+    run = make(root, tmp_path / "run", micro=4)
     (message,) = values(train_here(run), "warning", "message")
     assert "step 1 ran out of memory with 4 sequences at a time" in message
     assert adapter(run) == undisturbed, "which used micro-batches of two from the start, with the same dropout"
 
 
-def test_injected_error_happens_once_per_run(root: Path, tmp_path: Path, undisturbed: bytes) -> None:
-    run = make(root, tmp_path / "run", "0:3:raise", "0:3:slow")
+def test_injected_error_happens_once_per_run(
+    root: Path, tmp_path: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANTHERAML_FAULTS", "0:3:raise,0:3:slow")
+    run = make(root, tmp_path / "run")
     with pytest.raises(InjectedError, match="0:3:raise"):
         train_here(run)
     begin = time.monotonic()
@@ -82,9 +86,10 @@ def test_injected_error_happens_once_per_run(root: Path, tmp_path: Path, undistu
 
 def test_fault_that_cannot_be_injected_is_rejected(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
-    FaultInjector(["0:3:kill", "1:3:nan"], rank=0, model=model, marks=tmp_path, hooks_work=False)
+    harmless = [Fault.parse("0:3:kill"), Fault.parse("1:3:nan")]
+    FaultInjector(harmless, rank=0, model=model, marks=tmp_path, hooks_work=False)
     with pytest.raises(ConfigError, match="0:3:nan needs a model that runs in Python"):
-        FaultInjector(["0:3:nan"], rank=0, model=model, marks=tmp_path, hooks_work=False)
+        FaultInjector([Fault.parse("0:3:nan")], rank=0, model=model, marks=tmp_path, hooks_work=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

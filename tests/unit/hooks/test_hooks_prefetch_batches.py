@@ -73,40 +73,6 @@ def test_batches_are_copied_when_read_with_host_copies(kind: type[Any]) -> None:
     assert type(batch["input_ids"]) is Tensor
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_next_batch_is_announced(accumulation: int) -> None:
-    """Taken as accelerate does, which holds one back."""
-    announced: list[int] = []
-    iterator = PrefetchIterator(iter(range(1, 9)), expect=announced.append)
-    held_back, used = next(iterator), []
-    for _ in range(3):
-        for _ in range(accumulation):
-            next_batch = next(iterator)
-            used.append(held_back)
-            held_back = next_batch
-        iterator.read()
-    assert announced == used[accumulation::accumulation]
-
-
-def test_batches_are_announced_once() -> None:
-    announced: list[int] = []
-    iterator = PrefetchIterator(iter(range(1, 5)), expect=announced.append)
-    iterator.announce()
-    assert not announced, "accelerate has taken none yet"
-    for _ in range(3):
-        next(iterator)
-        iterator.read()
-        iterator.announce()
-    assert announced == [1, 2, 3]
-    next(iterator)
-    iterator.read()
-    assert announced == [1, 2, 3]
-    with pytest.raises(StopIteration):
-        next(iterator)
-    iterator.announce()
-    assert announced == [1, 2, 3, 4]
-
-
 def test_tuple_batches_are_copied() -> None:
     iterator = PrefetchIterator(iter([(torch.ones(1), "a"), (torch.ones(2), "b")]), torch.device("meta"))
     next(iterator)
@@ -124,11 +90,7 @@ def test_async_copies_only_from_pinned_memory(pinned: bool, tmp_path: Path) -> N
     loader = SimpleNamespace(base_dataloader=DataLoader(batches, batch_size=None, pin_memory=pinned))  # type: ignore[arg-type]
     loader.device = torch.device("meta")
     trainer = type("Trainer", (), {})()
-    trainer.model, trainer.args, trainer.callback_handler = (
-        model,
-        SimpleNamespace(n_gpu=1),
-        SimpleNamespace(callbacks=[]),
-    )
+    trainer.model, trainer.args = model, SimpleNamespace(n_gpu=1)
     PREFETCH_BATCHES.make(lambda _: loader)(trainer)
     iterator = iter(loader.base_dataloader)
     next(iterator)

@@ -473,6 +473,7 @@ def assert_left_alone(model: nn.Module, reason: str, caplog: pytest.LogCaptureFi
     [
         ({"use_dora": True}, "DoRA"),
         ({"lora_dropout": 0.1}, "dropout"),
+        ({"r": 513}, "its adapter's rank is above 512"),
     ],
 )
 def test_adapters_that_cannot_be_fused(lora: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,16 +28,16 @@ from tests.unit.models.test_models_fast import (
     runs_fused,
 )
 
-FORMATS = {"dense": ("", 1), "fp8": ("fp8", 1), "fp8 in two layouts": ("fp8", 2), "nf4": ("nf4", 1)}
+FORMATS = {"dense": "", "fp8": "fp8", "nf4": "nf4"}
 
 
 def fused_over(name: str) -> Any:
-    kind, layouts = FORMATS[name]
+    kind = FORMATS[name]
     base = base_model("llama", hidden_size=64, intermediate_size=64)
     if kind:
         quantize_linears(base, kind, dtype=torch.float32, device=CPU)
     model = adapted(base)
-    assert fuse(model, layouts=layouts).fused == LAYERS
+    assert fuse(model).fused == LAYERS
     return model
 
 

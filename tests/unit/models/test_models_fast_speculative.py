@@ -58,13 +58,13 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 
 
 def quantized_pair(kind: str) -> tuple[Any, Any]:
-    """Return the same fused model over quantized weights (fp8 in two layouts), with graphs and without."""
+    """Return the same fused model over quantized weights with graphs and without."""
     collected = []
     for _ in range(2):
         base = base_model("llama", hidden_size=64, intermediate_size=64)
         quantize_linears(base, kind, dtype=torch.float32, device=CPU)
         model = adapted(base)
-        assert not fuse(model, layouts=2).reasons
+        assert not fuse(model).reasons
         assert use_document_attention(model) is None
         collected.append(model)
     enable_layer_graphs(collected[0])

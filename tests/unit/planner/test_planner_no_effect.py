@@ -23,11 +23,9 @@ stability.debug
 checkpoint.every_steps checkpoint.background checkpoint.allow_change
 report.html report.sinks
 parallel.mode parallel.world_size parallel.rank parallel.local_rank parallel.device_ids parallel.replicate
-parallel.shard parallel.tensor parallel.pipeline parallel.context parallel.auto_device_map
-parallel.use_gradient_checkpointing parallel.backend parallel.timeout_seconds parallel.max_retries
-parallel.grace_seconds parallel.enable_hybrid parallel.enable_gradient_synchronization
-parallel.enable_fault_tolerance
-device faults
+parallel.shard parallel.tensor parallel.pipeline parallel.context
+parallel.backend parallel.timeout_seconds parallel.max_retries parallel.grace_seconds
+device
 """
 
 REFUSED = {
@@ -52,7 +50,6 @@ NO_EFFECT = {
     "train.epochs": ["train.max_steps=3", "train.epochs=3"],
     "train.min_learning_rate_ratio": ["train.schedule=constant", "train.min_learning_rate_ratio=0.1"],
     "train.max_grad_norm": ["stability.clipping=none", "train.max_grad_norm=0.5"],
-    "train.fp8_layouts": ["train.fp8_layouts=1"],
     "stability.clip_value": ["stability.clip_value=0.5"],
     "stability.clip_weight_ratio": ["stability.clip_weight_ratio=0.5"],
     "stability.clip_percentile": ["stability.clipping=zclip", "stability.clip_percentile=50"],

@@ -24,8 +24,7 @@ def planned(**sections: dict[str, Any]) -> tuple[TrainConfig, Plan]:
 
 def use(**changes: int) -> MemoryUse:
     values = {"frozen_weights": 16, "trained_weights": 1, "gradients": 1, "optimizer_states": 2, "activations": 100}
-    other = {"second_layout": 0, "trainable_params": GIB}
-    return MemoryUse(**{**{name: size * GIB for name, size in values.items()}, **other, **changes})
+    return MemoryUse(**{**{name: size * GIB for name, size in values.items()}, "trainable_params": GIB, **changes})
 
 
 def test_error_reports_allocation_and_memory_use() -> None:
@@ -64,23 +63,6 @@ def test_error_mentions_a_micro_batch_of_one() -> None:
 def test_leaner_resume_setting(mode: str, change: str) -> None:
     _, plan = planned(train={"activation_checkpointing": mode})
     assert leaner_resume(plan) == change
-
-
-def test_second_layout_is_dropped_first() -> None:
-    twice = use(second_layout=14 * GIB)
-    assert str(twice).startswith("weights 31.00 GiB, ")
-    ways = advice(SHORTAGE, twice, *planned())
-    assert ways[0] == "train.fp8_layouts=1 (now 2; saves about 14.00 GiB)"
-    assert any(
-        "method.kind=qlora" in way and f"saves about {14 + 16 * (1 - 0.27 / 0.5):.2f} GiB" in way for way in ways
-    )
-    assert advice(SHORTAGE, None, *planned())[0] == "train.fp8_layouts=1 (now 2)"
-    for one in (
-        advice(SHORTAGE, use(), *planned()),  # the weights were too large for two
-        advice(SHORTAGE, None, *planned(train={"fp8_layouts": 1})),
-        advice(SHORTAGE, None, *planned(train={"activation_checkpointing": "selective"})),
-    ):
-        assert "fp8_layouts" not in "; ".join(one)
 
 
 def test_saving_of_an_odd_micro_batch() -> None:

@@ -1,4 +1,4 @@
-"""Fault injection: parsing, and the switch that enables it."""
+"""Fault injection: the environment variable, and the key of earlier versions."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import pytest
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.specs.config_file import validate
-from pantheraml.specs.faults import Fault, check_allowed, fail_at
+from pantheraml.specs.faults import Fault, fail_at, planned_faults
 
 REST = {"model": {"path": "m"}, "data": {"path": "d"}}
 
 
-def test_fault_round_trip() -> None:
+def test_fault_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     text = fail_at(1, 5, "bit_flip")
     assert text == "1:5:bit_flip"
-    assert Fault.parse(text) == Fault(rank=1, step=5, kind="bit_flip")
-    assert validate({**REST, "faults": [text]}).faults == [text]
+    monkeypatch.setenv("PANTHERAML_FAULTS", f"{text},0:2:nan")
+    assert planned_faults() == [Fault(rank=1, step=5, kind="bit_flip"), Fault(rank=0, step=2, kind="nan")]
 
 
-@pytest.mark.parametrize("text", ["1:0:kill", "1:5:melt", "1:5", "-1:5:kill", "1:5:kill ", "a:5:kill"])
-def test_invalid_faults_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="faults"):
-        validate({**REST, "faults": [text]})
+@pytest.mark.parametrize("text", ["1", "1:0:kill", "1:5:melt", "1:5", "-1:5:kill", "1:5:kill ", "a:5:kill"])
+def test_invalid_faults_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANTHERAML_FAULTS", text)
+    with pytest.raises(ConfigError, match=r"PANTHERAML_FAULTS has .*no fault"):
+        planned_faults()
 
 
-def test_faults_need_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_faults_without_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PANTHERAML_FAULTS", raising=False)
-    check_allowed([])
-    with pytest.raises(ConfigError, match="for tests of PantheraML itself"):
-        check_allowed(["1:5:kill"])
-    monkeypatch.setenv("PANTHERAML_FAULTS", "0")
-    with pytest.raises(ConfigError):
-        check_allowed(["1:5:kill"])
-    monkeypatch.setenv("PANTHERAML_FAULTS", "1")
-    check_allowed(["1:5:kill"])
+    assert planned_faults() == []
+    monkeypatch.setenv("PANTHERAML_FAULTS", "")
+    assert planned_faults() == []
+
+
+def test_faults_are_no_key_of_a_configuration() -> None:
+    assert "faults" not in validate({**REST, "faults": []}).to_dict(), "as in run folders of earlier versions"
+    with pytest.raises(ConfigError, match="tests set PANTHERAML_FAULTS"):
+        validate({**REST, "faults": ["1:5:kill"]})

@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.specs.config_file import load_config, validate
+from pantheraml.specs.config_file import all_keys, json_schema, load_config, validate
+from pantheraml.specs.legacy_aliases import FIELD_ALIASES, KEYS
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.train import ModelConfig, TrainConfig, TrainSettings
 
@@ -108,6 +109,7 @@ def test_use_gradient_checkpointing_alias(alias: bool | str, expected: str) -> N
 def test_auto_device_map_alias() -> None:
     for model in ({"path": "m"}, ModelConfig(path="m"), {"path": "m", "device_map": "auto"}):
         assert config(model=model, parallel={"auto_device_map": True}).model.device_map == "auto"
+    assert config(parallel={"auto_device_map": "yes"}).model.device_map == "auto", "as pydantic reads it"
     assert config(parallel={"auto_device_map": False}).model.device_map is None
     with pytest.raises(ValidationError, match=r"auto_device_map means model.device_map=auto, but .* is balanced"):
         config(model={"path": "m", "device_map": "balanced"}, parallel={"auto_device_map": True})
@@ -144,5 +146,48 @@ def test_alias_on_the_command_line() -> None:
     required = {("model", "path"): "m", ("data", "path"): "d"}
     parsed = load_config(None, {**required, ("parallel", "enable_hybrid"): True})
     assert parsed.parallel.mode is MultiGPUMode.HYBRID
-    with pytest.raises(ConfigError, match=r"Did you mean `parallel.auto_device_map`"):
-        load_config(None, {**required, ("parallel", "auto_device_mapp"): True})
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ({"auto_device_map": True}, "parallel.auto_device_map is deprecated: use model.device_map=auto"),
+        ({"use_gradient_checkpointing": False}, "deprecated: use train.activation_checkpointing"),
+        ({"enable_hybrid": True}, "parallel.enable_hybrid is deprecated: use parallel.mode=hybrid"),
+        ({"enable_fault_tolerance": True}, "deprecated: use parallel.max_retries"),
+        ({"enable_gradient_synchronization": True}, "deprecated: remove it, gradients"),
+        ({"sync_batch_norm": True}, "parallel.sync_batch_norm is deprecated: use parallel.sync_bn"),
+        ({"timeout_minutes": 1}, "parallel.timeout_minutes is deprecated: use parallel.timeout_seconds"),
+        ({"aggregation": "weighted_mean", "aggregation_weights": [1]}, "use parallel.aggregation=weighted"),
+    ],
+)
+def test_deprecated_names_warn_once(given: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture) -> None:
+    stored = config(parallel=given).to_dict()
+    assert [warning in message for message in caplog.messages] == [True]
+    caplog.clear()
+    TrainConfig.model_validate(stored)
+    assert not caplog.messages, "aliases are not stored"
+
+
+def test_fields_of_multi_gpu_config_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    parallel = multi_gpu(auto_device_map=True, use_gradient_checkpointing=True, enable_hybrid=True)
+    assert parallel.auto_device_map
+    made = config(parallel=parallel)
+    assert (made.model.device_map, made.train.activation_checkpointing) == ("auto", "full")
+    assert (made.parallel.auto_device_map, made.parallel.use_gradient_checkpointing) == (False, None)
+    assert parallel.auto_device_map, "the caller's object is not changed"
+    assert not caplog.messages
+
+
+def test_run_folders_of_earlier_versions_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    config(parallel={"auto_device_map": False, "use_gradient_checkpointing": None})
+    assert not caplog.messages
+
+
+def test_deprecated_names_are_no_keys() -> None:
+    known = {".".join(key) for key in all_keys()}
+    fields = json_schema()["$defs"]["MultiGPUConfig"]["properties"]
+    for name in FIELD_ALIASES:
+        assert f"parallel.{name}" in KEYS
+        assert f"parallel.{name}" not in known
+        assert name not in fields

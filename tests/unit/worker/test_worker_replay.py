@@ -41,8 +41,7 @@ def config_of(root: Path, model: str, **changes: Any) -> TrainConfig:
         "train": {"global_batch_size": 8, "max_steps": 3, "learning_rate": 5e-3},
         "stability": {"on_nonfinite": "skip"},
     }
-    faults = changes.pop("faults", [])
-    return TrainConfig.model_validate({**merged(base, changes), "faults": faults, "device": "cpu"})
+    return TrainConfig.model_validate({**merged(base, changes), "device": "cpu"})
 
 
 def run_of(root: Path, name: str, model: str, **changes: Any) -> tuple[RunDir, Path]:
@@ -95,8 +94,8 @@ def test_full_fine_tuning_is_replayed_from_available_weights(root: Path) -> None
 
 
 def test_a_transient_fault_is_not_reproduced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PANTHERAML_FAULTS", "1")
-    run, incident = run_of(root, "transient", "model", faults=[fail_at(0, 2, "nan")])
+    monkeypatch.setenv("PANTHERAML_FAULTS", fail_at(0, 2, "nan"))
+    run, incident = run_of(root, "transient", "model")
     result = replay(run, incident)
     assert result.same
     assert "transient" in result.recorded

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pantheraml.base.errors import OutOfMemoryError, PassTooLargeError
 from pantheraml.engine.step.step import Stepper
-from pantheraml.models.fast import second_layouts
 from pantheraml.planner.out_of_memory import MemoryUse, Shortage, memory_error
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
@@ -73,18 +72,16 @@ def memory_use(stepper: Stepper) -> MemoryUse:
     trained = [part for _, part in stepper.parts]
     everything = [*stepper.model.parameters(), *stepper.model.buffers()]
     weights, trained_weights = _bytes(everything), _bytes(trained)
-    second = _bytes(second_layouts(stepper.model))
     # DDP's buckets or the gradients: as large as the weights, whether already allocated or not.
     gradients = trained_weights
     states = _bytes([value for state in stepper.optimizer.state.values() for value in state.values()])
     peak = torch.cuda.max_memory_allocated(stepper.world.device)
     return MemoryUse(
         frozen_weights=weights - trained_weights,
-        second_layout=second,
         trained_weights=trained_weights,
         gradients=gradients,
         optimizer_states=states,
-        activations=max(0, peak - weights - second - gradients - states),
+        activations=max(0, peak - weights - gradients - states),
         trainable_params=sum(parameter.numel() for parameter in trained),
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from pantheraml.engine.step.cuda_graph import CapturedGraph
+from pantheraml.models.cuda_capture import CapturedGraph, capture
 
 
 class _DeviceScalar:
@@ -95,10 +95,7 @@ class GraphAdamW(AdamW):
             self._update(group, rate.on_device)
 
     def _capture(self, launch: Callable[[], None]) -> CapturedGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            launch()
-        return graph
+        return capture(launch, self._gradients()[0].device)[0]
 
     def drop_graphs(self) -> None:
         """Run eagerly from now on, because gradients will be reallocated."""

@@ -17,13 +17,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pantheraml.data.batch import Batch
 from pantheraml.kernels.linear_cross_entropy import NEARLY_ALL
+from pantheraml.models.cuda_capture import CapturedGraph, capture
 
 Run = Callable[[Batch, Tensor], Tensor]
 """Forward and backward of a batch on the device, with the loss times the given factor; returns the summed loss."""
@@ -32,12 +33,6 @@ MOST_GRAPHS = 8
 """Further shapes run eagerly."""
 
 _Shape = tuple[object, ...]
-
-
-class CapturedGraph(Protocol):
-    """Interface of torch.cuda.CUDAGraph."""
-
-    def replay(self) -> None: ...
 
 
 class StaticInputs:
@@ -146,14 +141,9 @@ class StepGraph:
         return CapturedStep(graph, StaticInputs(static, factor), loss, overwrites_grads)
 
     def _capture(self, batch: Batch, factor: Tensor) -> tuple[CapturedGraph, Tensor]:
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # the graph has its own pool, so the eager step's cached memory is not needed
+        gc.collect()  # torch then empties its cache: the graph has its own pool
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            loss = self._run(batch, factor)
-        return graph, loss
+        return capture(lambda: self._run(batch, factor), self._device, self._pool)
 
 
 def _shape(batch: Batch) -> _Shape:

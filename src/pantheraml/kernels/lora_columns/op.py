@@ -60,8 +60,6 @@ class AdapterBuffers(NamedTuple):
     """[rank]: quantization scales of `matrix_down`."""
     scale_up: Tensor
     """[rank]: quantization scales of `matrix_up`."""
-    matrix_down_t: Tensor | None
-    """[in, rank]: `matrix_down` transposed, in the backward matrix; None without a separate backward matrix."""
 
 
 class Adapter(NamedTuple):
@@ -74,15 +72,14 @@ class Adapter(NamedTuple):
 def _pointers(adapter: Adapter) -> list[int]:
     """Row of `triton_kernel.Tables.pointers`."""
     down, up, _, p = adapter
-    ordered = down, up, p.scales, p.matrix_down, p.factor_up, p.matrix_up, p.matrix_down_t, p.scale_down, p.scale_up
+    ordered = down, up, p.scales, p.matrix_down, p.factor_up, p.matrix_up, p.scale_down, p.scale_up
     return [0 if tensor is None else tensor.data_ptr() for tensor in ordered]
 
 
 def _sizes(adapter: Adapter) -> list[int]:
     """Row of `triton_kernel.Tables.sizes`."""
     (rank, width), height, p = adapter.down.shape, adapter.up.shape[0], adapter.buffers
-    stride_t = 0 if p.matrix_down_t is None else p.matrix_down_t.stride(0)
-    return [width, height, p.matrix_down.stride(0), p.factor_up.stride(0), rank, p.matrix_up.stride(0), stride_t]
+    return [width, height, p.matrix_down.stride(0), p.factor_up.stride(0), rank, p.matrix_up.stride(0)]
 
 
 class AdapterTable:

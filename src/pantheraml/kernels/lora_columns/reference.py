@@ -22,7 +22,6 @@ def reference_write(
     factor_up: Tensor,
     scale_down: Tensor,
     scale_up: Tensor,
-    matrix_down_t: Tensor | None,
 ) -> None:
     if scales is None:
         matrix_up.copy_(up.float() * scaling)
@@ -34,8 +33,6 @@ def reference_write(
         matrix_up.copy_(to_e4m3(scaled * (1 / scale_up)))
         matrix_down.copy_(to_e4m3(down.float() * (1 / scale_down)[:, None]))
     factor_up.copy_(matrix_up.T)
-    if matrix_down_t is not None:
-        matrix_down_t.copy_(matrix_down.T)
 
 
 def reference_project(qdata: Tensor, factor: Tensor, segments: Tensor, out: Tensor) -> None:

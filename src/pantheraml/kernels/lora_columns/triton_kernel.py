@@ -60,8 +60,8 @@ def _amax(
     """Amax of each row of A and each column of scaled B, as the bits of non-negative floats (NaN sorts highest)."""
     work += tl.program_id(0) * 2
     adapter, tile = tl.load(work), tl.load(work + 1)
-    pointers += adapter * 9
-    sizes += adapter * 7
+    pointers += adapter * 8
+    sizes += adapter * 6
     width, height, rank = tl.load(sizes), tl.load(sizes + 1), tl.load(sizes + 4)
     amax_bits += adapter * 2 * RANK
     j = tl.arange(0, RANK)
@@ -91,8 +91,8 @@ def _write(
     """Write A and B to their buffers. Runs in reverse order: what `_amax` read last may still be in cache."""
     work += (tl.num_programs(0) - 1 - tl.program_id(0)) * 2
     adapter, tile = tl.load(work), tl.load(work + 1)
-    pointers += adapter * 9
-    sizes += adapter * 7
+    pointers += adapter * 8
+    sizes += adapter * 6
     width, height, rank = tl.load(sizes), tl.load(sizes + 1), tl.load(sizes + 4)
     amax_bits += adapter * 2 * RANK
     j = tl.arange(0, RANK)
@@ -103,22 +103,19 @@ def _write(
         a_mask = (j[:, None] < rank) & (k[None, :] < width)
         if QUANTIZED:
             a_scale = _column_scale(amax_bits + RANK, j, rank)
-            tl.store(_pointer(pointers + 7, tl.float32) + j, a_scale, mask=(j < rank) & (tile == 0))
+            tl.store(_pointer(pointers + 6, tl.float32) + j, a_scale, mask=(j < rank) & (tile == 0))
             a_out = to_e4m3(a * (1.0 / a_scale)[:, None])
         else:
             a_out = a.to(ELEMENT)
         matrix_down = _pointer(pointers + 3, ELEMENT)
         tl.store(matrix_down + j[:, None].to(tl.int64) * tl.load(sizes + 2) + k[None, :], a_out, mask=a_mask)
-        if tl.load(pointers + 6) != 0:
-            down_t_ptrs = _pointer(pointers + 6, ELEMENT) + k[None, :].to(tl.int64) * tl.load(sizes + 6)
-            tl.store(down_t_ptrs + j[:, None], a_out, mask=a_mask)
     else:
         n = (tile - down_tiles) * TILE + tl.arange(0, TILE)
         b = _load_up(pointers, n, j, rank, height, tl.load(scalings + adapter), PARAMETER, QUANTIZED)
         b_mask = (n[:, None] < height) & (j[None, :] < rank)
         if QUANTIZED:
             b_scale = _column_scale(amax_bits, j, rank)
-            tl.store(_pointer(pointers + 8, tl.float32) + j, b_scale, mask=(j < rank) & (tile == down_tiles))
+            tl.store(_pointer(pointers + 7, tl.float32) + j, b_scale, mask=(j < rank) & (tile == down_tiles))
             b_out = to_e4m3(b * (1.0 / b_scale)[None, :])
         else:
             b_out = b.to(ELEMENT)
@@ -289,9 +286,9 @@ class Tables(NamedTuple):
     """Device tables that describe all adapters to `_amax` and `_write`."""
 
     pointers: Tensor
-    """[adapters, 9]: A, B, scales, matrix_down, factor_up, matrix_up, matrix_down_t, scale_down, scale_up; 0: none."""
+    """[adapters, 8]: A, B, scales, matrix_down, factor_up, matrix_up, scale_down, scale_up; 0: none."""
     sizes: Tensor
-    """[adapters, 7]: width, height, strides of matrix_down and factor_up; rank, strides of matrix_up, matrix_down_t."""
+    """[adapters, 6]: width, height, strides of matrix_down and factor_up; rank, stride of matrix_up."""
     scalings: Tensor
     work: Tensor
     """[programs, 2]: adapter index and tile index; tiles of A come first."""

@@ -1,7 +1,6 @@
 """Fused decoder layers, with LoRA adapters or fully trainable: few passes over memory, few saved tensors."""
 
 from pantheraml.models.fast.autograd_functions import CheckpointedForward, CheckpointRecompute
-from pantheraml.models.fast.fp8_layouts import second_layouts, why_one_layout
 from pantheraml.models.fast.layers import (
     FusionReport,
     enable_layer_chain,
@@ -22,6 +21,4 @@ __all__ = [
     "enable_layer_graphs",
     "release_layer_graphs",
     "enable_layer_chain",
-    "second_layouts",
-    "why_one_layout",
 ]

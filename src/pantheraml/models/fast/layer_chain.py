@@ -40,9 +40,6 @@ class DecoderBody:
         body: Any = next(m for m in model.modules() if any(child is layers[0] for child in getattr(m, "layers", ())))
         return cls(body, layers) if type(body).__module__.startswith("transformers.models.") else None
 
-    def module(self) -> Any:
-        return self._body()
-
     def _mark_started(self, *_: object) -> None:
         self.forward_started = True
 

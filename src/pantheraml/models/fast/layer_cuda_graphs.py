@@ -29,14 +29,14 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pantheraml.base import log
+from pantheraml.models.cuda_capture import CapturedGraph, capture
 from pantheraml.models.fast.layer_chain import ChainObserver, ChainOutput, DecoderBody, RopeTable, RunLayers, is_hooked
 from pantheraml.models.fast.linear_groups import GroupSet
 from pantheraml.models.fast.trainable_group import swapped_weights, weight_of
@@ -73,44 +73,6 @@ class LayerGraphs:
         self._last_replayed: CapturedPass | None = None
         self._speculative: CapturedPass | None = None
         """The pass that was replayed before it was validated."""
-        self._prelaunched: tuple[tuple[Tensor, ...], list[int]] | None = None
-        """Inputs of the prelaunched pass, and the versions of those and of all weights at that time."""
-        self.prelaunch_hit = False
-        """Whether the last prelaunched pass was used."""
-
-    def can_prelaunch(self) -> bool:
-        """Return whether the last pass was replayed and could be again."""
-        return self._last_replayed is not None and self._disabled_reason is None and not self._output.left
-
-    def prelaunch_replay(self, hidden: Tensor, rope: RopeTable) -> bool:
-        """Like `replay_speculatively`, before the model is called, with the expected inputs of the first layer.
-
-        Returns whether it was replayed. It is used only if `replay_speculatively` gets the same tensor objects.
-        """
-        last, given = self._last_replayed, (hidden, *rope)
-        if last is None or not self._can_capture(hidden) or not last.fits(given):
-            return False
-        self._launch(last, given)
-        self._prelaunched, self.prelaunch_hit = (given, self._versions(last, given)), False
-        return True
-
-    def prelaunched_inputs(self) -> tuple[Tensor, RopeTable] | None:
-        """Return the inputs of a prelaunched pass that has not been consumed yet."""
-        if self._prelaunched is None:
-            return None
-        hidden, cos, sin = self._prelaunched[0]
-        return hidden, (cos, sin)
-
-    def _launch(self, captured: CapturedPass, given: tuple[Tensor, ...]) -> None:
-        with torch.no_grad():
-            self._shared.write()
-            captured.start(given)
-
-    def _versions(self, captured: CapturedPass, given: Sequence[Tensor]) -> list[int]:
-        """Versions of all tensors that a replay with `given` depends on, and of those now in their place."""
-        parameters = (parameter for group in self._shared.groups for parameter in group.parameters())
-        now = (*parameters, *map(weight_of, self._norms()))
-        return [tensor._version for tensor in (*given, *captured.reads, *now)]
 
     def replay_speculatively(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
         """Called with the first layer: if cheap checks match the last pass, write the adapters and replay it.
@@ -122,7 +84,6 @@ class LayerGraphs:
             self._speculative = None  # a reference pass, say: the next one with gradients is probably like the last
             return False
         last, self._last_replayed, self._speculative = self._last_replayed, None, None
-        prelaunched, self._prelaunched = self._prelaunched, None
         rope = arguments.get("position_embeddings")
         if last is not None and hidden.device != last.inputs[0].device:
             self.release()  # the model moved, and a captured pass holds the old weights
@@ -132,16 +93,11 @@ class LayerGraphs:
         if last is None or rope is None or not may_be_capturable:
             return False
         given = (hidden, *rope)
-        if (
-            prelaunched is not None
-            and all(map(is_, given, prelaunched[0]))
-            and self._versions(last, given) == prelaunched[1]
-        ):
-            self._speculative, self.prelaunch_hit = last, True
-            return True
         if not last.fits(given):
             return False
-        self._launch(last, given)
+        with torch.no_grad():
+            self._shared.write()
+            last.start(given)
         self._speculative = last
         return True
 
@@ -183,7 +139,7 @@ class LayerGraphs:
         """Free the memory of all captured passes; they are captured again when needed."""
         if not any(other.is_in_use() for other in self._captured.values()):
             self._captured.clear()
-            self._last_replayed = self._speculative = self._prelaunched = None
+            self._last_replayed = self._speculative = None
 
     def ran(self, layer: Any, given: Tensor, result: Tensor, arguments: dict[str, Any]) -> None:
         """Note that a layer ran by itself."""
@@ -333,12 +289,6 @@ def _signature(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-class Graph(Protocol):
-    """Protocol of torch.cuda.CUDAGraph."""
-
-    def replay(self) -> None: ...
-
-
 class CapturedPass:
     """A captured forward and backward, and the tensors they read and write."""
 
@@ -347,8 +297,8 @@ class CapturedPass:
     grad_input: Tensor | None
     gradients: list[Tensor]
     """Gradients of the parameters."""
-    forward: Graph
-    backward: Graph
+    forward: CapturedGraph
+    backward: CapturedGraph
 
     def __init__(
         self,
@@ -366,27 +316,14 @@ class CapturedPass:
         self._own_uses = self._uses()
 
     def _capture(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        device = self.inputs[0].device
-        generator = torch.cuda.default_generators[device.index]
-        before = generator.clone_state()
-        try:
-            # torch does not restore the current stream if a capture fails
-            with torch.cuda.stream(torch.cuda.current_stream(device)):
-                self._capture_both(run, parameters)
-        except RuntimeError:
-            generator.graphsafe_set_state(before)  # a failed capture leaves the generator unusable
-            raise
-
-    def _capture_both(self, run: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()
-        with torch.enable_grad(), torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
-            out = run(*self.inputs)
+        device, pool = self.inputs[0].device, torch.cuda.graph_pool_handle()
+        with torch.enable_grad():
+            self.forward, out = capture(lambda: run(*self.inputs), device, pool)
         self.grad_output = torch.empty_like(out)
-        with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
-            self.grad_input, self.gradients = self.run_backward(out, parameters)
+        self.backward, (self.grad_input, self.gradients) = capture(
+            lambda: self.run_backward(out, parameters), device, pool
+        )
         self.result = out.detach()
-        self.forward, self.backward = forward, backward
 
     def run_backward(self, result: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, list[Tensor]]:
         """Compute the gradients of the input, if it needs one, and of the parameters from `grad_output`."""

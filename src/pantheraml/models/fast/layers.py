@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +55,9 @@ from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
 from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
-from pantheraml.models.fast.prelaunch import Prelaunch
 from pantheraml.models.fast.residual_branch import Branch, Norm
 from pantheraml.models.fast.self_check import why_not_equal
 from pantheraml.models.fast.trainable_group import TrainableGroup, is_trainable, weight_of
-from pantheraml.models.quantize.fp8 import FP8Linear
-from pantheraml.planner.fp8_layout_choice import layers_with_second_layout
-from pantheraml.specs.plan import Layouts
 
 logger = log.get(__name__)
 
@@ -74,11 +70,11 @@ class FusionReport:
     """Reasons why the others do not, with counts."""
 
 
-def fuse(model: nn.Module, *, layouts: Layouts = 1, compare: bool = True) -> FusionReport:
+def fuse(model: nn.Module, *, compare: bool = True) -> FusionReport:
     """Fuse every decoder layer of `model` that can be fused, in place.
 
-    Call it when weights and adapters are on their device. `layouts`: weight layouts of e4m3 weights, see
-    `group_storage`. `compare`: check that a fused layer of each kind computes what its class does, see `self_check`.
+    Call it when weights and adapters are on their device. `compare`: check that a fused layer of each kind computes
+    what its class does, see `self_check`.
     """
     report = FusionReport()
     fused: list[Any] = []
@@ -95,9 +91,8 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1, compare: bool = True) -> Fus
             fused.append(layer)
         else:
             report.reasons[reason] += 1
-    two_layouts = _count_two_layouts(fused, layers) if layouts == 2 else 0
-    for number, layer in enumerate(fused):
-        _fuse_layer(layer, 2 if number < two_layouts else 1)
+    for layer in fused:
+        _fuse_layer(layer)
     _share_state(fused)
     report.fused = len(fused)
     if fused:
@@ -108,7 +103,7 @@ def fuse(model: nn.Module, *, layouts: Layouts = 1, compare: bool = True) -> Fus
 
 
 def _fuse_alone(layer: Any) -> None:
-    _fuse_layer(layer, 1)
+    _fuse_layer(layer)
     _share_state([layer])
 
 
@@ -126,30 +121,18 @@ def _share_state(fused: Sequence[Any]) -> None:
         windows.add(window)
 
 
-def _count_two_layouts(fused: Sequence[Any], layers: Sequence[Any]) -> int:
-    """Return how many fused layers, from the first, store their MLP's weights in two layouts."""
-
-    def size(modules: Iterable[Any]) -> int:
-        fp8_layers = (m for module in modules for m in module.modules() if isinstance(m, FP8Linear))
-        return sum(layer.qweight.numel() for layer in fp8_layers)
-
-    return layers_with_second_layout(len(fused), size(layers), size(layer.mlp for layer in fused))
-
-
-def _fuse_layer(layer: Any, layouts: Layouts) -> None:
+def _fuse_layer(layer: Any) -> None:
     """Fuse a layer for which `why_not_layer` is None."""
     kind: Any = type(layer)
     family = family_of(layer)
     assert family is not None
-    layer.fused_parts = _FusedParts(layer, family, _groups(projections(layer, family), layouts))
+    layer.fused_parts = _FusedParts(layer, family, _groups(projections(layer, family)))
     layer.__class__ = _derived(_Fused, kind)
 
 
-def _groups(names: list[list[nn.Module]], layouts: Layouts) -> list[LinearGroup]:
-    if is_trainable(names[0][0]):
-        return [TrainableGroup(group) for group in names]
-    # four fifths of the weights are the MLP's; a second layout of the rest costs and gains little
-    return [LoraGroup(group, own) for group, own in zip(names, (1, 1, layouts, layouts), strict=True)]
+def _groups(names: list[list[nn.Module]]) -> list[LinearGroup]:
+    kind = TrainableGroup if is_trainable(names[0][0]) else LoraGroup
+    return [kind(group) for group in names]
 
 
 def _fuse_last_norm(model: nn.Module, layer: Any) -> None:
@@ -396,19 +379,14 @@ def enable_layer_chain(model: nn.Module) -> None:
             layer.fused_parts.chain = chain
 
 
-def enable_layer_graphs(model: nn.Module) -> Prelaunch | None:
-    """Capture passes through the fused layers as CUDA graphs where possible (`layer_cuda_graphs`).
-
-    Returns the `Prelaunch` for the model's next pass, if it supports one.
-    """
+def enable_layer_graphs(model: nn.Module) -> None:
+    """Capture passes through the fused layers as CUDA graphs where possible (`layer_cuda_graphs`)."""
     chainable = _all_fused(model)
-    if chainable is None:
-        return None
-    layers, body = chainable
-    graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
-    for layer in layers:
-        layer.fused_parts.graphs = graphs
-    return Prelaunch.of(body.module(), graphs)
+    if chainable is not None:
+        layers, body = chainable
+        graphs = LayerGraphs(layers, body, layers[0].fused_parts.shared, _run_layers)
+        for layer in layers:
+            layer.fused_parts.graphs = graphs
 
 
 def _all_fused(model: nn.Module) -> tuple[list[Any], DecoderBody] | None:

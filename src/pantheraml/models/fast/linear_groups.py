@@ -43,11 +43,10 @@ from pantheraml.kernels.lora_columns import (
 )
 from pantheraml.kernels.nf4.format import BLOCK
 from pantheraml.models.fast.group_operand import LinearGroup, Operand
-from pantheraml.models.fast.group_storage import GroupShape, TwoLayoutMatrix, make_storage
+from pantheraml.models.fast.group_storage import GroupShape, make_storage
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.planner.precision import FP8_CAPABILITY
-from pantheraml.specs.plan import Layouts
 
 MAX_RANK = 512
 """Largest adapter rank: three wider ones side by side exceed what the kernels support."""
@@ -117,7 +116,7 @@ def _why_not_adapter(layer: Any) -> str | None:
 class LoraGroup:
     """Frozen linear layers with one input and their adapters, fused into one matmul."""
 
-    def __init__(self, layers: Sequence[nn.Module], layouts: Layouts = 1) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         """Take over the layers' weights; `why_not_fused` is None for each."""
         self.layers = layers
         bases: list[Any] = [base_of(layer) for layer in layers]
@@ -129,7 +128,7 @@ class LoraGroup:
         unit = COLUMNS if self.quantized else _PLAIN_COLUMNS
         self.pad_cols = -(-self.ranks // unit) * unit
         self.names = [layer.active_adapters[0] if isinstance(layer, LoraLayer) else None for layer in layers]
-        self._storage = make_storage(bases, GroupShape(self.height, self.width, self.ranks, self.pad_cols), layouts)
+        self._storage = make_storage(bases, GroupShape(self.height, self.width, self.ranks, self.pad_cols))
         self.scales = self._storage.scales
         self.shared_scale = _shared(self.scales)
         """The scale of all rows of W, if they share one."""
@@ -175,13 +174,9 @@ class LoraGroup:
             self._input_scales = torch.full((self.width,), self.shared_scale, device=device)
         self._parameters: list[nn.Parameter] = []
 
-    def two_layout_storage(self) -> TwoLayoutMatrix | None:
-        """Return the storage of the weights, if it has two layouts."""
-        return self._storage if isinstance(self._storage, TwoLayoutMatrix) else None
-
     def adapters(self) -> list[Adapter]:
         """Return every adapter with its current parameters and destination buffers."""
-        adapters, down_t = [], self._storage.matrix_down_t
+        adapters = []
         self._parameters = []
         for m, name in zip(self.members, self.names, strict=True):
             if name is None:
@@ -194,7 +189,6 @@ class LoraGroup:
                 factor_up=self._up[: m.rank, rows],
                 scale_down=self._unit_down[columns],
                 scale_up=self._unit_up[columns],
-                matrix_down_t=None if down_t is None else down_t[:, columns],
             )
             down, up, scaling = m.layer.lora_A[name].weight, m.layer.lora_B[name].weight, float(m.layer.scaling[name])
             adapters.append(Adapter(down, up, scaling, buffers))
@@ -357,10 +351,6 @@ class GroupSet:
         self._tables: list[AdapterTable] = []
         self._known_parameters: list[Tensor] = []
         self._known_layout: list[Any] = []
-        self._two_layout = [
-            storage for group in self._with_adapters if (storage := group.two_layout_storage()) is not None
-        ]
-        self._versions = self._current_versions()
 
     @torch.no_grad()
     def write(self) -> None:
@@ -387,21 +377,8 @@ class GroupSet:
         if layout != self._known_layout or not all(map(is_, parameters, self._known_parameters)):
             self._build_tables()
             self._known_parameters, self._known_layout, written = parameters, layout, False
-        self._sync_transposes()
         if not written:
             self.write()
-        self._versions = self._current_versions()
-
-    def _sync_transposes(self) -> None:
-        """Update backward layouts after a weight was written to: it is a view of the forward layout, whose version
-        changed.
-        """
-        if self._versions != self._current_versions():
-            for storage in self._two_layout:
-                storage.sync_transpose()
-
-    def _current_versions(self) -> list[int]:
-        return list(map(_VERSION, self._two_layout))
 
     def _current(self) -> list[Tensor]:
         """Return A of every adapter, then B, through the modules' dicts, which is faster than attributes."""
@@ -428,7 +405,6 @@ def _is_disabled(state: Any) -> bool:
 
 _SCALING, _MODULES, _PARAMETERS = attrgetter("scaling"), attrgetter("_modules"), attrgetter("_parameters")
 _DOWN, _UP, _WEIGHT = itemgetter("lora_A"), itemgetter("lora_B"), itemgetter("weight")
-_VERSION = attrgetter("forward_layout._version")
 
 
 def _shared(scales: Tensor | None) -> float | None:

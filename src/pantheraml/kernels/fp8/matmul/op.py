@@ -2,8 +2,7 @@
 
 The tensor cores require both operands of an fp8 matmul to be contiguous along the inner dimension. The forward pass
 reads a weight [out, in] along `in`, the backward pass along `out`. Instead of keeping a second copy (6.5 GiB for
-Llama-3.1-8B), the backward pass transposes the bytes just before use, which costs about 2 % of a step. With enough
-memory, callers keep both layouts.
+Llama-3.1-8B), the backward pass transposes the bytes just before use, which costs about 2 % of a step.
 """
 
 from __future__ import annotations
