@@ -194,6 +194,24 @@ def test_the_reference_of_a_trained_adapter_is_its_copy(folder: Path, tmp_path: 
     compare(*runs, *map(recorded, runs))
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])
+def test_padding_is_not_computed(folder: Path, tmp_path: Path, kind: str) -> None:
+    fast = new_model(folder)
+    run = make_trainer(kind, fast, folder, tmp_path, max_steps=1, gradient_checkpointing=False)
+    seen: list[tuple[int, int]] = []
+
+    def note(_model: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        if inputs.get("fused_lm_head"):
+            handle = fast.get_base_model().model.norm.register_forward_pre_hook(
+                lambda _, args: (seen.append((args[0].shape[:-1].numel(), int(inputs["attention_mask"].sum()))),
+                                 handle.remove())[-1])  # fmt: skip
+
+    fast.get_base_model().register_forward_pre_hook(note, with_kwargs=True)
+    run.train()
+    assert len(seen) >= 2, "policy and reference"
+    assert all(computed == tokens for computed, tokens in seen)
+
+
 def test_patches_of_trainers_are_reverted() -> None:
     import trl.trainer.dpo_trainer as dpo
     import trl.trainer.grpo_trainer as grpo
