@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -59,8 +60,6 @@ def test_code_blocks_change_in_import_lines_and_listed_edits_alone() -> None:
     ("source", "message"),
     [
         ('@pytest.mark.seed("S9-001")\ndef test_a(): ...', "S9-001 is not in docs/promises.txt"),
-        ('@pytest.mark.seed("S2-013")\ndef test_a(): ...', "S2-013 is refused"),
-        ('pytestmark = pytest.mark.seed("S0-001")\ndef test_a(): ...', "write seed markers as decorators"),
         (
             '@pytest.mark.seed("S4-160")\ndef test_a(): ...\n'
             '@pytest.mark.seed("S4-160", partly="some")\ndef test_b(): ...',
@@ -75,6 +74,25 @@ def test_markers_that_are_wrong(
     (tmp_path / "tests/test_it.py").write_text(source)
     monkeypatch.setattr(page, "ROOT", tmp_path)
     with pytest.raises(ValueError, match=message):
+        page.load()
+
+
+def test_computed_markers_are_collected(page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").mkdir()
+    shutil.copy(promises.__file__, tmp_path / "tests/conftest.py")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = seed\n")
+    (tmp_path / "tests/test_it.py").write_text(
+        "import pytest\npytestmark = pytest.mark.seed('S0-001')\n"
+        "@pytest.mark.parametrize('x', [pytest.param(i, marks=pytest.mark.seed(f'S0-00{i}')) for i in (2, 3)])\n"
+        "def test_a(x): ...\n"
+        "@pytest.mark.seed(*(f'S0-00{i}' for i in (4, 5)), partly='half')\ndef test_b(): ...\n"
+    )
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    found = {promise.item: promise for promises in page.load().values() for promise in promises}
+    assert [found[f"S0-00{number}"].state for number in range(1, 7)] == ["done"] * 3 + ["partly"] * 2 + ["not yet"]
+    assert found["S0-002"].tests == ["tests/test_it.py::test_a"]
+    (tmp_path / "tests/test_it.py").write_text("import pytest\npytestmark = [pytest.mark.seed('S0-001')\n")
+    with pytest.raises(SyntaxError):
         page.load()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from tests.seed_blocks import read_blocks
 
@@ -73,24 +72,10 @@ def test_make_test_all_runs_every_test() -> None:
     assert run == present
 
 
-def requirements(*groups: str) -> dict[str, SpecifierSet]:
-    """Versions of dependencies, and of those of extras."""
+def requirements(*groups: str) -> set[str]:
+    """Names of dependencies, and of those of extras."""
     listed = [*PROJECT["dependencies"], *(line for group in groups for line in PROJECT["optional-dependencies"][group])]
-    return {(one := Requirement(line)).name: one.specifier for line in listed}
-
-
-@pytest.mark.seed("C19", "S0-087")
-def test_versions_in_the_readme_are_those_allowed_and_locked() -> None:
-    rows = re.findall(r"^\| (\w+) \| (\S+) \| (\S+) \| (\S+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert rows[0][:2] == ("Python", PROJECT["requires-python"])
-    locked = "".join((ROOT / name).read_text() for name in ("requirements.lock", "requirements-dev.lock"))
-    assert [row[0] for row in rows[1:]] == ["torch", "transformers", "peft", "trl"]
-    for name, allowed, on_cpus, on_gpus in rows[1:]:
-        versions = requirements("dev")[name]
-        assert SpecifierSet(allowed) == versions
-        assert f"\n{name}=={on_cpus}\n" in locked
-        assert on_cpus in versions
-        assert on_gpus in versions
+    return {Requirement(line).name for line in listed}
 
 
 @pytest.mark.seed("S3:34", "S3-011", "S3-012")
@@ -105,16 +90,15 @@ def test_optional_packages_are_extras() -> None:
 def test_required_packages_are_dependencies() -> None:
     words = re.sub(r"#.*|--index-url \S+", "", read_blocks()["S3:15"]).split()
     named = {word.lower() for word in words} - {"pip", "install"}
-    ours = set(requirements())
-    assert named & ours == {"torch", "transformers", "accelerate", "psutil", "pyyaml"}
-    assert "    pip install .  " in (ROOT / "README.md").read_text()
+    assert named & requirements() == {"torch", "transformers", "accelerate", "psutil", "pyyaml"}
 
 
 @pytest.mark.seed("S0-118", "S0-119", "S0-120", "S0-121")
 def test_contributing_says_how_to_test_on_several_gpus() -> None:
     (part,) = re.findall(r"\*\*Several GPUs\.\*\* (.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    for words in ("run `make gpu-test` there", "different kinds", "one GPU as it was", "Update the pages"):
-        assert words in " ".join(part.split())
+    part = " ".join(part.split())
+    for words in ("several GPUs if you have one", "make gpu-test", "single GPU must work as before", "Document a new"):
+        assert words in part
 
 
 @pytest.mark.seed("S2-075")
