@@ -23,11 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write [test, items, what is missing] for docs/generate_conformance.py."""
+    """Write [test, items, keywords] for docs/generate_conformance.py."""
     path = session.config.getoption("--list-promises")
     if path:
         found = [
-            [item.nodeid.partition("[")[0], mark.args, mark.kwargs.get("partly")]
+            [item.nodeid.partition("[")[0], mark.args, mark.kwargs]
             for item in session.items
             for mark in item.iter_markers("seed")
         ]
