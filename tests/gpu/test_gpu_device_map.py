@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pantheraml import FastLanguageModel
-from pantheraml.base.errors import ConfigError
 from pantheraml.base.event_stream import EventWriter
 from pantheraml.engine.guard.watchdog import StopFlag
 from pantheraml.models.fast import is_fused
@@ -281,10 +280,11 @@ def test_fast_models_split_over_host_and_gpu(root: Path, full: bool) -> None:
         assert (grads[name] - grad).norm() <= 2e-4 * grad.norm(), name
 
 
-def test_split_models_reject_single_device_options(root: Path) -> None:
+def test_split_models_keep_layer_inputs_on_their_devices(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(root / "model"), device_map=HOST_AND_GPU)
-    with pytest.raises(ConfigError, match="on several"):
+    with caplog.at_level("WARNING", logger="pantheraml"):
         FastLanguageModel.get_peft_model(model, use_gradient_checkpointing="unsloth")
+    assert "use_gradient_checkpointing='unsloth' keeps layer inputs on their devices" in caplog.text
 
 
 @pytest.mark.seed("S2-034", "C4")
