@@ -168,7 +168,7 @@ def corrections() -> dict[str, str]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return {block: "; ".join(reason for _, _, reason in edits) for block, edits in module.EDITS.items()}
+    return {block: "; ".join(dict.fromkeys(edit[2] for edit in edits)) for block, edits in module.EDITS.items()}
 
 
 def render() -> str:
