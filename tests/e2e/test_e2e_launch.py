@@ -220,6 +220,10 @@ def test_when_a_script_stays_one_process(starter: Starter) -> None:
     command = starter.script("light.py", LIGHT.format(arguments=2, body=""))
     assert starter(command, PANTHERAML_RELAUNCH="0", **hidden).out == alone
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    refused = starter(command, **rank, **hidden)
+    assert (refused.code != 0, refused.out) == (True, "started 0\n")
+    assert "num_gpus=2 is set, but the launcher started 1 process(es)." in refused.err
+    command = starter.script("light.py", LIGHT.format(arguments="", body=""))
     assert starter(command, **rank, **hidden).out == "started 0\nrank 0 of 1\n"
 
 

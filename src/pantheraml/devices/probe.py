@@ -16,30 +16,33 @@ from pantheraml.specs.plan import GPU, DeviceSpec
 
 
 def probe() -> DeviceSpec:
-    gpus, driver, note = _probe_gpus()
     return DeviceSpec(
-        gpus=tuple(gpus),
+        **_probe_gpus(),
         cpu_count=len(psutil.Process().cpu_affinity()),
         ram_bytes=psutil.virtual_memory().total,
-        driver=driver,
-        note=note,
     )
 
 
-def _probe_gpus() -> tuple[list[GPU], str | None, str | None]:
+def _probe_gpus() -> dict[str, Any]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as err:
-        return [], None, f"no NVIDIA driver: {err}"
+        return {"gpus": (), "driver": None, "note": f"no NVIDIA driver: {err}"}
     try:
         gpus = [_describe(index, handle) for index, handle in visible_handles()]
         note = None
         if not gpus:
             hidden = pynvml.nvmlDeviceGetCount() > 0
             note = "CUDA_VISIBLE_DEVICES hides every GPU" if hidden else "the driver reports no GPU"
-        return gpus, _text(query(pynvml.nvmlSystemGetDriverVersion)), note
+        driver = {"driver": _text(query(pynvml.nvmlSystemGetDriverVersion)), "driver_cuda": _driver_cuda()}
+        return {"gpus": tuple(gpus), "note": note, **driver}
     finally:
         pynvml.nvmlShutdown()
+
+
+def _driver_cuda() -> str | None:
+    number = query(pynvml.nvmlSystemGetCudaDriverVersion)
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
 
 def visible_handles() -> list[tuple[int, Any]]:
