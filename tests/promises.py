@@ -1,11 +1,13 @@
-"""Pytest hooks: with `--no-skipped-promises`, a test that shows a promise (marker `seed`) fails if it is skipped.
+"""Pytest hooks about the marker `seed`, which names the promises that a test shows.
 
-docs/conformance.md says "done" where a test is marked; `make test` and `make test-rest` pass the option, so that a
-green run means that the tests were run. Those of tests/gpu run on a GPU host, and count as such on the page.
+With `--no-skipped-promises`, a marked test fails if it is skipped. docs/conformance.md says "done" where a test is
+marked; `make test` and `make test-rest` pass the option, so that a green run means that the tests were run. Those of
+tests/gpu run on a GPU host, and count as such on the page.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,7 +18,20 @@ MESSAGE = "shows a promise of docs/conformance.md (marker `seed`), and must not 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--list-promises", metavar="FILE", help="write the markers seed of collected tests")
     parser.addoption(OPTION, action="store_true", help="fail tests with the marker seed that are skipped")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Write [test, items, keywords] for docs/generate_conformance.py."""
+    path = session.config.getoption("--list-promises")
+    if path:
+        found = [
+            [item.nodeid.partition("[")[0], mark.args, mark.kwargs]
+            for item in session.items
+            for mark in item.iter_markers("seed")
+        ]
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _required(config: pytest.Config, path: Path) -> bool:

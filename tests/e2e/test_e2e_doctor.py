@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/verify_installation.py"
 
 
 @pytest.mark.extended
-@pytest.mark.seed("S0-117", "S3-010", "S3-050", "S3-092")
+@pytest.mark.seed("S3:29", "S0-117", "S3-010", "S3-050", "S3-092")
 def test_verify_installation(playground: Playground, tmp_path: Path) -> None:
     """The example, which ends with the doctor."""
     process = subprocess.Popen(

@@ -21,13 +21,7 @@ from pantheraml.parallel.device_map import is_split
 from tests import toy
 from tests.seed_blocks import run
 
-HOST_AND_GPU = {
-    "model.embed_tokens": "cpu",
-    "model.layers.0": "cpu",
-    "model.layers.1": 0,
-    "model.norm": 0,
-    "lm_head": 0,
-}
+HOST_AND_GPU = {"": "cuda:0", "model.embed_tokens": "cpu", "model.layers.0": "cpu", "lm_head": "cpu"}
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -55,26 +56,33 @@ def test_code_blocks_change_in_import_lines_and_listed_edits_alone() -> None:
                 assert ours == theirs or theirs.split()[1] in MODULES, name
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ('@pytest.mark.seed("S9-001")\ndef test_a(): ...', "S9-001 is not in docs/promises.txt"),
-        ('@pytest.mark.seed("S2-013")\ndef test_a(): ...', "S2-013 is refused"),
-        ('pytestmark = pytest.mark.seed("S0-001")\ndef test_a(): ...', "write seed markers as decorators"),
-        (
-            '@pytest.mark.seed("S4-160")\ndef test_a(): ...\n'
-            '@pytest.mark.seed("S4-160", partly="some")\ndef test_b(): ...',
-            "S4-160 is marked as done by one test and as partly by another",
-        ),
-    ],
-)
-def test_markers_that_are_wrong(
-    page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
-) -> None:
+def test_markers_that_are_wrong(page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_it.py").write_text(source)
+    (tmp_path / "tests/test_it.py").write_text('@pytest.mark.seed("S9-001")\ndef test_a(): ...')
     monkeypatch.setattr(page, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"S9-001 is not in docs/promises.txt"):
+        page.load()
+    (tmp_path / "tests/test_it.py").write_text('@pytest.mark.seed("S0-001", partial="half")\ndef test_a(): ...')
+    with pytest.raises(TypeError, match="takes items and partly=, not partial="):
+        page.load()
+
+
+def test_computed_markers_are_collected(page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").mkdir()
+    shutil.copy(promises.__file__, tmp_path / "tests/conftest.py")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = seed\n")
+    (tmp_path / "tests/test_it.py").write_text(
+        "import pytest\npytestmark = pytest.mark.seed('S0-001')\n"
+        "@pytest.mark.parametrize('x', [pytest.param(i, marks=pytest.mark.seed(f'S0-00{i}')) for i in (2, 3)])\n"
+        "def test_a(x): ...\n"
+        "@pytest.mark.seed(*(f'S0-00{i}' for i in (4, 5)), partly='half')\ndef test_b(): ...\n"
+    )
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    found = {promise.item: promise for promises in page.load().values() for promise in promises}
+    assert [found[f"S0-00{number}"].state for number in range(1, 7)] == ["done"] * 3 + ["partly"] * 2 + ["not yet"]
+    assert found["S0-002"].tests == ["tests/test_it.py::test_a"]
+    (tmp_path / "tests/test_it.py").write_text("import pytest\npytestmark = [pytest.mark.seed('S0-001')\n")
+    with pytest.raises(SyntaxError):
         page.load()
 
 
@@ -83,6 +91,7 @@ def test_states_come_from_markers(page: ModuleType, tmp_path: Path, monkeypatch:
         ("tests/unit", '@pytest.mark.seed("S0-001", *("S0-002", "S0-003"))\ndef test_a(): ...'),
         ("tests/gpu", '@pytest.mark.seed("S0-002", "S0-004")\ndef test_b(): ...'),
         ("tests/e2e", '@pytest.mark.seed("S0-005", partly="half of it")\ndef test_c(): ...'),
+        ("tests/other", '@pytest.mark.seed("S0-005", "S2-013")\ndef test_d(): ...'),
     ):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "test_it.py").write_text(source)
@@ -91,7 +100,8 @@ def test_states_come_from_markers(page: ModuleType, tmp_path: Path, monkeypatch:
     states = [found[f"S0-00{number}"].state for number in range(1, 7)]
     assert states == ["done", "done", "done", "done on a GPU", "partly", "not yet"]
     assert found["S0-002"].tests == ["tests/gpu/test_it.py::test_b", "tests/unit/test_it.py::test_a"]
-    assert found["S2-013"].state == "refused"
+    assert found["S0-005"].missing == ["half of it"]
+    assert (found["S2-013"].state, len(found["S2-013"].tests)) == ("refused", 1)
 
 
 @pytest.mark.parametrize(("folder", "failed"), [("unit", 3), ("gpu", 0)])

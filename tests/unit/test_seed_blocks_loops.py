@@ -94,7 +94,9 @@ def test_methods_of_the_stability_manager() -> None:
 
 
 @WITHOUT_GPUS
-@pytest.mark.seed("S1:92", "S1-062", "S1-084", partly="with GPUs 0 to 3; without them it is an error that says so")
+@pytest.mark.seed(
+    "S1:92", "S1-062", "S1-084", partly="needs GPUs 0 to 3; on a host without them it is an error that says so"
+)
 def test_basic_setup() -> None:
     with pytest.raises(DeviceError, match=r"GPU 0 was requested, but 0 GPU\(s\) are visible"):
         run("S1:92", **{**NAMES, "YourModel": YourModel})

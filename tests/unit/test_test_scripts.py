@@ -45,7 +45,7 @@ def test_collecting_it_runs_nothing_twice() -> None:
         assert not [name for name in vars(module) if name.lower().startswith("test")]
 
 
-@pytest.mark.seed("S3-051", "S3-074", "S3-075")
+@pytest.mark.seed("S3:181", "S3:187", "S3-051", "S3-074", "S3-075")
 @pytest.mark.parametrize(
     ("arguments", "codes", "markers", "expected"),
     [
