@@ -64,3 +64,17 @@ def test_make_test_all_runs_every_test() -> None:
         f"tests/{found.parent.relative_to(ROOT / 'tests').parts[0]}" for found in ROOT.glob("tests/*/**/test_*.py")
     }
     assert run == present
+
+
+@pytest.mark.seed("S0-118", "S0-119", "S0-120", "S0-121")
+def test_contributing_says_how_to_test_on_several_gpus() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (paragraph,) = re.findall(r"^\*\*Several GPUs\.\*\*.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    for words in (
+        "make gpu-test",
+        "tests/test_multi_gpu.py",
+        "CUDA_VISIBLE_DEVICES",
+        "single GPU",
+        "Document a new feature",
+    ):
+        assert words in paragraph.replace("\n", " "), words
