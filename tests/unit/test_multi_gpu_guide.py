@@ -287,6 +287,7 @@ def test_a_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert names["trainer"].state.global_step == 3, "one step for each of three epochs"
 
 
+@pytest.mark.seed("S0-116", "S2-062", "S3-092")
 def test_commands_exist() -> None:
     text = GUIDE.read_text()
     commands = re.findall(r"^    (pantheraml [^#\n]+)$", text, re.MULTILINE)
@@ -334,9 +335,34 @@ NAMES = """
 """
 
 
+@pytest.mark.seed("S2-072", "S2-075")
 def test_the_names_of_the_documents_are_found_in_the_documentation() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md") if page.name != "conformance.md")
     assert not [name for name in re.findall(r"\S+", NAMES) if name not in text]
+
+
+ADVICE = {
+    "S2-056": "network connectivity",
+    "S2-057": "processes can access the same dataset",
+    "S2-058": "environment is not consistent across processes",
+    "S2-059": "every GPU has sufficient memory",
+    "S2-060": "CUDA compatibility",
+    "S2-061": '`device_map="sequential"` is the simplest placement to debug',
+    "S2-047": "similar memory capacity",
+    "S2-049": "balance the batch across devices",
+    "S2-028": "One process per GPU is fastest",
+    "S3-079": "existing code: the hook",
+    "S1-120": "get_optimal_batch_size(16)",
+    "S1-121": "config.enable_gradient_checkpointing = True",
+    "S1-122": "torch.cuda.empty_cache()",
+}
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=pytest.mark.seed(item), id=item) for item, words in ADVICE.items()]
+)
+def test_advice_of_the_documents_is_there(words: str) -> None:
+    assert words in " ".join(GUIDE.read_text().split())
 
 
 def test_the_guide_is_linked() -> None:

@@ -63,3 +63,13 @@ def test_series() -> None:
     assert series("2.13.0+cu130") == "2.13"
     assert known_versions(torch) == f"{torch.gpu} and {torch.cpu}"
     assert not is_tested(torch, "2.1.0")
+
+
+@pytest.mark.seed("S3-006", "S3-007", "S3-008", "S3-080")
+def test_install_commands() -> None:
+    """Both pages say how to install; what the commands of older documents name comes along, or is named."""
+    dependencies = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("]")[0]
+    assert {"torch", "transformers", "accelerate", "psutil", "pyyaml"} <= set(re.findall(r'"([\w-]+)', dependencies))
+    guide = (ROOT / "docs/Multi-GPU-Guide.md").read_text()
+    assert re.findall(r"^    pip install ([^#\n]*?) *#", guide, re.MULTILINE) == ["torch", ".", "'trl>=1.15' datasets"]
+    assert "    pip install . 'trl>=1.15' datasets " in (ROOT / "README.md").read_text()

@@ -51,6 +51,7 @@ INPUTS = ("data", "start", "base-run", "base", "cache")
 TRY_PROMPT = "Payment to JSON: Elena Novak paid 365 EUR on 29 February 2024."
 
 BASE_TRAINING = {"max_steps": 600, "learning_rate": 3e-3, "warmup_steps": 20}
+ADAPTER = {"kind": "lora", "rank": 16, "alpha": 32}
 FINE_TUNING = {"max_steps": 180, "learning_rate": 5e-3, "warmup_steps": 10}
 
 
@@ -113,12 +114,12 @@ def demonstrate(output: Path) -> dict[str, Any]:
 def training_configs(output: Path, processes: int) -> tuple[TrainConfig, TrainConfig]:
     """Return the configurations of the base training and of the fine-tune."""
 
-    def config(model: Path, init: str, data: str, kind: str, recipe: dict[str, Any]) -> TrainConfig:
+    def config(model: Path, init: str, data: str, method: dict[str, Any], recipe: dict[str, Any]) -> TrainConfig:
         return validate(
             {
                 "model": {"path": str(model), "init": init},
                 "data": {"path": str(output / "data" / data), "seq_len": SEQ_LEN, "cache_dir": str(output / "cache")},
-                "method": {"kind": kind, "rank": 16, "alpha": 32},
+                "method": method,
                 "train": {"global_batch_size": 4, "beta2": 0.99, "seed": SEED, **recipe},
                 "parallel": {"world_size": processes},
                 "device": "cpu",
@@ -126,8 +127,8 @@ def training_configs(output: Path, processes: int) -> tuple[TrainConfig, TrainCo
         )
 
     return (
-        config(output / "start", "random", "base.jsonl", "full", BASE_TRAINING),
-        config(output / "base", "pretrained", "train.jsonl", "lora", FINE_TUNING),
+        config(output / "start", "random", "base.jsonl", {"kind": "full"}, BASE_TRAINING),
+        config(output / "base", "pretrained", "train.jsonl", ADAPTER, FINE_TUNING),
     )
 
 

@@ -18,6 +18,8 @@ from pantheraml.cli.demonstration import (
     training_configs,
 )
 from pantheraml.data.synthetic import Example
+from pantheraml.devices.probe import probe
+from pantheraml.planner.choose import choose
 from pantheraml.specs.run_dir import RunDir
 
 
@@ -67,3 +69,8 @@ def test_configs_refer_to_the_written_inputs(tmp_path: Path) -> None:
 def test_exact_match_counts_whole_answers() -> None:
     examples = [Example("a", " 1"), Example("b", " 2"), Example("c", " 3"), Example("d", " 4")]
     assert Answers(examples, [" 1", " 2 ", "3", " 4"]).exact_match == 0.5
+
+
+def test_the_demo_sets_nothing_without_effect(tmp_path: Path) -> None:
+    for config in training_configs(tmp_path, 1):
+        assert choose(config, probe()).warnings == ()
