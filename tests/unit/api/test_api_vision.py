@@ -30,7 +30,7 @@ from pantheraml.trainer import UnslothVisionDataCollator
 from tests import toy_vision
 
 STEPS = 6
-FUSED = {"qwen2_5_vl", "qwen3_vl", "llava", "pixtral", "mistral3"}
+FUSED = {"qwen2_5_vl", "qwen3_vl", "llava", "pixtral", "mistral3", "gemma3"}
 
 
 @pytest.fixture(scope="module")

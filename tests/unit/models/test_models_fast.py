@@ -44,10 +44,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
                 "embedding_multiplier": 1.5},
     "smollm3": {**COMMON, "no_rope_layers": [1, 0]},
     "cohere2": {**COMMON, "sliding_window": 4},
+    "ministral3": {
+        **COMMON, "head_dim": 8, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 100.0, "llama_4_scaling_beta": 0.4,
+            "original_max_position_embeddings": 4,
+        },
+    },
     "ministral": {**COMMON, "head_dim": 8, "sliding_window": 4,
                   "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gemma3_text", "granite", "smollm3", "ministral"]
+FUSED = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "phi3",
+    "gemma3_text",
+    "granite",
+    "smollm3",
+    "ministral",
+    "ministral3",
+]
 CHAINED = [family for family in FUSED if family != "gemma3_text"]
 """Families whose layers all get the same arguments. Gemma 3's have a RoPE table with a window, and one without."""
 LAYERS = 2
@@ -489,6 +507,8 @@ def test_unsupported_families(family: str, caplog: pytest.LogCaptureFixture) -> 
 def test_other_activations_sizes_and_trained_norms(caplog: pytest.LogCaptureFixture) -> None:
     assert_left_alone(adapted(base_model("llama", hidden_act="relu")), "neither SiLU nor GELU", caplog)
     assert_left_alone(adapted(base_model("llama", intermediate_size=40)), "multiple of 16", caplog)
+    partial = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    assert_left_alone(adapted(base_model("phi3", rope_parameters=partial)), "a part of each head", caplog)
     model = adapted(base_model("llama"))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or "layernorm" in name)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pantheraml.kernels.head_norm_rope import HeadNorms
 from pantheraml.kernels.rms_norm import Normed, QuantizedRows, rms_norm, rms_norm_backward, rms_norm_backward_rows
 from pantheraml.models.fast import autograd_functions as functions
 from pantheraml.models.fast import fuse, residual_branch
+from pantheraml.models.fast.kept_inputs import KeptInputs
 from pantheraml.models.quantize.fp8 import FP8Linear
 from tests.unit.models.test_models_fast import (
     LAYERS,
     adapted,
+    assert_same,
     base_model,
     fused,
     grad_cosine,
@@ -146,3 +149,51 @@ def test_norm_inputs_are_saved_only_without_fp8_matmuls(fp8: bool, monkeypatch: 
     assert in_layers == [not fp8] * (2 * LAYERS)
     assert last
     loss.backward()
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors that a forward saves for backward, each storage once."""
+    storages: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return sum(storages.values())
+
+
+def test_head_norms_save_one_number_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with_norms, without = (adapted(base_model(family, **heads)) for family in ("qwen3", "llama"))
+    for model in (with_norms, without):
+        assert fuse(model).fused == LAYERS
+    difference = saved_bytes(with_norms) - saved_bytes(without)
+    assert difference == LAYERS * IDS.numel() * (4 + 2) * torch.float32.itemsize
+    monkeypatch.setattr("pantheraml.models.fast.kept_inputs.output_determines_input", lambda gain: False)
+    for layer in with_norms.get_base_model().model.layers:
+        layer.fused_parts._kept_inputs = KeptInputs()
+    assert saved_bytes(with_norms) - saved_bytes(without) > difference
+
+
+def test_inputs_of_uneven_head_norms_are_kept() -> None:
+    """And the choice follows the weights."""
+    kept, even = KeptInputs(), torch.ones(8)
+    norms = HeadNorms(even.clone(), even.clone(), 1e-6, False)
+    assert kept.of(norms) == (False, False)
+    norms.key[0] = 1e-4
+    assert kept.of(norms) == (False, True)
+    assert kept.of(norms._replace(query=norms.key, key=norms.query)) == (True, False)
+    trained = norms._replace(query=nn.Parameter(norms.query))
+    assert kept.of(trained) == (True, True)
+
+
+@pytest.mark.parametrize("part", ["q_norm", "k_norm"])
+def test_uneven_head_norms_have_the_same_gradients(part: str) -> None:
+    base = base_model("qwen3")
+    for layer in base.model.layers:
+        getattr(layer.self_attn, part).weight.data[:3] = 1e-5
+    plain = adapted(base)
+    assert_same(results(fused(plain)), results(plain))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from pantheraml.models.fast import fuse, is_fused, self_check
+from pantheraml.models.fast import families, fuse, is_fused, self_check
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
 from tests.unit.models.test_models_fast import (
     FUSED,
@@ -129,6 +130,28 @@ def test_layers_of_a_changed_class_run_unfused(
     assert text in caplog.text
     if expected is not None:
         assert_same(results(model), expected, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        ("gemma", {"plus_one": False}),
+        ("granite", {"multiplier": None}),
+        ("ministral3", {"scales_queries": False}),
+        ("gemma3_text", {"output_norms": ()}),
+        ("gemma3_text", {"mlp_norm": "post_attention_layernorm"}),
+    ],
+)
+def test_wrong_entries_of_the_table_are_found(
+    family: str, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(base_model(family))
+    kind = type(model.get_base_model().model.layers[0])
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    monkeypatch.setitem(families.FAMILIES, name, replace(families.FAMILIES[name], **wrong))
+    report = fuse(model)
+    assert report.fused == 0
+    assert all("differs by" in reason for reason in report.reasons)
 
 
 def test_only_the_changed_kind_runs_unfused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ class Family:
     """Attribute of the layer: factor of what attention and the MLP add to the residual stream."""
     rope_switch: str | None = None
     """Attribute of the attention: whether this layer uses RoPE."""
+    scales_queries: bool = False
+    """Queries are multiplied by a function of their position, see `query_scale`."""
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -51,6 +53,9 @@ FAMILIES = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer": Family(),
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": Family(windowed=True),
     "transformers.models.ministral.modeling_ministral.MinistralDecoderLayer": Family(windowed=True),
+    "transformers.models.ministral3.modeling_ministral3.Ministral3DecoderLayer": Family(
+        windowed=True, scales_queries=True
+    ),
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": Family(windowed=True),
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": Family(windowed=True),
     "transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VLDecoderLayer": Family(windowed=True),
@@ -92,6 +97,14 @@ def window_of(attention: Any) -> int | None:
     return window
 
 
+def query_scale(attention: Any, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return Ministral 3's scale of queries [B, 1, S, 1]: it grows with each multiple of the original context."""
+    rope = attention.config.rope_parameters
+    multiples = torch.floor(positions / rope["original_max_position_embeddings"])
+    scale = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + multiples)
+    return scale[:, None, :, None].to(dtype)
+
+
 def kind_of(layer: Any) -> object:
     """Return what distinguishes the layer from others that are fused in another way."""
     family, attention = family_of(layer), layer.self_attn
@@ -130,10 +143,13 @@ def why_not_layer(layer: Any) -> str | None:
         return "it has dropout on the residuals"
     if any(len({type(base_of(member)) for member in group}) > 1 for group in groups):
         return "layers with one input have different quantization formats"
-    return _why_not_head_norms(layer.self_attn) or _why_not_weights(layer, family, groups)
+    return _why_not_attention(layer.self_attn) or _why_not_weights(layer, family, groups)
 
 
-def _why_not_head_norms(attention: Any) -> str | None:
+def _why_not_attention(attention: Any) -> str | None:
+    rope = getattr(attention.config, "rope_parameters", None) or {}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "RoPE turns only a part of each head"
     norms = head_norms(attention)
     if any(norm.weight.shape != (attention.head_dim,) for norm in norms):
         return "the norms of its queries and keys are not per head"

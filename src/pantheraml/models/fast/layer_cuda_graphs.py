@@ -281,8 +281,9 @@ class LayerGraphs:
 
 
 def _is_hooked_or_random(layer: Any) -> bool:
-    """Return whether the layer is hooked or has attention dropout."""
-    return is_hooked(layer) or bool(layer.training and layer.self_attn.attention_dropout)
+    """Return whether the layer is hooked, has attention dropout, or reads tensors that a capture has no copy of."""
+    dropout = layer.training and layer.self_attn.attention_dropout
+    return is_hooked(layer) or bool(dropout) or layer.fused_parts.reads_positions
 
 
 def _signature(tensor: Tensor) -> tuple[object, ...]:

@@ -44,6 +44,7 @@ from pantheraml.models.fast.families import (
     head_norms,
     kind_of,
     projections,
+    query_scale,
     uses_gelu,
     why_not_layer,
     window_of,
@@ -155,6 +156,8 @@ class _FusedParts:
     """The model's first fused layer, which refreshes the state that all of them share."""
     may_start_table: bool
     """The first layer of its window: Gemma 3's layers with and without a window have a RoPE table each."""
+    reads_positions: bool
+    """Attention depends on the positions, besides its RoPE table."""
     graphs: LayerGraphs | None = None
     chain: LayerChain | None = None
 
@@ -180,6 +183,7 @@ class _FusedParts:
         self.heads = Heads(config.num_attention_heads, config.num_key_value_heads, size)
         self._head_epsilon = next(map(epsilon_of, head_norms(attention)), None)
         self._kept_inputs = KeptInputs()
+        self.reads_positions = family.scales_queries
         self.uses_rope, self._multiplier = family.uses_rope(attention), family.multiplier_of(layer)
         self.attention_arguments: dict[str, Any] = {}
         if family.windowed:
@@ -255,6 +259,7 @@ class _Fused(RuntimeSubclass):
             or embeddings[0].shape[-1] != parts.heads.size
             or hidden_states.device != parts.device
             or (reason is not None and not frozen)
+            or (parts.reads_positions and kwargs.get("position_ids") is None)
             or parts.is_eager_attention()
             or parts.changed()
         )
@@ -332,6 +337,8 @@ def _attention(
     qkv = parts.qkv(attention, group, in_place=_can_rope_in_place(attention, group, x.device, shape[1]))
     q, k, v, x = attention_input(x, parts.norm(layer, INPUT_NORM), qkv, rope, pending)
     q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))
+    if parts.reads_positions:
+        q = q * query_scale(attention, kwargs["position_ids"], q.dtype)
     arguments = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
     attention_fn = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
     attn_out, _ = attention_fn(

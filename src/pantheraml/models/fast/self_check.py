@@ -23,6 +23,8 @@ from pantheraml.models.quantize.fp8_training import FP8TrainingLinear
 from pantheraml.models.quantize.nf4 import NF4Linear
 
 TOKENS = 16
+FIRST_POSITION = 1_000_000
+"""Beyond the context that some families scale queries from."""
 TOLERANCE = 1e-2
 """Relative to what the layer adds to its input, and to the gradient. TF32 matmuls round to 1e-3."""
 
@@ -81,7 +83,8 @@ def _run(layer: Any) -> tuple[Tensor, Tensor]:
     angles = torch.arange(TOKENS)[:, None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
     rope = tuple(torch.cat([table] * 2, 1)[None].to(device) for table in (angles.cos(), angles.sin()))
     x.requires_grad_()
+    positions = FIRST_POSITION + torch.arange(TOKENS, device=device)[None]
     with torch.enable_grad():
-        out = layer.forward(x, position_embeddings=rope, attention_mask=None)
+        out = layer.forward(x, position_embeddings=rope, position_ids=positions, attention_mask=None)
         (gradient,) = torch.autograd.grad(out, x, g)
     return (out - x).detach(), gradient - g
