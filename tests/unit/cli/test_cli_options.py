@@ -56,7 +56,7 @@ OPTIONS = {
     ],
     "export": [*CONSENT, "--base", "--gguf", "--json", "--merge", "--output", "--precision", "run_dir"],
     "quantize": [*INPUTS, "--json", "--output", "--tokens"],
-    "gpus": ["--json"],
+    "gpus": ["--json", "--watch"],
     "schema": ["--events"],
     "import-config": ["--from", "--json", "--output", "file"],
     "bench": [
