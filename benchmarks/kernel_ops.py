@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kernel_ops_heads
 import kernel_ops_trained
 from kernel_op import Implementation, Inputs, Layer, Op, e4m3_matrix, either, quantized
 
@@ -439,6 +440,7 @@ OPS: dict[str, Callable[[Layer], Op]] = {
     "lora_columns, gradients": lora_gradients,
     "rotary": rotary,
     "rotary, backward": rotary_backward,
+    **kernel_ops_heads.OPS,
     "quantize_rows": quantize_rows,
     "copy_rows": copy_rows,
     "rms_norm": rms_norm,

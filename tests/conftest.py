@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests import promises
+
 # Processes that Python and torch.compile keep alive until the interpreter exits.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
 
@@ -26,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--equality", choices=["chosen", "full"], default="chosen", help="how much of the equality matrix to run"
     )
+    promises.pytest_addoption(parser)
+
+
+pytest_runtest_makereport = promises.pytest_runtest_makereport
+pytest_make_collect_report = promises.pytest_make_collect_report
 
 
 def pytest_configure() -> None:

@@ -25,6 +25,8 @@ TEMPLATES: dict[str, dict[str, Any]] = {
 
 
 class DeviceManager:
+    """Reads which GPUs are here."""
+
     def get_available_devices(self) -> list[GPU]:
         """Return index, name, memory and compute capability of every visible GPU, read anew; empty without any."""
         log.start_for_scripts()
@@ -35,6 +37,8 @@ class DeviceManager:
 
 
 class ConfigManager:
+    """Chooses and checks arguments of `enable_multi_gpu`."""
+
     def get_optimal_config(
         self,
         model_size: str | float,

@@ -46,6 +46,7 @@ def ranks(root: Path) -> list[dict[str, Any]]:
     return [json.loads((root / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 
 
+@pytest.mark.seed("C9", "S3-038", "S3-058", "S3-059", "S3-060")
 @pytest.mark.parametrize("layout", ["view", "copy"])
 @pytest.mark.parametrize("method", ["mean", "weighted", "weighted_mean", "median", "trimmed_mean"])
 def test_every_aggregation_matches_one_process(ranks: list[dict[str, Any]], method: str, layout: str) -> None:
@@ -66,6 +67,7 @@ def test_rank_without_tokens_has_no_weight(ranks: list[dict[str, Any]], method: 
         assert rank["rank_without_tokens"][method]["left_out"] == []
 
 
+@pytest.mark.seed("S3-062")
 @pytest.mark.parametrize("method", ["mean", "weighted", "median"])
 def test_nonfinite_rank_is_excluded_from_the_whole_step(ranks: list[dict[str, Any]], method: str) -> None:
     for rank in ranks:
@@ -119,6 +121,7 @@ def test_median_sends_as_many_bytes_as_an_all_reduce(ranks: list[dict[str, Any]]
             assert part == sent // WORLD
 
 
+@pytest.mark.seed("S0-110", "S1-132", "S3-053", "S3-056", "S4-032")
 def test_slow_rank_gets_fewer_samples_with_equal_results(ranks: list[dict[str, Any]]) -> None:
     shares = ranks[0]["adaptive"]["shares"]
     assert all(rank["adaptive"]["shares"] == shares for rank in ranks)
@@ -131,6 +134,7 @@ def test_slow_rank_gets_fewer_samples_with_equal_results(ranks: list[dict[str, A
         assert rank["adaptive"]["weights"] < TOLERANCE
 
 
+@pytest.mark.seed("S3-061")
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

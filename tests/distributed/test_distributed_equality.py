@@ -84,6 +84,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Run
     return found
 
 
+@pytest.mark.seed("S0-001", "C28", "S4-008", "S2-002", "S0-094")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]], name: str, world: int) -> None:
@@ -106,6 +107,7 @@ def test_same_losses_gradients_and_weights(results: dict[int, dict[str, RunDir]]
         assert difference <= 10 * TOLERANCE, key
 
 
+@pytest.mark.seed("S0-094")
 def test_epoch_sees_every_sample_once(results: dict[int, dict[str, RunDir]]) -> None:
     run = results[1]["one epoch with a short last batch"]
     dataset = TokenDataset.open(Path(json.loads(run.data_file.read_text())["train"]))
@@ -114,6 +116,7 @@ def test_epoch_sees_every_sample_once(results: dict[int, dict[str, RunDir]]) -> 
     assert sum(values(raw_events(run.path), "train.step", "target_tokens")) == total
 
 
+@pytest.mark.seed("C8")
 def test_ddp_decisions_are_reported_with_reasons(results: dict[int, dict[str, RunDir]]) -> None:
     reported = {
         (world, name): [

@@ -42,6 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", [case for case in CASES if MODES[case[0]].world_size <= largest], ids=" ".join)
 
 
+@pytest.mark.seed("S1-083")
 def test_clipping_matches_one_process(results: dict[str, Any], case: tuple[str, str]) -> None:
     found = results[" ".join(case)]
     assert found["loss"] <= TOLERANCE
@@ -63,6 +64,7 @@ def test_bad_sample_is_found_on_its_rank(results: dict[str, Any], mode: str) -> 
     assert found["culprits"] == [culprit, culprit]
 
 
+@pytest.mark.seed("S1-083")
 @pytest.mark.parametrize("mode", TWO)
 def test_all_ranks_reach_the_same_verdict_and_continue(results: dict[str, Any], mode: str) -> None:
     found = results[f"{mode} poisoned"]

@@ -21,6 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(Path(root, f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.seed("S1-075", "S1-080")
 @pytest.mark.parametrize("kind", ["global_norm", "zclip", "adagc"])
 def test_own_loop_on_two_ranks_matches_one(ranks: list[dict[str, Any]], kind: str) -> None:
     first, second = (found["clipped"][kind] for found in ranks)
@@ -28,6 +29,7 @@ def test_own_loop_on_two_ranks_matches_one(ranks: list[dict[str, Any]], kind: st
     assert first == pytest.approx(clipped(kind, 1, 0), rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.seed("S1-083")
 @pytest.mark.parametrize("how", ["gradient", "loss"])
 def test_nan_on_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]], how: str) -> None:
     first, second = (found[how] for found in ranks)
@@ -43,6 +45,7 @@ def test_both_ranks_stop(ranks: list[dict[str, Any]]) -> None:
     assert {found["stopped"] for found in ranks} == {"Training stopped at step 1: the loss is not finite on rank 1."}
 
 
+@pytest.mark.seed("S1-076", "S1-077", "S1-078", "S1-081", "S1-113")
 def test_status_and_batch_size(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         status = found["gradient"]["status"]
@@ -59,6 +62,7 @@ def test_unwrapped_model_is_rejected(ranks: list[dict[str, Any]]) -> None:
         assert alone == action, "by itself"
 
 
+@pytest.mark.seed("S1-021", "S1-022", "S1-023", "S1-024", "S1-071", "S1-072")
 def test_settings_reach_ddp(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["ddp"] == [[True, False, 25 * MIB], [False, False, 3 * MIB], [False, True, 25 * MIB], []]

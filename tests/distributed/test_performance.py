@@ -21,7 +21,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads(Path(root, f"rank-{rank}.json").read_text()) for rank in range(request.param)]
 
 
-@pytest.mark.seed("S1-007", "S1-037", "S1-047", "S1-063", "S1-083", "S1-086", "S1-093", "S1-121")
+@pytest.mark.seed("S1-007", "S1-037", "S1-047", "S1-083", "S1-093", "S1-121", "S1-003")
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_match_one_process(ranks: Found, name: str) -> None:
     alone = trained_alone(CASES[name], len(ranks))
@@ -29,7 +29,7 @@ def test_ranks_match_one_process(ranks: Found, name: str) -> None:
         assert found["cases"][name]["weights"] == pytest.approx(alone["weights"], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.seed("S1-008", "S1-038", "S1-085")
+@pytest.mark.seed("S1-008", "S1-038")
 @pytest.mark.parametrize("name", [name for name in CASES if name != "drop-last"])
 def test_every_sample_is_read_once(ranks: Found, name: str) -> None:
     """In the order of a plain DataLoader; a rank without a share of the last batch repeats one of its samples."""
@@ -50,7 +50,7 @@ def test_drop_last_keeps_whole_batches_only(ranks: Found) -> None:
         assert len(seen) == EPOCHS * (23 // (BATCH * len(ranks)))
 
 
-@pytest.mark.seed("S1-051")
+@pytest.mark.seed("S1-051", "C11")
 def test_summary_says_the_global_batch(ranks: Found) -> None:
     for found in ranks:
         summary = found["cases"]["shuffled"]["summary"]
@@ -83,8 +83,8 @@ def test_evaluation_between_batches_leaves_their_weights(ranks: Found) -> None:
 
 
 @pytest.mark.seed(
-    *("S1-011", "S1-042", "S1-044", "S1-048", "S1-050", "S1-096", "S1-097", "S1-098", "S1-108"),
-    *("S1-039", "S1-043", "S1-049", "S1-113", "S1-124", "S1-126"),
+    *("S1-011", "S1-042", "S1-044", "S1-048", "S1-050", "S1-096", "S1-097", "S1-098", "S1-108", "S1-039", "S1-043"),
+    *("S1-049", "S1-113", "S1-124", "S1-126", "C11"),
 )
 def test_status_of_ranks(ranks: Found) -> None:
     for number, found in enumerate(ranks):

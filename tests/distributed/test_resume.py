@@ -148,6 +148,7 @@ def numbers(run: RunDir) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.seed("S4-009", "S0-048")
 @pytest.mark.parametrize("name", SAME)
 def test_resume_on_the_same_layout_is_bit_equal(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
     straight, stopped = runs[name]
@@ -167,6 +168,7 @@ def state(run: RunDir) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.seed("S4-009")
 @pytest.mark.parametrize("name", OTHER)
 def test_resume_on_another_layout_matches(runs: dict[str, tuple[RunDir, RunDir]], name: str) -> None:
     straight, stopped = runs[name]

@@ -49,6 +49,7 @@ def test_more_processes_than_there_are(failing: Failing) -> None:
     assert "512 processes" in failing(5, "--nproc", "512", "--set", "train.global_batch_size=600")
 
 
+@pytest.mark.seed("S0-084", "S2-060", "S2-077", "S4-125", "S4-126")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu(playground: Playground) -> None:
     ended = playground("train", "--model", playground.model, "--data", playground.data, "--device", "cuda")

@@ -37,6 +37,7 @@ def settings(**values: object) -> list[str]:
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
+@pytest.mark.seed("S1-133", "S3-072")
 @pytest.mark.timeout(1500)
 def test_twenty_failures_change_nothing(playground: Playground) -> None:
     faults = draw(SEED)

@@ -35,6 +35,8 @@ def broken(playground: Playground, tmp_path: Path) -> Playground:
     return replace(playground, environment={**playground.environment, "PYTHONPATH": os.pathsep.join(paths)})
 
 
+@pytest.mark.seed("S0-104", partly="in `pantheraml train`; a script stops with an error")
+@pytest.mark.seed("C14")
 def test_rank_0_continues_alone_and_reports_it(broken: Playground, playground: Playground) -> None:
     """Also with parallel.batch_shares: the remaining rank gets the whole batch."""
     ended = broken.train("fallback-two", *SHORT, "--nproc", "2", "--set", "parallel.batch_shares=[1,3]")
@@ -54,6 +56,7 @@ def test_rank_0_continues_alone_and_reports_it(broken: Playground, playground: P
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.seed("C14")
 def test_a_strict_run_stops(broken: Playground) -> None:
     ended = broken.train("strict", *SHORT, "--nproc", "2", "--set", "parallel.strict=true")
     assert ended.code == DeviceError.exit_code

@@ -34,6 +34,7 @@ def seconds_stuck(events: Any, rank: int) -> float:
     return float(error["clock"] - beats[-1]["clock"])
 
 
+@pytest.mark.seed("S0-107", "S2-056", "S4-140")
 def test_the_stuck_rank_is_named(playground: Playground) -> None:
     code, err, events = hang(playground, "runs/hang", rank=1, nproc=2, timeout=10)
     assert code == HangError.exit_code, err

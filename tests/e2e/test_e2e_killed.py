@@ -53,6 +53,7 @@ def kill(pid: int, rank: int = 0) -> None:
     rank_of(pid, rank)[0].kill()
 
 
+@pytest.mark.seed("S1-012", "S1-031", "S3-072", "S4-118")
 def test_a_run_survives_kills_at_any_time(playground: Playground) -> None:
     """While the model is loaded, amid the steps, and when the result is about to be saved."""
     run = "runs/killed-1"
@@ -130,6 +131,7 @@ def test_a_run_continues_with_fewer_ranks(playground: Playground) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.seed("S1-032")
 def test_a_run_without_retries_reports_the_kill(playground: Playground) -> None:
     never = ["--set", "parallel.max_retries=0"]
     process = playground.start_training("runs/never", "--set", "train.max_steps=100000", *never)

@@ -76,6 +76,7 @@ def own_launch(starter: Starter) -> list[float]:
     return losses(starter.playground, "runs/own")
 
 
+@pytest.mark.seed("S0:146", "S0-040", "S0-041", "S0-042", "S0-076", "S0-077", "S2-053", "C10")
 @pytest.mark.parametrize(
     "launcher", [[*TORCHRUN, "--standalone", "-m"], [*ACCELERATE, "-m"]], ids=["torchrun", "accelerate"]
 )
@@ -99,6 +100,7 @@ def as_rank(rank: int, port: str) -> dict[str, str]:
             "MASTER_PORT": port}  # fmt: skip
 
 
+@pytest.mark.seed("S1-019", "S1-020")
 def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter, port: str) -> None:
     """Nobody ends rank 1 for us here: it must learn that rank 0 could not prepare. Settings say who is who."""
     bad = starter.playground.root / "bad.jsonl"
@@ -122,6 +124,7 @@ def test_ranks_started_by_hand_and_an_error_in_the_data(starter: Starter, port: 
     assert "Traceback" not in first.err + second.err
 
 
+@pytest.mark.seed("S0-107")
 def test_a_missing_rank_is_reported(starter: Starter, port: str) -> None:
     settings = starter.training("runs/lonely", "parallel.timeout_seconds=3")
     ended = starter([sys.executable, "-m", "pantheraml", *settings], **as_rank(0, port))
@@ -131,6 +134,7 @@ def test_a_missing_rank_is_reported(starter: Starter, port: str) -> None:
     assert not (starter.playground.root / "runs/lonely/data.json").exists(), "ranks meet before data is prepared"
 
 
+@pytest.mark.seed("S2-058")
 def test_ranks_with_different_settings(starter: Starter, port: str) -> None:
     one, other = (
         [sys.executable, "-m", "pantheraml", *starter.training("runs/differ", f"train.seed={seed}")] for seed in (1, 2)
@@ -169,6 +173,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.seed("S0-075", "C10")
 def test_a_script_relaunches_once_with_the_exit_code_of_its_ranks(starter: Starter) -> None:
     body = """
 open(f"here-{rank}", "w").close()
@@ -206,6 +211,7 @@ def test_ranks_end_with_the_script(starter: Starter, number: signal.Signals) -> 
         assert [(folder / f"interrupted-{rank}").read_text() for rank in (0, 1)] == ["once ", "once "]
 
 
+@pytest.mark.seed("S0-121", "S2-003", "S2-081", "S2-082")
 def test_when_a_script_stays_one_process(starter: Starter) -> None:
     """No GPU and no number; forbidden; or started as ranks already."""
     alone = "started None\nrank None of None\n"
@@ -214,6 +220,10 @@ def test_when_a_script_stays_one_process(starter: Starter) -> None:
     command = starter.script("light.py", LIGHT.format(arguments=2, body=""))
     assert starter(command, PANTHERAML_RELAUNCH="0", **hidden).out == alone
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    refused = starter(command, **rank, **hidden)
+    assert (refused.code != 0, refused.out) == (True, "started 0\n")
+    assert "num_gpus=2 is set, but the launcher started 1 process(es)." in refused.err
+    command = starter.script("light.py", LIGHT.format(arguments="", body=""))
     assert starter(command, **rank, **hidden).out == "started 0\nrank 0 of 1\n"
 
 
@@ -276,6 +286,7 @@ def test_launch_of_a_function_of_a_module(starter: Starter) -> None:
 # The page -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seed("S2:17", "S0-068", "S2-005", "S2-007", "S2-008", "S2-029", "S2-054", "C18")
 def test_the_page_runs(starter: Starter) -> None:
     """Its script with TRL's trainer, by the command that it gives for a machine without GPUs."""
     blocks = dict(re.findall(r"<!-- (\S+) -->\n```\w+\n(.*?)```", PAGE.read_text(), re.DOTALL))

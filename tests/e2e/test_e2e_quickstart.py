@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import COMMAND_SECONDS, Playground
 
 PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
 
 
+@pytest.mark.seed("C18")
 def test_every_block_runs(playground: Playground, tmp_path: Path) -> None:
     shutil.copytree(playground.model, tmp_path / "my-model")
     blocks = re.findall(r"```(bash|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 
 import psutil
+import pytest
 
 from pantheraml.base.errors import PreemptedError
 from pantheraml.specs.faults import fail_at
@@ -26,6 +27,7 @@ def losses(playground: Playground, run: str) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events if event["kind"] == "train.step"}
 
 
+@pytest.mark.seed("S0-121")
 def test_a_config_file_trains_and_the_result_speaks_and_exports(playground: Playground) -> None:
     config = playground.root / "first.yaml"
     config.write_text(

@@ -81,7 +81,10 @@ def single(playground: Playground) -> list[float]:
     return losses(playground, "single")
 
 
-@pytest.mark.seed("S0-028", "S0-092", "S2-055")
+@pytest.mark.seed(
+    *("S0-028", "S0-092", "S2-055", "S0:146", "S2:93", "S0-044", "S0-075", "S0-076", "S0-077", "S2-022", "S2-023"),
+    *("S2-053",),
+)
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "relaunched"])
 def test_every_launcher_gives_the_losses_of_one_process(
     playground: Playground, single: list[float], launcher: str, port: str

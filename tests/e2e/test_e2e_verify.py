@@ -41,6 +41,7 @@ def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.seed("S2:214")
 def test_modes_equal_one_process() -> None:
     done = verify("--nproc", "2", "--modes", "ddp,fsdp,tp,pp,cp", "--json")
     assert done.returncode == 0, done.stderr

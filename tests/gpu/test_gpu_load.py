@@ -36,6 +36,7 @@ def load(folder: Path, device: str, quantize: Any) -> Any:
     return load_model(config, dtype=torch.bfloat16, device=torch.device(device), quantize=quantize)
 
 
+@pytest.mark.seed("S0-034", "S3-054")
 @pytest.mark.parametrize("quant_format", [None, "fp8", "int8", "nf4"])
 def test_peak_memory_while_loading(large: Path, quant_format: Any) -> None:
     torch.cuda.synchronize()

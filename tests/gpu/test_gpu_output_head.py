@@ -45,6 +45,7 @@ def operations(fp8: bool, hidden: Tensor, weight: Tensor, targets: Tensor, count
 @pytest.mark.parametrize("fp8", [False, True])
 def test_against_full_logits(fp8: bool, masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2**24)  # 512 of 32,000 logits: 8 chunks
+    monkeypatch.setattr(head, "TILES_CHUNK_FACTOR", 1)
     hidden, weight, targets = inputs(masked)
     exact = hidden.detach().float().requires_grad_()
     by_token = torch.linspace(0.5, 2, TOKENS, device="cuda")
@@ -77,6 +78,7 @@ def test_against_full_logits(fp8: bool, masked: int, monkeypatch: pytest.MonkeyP
 def test_memory_of_one_chunk(kind: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 2**27  # bytes in bf16; the tokens take two such chunks
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", logits // 2)
+    monkeypatch.setattr(head, "TILES_CHUNK_FACTOR", 1)
     hidden, weight, targets = inputs(0)
     score, sum_up, arguments = operations(fp8, hidden, weight, targets, TOKENS)
     op = score if kind == "scores" else sum_up

@@ -35,6 +35,7 @@ def test_steps_match_the_cpu() -> None:
     torch.testing.assert_close(trained_on("cuda"), trained_on("cpu"), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.seed("S1-099", "S1-100", "S1-101", "S1-102", "S1-103", "S1-125")
 def test_status_of_the_gpu() -> None:
     wrapper = create_training_wrapper()
     held = torch.zeros(64, 2**20, device="cuda")
@@ -49,6 +50,7 @@ def test_status_of_the_gpu() -> None:
     assert 0 <= status["training_stats"]["gpu_utilization"][0] <= 100
 
 
+@pytest.mark.seed("S1-107")
 def test_status_is_cheap() -> None:
     wrapper = create_training_wrapper()
     wrapper.get_multi_gpu_status()

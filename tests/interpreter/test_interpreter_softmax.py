@@ -59,6 +59,7 @@ def check_softmax(form: str, details: bool) -> None:
     assert not actual.losses[[2, 5]].any()
     if actual.details is not None and expected.details is not None:
         torch.testing.assert_close(actual.details.entropy, expected.details.entropy, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(actual.details.mean_logits, expected.details.mean_logits, rtol=1e-6, atol=1e-5)
         assert torch.equal(actual.details.is_top1, expected.details.is_top1)
         assert actual.details.is_top1[[3, 4, 6]].all()
 

@@ -8,8 +8,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.seed_blocks import read_blocks
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -34,6 +39,8 @@ def test_links_and_named_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+    if page.name == "conformance.md":  # quotes the names of files in the product documents
+        return
     for named in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]+)`", text):
         assert (ROOT / named).exists(), named
 
@@ -64,3 +71,40 @@ def test_make_test_all_runs_every_test() -> None:
         f"tests/{found.parent.relative_to(ROOT / 'tests').parts[0]}" for found in ROOT.glob("tests/*/**/test_*.py")
     }
     assert run == present
+
+
+def requirements(*groups: str) -> dict[str, SpecifierSet]:
+    """Versions of dependencies, and of those of extras."""
+    listed = [*PROJECT["dependencies"], *(line for group in groups for line in PROJECT["optional-dependencies"][group])]
+    return {(one := Requirement(line)).name: one.specifier for line in listed}
+
+
+@pytest.mark.seed("S3:34", "S3-011", "S3-012")
+def test_optional_packages_are_extras() -> None:
+    for line in read_blocks()["S3:34"].splitlines():
+        if line.startswith("pip install "):
+            name = line.removeprefix("pip install ")
+            assert name in requirements(name)
+
+
+@pytest.mark.seed("S3:15", "S3-006", "S3-007", "S3-008", partly="`pip install .` installs what is needed; not the rest")
+def test_required_packages_are_dependencies() -> None:
+    words = re.sub(r"#.*|--index-url \S+", "", read_blocks()["S3:15"]).split()
+    named = {word.lower() for word in words} - {"pip", "install"}
+    ours = set(requirements())
+    assert named & ours == {"torch", "transformers", "accelerate", "psutil", "pyyaml"}
+    assert "    pip install . " in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.seed("S0-118", "S0-119", "S0-120", "S0-121")
+def test_contributing_says_how_to_test_on_several_gpus() -> None:
+    (part,) = re.findall(r"\*\*Several GPUs\.\*\* (.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    for words in ("`make gpu-test`", "which configurations ran", "single GPU must work as before", "Document a new"):
+        assert words in " ".join(part.split())
+
+
+@pytest.mark.seed("S2-075")
+def test_parallelism_page_explains_the_ddp_fix() -> None:
+    text = " ".join((ROOT / "docs/parallelism.md").read_text().split())
+    assert "Expected to mark a variable ready only once" in text
+    assert "`torchrun --nproc_per_node=2 tests/test_ddp_fix.py`" in text

@@ -17,6 +17,7 @@ from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.devices.fake_nvml import FakeNvml
 from pantheraml.gpu_monitor import GPUConfig, GPUMonitor, gpu_monitoring_context, performance_context
 from pantheraml.specs.multi_gpu import MultiGPUMode
+from tests import seed_blocks
 
 Host = Callable[..., FakeNvml]
 GIB = 2**30
@@ -34,57 +35,29 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.seed("S4-057", "S4-058", "S4-059", "S4-060")
-def test_s4_gpu_monitor(host: Host) -> None:
+@pytest.mark.seed("S4:98", "S4-012", "S4-016", "S4-057", "S4-058", "S4-059", "S4-060")
+def test_gpu_monitor(host: Host) -> None:
     host("4xH200").gpus[2].ecc = (0, 1)
-    found = run(
-        """
-        from pantheraml.multigpu import GPUConfig, GPUMonitor
-        gpu_config = GPUConfig()
-
-        # Real-time GPU monitoring
-        monitor = GPUMonitor(gpu_config)
-        gpu_info = monitor.get_gpu_info()
-        available_gpus = monitor.get_available_gpus()
-        gpu_stats = monitor.monitor_gpu_usage(gpu_id=0)
-        """
-    )
+    found = seed_blocks.run("S4:98", GPUMonitor=GPUMonitor, gpu_config=GPUConfig())
     assert [gpu["id"] for gpu in found["gpu_info"]] == [0, 1, 2, 3]
     assert found["available_gpus"] == [0, 1, 3]
     assert found["gpu_stats"]["gpu_id"] == 0
 
 
-@pytest.mark.seed("S4-014", "S4-015", "S4-061", "S4-062", "S4-063")
-def test_s4_gpu_monitoring(host: Host, capsys: pytest.CaptureFixture[str], logged: Callable[[], list[str]]) -> None:
+@pytest.mark.seed("S4:266", "S4-014", "S4-015", "S4-061", "S4-062", "S4-063", "S4-108")
+def test_gpu_monitoring(host: Host, capsys: pytest.CaptureFixture[str], logged: Callable[[], list[str]]) -> None:
     gpu = host("1xH200").gpus[0]
     gpu.utilization, gpu.used_bytes, gpu.temperature, gpu.power_watts = 93, gpu.total_bytes // 4, 61, 612.3
-    found = run(
-        """
-        from pantheraml.multigpu import GPUMonitor, GPUConfig
-
-        # Monitor GPU usage
-        monitor = GPUMonitor(GPUConfig())
-        gpu_info = monitor.get_gpu_info()
-        available_gpus = monitor.get_available_gpus()
-
-        # Log GPU statistics
-        monitor.log_gpu_stats("Training start")
-
-        # Monitor specific GPU
-        gpu_stats = monitor.monitor_gpu_usage(gpu_id=0)
-        print(f"GPU 0: Memory {gpu_stats['memory_utilization']:.1f}%, "
-              f"GPU {gpu_stats['gpu_utilization']:.1f}%")
-        """
-    )
+    found = seed_blocks.run("S4:266", GPUConfig=GPUConfig)
     assert capsys.readouterr().out == "GPU 0: Memory 25.0%, GPU 93.0%\n"
     assert (found["gpu_stats"]["temperature"], found["gpu_stats"]["power"]) == (61, 612.3)
     assert found["available_gpus"] == [], "a quarter is used, and memory_fraction asks for nine tenths"
     assert "Training start: GPU 0: load 93 %, memory 25 %, 61 °C, 612 W" in logged()
 
 
-@pytest.mark.seed("S4-021", "S4-064", "S4-066", "S4-067")
-def test_s4_performance_monitoring(host: Host, logged: Callable[[], list[str]]) -> None:
-    """The block's first part is the service's; its `async with` stands in a function, as it must."""
+@pytest.mark.seed("S4-021", "S4-066", "S4-067")
+def test_performance_monitoring(host: Host, logged: Callable[[], list[str]]) -> None:
+    """Block S4:284 without its first part, which is the service's; its `async with` stands in a function."""
     fake = host("4xH200")
     found = run(
         """
@@ -206,8 +179,12 @@ def test_the_page_runs(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[1:] == ["[0, 1]", "0 0.0 0.0", "1 0.0 0.0"]
 
 
-@pytest.mark.seed(*(f"S4-{number:03d}" for number in range(96, 105)))
-def test_s4_gpu_config_defaults() -> None:
+@pytest.mark.seed("S4-104")
+@pytest.mark.seed(
+    *("S4-096", "S4-097", "S4-098", "S4-099", "S4-100", "S4-101", "S4-102", "S4-103", "S4-105"),
+    partly="all fields translate to a run's configuration, and the monitor reads three; no trainer takes it yet",
+)
+def test_gpu_config_defaults() -> None:
     assert GPUConfig().model_dump() == {
         "use_multi_gpu": True,
         "gpu_ids": [],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pantheraml.base.errors import LaunchError
-from pantheraml.base.worker_variables import is_for_workers
+from pantheraml.base.worker_variables import SECRET, is_for_workers
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,15 @@ def is_set(name: str) -> bool:
 
 def visible_cuda_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+_SETTINGS = re.compile(r"(PANTHERAML|UNSLOTH|NCCL|GLOO|TORCH_NCCL)_\w+|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS")
+
+
+def settings_in_environment() -> dict[str, str]:
+    """Return the variables that change how ranks start, communicate and train here; secrets without their value."""
+    given = {name: value for name, value in sorted(os.environ.items()) if _SETTINGS.fullmatch(name)}
+    return {name: "(set)" if SECRET.search(name) else value for name, value in given.items()}
 
 
 def child_environment(**changes: str | None) -> dict[str, str]:

@@ -19,6 +19,7 @@
     │   └── HangError                48   a rank made no progress
     ├── RunDirectoryError             9   output folder in use or not empty, or no run in it
     ├── MissingExtraError            10   a required optional dependency is not installed
+    ├── InstallationError            11   Python, a package or the driver is missing or too old (`doctor`)
     ├── WorkerError                  70   unexpected exception in a process (a bug)
     │   └── WorkerKilledError        71   a process was killed (host out of memory, crash in native code)
     └── InterruptedRunError         130   stopped by Ctrl-C; the message says what was saved
@@ -127,6 +128,10 @@ class RunDirectoryError(PantheraError):
 
 class MissingExtraError(PantheraError):
     exit_code = 10
+
+
+class InstallationError(PantheraError):
+    exit_code = 11
 
 
 class WorkerError(PantheraError):

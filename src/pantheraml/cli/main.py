@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     from pantheraml.cli import (
         bench,
         demo,
+        doctor,
         export,
         generate,
         gpus,
@@ -85,8 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pantheraml", description="Fine-tune language models on one, several or many GPUs.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    running, looking = (demo, train, resume, plan, verify, replay, generate), (gpus, schema, import_config, bench)
-    for module in (*running, export, quantize, *looking):
+    running, results = (demo, train, resume, plan, verify, replay, generate), (export, quantize)
+    for module in (*running, *results, doctor, gpus, schema, import_config, bench):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")

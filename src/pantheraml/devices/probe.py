@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -35,14 +36,7 @@ class VisibleGPU:
 
 
 def probe() -> DeviceSpec:
-    gpus, driver, note = _probe_gpus()
-    return DeviceSpec(
-        gpus=tuple(gpus),
-        cpu_count=cpu_count(),
-        ram_bytes=psutil.virtual_memory().total,
-        driver=driver,
-        note=note,
-    )
+    return DeviceSpec(**_probe_gpus(), cpu_count=cpu_count(), ram_bytes=psutil.virtual_memory().total)
 
 
 def cpu_count() -> int:
@@ -50,14 +44,15 @@ def cpu_count() -> int:
     return len(psutil.Process().cpu_affinity())
 
 
-def _probe_gpus() -> tuple[list[GPU], str | None, str | None]:
+def _probe_gpus() -> dict[str, Any]:
     try:
         session = Nvml()
     except NoDriverError as err:
-        return [], None, str(err)
+        return {"gpus": (), "driver": None, "note": str(err)}
     with session:
-        gpus = [_describe(each) for each in visible_gpus(session)]
-        return gpus, session.driver(), None if gpus else why_none(session)
+        gpus = tuple(_describe(each) for each in visible_gpus(session))
+        note = None if gpus else why_none(session)
+        return {"gpus": gpus, "note": note, "driver": session.driver(), "driver_cuda": session.cuda()}
 
 
 def why_none(session: Nvml) -> str:

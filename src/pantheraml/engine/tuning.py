@@ -21,6 +21,7 @@ from pantheraml.base.errors import ConfigError, UnsupportedModelError
 from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.models.derived_class import RuntimeSubclass
+from pantheraml.planner.precision import choose_precision
 from pantheraml.specs.performance import OptimizationLevel, PerformanceConfig
 from pantheraml.specs.plan import Choice
 
@@ -54,13 +55,14 @@ def use_mixed_precision(model: nn.Module, config: PerformanceConfig, device: tor
         return Choice(name=name, value=False, reason=reason, automatic=automatic)
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):
         return Choice(name=name, value=False, reason="the model has 16-bit weights already", automatic=True)
-    if device.type != "cuda":
-        return Choice(
-            name=name, value=False, reason="CPUs are rarely faster in bf16, and fp32 is exact", automatic=True
-        )
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
+    on_gpu = device.type == "cuda"
+    capabilities = [torch.cuda.get_device_capability(device)] if on_gpu else []
+    chosen = choose_precision(None, "cuda" if on_gpu else "cpu", capabilities)
+    if chosen.value == "fp16":
         reason = "the GPU has no bf16, and fp16 would need a GradScaler in your loop"
         return Choice(name=name, value=False, reason=reason, automatic=True)
+    if chosen.value != "bf16":
+        return Choice(name=name, value=False, reason=chosen.reason, automatic=True)
     apply_autocast(model)
     return Choice(name=name, value=True, reason="bf16 autocast", automatic=automatic)
 

@@ -41,15 +41,11 @@ class LibraryPatch:
 
     def apply(self) -> bool:
         """Return whether the patch is in place; not if the library is missing or of another version. Idempotent."""
-        if importlib.util.find_spec(self.library) is None:
-            return False
-        version = importlib.metadata.version(self.library)
-        if not self._knows(version):
-            logger.info("%s %s is not in %s: %s", self.library, version, self.versions, self.fallback)
+        if not self.is_supported():
             return False
         target = self._target()
         current = getattr(target, self.name)
-        if self._patched is not None and current is self._patched:
+        if self.is_in_place():
             return True
         patched_by = self._patched_by(current)
         if patched_by is not None and self.required:
@@ -62,6 +58,16 @@ class LibraryPatch:
             return False
         self._original, self._patched = current, self.make(current)
         setattr(target, self.name, self._patched)
+        return True
+
+    def is_supported(self) -> bool:
+        """Return whether the library is installed, in a version whose code was read; log that it is in another."""
+        if importlib.util.find_spec(self.library) is None:
+            return False
+        version = importlib.metadata.version(self.library)
+        if not self._knows(version):
+            logger.info("%s %s is not in %s: %s", self.library, version, self.versions, self.fallback)
+            return False
         return True
 
     def require_version(self) -> None:
@@ -79,6 +85,10 @@ class LibraryPatch:
 
     def _knows(self, version: str) -> bool:
         return SpecifierSet(self.versions).contains(version, prereleases=True)
+
+    def is_in_place(self) -> bool:
+        """Return whether the name is this replacement, with nothing around it."""
+        return self._patched is not None and getattr(self._target(), self.name) is self._patched
 
     def revert(self) -> None:
         """Restore the original; no-op if it is in place."""

@@ -32,6 +32,8 @@ class PatchRegistry:
 
     def apply(self, patch: LibraryPatch) -> bool:
         """Apply `patch` if its library is installed in a known version; return whether it is in place. Idempotent."""
+        if patch in self._applied and self._outermost(patch.full_name).is_in_place():
+            return True
         in_place = patch.apply()
         if in_place and patch not in self._applied:
             self._applied.append(patch)
@@ -60,6 +62,10 @@ class PatchRegistry:
         self._applied.remove(patch)
         for other in above:
             other.apply()
+
+    def _outermost(self, full_name: str) -> LibraryPatch:
+        """Return the patch around all others of the same name."""
+        return [other for other in self._applied if other.full_name == full_name][-1]
 
     def _arrived(self, patch: LibraryPatch) -> None:
         self._waiting.pop(patch.full_name, None)

@@ -65,6 +65,8 @@ class TokenScoreOutput(ModelOutput):
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     is_top1: Tensor | None = None
+    mean_logits: Tensor | None = None
+    """Mean of the logits over the vocabulary."""
     label_mask: Tensor | None = None
     aux_loss: Tensor | None = None
     """Router loss of a mixture of experts, if router logits were requested; `loss` includes it times its
@@ -95,6 +97,9 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
     """Why packed rows are an error; None: they are supported."""
     packed_within: int | None = None
     """Length of the longest document up to which packed rows are supported, even if `why_not_packed` is set."""
+    score_temperature: float = 1.0
+    """Temperature by which token scores divide the logits; the loss of `labels` does not."""
+    _foreign_head: Callable[..., Any] | None = None
     _altered_logits: str | None = None
     _checkpointing: str | None = None
 
@@ -112,6 +117,23 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
         if not is_plain_layer(head):  # PEFT may have added an adapter
             return f"the output head is not a plain linear layer but {type(head).__name__}"
         return self._altered_logits
+
+    def has_head_bias(self) -> bool:
+        head = forward_module(cast(PreTrainedModel, self).get_output_embeddings())
+        return getattr(head, "bias", None) is not None
+
+    def keep_foreign_head(self) -> None:
+        """Remember that the instance's `forward` is a trainer's, for `remove_foreign_head`."""
+        self._foreign_head = vars(self)["forward"]
+
+    def has_foreign_head(self) -> bool:
+        return self._foreign_head is not None
+
+    def remove_foreign_head(self) -> None:
+        """Remove the `forward` that an earlier trainer left, unless something else has wrapped it since."""
+        if self._foreign_head is not None and vars(self).get("forward") is self._foreign_head:
+            del self.forward  # type: ignore[attr-defined]
+            self._foreign_head = None
 
     def lock_checkpointing(self, mode: str) -> None:
         """Ignore later requests of a trainer to change activation checkpointing from `mode`."""
@@ -338,6 +360,8 @@ def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     outputs = _body_outputs(model, inputs)
     hidden = outputs.last_hidden_state
     labels = targets.labels().to(hidden.device)
+    if model.score_temperature != 1.0:
+        hidden = hidden / model.score_temperature
     deferred = DeferredGrad()
     scores = head_scores(forward_module(model.get_output_embeddings()), hidden, labels, targets.count(), deferred)
     # Sliced here rather than from the hidden states, which would copy them.
@@ -349,7 +373,8 @@ def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
         loss = loss + router_loss.coefficient * aux_loss.to(loss.device)
     loss = mirror_on_host(loss)
     log_probs = mirror_on_host(scores.log_probs[:, :last])
-    metrics = scores.entropy[:, :last], scores.is_top1[:, :last], (labels >= 0)[:, :last]
+    others = scores.entropy, scores.is_top1, scores.mean_logits, labels >= 0
+    metrics = [each[:, :last] for each in others]
     # TRL reads these before it starts the backward, while the GPU still has the rest of this forward to do.
     mirror_metrics_on_host(*metrics)
     mask = inputs.get("attention_mask")

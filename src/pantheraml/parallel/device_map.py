@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from pantheraml.base.env import launched_rank, process_rank
 from pantheraml.base.errors import ConfigError, DeviceError, OutOfMemoryError
 from pantheraml.specs.plan import LayerSplit
+from pantheraml.specs.train import SPLIT_STRATEGIES
 
 Device = int | Literal["cpu"]
 """GPU index, or the host."""
@@ -37,7 +38,6 @@ DeviceMap = DeviceName | Mapping[str, DeviceName]
 MaxMemory = Mapping[Any, int | str]
 """DeviceName -> size, in bytes or as text such as "10GiB"."""
 
-STRATEGIES = ("auto", "balanced", "sequential")
 FOR_WEIGHTS = 0.9
 """Fraction of a GPU's free memory for weights; the rest is for activations, gradients and optimizer state. Lower it
 with `max_memory`."""
@@ -60,7 +60,7 @@ def place(
     does not name.
     """
     limits = _limits(devices, max_memory)
-    if isinstance(device_map, str) and device_map in STRATEGIES:
+    if isinstance(device_map, str) and device_map in SPLIT_STRATEGIES:
         return _by_strategy(model, device_map, limits)
     room = {**devices, **limits}
     if isinstance(device_map, Mapping):
@@ -74,7 +74,7 @@ def place(
 
 def named_devices(device_map: DeviceMap, devices: Mapping[Device, int]) -> list[torch.device]:
     """Return the devices that a device map names, GPUs first; none for a strategy."""
-    if isinstance(device_map, str) and device_map in STRATEGIES:
+    if isinstance(device_map, str) and device_map in SPLIT_STRATEGIES:
         return []
     names = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
     found = {_device(name, devices) for name in names}
@@ -87,7 +87,7 @@ def place_in_group(device_map: DeviceMap | None, device: Device) -> dict[str, De
     A map that names other devices would put several ranks on one device, and is rejected.
     """
     whole: dict[str, DeviceName] = {"": device}
-    if device_map is None or (isinstance(device_map, str) and device_map in STRATEGIES):
+    if device_map is None or (isinstance(device_map, str) and device_map in SPLIT_STRATEGIES):
         return whole
     named = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
     if {_index(name) for name in named} <= {device, None}:
@@ -225,7 +225,7 @@ def _index(name: DeviceName) -> Device | None:
         return "cpu"
     raise ConfigError(
         f"{name!r} is not a valid device or device_map strategy.",
-        fix=f"Use {', '.join(STRATEGIES)}, cuda:N, cpu, or a mapping from modules to devices.",
+        fix=f"Use {', '.join(SPLIT_STRATEGIES)}, cuda:N, cpu, or a mapping from modules to devices.",
     )
 
 
@@ -380,7 +380,7 @@ def may_span_devices(device_map: DeviceMap | None) -> bool:
     """Return whether a device map may put one model on several devices."""
     if isinstance(device_map, Mapping):
         return list(device_map) != [""]
-    return isinstance(device_map, str) and device_map in STRATEGIES
+    return isinstance(device_map, str) and device_map in SPLIT_STRATEGIES
 
 
 def resolve_devices(
@@ -395,18 +395,13 @@ def resolve_devices(
         raise ConfigError("max_memory needs a device_map and a single process.", fix="Remove it.")
     if device_map is None:
         return own_device, None
-    free_memory = memory_for_weights()
-    named = named_devices(device_map, free_memory)
-    if (
-        named
-        and not may_span_devices(device_map)
-        and max_memory is None
-        and (is_single_process or named == [torch.device("cpu")])
-    ):
-        return named[0], None
-    if not is_single_process:
+    if not is_single_process and str(device_map) != "cpu" and device_map != {"": "cpu"}:
         place_in_group(device_map, "cpu" if own_device.type == "cpu" else own_device.index)
         return own_device, None
+    free_memory = memory_for_weights()
+    named = named_devices(device_map, free_memory)
+    if named and not may_span_devices(device_map) and max_memory is None:
+        return named[0], None
     if not named and not multi_gpu:
         free_memory = dict(list(free_memory.items())[:1])
     fits_one_device = not named and len(free_memory) == 1 and max_memory is None

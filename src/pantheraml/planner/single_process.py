@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.plan import GPU, LayerSplit
-from pantheraml.specs.train import ModelConfig, TrainConfig
-
-STRATEGIES = ("auto", "balanced", "sequential")
+from pantheraml.specs.train import SPLIT_STRATEGIES, ModelConfig, TrainConfig
 
 GPUs = tuple[GPU, ...]
 
@@ -62,7 +60,7 @@ def choose_single_process(config: TrainConfig, gpus: GPUs, world_size: int) -> S
         return SingleProcess(gpus)
     if world_size > 1:
         return SingleProcess(gpus, reason=_check_in_group(config, gpus))
-    if config.model.device_map in STRATEGIES:
+    if config.model.device_map in SPLIT_STRATEGIES:
         return _by_strategy(config, gpus)
     return _by_name(config.model, gpus)
 
@@ -171,7 +169,7 @@ def _by_name(model: ModelConfig, gpus: GPUs) -> SingleProcess:
 
 def _explicit_map(model: ModelConfig) -> dict[str, str]:
     """Map module -> device if the device map names devices; empty for a strategy."""
-    if model.device_map is None or model.device_map in STRATEGIES:
+    if model.device_map is None or model.device_map in SPLIT_STRATEGIES:
         return {}
     return {"": model.device_map} if isinstance(model.device_map, str) else dict(model.device_map)
 

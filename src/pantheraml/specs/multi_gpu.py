@@ -36,6 +36,8 @@ class MultiGPUMode(StrEnum):
 
 @dataclass(config=ConfigDict(extra="forbid", use_attribute_docstrings=True), kw_only=True)
 class MultiGPUConfig:
+    """Processes, devices and parallelism, for runs and for your own loops."""
+
     mode: MultiGPUMode = MultiGPUMode.AUTO
     """none: one process; dataparallel: one process that replicates the model on its GPUs per batch (simple, slow);
     distributed: one process per device, DDP unless parallel degrees are set; hybrid: DDP combined with

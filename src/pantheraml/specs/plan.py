@@ -38,6 +38,8 @@ class DeviceSpec(FrozenModel):
     """None: not known, of hardware that is only described."""
     driver: str | None
     """Driver version; None without an NVIDIA driver."""
+    driver_cuda: str | None = None
+    """Newest CUDA version that the driver supports, such as 13.0; None: no driver, or not reported."""
     note: str | None = None
     """Why there is no GPU; None if there are any."""
     selection: str | None = None

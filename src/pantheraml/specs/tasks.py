@@ -99,6 +99,35 @@ class Verdicts(BaseModel):
         return all(verdict.passed is not False for verdict in self.modes)
 
 
+class TorchFacts(BaseModel):
+    """What torch says of itself, in a process of its own (`doctor`)."""
+
+    version: str
+    cuda: str | None
+    """CUDA version that it is built for; None: a build for CPUs."""
+    nccl: str | None
+    gpus: int
+    problem: str | None
+    """Why it cannot use a GPU, in its words; None: it can, or it sees none."""
+
+
+class CollectiveRequest(Request):
+    """Join the plan's ranks and all-reduce once; the result is written to `collective.json`."""
+
+    timeout_seconds: float
+
+
+class CollectiveResult(BaseModel):
+    """What the ranks found when they met (`doctor`)."""
+
+    processes: int
+    backend: str
+    bytes: int
+    """Size of the all-reduced tensor."""
+    seconds: float
+    """Best of a few all-reduces."""
+
+
 class ReplayRequest(ReceivedRequest):
     """Rerun the step of an incident in one process; the result is written to `replay.json`."""
 

@@ -7,7 +7,7 @@ does not belong here. The field docstrings are the user documentation: docs/conf
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -47,6 +47,7 @@ def _as_device(value: Any) -> Any:
 
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$"), BeforeValidator(_as_device)]
 SplitStrategy = Literal["auto", "balanced", "sequential"]
+SPLIT_STRATEGIES: tuple[str, ...] = get_args(SplitStrategy)
 
 
 def _checked_map(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -283,6 +284,8 @@ class ReportConfig(ConfigSection):
 
 
 class TrainConfig(ConfigSection):
+    """Everything that `pantheraml train` is told: one field per section."""
+
     model: ModelConfig
     data: DataConfig
     method: MethodConfig = MethodConfig()

@@ -28,6 +28,7 @@ def loaded(tiny_model: TinyModel, **arguments: Any) -> Any:
 MAPS = [None, "auto", "balanced", "sequential", "cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}]
 
 
+@pytest.mark.seed("S0-032", "S2-011")
 @pytest.mark.parametrize("device_map", MAPS)
 @pytest.mark.parametrize("multi_gpu", [False, True])
 def test_without_gpus_every_map_is_the_cpu(tiny_model: TinyModel, device_map: Any, multi_gpu: bool) -> None:
@@ -56,6 +57,7 @@ def test_max_memory_within_limits(tiny_model: TinyModel) -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
+@pytest.mark.seed("S0-064")
 def test_auto_device_map_alias(tiny_model: TinyModel) -> None:
     model = loaded(tiny_model, auto_device_map=True, use_multi_gpu=True, max_memory={"cpu": "1GB"})
     assert next(model.parameters()).device.type == "cpu"

@@ -115,6 +115,7 @@ def test_loss_and_gradients_are_those_of_transformers_and_peft(tiny_model: TinyM
     assert_trains_alike(fast, plain, num_items_in_batch=torch.tensor(7))
 
 
+@pytest.mark.seed("S0-097")
 @pytest.mark.parametrize(
     "variant", [{"use_dora": True}, {"use_rslora": True}, {"target_modules": ["q_proj", "v_proj"]}]
 )
@@ -225,6 +226,7 @@ def test_adapter_init_depends_on_the_seed_only(tiny_model: TinyModel) -> None:
     assert not torch.equal(one, first(2))
 
 
+@pytest.mark.seed("S0-098", "S0-099")
 @pytest.mark.parametrize(("option", "cosine"), [("load_in_4bit", 0.8), ("load_in_8bit", 0.99), ("load_in_fp8", 0.95)])
 def test_over_quantized_weights(tiny_model: TinyModel, option: str, cosine: float) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu", **{option: True})
@@ -382,6 +384,7 @@ def test_shifted_labels(tiny_model: TinyModel) -> None:
     assert not scores.log_probs[:, -1].any()
 
 
+@pytest.mark.seed("C22", "S2-018")
 @pytest.mark.parametrize("mode", [True, "unsloth", "offload", "selective"])
 def test_checkpointed_activations_give_the_same_gradients(tiny_model: TinyModel, mode: Any) -> None:
     fast = fast_model(tiny_model("llama"), use_gradient_checkpointing=mode)
@@ -470,6 +473,7 @@ def test_get_peft_model_rejects_other_models(tiny_model: TinyModel) -> None:
         FastLanguageModel.get_peft_model(other)
 
 
+@pytest.mark.seed("S0-087", "S2-016", "S2-017")
 def test_arguments_of_scripts_written_for_unsloth(tiny_model: TinyModel) -> None:
     model, _ = FastLanguageModel.from_pretrained(
         model_name=str(tiny_model("llama")),
@@ -494,6 +498,7 @@ def test_arguments_of_scripts_written_for_unsloth(tiny_model: TinyModel) -> None
     assert sum(p.requires_grad for p in adapted.parameters()) == 2 * 2 * 7
 
 
+@pytest.mark.seed("S0-038", "S3-035")
 def test_the_package_loads_torch_at_first_use() -> None:
     code = (
         "import sys, pantheraml; assert 'FastLanguageModel' in dir(pantheraml);"
@@ -503,3 +508,11 @@ def test_the_package_loads_torch_at_first_use() -> None:
     assert pantheraml.FastLanguageModel is FastLanguageModel
     with pytest.raises(AttributeError, match="SlowLanguageModel"):
         pantheraml.SlowLanguageModel  # noqa: B018
+
+
+@pytest.mark.seed("S0-038", "S0-039", "S3-035")
+def test_exported_names_exist_and_are_documented() -> None:
+    assert pantheraml.__doc__
+    for name in pantheraml.__all__:
+        if name != "__version__":
+            assert (getattr(pantheraml, name).__doc__ or "").strip(), name

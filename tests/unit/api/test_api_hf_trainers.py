@@ -136,6 +136,7 @@ def two_gpus(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
+@pytest.mark.seed("S2-003", "S2-009", "S2-081")
 @pytest.mark.parametrize("adapters", [True, False])
 def test_a_trainer_uses_one_of_two_gpus(folder: Path, tmp_path: Path, adapters: bool, caplog: Any) -> None:
     model, tokenizer = load(folder, full_finetuning=not adapters)

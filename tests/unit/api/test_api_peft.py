@@ -49,6 +49,7 @@ def test_peft_config_of_a_trainer(folder: Path, tmp_path: Path, kind: str) -> No
     assert_same_training(*runs)
 
 
+@pytest.mark.seed("S3-041")
 @pytest.mark.parametrize("option", FORMATS)
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_peft_config_over_quantized_weights(folder: Path, tmp_path: Path, kind: str, option: str) -> None:
@@ -132,6 +133,7 @@ def trained_adapter(folder: Path, output: Path, **loading: Any) -> Any:
     return run.model.eval()
 
 
+@pytest.mark.seed("S3-042")
 @pytest.mark.parametrize("option", [None, *FORMATS])
 @pytest.mark.parametrize("way", ["FastLanguageModel", "PEFT", "PEFT to train"])
 def test_reloading_an_adapter(folder: Path, tmp_path: Path, option: str | None, way: str) -> None:

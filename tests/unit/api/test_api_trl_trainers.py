@@ -25,6 +25,7 @@ from tests.unit.api.trl_runs import (
     STEPS,
     TRAINERS,
     Record,
+    dequantized,
     fast_model,
     gradient_error,
     largest_update,
@@ -126,13 +127,6 @@ def test_reference_passes_between_forward_and_recomputation(folder: Path, tmp_pa
 def _checkpointing_of(model: Any) -> list[tuple[bool, Any]]:
     layers = [module for module in model.modules() if is_fused(module)]
     return [(layer.gradient_checkpointing, vars(layer).get("_gradient_checkpointing_func")) for layer in layers]
-
-
-def dequantized(model: Any, folder: Path, place: Path) -> Path:
-    """Save the weights that `model` computes with, as a plain folder; its adapters add nothing yet."""
-    model.merge_and_unload().save_pretrained(place)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(place)
-    return place
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -97,6 +97,7 @@ def train(model: Any, processor: Any, data: Any, output: Path, **changes: Any) -
     return dict(get_peft_model_state_dict(trainer.model))
 
 
+@pytest.mark.seed("S0-102", partly="on one GPU or CPU; not on several ranks")
 @pytest.mark.parametrize("checkpointing", [False, "unsloth"])
 @pytest.mark.parametrize("family", toy_vision.FAMILIES)
 def test_training_equals_plain_peft(

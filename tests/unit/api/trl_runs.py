@@ -87,7 +87,7 @@ def make_trainer(kind: str, model: Any, folder: Path, output: Path, *, peft_conf
 
 
 def loaded(folder: Path, **arguments: Any) -> Any:
-    model, _ = FastLanguageModel.from_pretrained(str(folder), device_map="cpu", **arguments)
+    model, _ = FastLanguageModel.from_pretrained(str(folder), **{"device_map": "cpu", **arguments})
     return model
 
 
@@ -110,9 +110,21 @@ def plain_base(folder: Path) -> Any:
 
 
 def plain_model(folder: Path, like: Any) -> Any:
-    plain = get_peft_model(plain_base(folder), lora())
+    return plain_peft(plain_base(folder), lora(), like)
+
+
+def plain_peft(base: Any, config: LoraConfig, like: Any) -> Any:
+    """Return `base` with adapters of the same values as those of `like`."""
+    plain = get_peft_model(base, config)
     set_peft_model_state_dict(plain, get_peft_model_state_dict(like))
     return plain
+
+
+def dequantized(model: Any, folder: Path, place: Path) -> Path:
+    """Save the weights that `model` computes with, as a plain folder; its adapters add nothing yet."""
+    model.merge_and_unload().save_pretrained(place)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(place)
+    return place
 
 
 @dataclass

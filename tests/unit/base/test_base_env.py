@@ -35,6 +35,7 @@ def test_single_process_has_no_launched_rank(monkeypatch: pytest.MonkeyPatch) ->
     assert env.launched_rank() is None
 
 
+@pytest.mark.seed("S0-042", "S2-030", "S2-031", "S4-010")
 def test_rank_from_torchrun_and_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
     assert env.launched_rank() == env.ProcessRank(rank=5, local_rank=1, world_size=8)
@@ -53,6 +54,7 @@ def test_rank_from_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.rank_variables(env.ProcessRank(0, 0, 4, 2))["LOCAL_WORLD_SIZE"] == "2"
 
 
+@pytest.mark.seed("S4-117", "S4-128")
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -88,6 +90,7 @@ def test_store_variables_round_trip(monkeypatch: pytest.MonkeyPatch, hosted_by_a
     assert env.started_by_agent() == hosted_by_agent
 
 
+@pytest.mark.seed("S2-029")
 def test_multi_gpu_switch_and_nproc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not env.multi_gpu_requested()
     set_variables(monkeypatch, UNSLOTH_ENABLE_MULTIGPU="1")

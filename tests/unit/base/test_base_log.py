@@ -23,6 +23,7 @@ def logged(code: str, **variables: str | None) -> list[str]:
     return stderr(f"{code}\n{MESSAGES}", **variables).splitlines()
 
 
+@pytest.mark.seed("S3-045", "S3-073")
 def test_a_script_sees_choices_once() -> None:
     lines = ["pantheraml INFO: a choice", "pantheraml WARNING: a warning", "pantheraml ERROR: an error"]
     assert logged("log.start_for_scripts(); log.start_for_scripts()") == lines
@@ -66,6 +67,7 @@ def test_what_the_script_configures_later_counts() -> None:
     assert logged(later) == ["pantheraml ERROR: an error"]
 
 
+@pytest.mark.seed("S3-045")
 def test_ranks_other_than_0_log_errors_only() -> None:
     ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     assert logged("log.start_for_scripts()", RANK="1", **ranks) == ["an error"]

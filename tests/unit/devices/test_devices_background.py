@@ -24,6 +24,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.seed("S4-011")
 def test_samples_of_gpus_and_host(host: Host) -> None:
     fake = host("2xH200")
     with BackgroundSampler(**FAST) as sampler:

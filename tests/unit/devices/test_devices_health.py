@@ -52,6 +52,7 @@ def test_what_the_driver_does_not_tell_is_not_ok() -> None:
     assert judged(HealthReading(thermal_margin=30)).status == "ok"
 
 
+@pytest.mark.seed("S4-016", "S4-119")
 @pytest.mark.parametrize(
     ("change", "status", "says"),
     [

@@ -34,6 +34,7 @@ def test_all_that_are_fit() -> None:
     assert (found.reason, found.passed_over) == ("all 4 visible GPU(s) are healthy and free", {})
 
 
+@pytest.mark.seed("S4-012", "S4-106")
 def test_unhealthy_and_busy_ones_are_passed_over() -> None:
     found = select([gpu(0, status="fail"), gpu(1), gpu(2, free=49), gpu(3, status="warn")])
     assert found.indices == (1, 3)

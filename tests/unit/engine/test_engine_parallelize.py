@@ -15,6 +15,7 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
+@pytest.mark.seed("C23", "S1-029")
 @pytest.mark.parametrize(
     ("wanted", "device", "kind"),
     [
@@ -64,6 +65,7 @@ def test_static_graph_decision_has_a_reason(
     assert norm.name == "parallel.sync_bn"
 
 
+@pytest.mark.seed("S2-032")
 def test_environment_variable_disables_the_static_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNSLOTH_DISABLE_DDP_STATIC_GRAPH", raising=False)
     assert static_graph_allowed(MultiGPUConfig())

@@ -198,7 +198,7 @@ def test_prelaunch_follows_evaluation_and_checkpoint(
     replays, launched = counts.replays, counts.prelaunches
     assert losses(tmp_path / "plain", prelaunch=False, **changes) == actual
     assert counts.replays == 2 * replays
-    assert launched == (0 if "eval_steps" in changes else STEPS - 3)
+    assert launched == STEPS - 3
 
 
 def trainer_that_acts(method: str, act: Callable[[Any], None]) -> Any:

@@ -47,7 +47,7 @@ def patch(word: str = "ours", **changes: str) -> LibraryPatch:
     return LibraryPatch(**{**fields, **changes}, make=make)  # type: ignore[arg-type]
 
 
-@pytest.mark.seed("S3-022", "C7")
+@pytest.mark.seed("S3-022", "C7", "C26")
 def test_a_patch_waits_for_the_import(library: str) -> None:
     registry, subject = PatchRegistry(), patch()
     registry.apply_on_import(subject)

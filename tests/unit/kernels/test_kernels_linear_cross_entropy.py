@@ -30,6 +30,7 @@ def inputs(
 @pytest.fixture(params=[1, 37 * 4, 2**25], ids=["one token per chunk", "ragged chunks", "one chunk"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(head, "TILES_CHUNK_FACTOR", 1)
     monkeypatch.setattr(head, "TRAINED_CHUNK_FACTOR", 1)
 
 
@@ -159,6 +160,7 @@ def test_fp8_head_keeps_gradients_of_improbable_tokens() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_all_chunks_share_one_buffer(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 37 * 4)
+    monkeypatch.setattr(head, "TILES_CHUNK_FACTOR", 1)
     hidden, weight, targets, _ = inputs(torch.float32, bias=False)
     seen: list[tuple[int, ...]] = []
     softmax = head.softmax
@@ -174,3 +176,17 @@ def test_all_chunks_share_one_buffer(fp8: bool, monkeypatch: pytest.MonkeyPatch)
         linear_cross_entropy(hidden, weight.detach(), targets)
     assert len(seen) == 4
     assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "tokens"),
+    [(128_256, 4096, 512), (128_256, 2048, 1024), (151_936, 2560, 768), (262_208, 2560, 768), (151_936, 896, 1664),
+     (32_768, 4096, 2048), (128_256, 16384, 512)],
+)  # fmt: skip
+def test_chunks_of_an_fp8_head_have_a_tile_per_sm(vocabulary: int, width: int, tokens: int) -> None:
+    """As many tokens as make 128 tiles of 128 x 128, of at most 512 MiB of logits."""
+    assert head.chunk_rows(vocabulary, trained=False, fp8_width=width) == tokens
+    base = head.chunk_rows(vocabulary, trained=False)
+    assert tokens * vocabulary <= max(2**28, base * vocabulary)
+    deferred = head.deferred_count(vocabulary, width) * tokens
+    assert tokens <= deferred <= max(tokens, head.DEFERRED_CHUNKS * base)

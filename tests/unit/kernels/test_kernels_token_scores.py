@@ -31,6 +31,7 @@ EQUAL = torch.full((2, 9), 0.37, dtype=torch.float64)
 @pytest.fixture(params=[1, 37 * 4, 2**25], ids=["one token per chunk", "ragged chunks", "one chunk"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(head, "TILES_CHUNK_FACTOR", 1)
     monkeypatch.setattr(head, "TRAINED_CHUNK_FACTOR", 1)
 
 
@@ -154,6 +155,7 @@ def test_deferred_gradients_match(called_early: bool, masked: int) -> None:
 def test_deferred_gradients_are_not_saved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved-tensor hooks (such as offloading) must not copy gradients that are not computed yet."""
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 37 * 2)
+    monkeypatch.setattr(head, "TILES_CHUNK_FACTOR", 1)
     hidden, weight, targets, _ = inputs(torch.float32, bias=False, trained=False, masked=1)
     arguments = hidden, *quantized(weight), targets, 17
     expected = torch.autograd.grad(fp8_token_scores(*arguments).log_probs.sum(), hidden)[0]

@@ -127,6 +127,7 @@ def test_a_task_with_nothing_to_save_ends_at_once(tmp_path: Path) -> None:
     assert seconds < 50
 
 
+@pytest.mark.seed("S4-020", "S4-114", "S4-118")
 def test_grandchildren_in_sessions_of_their_own_end_too(tmp_path: Path) -> None:
     status, _ = run(tmp_path, f"{NEST}time.sleep(100)", stop=[signal.SIGTERM], ask=False)
     assert status == 143

@@ -10,6 +10,7 @@ from pantheraml.base.errors import ConfigError, LaunchError
 from pantheraml.multigpu import enable_multi_gpu, launch
 
 
+@pytest.mark.seed("C6", "S2-004", "S2-029", "S2-033", "S2-082")
 @pytest.mark.parametrize(
     ("enable", "use", "variable", "on"),
     [
@@ -31,6 +32,7 @@ def test_who_decides(
     assert wants_multi_gpu(enable, use) is on
 
 
+@pytest.mark.seed("C6", "S0-105")
 def test_two_names_that_disagree() -> None:
     with pytest.raises(ConfigError, match="are aliases"):
         FastLanguageModel.from_pretrained("nowhere", enable_multi_gpu=True, use_multi_gpu=False)

@@ -52,6 +52,7 @@ def test_world_size_must_be_a_number() -> None:
     assert "For example: --nproc 2" in str(raised.value)
 
 
+@pytest.mark.seed("S1-018", "S1-019", "S1-020", "C10")
 def test_a_rank_by_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_rank(config().parallel) is None
     second = config(world_size=2, rank=1, local_rank=1)

@@ -50,6 +50,7 @@ def bitsandbytes_layer(name: str) -> tuple[Tensors, torch.Size, dict[str, str]]:
     return parts, torch.Size(json.loads(facts[f"{name}.shape"])), facts
 
 
+@pytest.mark.seed("S0-065")
 @pytest.mark.parametrize("name", ["single", "double"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nf4_matches_bitsandbytes_bit_for_bit(name: str, dtype: torch.dtype) -> None:
@@ -217,6 +218,7 @@ def test_a_quantized_folder_stays_quantized(made: Path, tmp_path: Path, name: st
         torch.testing.assert_close(logits(model), logits(expected), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.seed("S0-065", "S3-019")
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_adapter_trains_over_a_quantized_folder(made: Path, tmp_path: Path, name: str) -> None:
     folder, _ = quantized_folder(made, tmp_path, name)

@@ -27,9 +27,29 @@ from pantheraml.models.fast import fuse, is_fused
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, quantize_linears
 from pantheraml.specs.train import Checkpointing
-from tests.unit.models.conftest import FAMILIES
+from tests.unit.models.conftest import COMMON
+from tests.unit.models.conftest import FAMILIES as COMMON_FAMILIES
 
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    **COMMON_FAMILIES,
+    "gemma3_text": {
+        **COMMON, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 11,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+        },
+    },
+    "granite": {**COMMON_FAMILIES["granite"], "residual_multiplier": 0.6, "attention_multiplier": 0.3,
+                "embedding_multiplier": 1.5},
+    "smollm3": {**COMMON, "no_rope_layers": [1, 0]},
+    "cohere2": {**COMMON, "sliding_window": 4},
+    "ministral": {**COMMON, "head_dim": 8, "sliding_window": 4,
+                  "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gemma3_text", "granite", "smollm3", "ministral"]
+CHAINED = [family for family in FUSED if family != "gemma3_text"]
+"""Families whose layers all get the same arguments. Gemma 3's have a RoPE table with a window, and one without."""
 LAYERS = 2
 CPU = torch.device("cpu")
 IDS = torch.randint(4, 256, (3, 17), generator=torch.Generator().manual_seed(0))
@@ -140,12 +160,14 @@ def test_unquantized_weights_match(family: str) -> None:
     assert_same(results(ours), results(theirs))
 
 
-def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, logits: float, cosine: float) -> None:
+def assert_near(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], *, logits: float, cosine: float, length: float = 0.15
+) -> None:
     assert relative_error(ours["logits"], theirs["logits"]) < logits
     assert grad_cosine(ours, theirs) > cosine
     lengths = [float(ours[name].norm() / theirs[name].norm()) for name in theirs]
-    assert min(lengths) > 0.85
-    assert max(lengths) < 1.15
+    assert min(lengths) > 1 - length
+    assert max(lengths) < 1 + length
 
 
 def small_weights(family: str) -> Any:
@@ -153,18 +175,24 @@ def small_weights(family: str) -> Any:
     return base_model(family, initializer_range=0.05)
 
 
-def assert_near_in_fp8(make: Callable[[], Any], **lora: Any) -> None:
-    """Bounds are 1.5 times the largest distance measured over families and adapter shapes."""
+def assert_near_in_fp8(make: Callable[[], Any], *, noise: float = 1.0, **lora: Any) -> None:
+    """Bounds are 1.5 times the largest distance measured over families and adapter shapes, and `noise` times that; and
+    fused layers are as close to float32 as unfused ones."""
     exact = results(adapted(make(), size=0.05, **lora))
     plain = adapted(quantize_to_fp8(make()), size=0.05, **lora)
     ours, theirs = results(fused(plain)), results(plain)
-    assert_near(ours, theirs, logits=0.06, cosine=0.9945)
-    assert_near(ours, exact, logits=0.1, cosine=0.99)
+    assert_near(ours, theirs, logits=0.06 * noise, cosine=1 - 0.0055 * noise, length=0.15 * noise)
+    assert_near(ours, exact, logits=0.1 * noise, cosine=1 - 0.01 * noise, length=0.15 * noise)
+    assert relative_error(ours["logits"], exact["logits"]) < 1.2 * relative_error(theirs["logits"], exact["logits"])
+
+
+NOISE = {"gemma3_text": 3.0}
+"""Norms of small outputs of attention and the MLP amplify the noise, of unfused layers as well."""
 
 
 @pytest.mark.parametrize("family", FUSED)
 def test_fp8_weights_are_close_to_unfused_and_float32(family: str) -> None:
-    assert_near_in_fp8(lambda: small_weights(family))
+    assert_near_in_fp8(lambda: small_weights(family), noise=NOISE.get(family, 1.0))
 
 
 def grad_cosine(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -312,7 +340,6 @@ def test_the_next_forward_pass_uses_the_adapters_new_values() -> None:
 def test_an_adapter_can_be_switched_off_and_on() -> None:
     ours, theirs = pair()
     with ours.disable_adapter(), theirs.disable_adapter():
-        assert not runs_fused(ours)
         off = logits(ours)
         assert relative_error(off, logits(theirs)) <= EXACT
     assert runs_fused(ours)
@@ -452,7 +479,7 @@ def test_adapters_that_cannot_be_fused(lora: dict[str, Any], reason: str, caplog
     assert_left_alone(adapted(base_model("llama"), **lora), reason, caplog)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "granite"])
+@pytest.mark.parametrize("family", ["gpt2", "cohere2"])
 def test_unsupported_families(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = adapted(base_model(family), fan_in_fan_out=family == "gpt2")
     assert_left_alone(model, "is not a supported family", caplog)

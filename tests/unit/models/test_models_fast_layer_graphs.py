@@ -18,7 +18,7 @@ from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import enable_layer_graphs, is_fused, release_layer_graphs
 from pantheraml.models.fast import layer_cuda_graphs as subject
-from tests.unit.models.test_models_fast import FUSED, IDS, adapted, assert_same, base_model, fused, randomize, results
+from tests.unit.models.test_models_fast import CHAINED, IDS, adapted, assert_same, base_model, fused, randomize, results
 
 OTHER_IDS = IDS.flip(0)
 
@@ -89,7 +89,7 @@ def replays(model: Any) -> bool:
     return "_ReplayBackward" in names
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", CHAINED)
 def test_replay_matches_eager(family: str) -> None:
     ours, theirs = graph_pair(family)
     warm_up(ours)
@@ -100,7 +100,7 @@ def test_replay_matches_eager(family: str) -> None:
     assert OnCPU.captures == 1
 
 
-@pytest.mark.parametrize("family", [family for family in FUSED if family != "qwen2"])
+@pytest.mark.parametrize("family", [family for family in CHAINED if family != "qwen2"])
 def test_replay_matches_with_full_finetuning(family: str) -> None:
     ours, theirs = graph_pair(family, full=True)
     warm_up(ours)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pantheraml.kernels.rms_norm import Normed, QuantizedRows, rms_norm, rms_norm_backward, rms_norm_backward_rows
 from pantheraml.models.fast import autograd_functions as functions
-from pantheraml.models.fast import fuse
+from pantheraml.models.fast import fuse, residual_branch
 from pantheraml.models.quantize.fp8 import FP8Linear
 from tests.unit.models.test_models_fast import (
     LAYERS,
@@ -82,7 +82,7 @@ def distances(model: nn.Module, change: Change, monkeypatch: pytest.MonkeyPatch)
         patch.setattr(functions, "_plain_norm_input", lambda normed, _: normed.total)
         patch.setattr(functions, "_norm_input", lambda plain, *rows: (plain, change(*rows)))
         patch.setattr(functions, "rms_norm_backward", backward)
-        patch.setattr(functions, "rms_norm_backward_rows", backward_rows)
+        patch.setattr(residual_branch, "rms_norm_backward_rows", backward_rows)
         results(model, input_ids=IDS, labels=IDS)
     return collected
 

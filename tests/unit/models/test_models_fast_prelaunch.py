@@ -17,7 +17,7 @@ from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM
 from pantheraml.models.fast import enable_layer_graphs
 from pantheraml.models.fast import prelaunch as subject
-from tests.unit.models.test_models_fast import FUSED, IDS, adapted, assert_same, base_model, fused, randomize, results
+from tests.unit.models.test_models_fast import CHAINED, IDS, adapted, assert_same, base_model, fused, randomize, results
 from tests.unit.models.test_models_fast_layer_graphs import OTHER_IDS, OnCPU, _on_a_cpu, warm_up
 
 __all__ = ["_on_a_cpu"]
@@ -60,7 +60,7 @@ def check(ours: Any, theirs: Any, ids: Tensor, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones_like(IDS)], ids=["none", "ones"])
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", [family for family in CHAINED if family != "granite"])  # scales its embeddings
 def test_prelaunched_pass_is_used(replays: list[int], family: str, mask: Tensor | None) -> None:
     ours, theirs = prelaunch_pair(family)
     for index, ids in enumerate((OTHER_IDS, IDS, OTHER_IDS)):

@@ -49,10 +49,12 @@ def test_one_process_is_not_wrapped_in_ddp() -> None:
     assert model.weight.grad is not None
 
 
+@pytest.mark.seed("S1-092", "S2-069")
 def test_static_graph_is_on_for_reentrant_checkpointing() -> None:
     assert decide_static_graph(**STATIC_GRAPH_OK).value
 
 
+@pytest.mark.seed("C8", "S1-025", "S2-070")
 @pytest.mark.parametrize(
     ("against", "reason"),
     [

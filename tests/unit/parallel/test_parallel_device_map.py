@@ -51,6 +51,7 @@ def test_bytes_per_device() -> None:
     assert bytes_on(model, placement) == {0: EMBEDDING + 3 * LAYER + tables, 1: 5 * LAYER + 4 * 32 + EMBEDDING}
 
 
+@pytest.mark.seed("S0-002", "S0-059", "S0-060", "S0-011")
 @pytest.mark.parametrize("strategy", ["auto", "balanced"])
 def test_balanced_gives_every_device_its_share(strategy: str) -> None:
     model = llama()
@@ -60,6 +61,7 @@ def test_balanced_gives_every_device_its_share(strategy: str) -> None:
     assert layers_on(placement) == sorted(layers_on(placement))
 
 
+@pytest.mark.seed("S0-061", "C4")
 def test_sequential_fills_one_device_after_another() -> None:
     model = llama()
     placement = place(model, "sequential", {0: EMBEDDING + 5 * LAYER, 1: 10**9, 2: 10**9})
@@ -69,12 +71,14 @@ def test_sequential_fills_one_device_after_another() -> None:
     assert set(placement.values()) == {0, 1}
 
 
+@pytest.mark.seed("C4", "S2-034", "S2-061")
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
 def test_with_one_device_every_strategy_means_that_device(strategy: str) -> None:
     assert place(llama(), strategy, {3: 10**9}) == {"": 3}
     assert place(llama(), strategy, {"cpu": 10**9}) == {"": "cpu"}
 
 
+@pytest.mark.seed("S2-036")
 @pytest.mark.parametrize(("name", "expected"), [("cuda:1", 1), (1, 1), (torch.device("cuda", 0), 0), ("cuda", 0)])
 def test_one_device_by_name(name: Any, expected: int) -> None:
     assert place(llama(), name, {0: 10**9, 1: 10**9}) == {"": expected}
@@ -89,6 +93,7 @@ def test_no_layer_is_divided() -> None:
         assert used.get(0, 0) <= room
 
 
+@pytest.mark.seed("S0-062")
 def test_memory_limits_bound_what_goes_where() -> None:
     model = llama()
     limit = EMBEDDING + 4 * LAYER
@@ -118,6 +123,7 @@ def test_uneven_devices_are_filled_in_order_where_balance_is_not_possible() -> N
     assert "device_map=auto" in str(caught.value.fix)
 
 
+@pytest.mark.seed("S2-059", "S2-079")
 @pytest.mark.parametrize("strategy", ["auto", "sequential"])
 def test_model_that_does_not_fit_is_rejected_with_the_shortfall(strategy: str) -> None:
     model = llama()
@@ -183,11 +189,13 @@ def test_adapted_models_are_placed_under_their_own_names() -> None:
     assert all(name.startswith("base_model.model.") and name.count(".") <= 4 for name in placement)
 
 
+@pytest.mark.seed("C5", "S2-023")
 @pytest.mark.parametrize("device_map", [None, "auto", "balanced", "sequential", "cuda", "cuda:1", 1, {"": 1}])
 def test_rank_of_a_group_gets_its_own_device(device_map: Any) -> None:
     assert place_in_group(device_map, 1) == {"": 1}
 
 
+@pytest.mark.seed("C5")
 @pytest.mark.parametrize("device_map", ["cuda:0", "cpu", {"": 0}, {"model": 0, "lm_head": 1}])
 def test_map_of_other_devices_in_a_group_is_rejected(device_map: Any) -> None:
     with pytest.raises(ConfigError, match="the one device of this rank"):

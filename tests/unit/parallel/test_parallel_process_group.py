@@ -29,6 +29,7 @@ def plan(**changes: Any) -> Plan:
     return make_plan(CONFIG, micro=1).model_copy(update={"device": "cuda", "device_ids": (4, 6), **changes})
 
 
+@pytest.mark.seed("S4-019", "S4-139")
 def test_a_rank_limits_its_own_gpu(limits: list[tuple[float, Any]]) -> None:
     device = torch.device("cuda", 1)
     process_group._limit_memory(plan(memory_fraction=0.5), device)

@@ -29,6 +29,7 @@ def test_even_shares_differ_by_one_at_most() -> None:
         assert even_shares(count, 6) == [len(part) for part in np.array_split(np.arange(count), 6)]
 
 
+@pytest.mark.seed("S3-037", "S3-055", "S0-110")
 def test_sizes_by_hand_are_the_shares_of_a_full_batch() -> None:
     assert weighted_shares(21, [2, 2, 2, 15]) == [2, 2, 2, 15]
     assert weighted_shares(42, [2, 2, 2, 15]) == [4, 4, 4, 30]
@@ -64,6 +65,7 @@ def observe(adaptive: AdaptiveShares, steps: range, speeds: list[float]) -> None
         adaptive.observe(step, tokens, [count / speed for count, speed in zip(tokens, speeds, strict=True)])
 
 
+@pytest.mark.seed("S3-056")
 def test_adaptive_weights_become_the_speeds() -> None:
     adaptive = AdaptiveShares(3, global_batch=64, window=2)
     observe(adaptive, range(4), [100.0, 100.0, 50.0])

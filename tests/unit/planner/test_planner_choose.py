@@ -25,6 +25,7 @@ def config(**sections: Any) -> TrainConfig:
     return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
 
 
+@pytest.mark.seed("S2-001", "S4-116")
 def test_without_gpus_one_process_uses_all_cores() -> None:
     plan = choose(config(), machine())
     assert (plan.device, plan.world_size, plan.backend, plan.precision) == ("cpu", 1, "gloo", "fp32")
@@ -32,6 +33,10 @@ def test_without_gpus_one_process_uses_all_cores() -> None:
     assert plan.reason("device") == "no driver"
 
 
+@pytest.mark.seed(
+    *("S0-033", "S0-068", "S1-006", "S2-001", "S2-006", "S3-052", "S3-066", "S4-002", "S4-035", "S4-106", "C3"),
+    *("S1-017", "S4-115"),
+)
 def test_one_process_per_gpu() -> None:
     plan = choose(config(), machine(gpus=4))
     assert (plan.device, plan.world_size, plan.backend, plan.precision) == ("cuda", 4, "nccl", "bf16")
@@ -57,6 +62,7 @@ def test_oversubscribed_cpu_cores_give_a_warning() -> None:
     assert choose(config(parallel={"world_size": 2}), machine(gpus=2, cores=1)).warnings == ()
 
 
+@pytest.mark.seed("S0-006")
 def test_every_automatic_choice_has_a_reason() -> None:
     for devices in (machine(), machine(gpus=2)):
         for choice in choose(config(), devices).choices:
@@ -64,6 +70,15 @@ def test_every_automatic_choice_has_a_reason() -> None:
             assert choice.automatic == (choice.reason != "as configured")
 
 
+@pytest.mark.seed(
+    "S0-074",
+    partly="micro-batches follow the batch and its tokens; the global batch never changes unless requested",
+)
+@pytest.mark.seed(
+    "S4-033",
+    "S4-157",
+    partly="the plan limits the tokens of a micro-batch; free memory is not measured before training",
+)
 def test_micro_batches_fill_the_share_evenly() -> None:
     plan = choose(config(data={"path": "d", "seq_len": 2048}, train={"global_batch_size": 36}), machine(gpus=2))
     assert plan.micro_batch_size == 6  # 18 each, at most 8 per micro-batch: 3 of 6
@@ -71,6 +86,7 @@ def test_micro_batches_fill_the_share_evenly() -> None:
     assert plan.micro_batch_size == 1
 
 
+@pytest.mark.seed("S1-015", "S4-107")
 def test_device_ids_choose_and_order_gpus() -> None:
     plan = choose(config(parallel={"device_ids": [3, 1]}), machine(gpus=4))
     assert plan.device_ids == (3, 1)
@@ -111,6 +127,7 @@ def test_impossible_settings_are_refused(sections: Any, gpus: int, error: type[E
         choose(config(**sections), machine(gpus=gpus))
 
 
+@pytest.mark.seed("S0-086", "S1-017", "S4-130")
 def test_backend_and_mode_are_honored() -> None:
     assert choose(config(parallel={"backend": "gloo"}), machine(gpus=2)).backend == "gloo"
     assert choose(config(parallel={"mode": "none"}), machine(gpus=2)).world_size == 1
@@ -314,6 +331,7 @@ def test_checkpointing_is_planned_as_configured(mode: str) -> None:
     assert plan.reason("train.activation_checkpointing") == "as configured"
 
 
+@pytest.mark.seed("C3", "S1-109", "S1-110")
 @pytest.mark.parametrize(
     ("gpus", "mode", "processes"), [(0, "none", 1), (1, "none", 1), (2, "dataparallel", 1), (4, "dataparallel", 1),
                                     (5, "distributed", 5)]

@@ -28,6 +28,7 @@ def plan_for(gpus: int, *, model: dict[str, Any] | None = None, **sections: Any)
 COPIES = {"mode": "dataparallel"}
 
 
+@pytest.mark.seed("S1-001")
 def test_dataparallel_is_one_process_with_all_gpus() -> None:
     plan = plan_for(4, parallel=COPIES, train={"global_batch_size": 36})
     assert (plan.world_size, plan.device_ids, plan.copies, plan.split) == (1, (0, 1, 2, 3), True, None)
@@ -43,6 +44,7 @@ def test_dataparallel_disables_single_device_optimizations() -> None:
         assert "DataParallel" in plan.reason(name)
 
 
+@pytest.mark.seed("S1-016")
 def test_output_device_comes_first() -> None:
     plan = plan_for(4, parallel={**COPIES, "device_ids": [0, 1, 3], "output_device": 3})
     assert plan.device_ids == (3, 0, 1)
@@ -88,6 +90,7 @@ def test_model_is_not_split_by_default() -> None:
     assert (plan.world_size, plan.split, plan.copies) == (4, None, False)
 
 
+@pytest.mark.seed("S0-033", "S2-035")
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
 def test_strategy_splits_one_process_over_all_gpus(strategy: str) -> None:
     plan = plan_for(3, model={"device_map": strategy, "max_memory": {0: "10GiB", 2: 5}})

@@ -43,6 +43,7 @@ class BadEnd(Collector):
         raise OSError("cannot flush")
 
 
+@pytest.mark.seed("S3-073", "S4-144")
 def test_new_events_are_passed_on_once(tmp_path: Path) -> None:
     collector = Collector()
     follower = Follower(tmp_path, [collector])

@@ -42,6 +42,7 @@ def found(run: Any, *indices: int) -> None:
     run.emit("hardware.found", host="node<7>", driver="580", cuda="13.0", gpus=gpus, cpu_count=96, ram_bytes=2**40)
 
 
+@pytest.mark.seed("S4-145", partly="utilization and energy; no costs")
 def test_utilization_and_energy_of_the_whole_run(fake_run: Any) -> None:
     fake_run.begin()
     sampled(fake_run, seconds=30.0)
@@ -69,6 +70,7 @@ def test_a_run_on_cpus_has_neither(fake_run: Any, tmp_path: Path) -> None:
     assert len(page.charts) == 2
 
 
+@pytest.mark.seed("S1-009", "S4-004", "S4-131")
 def test_the_report_shows_a_timeline_and_a_table(complete: Any, tmp_path: Path) -> None:
     found(complete, 0, 2)
     sampled(complete, seconds=60.0)

@@ -42,6 +42,7 @@ def loss_at(fake_run: Any, step: int, kind: str = "train.step") -> str:
     return f"{event.loss:.4f}"
 
 
+@pytest.mark.seed("S3-073")
 def test_log_has_plain_lines(complete: Any) -> None:
     lines = log_of(complete.events, title="pantheraml train")
     assert lines[:6] == [

@@ -93,6 +93,7 @@ def test_late_rank_is_waited_for(either: StoreAddress) -> None:
     assert all(future.result() for future in on_ranks(2, work))
 
 
+@pytest.mark.seed("S0-107", "S1-033", "S2-056", "S4-129")
 def test_missing_ranks_are_named(address: StoreAddress) -> None:
     host = join_store(
         place(0, 1), replace(address, attempt=1), timeout_seconds=PATIENCE
@@ -138,6 +139,7 @@ def test_port_with_a_foreign_listener(foreign_listener: StoreAddress) -> None:
     assert "it is not the store of this run" in failure(1, foreign_listener, timeout_seconds=1)
 
 
+@pytest.mark.seed("S1-012", "S1-032")
 def test_port_briefly_in_use_is_retried(address: StoreAddress, caplog: pytest.LogCaptureFixture) -> None:
     """Retried up to `max_retries` times."""
     server = socket.create_server((address.host, address.port))

@@ -35,6 +35,7 @@ def problem(tmp_path: Path, text: str, *overrides: str) -> str:
 HEAD = "model:\n  path: m\ndata:\n  path: d\n"
 
 
+@pytest.mark.seed("S3-046")
 def test_yaml_round_trip(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, HEAD + "train:\n  learning_rate: 1e-4\n  max_steps: 7\n"))
     assert config.train.learning_rate == 1e-4
@@ -50,6 +51,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     assert config.method.target_modules == ["q_proj", "v_proj"]
 
 
+@pytest.mark.seed("S0-105", "S3-068")
 def test_an_unknown_key_names_key_line_and_nearest_name(tmp_path: Path) -> None:
     text = problem(tmp_path, HEAD + "train:\n  seed: 1\n  learning_rat: 3\n")
     assert "`train.learning_rat` is not a known key" in text

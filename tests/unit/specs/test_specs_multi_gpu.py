@@ -22,6 +22,7 @@ def config(**sections: Any) -> TrainConfig:
     return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
 
 
+@pytest.mark.seed("C12", "C27", "S1-026", "S1-031")
 @pytest.mark.parametrize(
     ("given", "field", "expected"),
     [
@@ -43,6 +44,7 @@ def test_aliases_are_translated(given: dict[str, Any], field: str, expected: obj
     assert getattr(config(parallel=given).parallel, field) == expected
 
 
+@pytest.mark.seed("S0-105", "S1-030", "S3-068")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -83,6 +85,7 @@ def test_aliases_can_be_read() -> None:
     assert not multi_gpu(max_retries=0).enable_fault_tolerance
 
 
+@pytest.mark.seed("C22", "S0-055")
 @pytest.mark.parametrize(("alias", "expected"), [(True, "full"), (False, "none"), ("unsloth", "offload")])
 def test_use_gradient_checkpointing_alias(alias: bool | str, expected: str) -> None:
     for parallel in ({"use_gradient_checkpointing": alias}, multi_gpu(use_gradient_checkpointing=alias)):
@@ -101,6 +104,7 @@ def test_use_gradient_checkpointing_alias(alias: bool | str, expected: str) -> N
         config(parallel={"use_gradient_checkpointing": alias}, train=train)
 
 
+@pytest.mark.seed("S0-054")
 def test_auto_device_map_alias() -> None:
     for model in ({"path": "m"}, ModelConfig(path="m"), {"path": "m", "device_map": "auto"}):
         assert config(model=model, parallel={"auto_device_map": True}).model.device_map == "auto"
@@ -115,6 +119,7 @@ def test_translated_config_round_trip() -> None:
     assert TrainConfig.model_validate(first.to_dict()) == first
 
 
+@pytest.mark.seed("S1-005", "S1-014", "C27")
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

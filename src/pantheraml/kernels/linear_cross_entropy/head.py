@@ -22,9 +22,14 @@ from pantheraml.kernels.fp8.quantize_rows import quantize_rows
 from pantheraml.kernels.linear_cross_entropy.deferred_grad import DeferredGrad
 from pantheraml.kernels.linear_cross_entropy.softmax import Scores, softmax
 
-# Logits per chunk: 2**26 are 128 MiB in bf16, 512 tokens of a 128k vocabulary. The gradient matmul then has 128 tiles,
-# about one per SM of a large GPU. Not more, because all activations of a step are in memory at that time.
+# Logits per chunk: 2**26 are 128 MiB in bf16, 512 tokens of a 128k vocabulary. Not more, because all activations of a
+# step are in memory at that time.
 CHUNK_ELEMENTS = 2**26
+# The gradient matmul of an fp8 head runs one tile per SM at a time and does not split its sum over the vocabulary: 512
+# tokens of width 4,096 are 128 tiles, about one per SM of a large GPU. Narrower models, and larger vocabularies, get
+# more tokens per chunk until there are as many tiles, with up to this many times the logits.
+TILES_CHUNK_FACTOR = 4
+_TILES = 128
 # A trainable head uses chunks this many times larger (up to 2 GiB): each chunk reads and writes the whole accumulated
 # weight gradient, which with 2**27 took 8 of 121 ms in a full fine-tune of Llama-3.2-1B's shape (8,192 tokens, H200).
 # A single chunk needs no accumulation.
@@ -139,10 +144,19 @@ class HeadRows(NamedTuple):
     positions: Tensor | None = None
 
 
-def chunk_rows(vocabulary: int, *, trained: bool) -> int:
-    """Number of tokens per chunk."""
+def chunk_rows(vocabulary: int, *, trained: bool, fp8_width: int | None = None) -> int:
+    """Number of tokens per chunk; `fp8_width`: of the hidden states, if the head is fp8."""
     chunk = max(1, CHUNK_ELEMENTS * (TRAINED_CHUNK_FACTOR if trained else 1) // vocabulary)
+    if fp8_width is not None:
+        full = _TILE * (_TILES // -(-fp8_width // _TILE))
+        chunk = max(chunk, min(full, CHUNK_ELEMENTS * TILES_CHUNK_FACTOR // vocabulary))
     return chunk if chunk < _TILE else chunk // _TILE * _TILE
+
+
+def deferred_count(vocabulary: int, fp8_width: int) -> int:
+    """Number of chunks of an fp8 head to defer: as many tokens as DEFERRED_CHUNKS chunks of CHUNK_ELEMENTS."""
+    smallest = chunk_rows(vocabulary, trained=False)
+    return max(1, DEFERRED_CHUNKS * smallest // chunk_rows(vocabulary, trained=False, fp8_width=fp8_width))
 
 
 class HeadPass(ABC):
@@ -156,7 +170,8 @@ class HeadPass(ABC):
     def __init__(self, rows: HeadRows, head: LinearHead, needed: NeededGrads, deferred_chunks: int = 0) -> None:
         self.rows, self.needed = rows, needed
         count, vocabulary = rows.hidden.shape[0], head.weight.shape[0]
-        self._chunk = chunk_rows(vocabulary, trained=needed.weight)
+        fp8_width = None if head.scale is None else head.weight.shape[1]
+        self._chunk = chunk_rows(vocabulary, trained=needed.weight, fp8_width=fp8_width)
         self._logits = rows.hidden.new_empty(min(self._chunk, count), vocabulary)
         chunks = -(-count // self._chunk)
         self._deferred_start = max(0, chunks - deferred_chunks) * self._chunk if deferred_chunks else count
@@ -232,7 +247,8 @@ class FP8Pass(HeadPass):
     ) -> None:
         assert head.bias is None
         assert head.scale is not None
-        super().__init__(rows, head, needed, DEFERRED_CHUNKS if deferred is not None and needed.hidden else 0)
+        deferred_chunks = deferred_count(*head.weight.shape) if deferred is not None and needed.hidden else 0
+        super().__init__(rows, head, needed, deferred_chunks)
         self._qweight, self._scale, self._deferred = head.weight, head.scale, deferred
         self._scales = head.scale.expand(head.weight.shape[0]).contiguous()
         if needed.hidden:

@@ -18,6 +18,11 @@ class ScoreDetails:
     entropy: Tensor
     is_top1: Tensor
     """Whether the label has the highest logit (ties included)."""
+    mean_logits: Tensor
+    """Mean of the logits over the vocabulary."""
+
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.entropy, self.is_top1, self.mean_logits
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,15 @@ class Scores:
         accum_dtype = torch.promote_types(rows.dtype, torch.float32)
         details_out = None
         if details:
-            entropy = torch.empty(count, dtype=accum_dtype, device=device)
-            details_out = ScoreDetails(entropy, torch.empty(count, dtype=torch.bool, device=device))
+            entropy, means = (torch.empty(count, dtype=accum_dtype, device=device) for _ in range(2))
+            details_out = ScoreDetails(entropy, torch.empty(count, dtype=torch.bool, device=device), means)
         return cls(torch.empty(count, dtype=accum_dtype, device=device), details_out)
 
     def part(self, rows_slice: slice) -> Scores:
         """View of a slice of the tokens."""
         details = self.details
         if details is not None:
-            details = ScoreDetails(details.entropy[rows_slice], details.is_top1[rows_slice])
+            details = ScoreDetails(*(each[rows_slice] for each in details.columns()))
         return Scores(self.losses[rows_slice], details)
 
 
@@ -63,8 +68,8 @@ def softmax(
         from pantheraml.kernels.linear_cross_entropy import triton_kernel
 
         details = scores.details
-        pair = None if details is None else (details.entropy, details.is_top1)
-        triton_kernel.softmax(logits, labels, scores.losses, pair, gradient, gradient_scales)
+        columns = None if details is None else details.columns()
+        triton_kernel.softmax(logits, labels, scores.losses, columns, gradient, gradient_scales)
     else:
         reference_softmax(logits, labels, scores, gradient, gradient_scales)
 
@@ -81,6 +86,7 @@ def reference_softmax(
     scores.losses.copy_((log_z - target).squeeze(1).where(has_target, 0))
     if scores.details is not None:
         scores.details.entropy.copy_(torch.special.entr(p).sum(dim=1).where(has_target, 0))
+        scores.details.mean_logits.copy_(wide_logits.mean(dim=1).where(has_target, 0))
         scores.details.is_top1.copy_(has_target & (target.squeeze(1) >= wide_logits.amax(dim=1)))
     if gradient is None:
         return

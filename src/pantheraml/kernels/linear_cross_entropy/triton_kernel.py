@@ -37,7 +37,7 @@ def _to_e5m2(values):
 
 @triton.jit
 def _softmax(
-    logits, labels, gradient, scales, losses, entropies, hits, columns,
+    logits, labels, gradient, scales, losses, entropies, hits, means, columns,
     DETAILS: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Online softmax: each group of LANE columns keeps its own maximum and sum, combined after the last block."""
@@ -51,6 +51,7 @@ def _softmax(
     running_max = tl.full((BLOCK // LANE,), -1e38, tl.float32)
     total = tl.zeros((BLOCK // LANE,), tl.float32)
     weighted = tl.zeros((BLOCK // LANE,), tl.float32)
+    plain_sum = tl.zeros((BLOCK // LANE,), tl.float32)
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(logits + cols, mask=cols < columns, other=-float("inf")).to(tl.float32)
@@ -61,6 +62,7 @@ def _softmax(
         total = total * correction + tl.sum(p, 1)
         if DETAILS:
             weighted = weighted * correction + tl.sum(p * tl.where(p == 0.0, 0.0, z), 1)
+            plain_sum += tl.sum(tl.where(tl.reshape(cols, (BLOCK // LANE, LANE)) < columns, z, 0.0), 1)
         running_max = new_max
     row_max = tl.max(running_max, 0)
     to_max = tl.exp2((running_max - row_max) * _LOG2E)
@@ -70,6 +72,7 @@ def _softmax(
     tl.store(losses + row, tl.where(has_target, loss, 0.0))
     if DETAILS:
         tl.store(entropies + row, tl.where(has_target, log_z - tl.sum(weighted * to_max, 0) / sum_exp, 0.0))
+        tl.store(means + row, tl.where(has_target, tl.sum(plain_sum, 0) / columns, 0.0))
         tl.store(hits + row, (has_target & (target >= row_max)).to(tl.uint8))
     if GRADIENT:
         gradient += row * columns
@@ -105,16 +108,16 @@ def softmax(
     logits: Tensor,
     labels: Tensor,
     losses: Tensor,
-    details: tuple[Tensor, Tensor] | None,
+    details: tuple[Tensor, Tensor, Tensor] | None,
     gradient: Tensor | None,
     scales: Tensor | None,
 ) -> None:
-    """`details` are entropies and top-1 hits; `gradient` may be `logits`; with `scales` it is e5m2."""
+    """`details` are entropies, top-1 hits and mean logits; `gradient` may be `logits`; with `scales` it is e5m2."""
     rows, columns = logits.shape
     block = max(_LANE, min(_BLOCK, block_of(columns)))
-    entropies, hits = (None, None) if details is None else (details[0], details[1].view(torch.uint8))
+    entropies, hits, means = (None,) * 3 if details is None else (details[0], details[1].view(torch.uint8), details[2])
     launch(
-        _softmax, (rows,), logits, labels, gradient, scales, losses, entropies, hits, columns,
+        _softmax, (rows,), logits, labels, gradient, scales, losses, entropies, hits, means, columns,
         DETAILS=details is not None, GRADIENT=gradient is not None, QUANTIZE=scales is not None, BLOCK=block,
         LANE=_LANE, num_warps=min(_WARPS, max(1, block // 256)),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Per-token log-probability, entropy and top-1 hit under a linear output head, without materializing the logits."""
+"""Per-token log-probability, entropy, top-1 hit and mean logit under a linear output head, without full logits."""
 
 from pantheraml.kernels.linear_cross_entropy.deferred_grad import DeferredGrad
 from pantheraml.kernels.token_scores.op import TokenScores, fp8_token_scores, token_scores

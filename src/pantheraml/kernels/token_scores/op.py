@@ -37,6 +37,7 @@ class TokenScores(NamedTuple):
     log_probs: Tensor
     entropy: Tensor
     is_top1: Tensor
+    mean_logits: Tensor
 
 
 def token_scores(
@@ -73,9 +74,7 @@ def _scores_like_targets(
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall) -> tuple[Tensor, ...]:
         head_pass = make_pass(ctx, hidden, weight, bias, call)
         rows, labels, positions = head_pass.rows
         scores = head_pass.scores(details=True)
@@ -86,10 +85,10 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(head_pass.d_rows, head_pass.d_weight, head_pass.d_bias, positions, *saved_for_head)
         ctx.deferred = call.deferred
         ctx.needed, ctx.dtypes = head_pass.needed, (weight.dtype, None if bias is None else bias.dtype)
-        columns = (scores.losses.neg_(), scores.details.entropy, scores.details.is_top1)
-        log_probs, entropy, is_top1 = (scatter_rows(column, positions, hidden.shape[0]) for column in columns)
-        ctx.mark_non_differentiable(entropy, is_top1)
-        return log_probs, entropy, is_top1
+        columns = (scores.losses.neg_(), *scores.details.columns())
+        log_probs, *metrics = (scatter_rows(column, positions, hidden.shape[0]) for column in columns)
+        ctx.mark_non_differentiable(*metrics)
+        return log_probs, *metrics
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

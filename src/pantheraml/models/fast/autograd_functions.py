@@ -12,29 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from pantheraml.kernels.fp8.e4m3 import E4M3
 from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
+from pantheraml.kernels.head_norm_rope import HeadNorms, head_norm_rope, head_norm_rope_backward
 from pantheraml.kernels.rms_norm import (
     Normed,
     QuantizedRows,
     rms_norm,
     rms_norm_backward,
-    rms_norm_backward_rows,
     rms_norm_weight_gradient,
 )
 from pantheraml.kernels.rotary import rope_backward, rope_backward_quantized, rope_forward
-from pantheraml.models.fast.group_operand import LinearGroup, Operand
-
-
-class Norm(NamedTuple):
-    weight: Tensor
-    epsilon: float
-    plus_one: bool
+from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup, Operand
+from pantheraml.models.fast.residual_branch import PLAIN, Branch, Norm, input_grad_and_operand
 
 
 class Heads(NamedTuple):
@@ -75,50 +69,65 @@ class PendingResidual(NamedTuple):
 
     delta: Tensor
     link: ResidualLink
+    branch: Branch
+
+
+class QKV(NamedTuple):
+    """The fused QKV matmul, and what happens to its output besides RoPE."""
+
+    group: ForwardGroup
+    heads: Heads
+    norms: HeadNorms | None = None
+    """Norms of every query and key head before RoPE."""
+    keep_input: tuple[bool, bool] = (False, False)
+    """Whether backward takes the normalized query and key heads from the norms' input instead of the output."""
+    in_place: bool = False
+    """Write query and key into the matmul's output."""
 
 
 def attention_input(
-    x: Tensor,
-    norm: Norm,
-    group: LinearGroup,
-    rope: tuple[Tensor, Tensor] | None,
-    heads: Heads,
-    pending: PendingResidual | None = None,
-    *,
-    in_place: bool = False,
+    x: Tensor, norm: Norm, qkv: QKV, rope: tuple[Tensor, Tensor] | None, pending: PendingResidual | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run RMSNorm (after adding `pending`) and the fused QKV matmul.
 
-    Returns query and key (with RoPE if `rope`, cos and sin, is given; with `in_place` written into the matmul's output)
-    and value, each [rows, heads, size], and x for the residual add.
+    Returns query and key (with RoPE if `rope`, cos and sin, is given) and value, each [rows, heads, size], and x for
+    the residual add.
     """
     cos, sin = (None, None) if rope is None else rope
-    delta, link = (None, None) if pending is None else pending
+    delta, link, branch = (None, None, PLAIN) if pending is None else pending
+    weights = (None, None) if qkv.norms is None else (qkv.norms.query, qkv.norms.key)
     out: tuple[Tensor, Tensor, Tensor, Tensor] = _AttentionInput.apply(
-        x, norm.weight, delta, norm, group, cos, sin, heads, link, in_place, *group.parameters()
+        x, norm.weight, delta, branch.weight, *weights, norm, branch, qkv, cos, sin, link, *qkv.group.parameters()
     )
     return out
 
 
-def after_attention(x: Tensor, attn_out: Tensor, norm: Norm, groups: Sequence[LinearGroup], *, gelu: bool) -> Tensor:
-    """Return y + second(activation(gate) * up), with gate, up = first(norm(y)) and y = x + output(attn_out).
+class AfterAttention(NamedTuple):
+    """The part of a layer after attention: y = x + attention branch(output(attn_out)), then y + MLP branch(second(
+    activation(gate) * up)), with gate, up = first(norm(y))."""
 
-    `groups` are output, first and second.
-    """
-    out: Tensor = _AfterAttention.apply(x, norm.weight, attn_out, norm, groups, gelu, None, *_parameters(groups))
+    norm: Norm
+    groups: Sequence[ForwardGroup]
+    """Output, first and second."""
+    gelu: bool
+    branches: tuple[Branch, Branch] = (PLAIN, PLAIN)
+
+
+def after_attention(x: Tensor, attn_out: Tensor, rest: AfterAttention) -> Tensor:
+    weights = rest.norm.weight, rest.branches[0].weight, rest.branches[1].weight
+    out: Tensor = _AfterAttention.apply(x, attn_out, *weights, rest, None, *_parameters(rest.groups))
     return out
 
 
-def after_attention_deferred(
-    x: Tensor, attn_out: Tensor, norm: Norm, groups: Sequence[LinearGroup], *, gelu: bool
-) -> tuple[Tensor, PendingResidual]:
+def after_attention_deferred(x: Tensor, attn_out: Tensor, rest: AfterAttention) -> tuple[Tensor, PendingResidual]:
     """Return y alone, and leave the MLP's output to the next layer's `attention_input`."""
-    link = ResidualLink(groups[-1])
-    y, delta = _AfterAttention.apply(x, norm.weight, attn_out, norm, groups, gelu, link, *_parameters(groups))
-    return y, PendingResidual(delta, link)
+    link = ResidualLink(cast(LinearGroup, rest.groups[-1]))
+    weights = rest.norm.weight, rest.branches[0].weight, None
+    y, delta = _AfterAttention.apply(x, attn_out, *weights, rest, link, *_parameters(rest.groups))
+    return y, PendingResidual(delta, link, rest.branches[1])
 
 
-def _parameters(groups: Sequence[LinearGroup]) -> list[Any]:
+def _parameters(groups: Sequence[ForwardGroup]) -> list[Any]:
     return [parameter for group in groups for parameter in group.parameters()]
 
 
@@ -170,7 +179,7 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 class _WeightVersions:
     """Versions of the weights that backward reads again, which must not change in between."""
 
-    def __init__(self, groups: Sequence[LinearGroup]) -> None:
+    def __init__(self, groups: Sequence[ForwardGroup]) -> None:
         self._versions = [(weight, weight._version) for group in groups for weight in group.weights_read_in_backward()]
 
     def check(self) -> None:
@@ -194,12 +203,11 @@ def _norm_input(plain: Tensor | None, qdata: Tensor, scales: Tensor | None) -> T
     return QuantizedRows(qdata, scales)
 
 
-def _norm_weight_grad(ctx: Any, g: Tensor, plain: Tensor | None, inverse: Tensor) -> Tensor | None:
-    """Return the gradient of the norm weight, which is the second input of every Function here."""
-    if not ctx.needs_input_grad[1]:
+def _norm_weight_grad(needed: bool, norm: Norm, g: Tensor, plain: Tensor | None, inverse: Tensor) -> Tensor | None:
+    if not needed:
         return None
     assert plain is not None
-    return rms_norm_weight_gradient(g, plain, inverse, ctx.norm.weight.dtype)
+    return rms_norm_weight_gradient(g, plain, inverse, norm.weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -217,7 +225,7 @@ class _RMSNorm(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = rms_norm_backward(grads[0], x, norm.weight, inverse, plus_one=norm.plus_one)
-        return dx, _norm_weight_grad(ctx, grads[0], x, inverse), None
+        return dx, _norm_weight_grad(ctx.needs_input_grad[1], norm, grads[0], x, inverse), None
 
 
 class _AttentionInput(torch.autograd.Function):
@@ -227,67 +235,97 @@ class _AttentionInput(torch.autograd.Function):
         x: Tensor,
         _weight: Tensor,
         delta: Tensor | None,
+        _branch_weight: Tensor | None,
+        _query_weight: Tensor | None,
+        _key_weight: Tensor | None,
         norm: Norm,
-        group: LinearGroup,
+        branch: Branch,
+        qkv: QKV,
         cos: Tensor | None,
         sin: Tensor | None,
-        heads: Heads,
         link: ResidualLink | None,
-        in_place: bool,
         *_parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        group, heads = qkv.group, qkv.heads
+        added, branch_inverse = (None, None) if delta is None else branch.forward(delta)
         normed = rms_norm(
             x, norm.weight, norm.epsilon,
-            delta=delta, pad_cols=group.pad_cols, plus_one=norm.plus_one, quantize=group.quantized,
+            delta=added, pad_cols=group.pad_cols, plus_one=norm.plus_one, quantize=group.quantized,
         )  # fmt: skip
+        del added
         merged, lora_mid = group.forward(Operand(normed.qdata, normed.scales))
         plain = _plain_norm_input(normed, ctx.needs_input_grad[1])
-        _save(ctx, plain, normed.qdata, normed.scales, normed.inverse, lora_mid, cos, sin)
-        ctx.group, ctx.norm, ctx.link, ctx.weight_versions = group, norm, link, _WeightVersions([group])
+        ctx.qkv, ctx.norm, ctx.branch, ctx.link = qkv, norm, branch, link
+        ctx.weight_versions = _WeightVersions([group])
         counts = (heads.queries, heads.keys, heads.keys)
-        if cos is not None and sin is not None:
-            return *rope_forward(merged, cos, sin, heads=counts, in_place=in_place), normed.total
-        q, k, v = merged.unflatten(1, (-1, heads.size)).split(counts, dim=1)
+        saved_heads: tuple[Tensor | None, ...] = None, None, None
+        if cos is None or sin is None:
+            q, k, v = merged.unflatten(1, (-1, heads.size)).split(counts, dim=1)
+        elif qkv.norms is None:
+            q, k, v = rope_forward(merged, cos, sin, heads=counts, in_place=qkv.in_place)
+        else:
+            rows = head_norm_rope(
+                merged, qkv.norms, cos, sin, heads=counts, keep_input=qkv.keep_input, in_place=qkv.in_place
+            )
+            q, k, v, saved_heads = *rows[:3], (*rows.saved, rows.inverse)
+        saved_delta = None if delta is None else branch.saved(delta)
+        _save(
+            ctx, plain, normed.qdata, normed.scales, normed.inverse, lora_mid, cos, sin, saved_delta, branch_inverse,
+            *saved_heads,
+        )  # fmt: skip
         return q, k, v, normed.total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        plain, qdata, scales, inverse, lora_mid, cos, sin = ctx.saved_tensors
+        plain, qdata, scales, inverse, lora_mid, cos, sin, delta, branch_inverse, *saved_heads = ctx.saved_tensors
         ctx.weight_versions.check()
-        group: LinearGroup = ctx.group
-        norm: Norm = ctx.norm
-        parts = grads[0], grads[1], grads[2]
-        if cos is None:
-            g = group.gradient_operand(torch.cat([part.flatten(1) for part in parts], dim=1))
-        elif group.quantized:
-            g = Operand(*rope_backward_quantized(parts, cos, sin, pad_cols=group.pad_cols, multiplier=group.multiplier))
-        else:
-            g = Operand(rope_backward(parts, cos, sin, pad_cols=group.pad_cols), None)
-        needs_input_grad = any(ctx.needs_input_grad[:3])
+        group, norm, branch, link = ctx.qkv.group, ctx.norm, ctx.branch, ctx.link
+        g, head_weights = _heads_gradient(ctx, (grads[0], grads[1], grads[2]), cos, sin, saved_heads)
+        needs_input_grad = any(ctx.needs_input_grad[:4])
         d_normed, gradients = group.backward(g, Operand(qdata, scales), lora_mid, needs_input_grad=needs_input_grad)
-        dx = d_weight = None
-        link: ResidualLink | None = ctx.link
+        dx = d_weight = d_delta = d_branch = None
         if d_normed is not None:
             x = _norm_input(plain, qdata, scales)
-            d_weight = _norm_weight_grad(ctx, d_normed, plain, inverse)
-            if link is None:
-                dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
+            d_weight = _norm_weight_grad(ctx.needs_input_grad[1], norm, d_normed, plain, inverse)
+            if link is not None and branch.is_plain:
+                dx, rows = input_grad_and_operand(d_normed, x, norm, inverse, grads[3], link.group)
+                d_delta = dx
             else:
-                dx, rows = _input_grad_and_operand(d_normed, x, norm, inverse, grads[3], link.group)
-                link.offer(dx, rows)
-        return dx, d_weight, None if link is None else dx, None, None, None, None, None, None, None, *gradients
+                dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
+                if link is not None:
+                    d_delta, rows = branch.backward(dx, delta, branch_inverse, link.group)
+            if link is not None:
+                link.offer(d_delta, rows)
+            if ctx.needs_input_grad[3]:
+                d_branch = branch.weight_gradient(dx, delta, branch_inverse)
+        return dx, d_weight, d_delta, d_branch, *head_weights, None, None, None, None, None, None, *gradients
 
 
-def _input_grad_and_operand(
-    d_normed: Tensor, x: Tensor | QuantizedRows, norm: Norm, inverse: Tensor, residual: Tensor, group: LinearGroup
-) -> tuple[Tensor, Operand]:
-    """Return the gradient of the norm's input, also as the gradient operand of `group`'s output."""
-    dx, qdata, scales = rms_norm_backward_rows(
-        d_normed, x, norm.weight, inverse,
-        plus_one=norm.plus_one, residual=residual, pad_cols=group.pad_cols, multiplier=group.multiplier,
-        dtype=E4M3 if group.quantized else group.dtype,
-    )  # fmt: skip
-    return dx, Operand(qdata, scales)
+def _heads_gradient(
+    ctx: Any, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor | None, sin: Tensor | None, saved_heads: Sequence[Any]
+) -> tuple[Operand, tuple[Tensor | None, Tensor | None]]:
+    """Return the gradient of the QKV matmul's output as the operand of its backward, and those of the head norms."""
+    qkv: QKV = ctx.qkv
+    group = qkv.group
+    no_weights = None, None
+    if cos is None or sin is None:
+        return group.gradient_operand(torch.cat([part.flatten(1) for part in parts], dim=1)), no_weights
+    if qkv.norms is not None:
+        q, k, inverse = saved_heads
+        gradient = head_norm_rope_backward(
+            parts, (q, k), inverse, qkv.norms, cos, sin,
+            kept_input=qkv.keep_input, quantize=group.quantized, pad_cols=group.pad_cols,
+            multiplier=group.multiplier if group.quantized else None, weights=any(ctx.needs_input_grad[4:6]),
+        )  # fmt: skip
+        operand = Operand(gradient.rows, gradient.scales)
+        if gradient.weights is None:
+            return operand, no_weights
+        query, key = gradient.weights
+        return operand, (query.to(qkv.norms.query.dtype), key.to(qkv.norms.key.dtype))
+    if group.quantized:
+        rows = rope_backward_quantized(parts, cos, sin, pad_cols=group.pad_cols, multiplier=group.multiplier)
+        return Operand(*rows), no_weights
+    return Operand(rope_backward(parts, cos, sin, pad_cols=group.pad_cols), None), no_weights
 
 
 class _AfterAttention(torch.autograd.Function):
@@ -295,60 +333,65 @@ class _AfterAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        _weight: Tensor,
         attn_out: Tensor,
-        norm: Norm,
-        groups: Sequence[LinearGroup],
-        gelu: bool,
+        _weight: Tensor,
+        _attention_weight: Tensor | None,
+        _mlp_weight: Tensor | None,
+        rest: AfterAttention,
         link: ResidualLink | None,
         *_parameters: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        output, first, second = groups
+        output, first, second = rest.groups
+        norm, (attention_branch, mlp_branch) = rest.norm, rest.branches
         rows = output.operand(attn_out)
-        delta, output_lora_mid = output.forward(rows)
+        attn_delta, output_lora_mid = output.forward(rows)
+        added, branch_inverse = attention_branch.forward(attn_delta)
+        delta = attention_branch.saved(attn_delta)
+        del attn_delta
         normed = rms_norm(
             x, norm.weight, norm.epsilon,
-            delta=delta, pad_cols=first.pad_cols, plus_one=norm.plus_one, quantize=first.quantized,
+            delta=added, pad_cols=first.pad_cols, plus_one=norm.plus_one, quantize=first.quantized,
         )  # fmt: skip
-        del delta
+        del added
         gate_up, first_lora_mid = first.forward(Operand(normed.qdata, normed.scales))
-        hidden = gated_activation(gate_up, pad_cols=second.pad_cols, gelu=gelu, quantize=second.quantized)
-        if _RECOMPUTING.get():  # the layer's output is known: only the saved tensors are needed
+        hidden = gated_activation(gate_up, pad_cols=second.pad_cols, gelu=rest.gelu, quantize=second.quantized)
+        mlp_delta = mlp_inverse = None
+        if _RECOMPUTING.get() and mlp_branch.norm is None:  # the output is known: only the saved tensors are needed
             out, second_lora_mid = torch.zeros_like(x), second.begin_forward(Operand(*hidden))
         else:
             out, second_lora_mid = second.forward(Operand(*hidden))
             if link is None:
-                out = out + normed.total  # not in place: selective checkpointing stores matmul outputs
+                mlp_delta = mlp_branch.saved(out)
+                added, mlp_inverse = mlp_branch.forward(out)
+                out = added + normed.total  # not in place: selective checkpointing stores matmul outputs
+        plain = _plain_norm_input(normed, ctx.needs_input_grad[2])
         _save(
-            ctx, *rows, output_lora_mid, _plain_norm_input(normed, ctx.needs_input_grad[1]), normed.inverse,
-            normed.qdata, normed.scales, first_lora_mid, gate_up, second_lora_mid,
+            ctx, *rows, output_lora_mid, delta, branch_inverse, plain, normed.inverse, normed.qdata, normed.scales,
+            first_lora_mid, gate_up, second_lora_mid, mlp_delta, mlp_inverse,
         )  # fmt: skip
-        ctx.norm, ctx.groups, ctx.gelu, ctx.link, ctx.weight_versions = (
-            norm,
-            groups,
-            gelu,
-            link,
-            _WeightVersions(groups),
-        )
+        ctx.rest, ctx.link, ctx.weight_versions = rest, link, _WeightVersions(rest.groups)
         ctx.owns_gate_up = _is_checkpointed()
         return out if link is None else (normed.total, out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Take the gradient of the sum, or of both its terms with a link: those are one tensor."""
+        """Take the gradient of the sum, or of both its terms with a link; those of a plain sum are one tensor."""
         g, link = grads[0], ctx.link
-        rows, rows_scales, output_lora_mid, plain, inverse, qdata, scales, *others = ctx.saved_tensors
-        first_lora_mid, gate_up, second_lora_mid = others
+        rows, rows_scales, output_lora_mid, delta, branch_inverse, plain, inverse, qdata, scales, *others = (
+            ctx.saved_tensors
+        )
+        first_lora_mid, gate_up, second_lora_mid, mlp_delta, mlp_inverse = others
         ctx.weight_versions.check()
-        norm: Norm = ctx.norm
-        output, first, second = ctx.groups
-        g_second = second.gradient_operand(g) if link is None else link.take(grads[1])
+        rest: AfterAttention = ctx.rest
+        (output, first, second), (attention_branch, mlp_branch) = rest.groups, rest.branches
+        d_mlp_weight = mlp_branch.weight_gradient(g, mlp_delta, mlp_inverse) if ctx.needs_input_grad[4] else None
+        g_second = mlp_branch.backward(g, mlp_delta, mlp_inverse, second)[1] if link is None else link.take(grads[1])
         d_hidden, lora_operands = second.begin_backward(g_second, second_lora_mid)
         assert d_hidden is not None
         in_place = ctx.owns_gate_up and not first.quantized and first.pad_cols == 0 and d_hidden.dtype == gate_up.dtype
         hidden, d_gate_up = gated_activation_backward(
             d_hidden, gate_up,
-            multiplier=first.multiplier, pad_cols=(0, first.pad_cols), gelu=ctx.gelu, quantize=first.quantized,
+            multiplier=first.multiplier, pad_cols=(0, first.pad_cols), gelu=rest.gelu, quantize=first.quantized,
             in_place=in_place,
         )  # fmt: skip
         second_gradients = second.parameter_gradients(g_second, Operand(*hidden), lora_operands)
@@ -356,12 +399,19 @@ class _AfterAttention(torch.autograd.Function):
         d_normed, first_gradients = first.backward(Operand(*d_gate_up), Operand(qdata, scales), first_lora_mid)
         assert d_normed is not None
         del d_gate_up
-        d_weight = _norm_weight_grad(ctx, d_normed, plain, inverse)
-        d_total, g_output = _input_grad_and_operand(
-            d_normed, _norm_input(plain, qdata, scales), norm, inverse, g, output
-        )
+        d_weight = _norm_weight_grad(ctx.needs_input_grad[2], rest.norm, d_normed, plain, inverse)
+        x = _norm_input(plain, qdata, scales)
+        d_attention_weight = None
+        if attention_branch.is_plain:
+            d_total, g_output = input_grad_and_operand(d_normed, x, rest.norm, inverse, g, output)
+        else:
+            weight, _, plus_one = rest.norm
+            d_total = rms_norm_backward(d_normed, x, weight, inverse, plus_one=plus_one, residual=g)
+            _, g_output = attention_branch.backward(d_total, delta, branch_inverse, output)
+            if ctx.needs_input_grad[3]:
+                d_attention_weight = attention_branch.weight_gradient(d_total, delta, branch_inverse)
         d_attn_out, output_gradients = output.backward(
-            g_output, Operand(rows, rows_scales), output_lora_mid, needs_input_grad=ctx.needs_input_grad[2]
+            g_output, Operand(rows, rows_scales), output_lora_mid, needs_input_grad=ctx.needs_input_grad[1]
         )
         gradients = *output_gradients, *first_gradients, *second_gradients
-        return d_total, d_weight, d_attn_out, None, None, None, None, *gradients
+        return d_total, d_attn_out, d_weight, d_attention_weight, d_mlp_weight, None, None, *gradients

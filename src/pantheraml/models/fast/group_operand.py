@@ -17,16 +17,13 @@ class Operand(NamedTuple):
     scales: Tensor | None
 
 
-class LinearGroup(Protocol):
-    """Linear layers with one input, fused into one matmul."""
+class ForwardGroup(Protocol):
+    """The part of a linear group that a pass without gradients needs."""
 
-    layers: Sequence[nn.Module]
     pad_cols: int
     """Extra columns at the end of each row."""
     quantized: bool
     """Whether rows are in e4m3."""
-    multiplier: Tensor | None
-    """Factor applied to a gradient of the output before it is quantized."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,16 +38,8 @@ class LinearGroup(Protocol):
         """Those of `parameters()` that backward reads at their current values."""
         ...
 
-    def swapped_parameters(self, others: list[nn.Parameter]) -> AbstractContextManager[None]:
-        """Context in which autograd sees `others`, of the same values, instead of `parameters()`."""
-        ...
-
     def operand(self, rows: Tensor) -> Operand:
         """Convert plain rows [rows, width] to this group's input."""
-        ...
-
-    def gradient_operand(self, g: Tensor) -> Operand:
-        """Convert a gradient of the output [rows, height] to the input of backward."""
         ...
 
     def begin_forward(self, x: Operand) -> Tensor | None:
@@ -59,6 +48,22 @@ class LinearGroup(Protocol):
 
     def forward(self, x: Operand) -> tuple[Tensor, Tensor | None]:
         """Return the output [rows, height] and the result of `begin_forward`."""
+        ...
+
+
+class LinearGroup(ForwardGroup, Protocol):
+    """Linear layers with one input, fused into one matmul."""
+
+    layers: Sequence[nn.Module]
+    multiplier: Tensor | None
+    """Factor applied to a gradient of the output before it is quantized."""
+
+    def swapped_parameters(self, others: list[nn.Parameter]) -> AbstractContextManager[None]:
+        """Context in which autograd sees `others`, of the same values, instead of `parameters()`."""
+        ...
+
+    def gradient_operand(self, g: Tensor) -> Operand:
+        """Convert a gradient of the output [rows, height] to the input of backward."""
         ...
 
     def begin_backward(self, g: Operand, lora_mid: Any) -> tuple[Tensor | None, Any]:

@@ -50,6 +50,10 @@ class GroupStorage(Protocol):
         """[width, ranks]: destination of a transposed copy of A; None if there is none."""
         ...
 
+    def frozen_weights(self) -> Tensor:
+        """[height, width]: the weights alone, with any row stride."""
+        ...
+
     def forward_matrix(self) -> Tensor:
         """[height, width + pad_cols]: weights and B."""
         ...
@@ -71,6 +75,9 @@ class ResidentMatrix:
         self.down = self._matrix[height : height + ranks, :width]
         self.matrix_down_t = None
         self.scales = _move_weights(bases, self._matrix[:height, :width])
+
+    def frozen_weights(self) -> Tensor:
+        return self._matrix[: self._height, : self._width]
 
     def forward_matrix(self) -> Tensor:
         return self._matrix[: self._height]
@@ -102,6 +109,9 @@ class TwoLayoutMatrix:
     def sync_transpose(self) -> None:
         """Copy the forward layout's weights to the backward layout."""
         self.backward_layout[:, : self._height] = transposed(self.forward_layout[:, : self._width])
+
+    def frozen_weights(self) -> Tensor:
+        return self.forward_layout[:, : self._width]
 
     def forward_matrix(self) -> Tensor:
         return self.forward_layout
@@ -161,6 +171,12 @@ class DequantizedMatrix:
         self.up = torch.zeros(shape.height, shape.ranks, dtype=E4M3, device=device)
         self.down = torch.zeros(shape.ranks, shape.width, dtype=E4M3, device=device)
         self.matrix_down_t = None
+
+    def frozen_weights(self) -> Tensor:
+        height, width, *_ = self._shape
+        weights = torch.empty(height, width, dtype=E4M3, device=self.up.device)
+        self._fill(weights)
+        return weights
 
     def forward_matrix(self) -> Tensor:
         height, width, *_ = self._shape

@@ -117,6 +117,10 @@ class LayerGraphs:
 
         Returns whether it did; `begin` validates the choice.
         """
+        last = self._last_replayed
+        if last is not None and not torch.is_grad_enabled() and hidden.device == last.inputs[0].device:
+            self._speculative = None  # a reference pass, say: the next one with gradients is probably like the last
+            return False
         last, self._last_replayed, self._speculative = self._last_replayed, None, None
         prelaunched, self._prelaunched = self._prelaunched, None
         rope = arguments.get("position_embeddings")

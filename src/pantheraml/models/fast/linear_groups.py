@@ -255,6 +255,10 @@ class LoraGroup:
             return Operand(*quantize_rows(g, pad_cols=self.pad_cols, multiplier=self.multiplier))
         return Operand(copy_rows(g, pad_cols=self.pad_cols, dtype=self.dtype), None)
 
+    def frozen_weights(self) -> Tensor:
+        """Return the stacked weights [height, width] without the adapters, as `scales` scales them."""
+        return self._storage.frozen_weights()
+
     def begin_forward(self, x: Operand) -> Tensor:
         """Return x A' [rows, ranks]. Fills the padding columns of `x`."""
         if not self.ranks:
@@ -335,7 +339,9 @@ class GroupSet:
         self.groups = groups
         self._with_adapters = [group for group in groups if isinstance(group, LoraGroup)]
         self.reason: str | None = None
-        """Why the layers must run unfused now, or None."""
+        """Why the adapters cannot run fused now, or None."""
+        self.disabled = False
+        """Whether all adapters are disabled, and none is merged: the frozen weights alone can run fused."""
         adapted = [
             (member, name)
             for group in self._with_adapters
@@ -373,6 +379,7 @@ class GroupSet:
         ):
             self._peft_state = copy.deepcopy([_STATE(layer) for layer in self._layers])
             self.reason = next((why for group in self._with_adapters if (why := group.why_not()) is not None), None)
+            self.disabled = bool(self._peft_state) and all(map(_is_disabled, self._peft_state))
         if self.reason is not None:
             return
         parameters = self._current()
@@ -412,6 +419,13 @@ class GroupSet:
 
 _STATE = attrgetter("_disable_adapters", "merged_adapters", "_active_adapter")
 """All state that PEFT can change and `LoraGroup.why_not` reads, without PEFT's properties."""
+
+
+def _is_disabled(state: Any) -> bool:
+    disabled, merged, _ = state
+    return bool(disabled) and not merged
+
+
 _SCALING, _MODULES, _PARAMETERS = attrgetter("scaling"), attrgetter("_modules"), attrgetter("_parameters")
 _DOWN, _UP, _WEIGHT = itemgetter("lora_A"), itemgetter("lora_B"), itemgetter("weight")
 _VERSION = attrgetter("forward_layout._version")

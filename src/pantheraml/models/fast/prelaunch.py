@@ -13,6 +13,7 @@ and end-of-step callbacks make theirs earlier; where callbacks run in between, n
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any, NamedTuple
 
@@ -53,9 +54,12 @@ class Prelaunch:
 
     @classmethod
     def of(cls, body: Any, graphs: LayerGraphs) -> Prelaunch | None:
-        """Return None if `body` has no embedding or no rotary module."""
-        parts = (getattr(body, name, None) for name in ("embed_tokens", "rotary_emb"))
-        return cls(body, graphs) if all(isinstance(part, nn.Module) for part in parts) else None
+        """Return None if `body` has no embedding, or no rotary module with one table for all layers."""
+        parts: list[Any] = [getattr(body, name, None) for name in ("embed_tokens", "rotary_emb")]
+        if not all(isinstance(part, nn.Module) for part in parts):
+            return None
+        several_tables = "layer_type" in inspect.signature(parts[1].forward).parameters
+        return None if several_tables else cls(body, graphs)
 
     def begin(self, ids: Tensor) -> None:
         """Prelaunch the next pass, expected to be over these tokens [rows, width].

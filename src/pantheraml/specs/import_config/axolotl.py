@@ -16,6 +16,7 @@ from pantheraml.specs.import_config.hf_training import (
     translate_training,
 )
 from pantheraml.specs.import_config.lora import set_targets
+from pantheraml.specs.train import SPLIT_STRATEGIES
 
 _NAMES = Names(
     epochs="num_epochs",
@@ -106,7 +107,7 @@ def _model(draft: Draft) -> None:
     if draft.flag("trust_remote_code"):
         draft.put("model.trust_remote_code", True, "trust_remote_code", reason="runs code of the model repository")
     draft.unneeded("trust_remote_code", "off")
-    if draft.get("device_map") in ("auto", "balanced", "sequential"):
+    if draft.get("device_map") in SPLIT_STRATEGIES:
         draft.put("model.device_map", draft.get("device_map"), "device_map")
     else:
         draft.unsupported("device_map", "devices are assigned by pantheraml train; see model.device_map")

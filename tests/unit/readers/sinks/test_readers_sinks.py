@@ -72,6 +72,7 @@ def check_losses(found: dict[int, float], run_dir: Path) -> None:
     assert math.isnan(found[121])
 
 
+@pytest.mark.seed("S3-011")
 def test_tensorboard(run_dir: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert push("tensorboard", run_dir) == ""
@@ -86,6 +87,7 @@ def test_tensorboard(run_dir: Path) -> None:
     assert "| train.max_steps | `120` |" in config
 
 
+@pytest.mark.seed("S3-012")
 def test_wandb(run_dir: Path) -> None:
     protos = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     assert push("wandb", run_dir) == ""

@@ -1,0 +1,76 @@
+"""TRL patches: the reference of an adapter that adds nothing yet is the model without adapters.
+
+DPO, KTO, GRPO and RLOO that get a model with an adapter copy it to a second one, `ref`, and switch to it for the
+reference pass. If the adapter is new, its B is zero, and so is the copy: without adapters the model computes the same.
+Then our layers run that pass over the frozen weights alone, where they run another adapter layer by layer, unfused, and
+the copy's memory is free. A copy of a trained adapter is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+
+from pantheraml.base import log
+from pantheraml.hooks.library_patch import LibraryPatch
+from pantheraml.models.causal_lm import fast_model
+
+logger = log.get(__name__)
+
+_COPY, _OWN = "ref", "default"
+"""TRL's names of both adapters."""
+_FURTHER_WEIGHTS = (
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "use_dora",
+    "alora_invocation_tokens",
+)
+"""Options of an adapter with more than A and B, which may change the model even if B is zero."""
+
+
+def _without_needless_copy(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_trainer(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        model = getattr(self, "model", None)
+        if not isinstance(model, PeftModel) or fast_model(model) is None or _COPY not in model.peft_config:
+            return
+        if not _adds_nothing(model):
+            logger.info("the reference is a copy of the trained adapter: its pass runs unfused")
+            return
+        model.delete_adapter(_COPY)
+        logger.info("the adapter is new, so the reference is the model without adapters, as with peft_config")
+
+    return init_trainer
+
+
+def _adds_nothing(model: PeftModel) -> bool:
+    """Return whether both adapters have the same effect as none: every B is zero, and there is nothing else."""
+    config = model.peft_config[_OWN]
+    if type(config) is not LoraConfig or config.bias != "none":
+        return False
+    if any(getattr(config, option, None) for option in _FURTHER_WEIGHTS):
+        return False
+    ups = [p for name, p in model.named_parameters() if "lora_B." in name or "lora_embedding_B." in name]
+    return bool(ups) and not bool(torch.stack(torch._foreach_norm([up.detach() for up in ups], torch.inf)).any())
+
+
+def _reference_of(trainer: str) -> LibraryPatch:
+    return LibraryPatch(
+        library="trl",
+        versions=">=1.15,<1.17",
+        module=f"trl.trainer.{trainer.lower()}_trainer",
+        class_name=f"{trainer}Trainer",
+        name="__init__",
+        make=_without_needless_copy,
+        fallback="the reference pass runs unfused, with a copy of the adapter",
+        required=False,
+    )
+
+
+REFERENCES = tuple(map(_reference_of, ("DPO", "KTO", "GRPO", "RLOO")))

@@ -1,0 +1,88 @@
+"""Compare a fused layer with the layer it replaces, on a few random tokens.
+
+Layers are fused by the names of their classes. If a release of transformers changes what such a class computes, its
+fused form would train another model, and nothing would fail. So one layer of each kind runs both ways, forward and
+backward, before any is fused. It is a copy in float32, without quantization and with the torch references of all ops:
+then both agree up to the order of sums, whatever the weights are, and no kernel is compiled. Tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from pantheraml.kernels.dispatch import references_only
+from pantheraml.models.quantize.fp8 import FP8Linear
+from pantheraml.models.quantize.fp8_training import FP8TrainingLinear
+from pantheraml.models.quantize.nf4 import NF4Linear
+
+TOKENS = 16
+TOLERANCE = 1e-2
+"""Relative to what the layer adds to its input, and to the gradient. TF32 matmuls round to 1e-3."""
+
+
+def why_not_equal(layer: Any, fuse_layer: Callable[[Any], None]) -> str | None:
+    """Return how `layer` would differ once `fuse_layer` has fused it; None if it would not."""
+    name = type(layer).__name__
+    if any(tensor.is_meta for tensor in chain(layer.parameters(), layer.buffers())):
+        return None  # its weights are not loaded yet
+    try:
+        with references_only(), torch.autocast(_device(layer).type, enabled=False):
+            twin = _float32_copy(layer)
+            theirs = _run(twin)
+            fuse_layer(twin)
+            ours = _run(twin)
+    except Exception as err:  # noqa: BLE001 - another release's layer may raise anything; the reason is reported
+        return f"comparing it with {name} failed: {type(err).__name__}: {next(iter(str(err).splitlines()), '')}"
+    for part, actual, expected in zip(("output", "gradient"), ours, theirs, strict=True):
+        distance = float((actual - expected).norm() / expected.norm())
+        if not distance <= TOLERANCE and bool(expected.isfinite().all()):  # a NaN weight is reported in training
+            return f"its {part} differs by {distance:.0%} from that of {name} in this version of transformers"
+    return None
+
+
+def _device(layer: Any) -> torch.device:
+    device: torch.device = layer.input_layernorm.weight.device
+    return device
+
+
+def _float32_copy(layer: nn.Module) -> Any:
+    twin = copy.deepcopy(layer)
+    for parent in list(twin.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, FP8Linear | NF4Linear):
+                dense: Any = child.to_linear(torch.float32)
+                setattr(parent, name, dense.requires_grad_(False))
+            elif isinstance(child, FP8TrainingLinear):
+                trained: Any = child
+                trained.__class__ = nn.Linear
+    for adapted in twin.modules():  # B is zero before training: without this, adapters would not be compared
+        if isinstance(adapted, LoraLayer):
+            for up in adapted.lora_B.values():
+                nn.init.normal_(up.weight, std=0.02, generator=_generator(up.weight.device))
+    return twin.float().eval()
+
+
+def _generator(device: torch.device | str) -> torch.Generator:
+    """Return a generator of its own, so that the global one is not changed."""
+    return torch.Generator(device).manual_seed(0)
+
+
+def _run(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return what the layer adds to its input, and the gradient of the input, less that of the output."""
+    attention, device = layer.self_attn, _device(layer)
+    draw, width, size = _generator("cpu"), layer.input_layernorm.weight.shape[0], attention.head_dim
+    x, g = (torch.randn(1, TOKENS, width, generator=draw).to(device) for _ in range(2))
+    angles = torch.arange(TOKENS)[:, None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
+    rope = tuple(torch.cat([table] * 2, 1)[None].to(device) for table in (angles.cos(), angles.sin()))
+    x.requires_grad_()
+    with torch.enable_grad():
+        out = layer.forward(x, position_embeddings=rope, attention_mask=None)
+        (gradient,) = torch.autograd.grad(out, x, g)
+    return (out - x).detach(), gradient - g

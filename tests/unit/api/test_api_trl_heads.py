@@ -1,0 +1,176 @@
+"""TRL's trainers use our output head where it has what they need: every logged metric is that of plain PEFT.
+
+Plain PEFT runs TRL's own head, in this process as well: the patches leave models that are not ours to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets.utils.logging import disable_progress_bar
+
+from pantheraml.hooks import trl as trl_hooks
+from pantheraml.models.causal_lm import fast_model
+from tests import toy
+from tests.unit.api.trl_runs import Record, gradient_error, make_trainer, plain_model, recorded
+from tests.unit.api.trl_runs import fast_model as new_model
+
+METRICS = 1e-5
+"""Largest difference of a logged metric, relative to itself or to 1. 2e-6 was the largest."""
+GRADIENTS = 1e-5
+NOT_COMPARED = {"grad_norm", "epoch", "learning_rate", "step_time", "train_runtime", "train_loss", "total_flos"}
+"""Times, and what does not come from the head; gradients are compared themselves."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    disable_progress_bar()
+    return toy.write_llama(tmp_path_factory.mktemp("heads") / "model", hidden_size=64, initializer_range=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _trainers_write_to_the_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def metrics(run: Any) -> list[dict[str, float]]:
+    steps = [entry for entry in run.state.log_history if "loss" in entry]
+    return [{name: value for name, value in entry.items() if name not in NOT_COMPARED} for entry in steps]
+
+
+def assert_same_metrics(kind: str, folder: Path, place: Path, **settings: Any) -> Any:
+    """Train our model and plain PEFT, compare all metrics of all steps, and return our trainer."""
+    fast = new_model(folder)
+    plain = plain_model(folder, fast)
+    settings = {"max_steps": 3, "gradient_checkpointing": False, **settings}
+    ours, theirs = (
+        make_trainer(kind, fast, folder, place, **settings),
+        make_trainer(kind, plain, folder, place, **settings),
+    )
+    mine, other = recorded(ours), recorded(theirs)
+    compare(ours, theirs, mine, other)
+    return ours
+
+
+def compare(ours: Any, theirs: Any, mine: Record, other: Record) -> None:
+    assert gradient_error(mine, other) <= GRADIENTS
+    actual, expected = metrics(ours), metrics(theirs)
+    assert len(actual) == len(expected) == len(mine.gradients)
+    for step, wanted in zip(actual, expected, strict=True):
+        assert step.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if name == "rewards/accuracies" and abs(wanted["rewards/margins"]) < METRICS:
+                continue  # the policy is still the reference: a comparison of rounding errors
+            assert step[name] == pytest.approx(value, rel=METRICS, abs=METRICS), name
+
+
+def uses_our_head(run: Any) -> bool:
+    model = fast_model(run.model)
+    assert model is not None
+    return not model.has_foreign_head() and "fused" not in str(vars(model).get("forward"))
+
+
+LOGGED = {
+    "dpo": {"entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/margins", "logps/chosen"},
+    "kto": {"entropy", "logits/chosen", "logits/rejected", "kl", "rewards/chosen", "logps/rejected"},
+    "grpo": {"entropy", "kl", "clip_ratio/low_mean", "reward"},
+    "rloo": {"entropy", "clip_ratio/high_max", "reward"},
+}
+CASES = {
+    "dpo": ("dpo", {}),
+    "dpo, part of the tokens": ("dpo", {"ld_alpha": 0.5, "loss_type": ["sigmoid", "sft"]}),
+    "kto": ("kto", {}),
+    "grpo": ("grpo", {}),
+    "grpo, warm": ("grpo", {"temperature": 0.7}),
+    "rloo, warm": ("rloo", {"temperature": 1.3}),
+    "grpo, entropy mask": ("grpo", {"top_entropy_quantile": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_are_those_of_plain_peft(folder: Path, tmp_path: Path, name: str) -> None:
+    kind, settings = CASES[name]
+    run = assert_same_metrics(kind, folder, tmp_path, **settings)
+    assert uses_our_head(run)
+    assert metrics(run)[0].keys() >= LOGGED[kind]
+    model = fast_model(run.model)
+    assert model is not None
+    assert model.score_temperature == settings.get("temperature", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("dpo", {"use_weighting": True}, "the trainer needs log_sum_sq_probs"),
+        ("grpo", {"entropy_coef": 0.1}, "the entropy bonus needs the gradient of the entropy"),
+        ("grpo", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+    ],
+)
+def test_what_our_head_lacks_is_left_to_trl(
+    folder: Path, tmp_path: Path, kind: str, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="pantheraml"):
+        run = assert_same_metrics(kind, folder, tmp_path, **settings)
+    assert not uses_our_head(run)
+    assert f"TRL's own fused head is used: {reason}" in caplog.text
+
+
+def test_a_trainer_removes_the_head_of_the_one_before(folder: Path, tmp_path: Path) -> None:
+    fast = new_model(folder)
+    plain = plain_model(folder, fast)
+    settings = {"max_steps": 2, "gradient_checkpointing": False}
+    for kind, changes in (("dpo", {"use_weighting": True}), ("rloo", {"temperature": 0.7}), ("dpo", {})):
+        runs = [make_trainer(kind, model, folder, tmp_path, **settings, **changes) for model in (fast, plain)]
+        compare(*runs, *map(recorded, runs))
+        assert uses_our_head(runs[0]) == (changes.keys() != {"use_weighting"})
+        for model in (fast, plain):
+            if "ref" in model.peft_config:  # another trainer cannot add it again
+                model.delete_adapter("ref")
+
+
+def test_the_reference_of_a_new_adapter_is_the_model_without_it(folder: Path, tmp_path: Path) -> None:
+    fast = new_model(folder)
+    for kind in ("dpo", "kto", "grpo", "rloo"):
+        run = make_trainer(kind, fast, folder, tmp_path / kind)
+        assert list(run.model.peft_config) == ["default"]
+        assert run.model.active_adapter == "default"
+        assert not any(".ref." in name for name, _ in run.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])
+def test_the_reference_of_a_trained_adapter_is_its_copy(folder: Path, tmp_path: Path, kind: str) -> None:
+    fast = new_model(folder)
+    with torch.no_grad():
+        for name, parameter in fast.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 20)
+    plain = plain_model(folder, fast)
+    settings = {"max_steps": 3, "gradient_checkpointing": True}
+    runs = [make_trainer(kind, model, folder, tmp_path, **settings) for model in (fast, plain)]
+    assert list(runs[0].model.peft_config) == ["default", "ref"]
+    compare(*runs, *map(recorded, runs))
+
+
+def test_patches_of_trainers_are_reverted() -> None:
+    import trl.trainer.dpo_trainer as dpo
+    import trl.trainer.grpo_trainer as grpo
+    import trl.trainer.utils as trl_utils
+
+    trl_hooks.apply()
+    original = trl_utils.add_fused_lm_head
+    assert all(module.add_fused_lm_head is not original for module in (dpo, grpo))
+    patched = grpo.GRPOTrainer.__init__
+    trl_hooks.revert()
+    try:
+        assert all(module.add_fused_lm_head is original for module in (dpo, grpo))
+        assert grpo.GRPOTrainer.__init__ is not patched
+    finally:
+        trl_hooks.apply()
