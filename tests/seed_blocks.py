@@ -14,6 +14,7 @@ BLOCKS = Path(__file__).with_suffix(".txt")
 
 MODULES = {
     "performance_optimization": "pantheraml.performance",
+    "onyx.server.features.ads.multi_gpu_training": "pantheraml.multigpu",
     "unsloth_multigpu_prototype": "pantheraml",
     "unsloth_multigpu_prototype.core": "pantheraml",
     "unsloth_multigpu_prototype.utils": "pantheraml",

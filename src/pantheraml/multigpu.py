@@ -2,7 +2,7 @@
 
 A script calls `enable_multi_gpu()` (or passes `enable_multi_gpu=True` to `FastLanguageModel.from_pretrained`, or is
 started with PANTHERAML_ENABLE_MULTIGPU=1) and is relaunched as one rank per GPU. A notebook, which cannot be
-relaunched, calls `launch(function)`.
+relaunched, calls `launch(function)`. `GPUMonitor` and the contexts watch GPUs (`gpu_monitor`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,21 @@ from typing import Any, Literal
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, DeviceError, InterruptedRunError, LaunchError, WorkerError
 from pantheraml.devices.probe import probe
+from pantheraml.gpu_monitor import GPUConfig, GPUMonitor, gpu_monitoring_context, performance_context
 from pantheraml.hooks import multi_gpu
 from pantheraml.launch.local import die_with_parent
 from pantheraml.launch.script import main_file, relaunch
 
-__all__ = ["disable_multi_gpu", "enable_multi_gpu", "get_multi_gpu_config", "launch"]
+__all__ = [
+    "GPUConfig",
+    "GPUMonitor",
+    "disable_multi_gpu",
+    "enable_multi_gpu",
+    "get_multi_gpu_config",
+    "gpu_monitoring_context",
+    "launch",
+    "performance_context",
+]
 
 logger = log.get(__name__)
 

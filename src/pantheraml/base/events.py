@@ -88,6 +88,82 @@ class ChoiceMade(EventBase):
     automatic: bool
 
 
+class GPUIdentity(BaseModel):
+    """None: the driver does not tell."""
+
+    index: int
+    name: str
+    uuid: str | None
+    total_bytes: int | None
+    power_limit_watts: float | None
+    health: str | None = None
+    """ok, warn or fail when the run started."""
+
+
+class HardwareFound(EventBase):
+    """The host of the run and the GPUs that it uses; those of other nodes are not known here."""
+
+    kind: Literal["hardware.found"] = "hardware.found"
+    host: str
+    driver: str | None
+    cuda: str | None
+    gpus: list[GPUIdentity] = []
+    cpu_count: int
+    ram_bytes: int
+
+
+class HardwareSampled(EventBase):
+    """GPUs and host over the last `seconds`. Lists have one entry per GPU, in the order of `indices`; None: unknown.
+
+    The interval grows with the age of the run, from one second to thirty.
+    """
+
+    kind: Literal["hardware.sampled"] = "hardware.sampled"
+    seconds: float
+    samples: int
+    """Number of readings that are summarized."""
+    indices: list[int] = []
+    utilization_percent: list[float | None] = []
+    """Mean."""
+    memory_bytes: list[int | None] = []
+    """Highest use, by all processes."""
+    temperature_celsius: list[int | None] = []
+    """Highest."""
+    memory_temperature_celsius: list[int | None] = []
+    """Highest."""
+    power_watts: list[float | None] = []
+    """Mean."""
+    sm_clock_mhz: list[int | None] = []
+    """Mean."""
+    energy_joules: list[float | None] = []
+    """Used in the interval."""
+    nvlink_bytes: list[int | None] = []
+    """Sent and received in the interval."""
+    pcie_bytes: list[int | None] = []
+    """Sent and received in the interval."""
+    event_reasons: list[list[str] | None] = []
+    """Why clocks were below their maximum."""
+    cpu_percent: float | None
+    """Mean over all cores."""
+    ram_bytes: int
+    """Highest use of the host's memory."""
+
+
+class GPUHealthChanged(EventBase):
+    """The first judgement of a GPU, if it is not ok, and each that differs from the one before."""
+
+    kind: Literal["gpu.health"] = "gpu.health"
+    index: int
+    status: str | None
+    """ok, warn or fail; None: the driver tells nothing."""
+    reasons: list[str] = []
+
+    @property
+    def message(self) -> str:
+        reasons = f": {'; '.join(self.reasons)}" if self.reasons else ""
+        return f"health of GPU {self.index} is {self.status or 'not known'}{reasons}"
+
+
 class DataProgress(EventBase):
     kind: Literal["data.progress"] = "data.progress"
     split: str
@@ -345,6 +421,7 @@ KINDS: dict[str, type[EventBase]] = {
 
 Event = (
     RunStarted | RunRestarted | RunFallback | RunFinished | PlanMade | ChoiceMade | DataProgress | DataReady
+    | HardwareFound | HardwareSampled | GPUHealthChanged
     | ModelReady | TrainStarted | TrainStep | TrainRanks | Heartbeat | TrainGroups | TrainStopped | TrainFinished
     | EvalProgress | EvalDone | CheckpointSaved | CheckpointRemoved | ModelSaved
     | VerdictReached | IncidentRecorded | RanksLeftOut

@@ -25,13 +25,13 @@ def add(commands: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     from pantheraml.cli.inputs import check_inputs
     from pantheraml.cli.train import config_from
-    from pantheraml.devices.probe import probe
+    from pantheraml.devices.select import devices_for_run
     from pantheraml.planner.choose import choose
     from pantheraml.planner.no_effect import long_warmup
 
     config = config_from(arguments)
     check_inputs(config)
-    plan = choose(config, probe())
+    plan = choose(config, devices_for_run(config))
     steps = config.train.max_steps
     if steps is not None and (message := long_warmup(config.train, steps)) is not None:
         plan = plan.model_copy(update={"warnings": (*plan.warnings, message)})

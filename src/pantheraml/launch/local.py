@@ -67,7 +67,7 @@ def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -
         changes["TOKENIZERS_PARALLELISM"] = "false"
         if plan.device == "cuda":
             changes["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbering of NVML
-            changes["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.device_ids))
+            changes["CUDA_VISIBLE_DEVICES"] = plan.mig_uuid or ",".join(map(str, plan.device_ids))
         else:
             changes["CUDA_VISIBLE_DEVICES"] = ""
     return env.worker_environment(**changes)

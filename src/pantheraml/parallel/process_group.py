@@ -105,6 +105,15 @@ def join_process_group(
     )
 
 
+def _limit_memory(plan: Plan, device: torch.device) -> None:
+    """Let torch use `plan.memory_fraction` of each GPU of this process; more is an out-of-memory error."""
+    if plan.memory_fraction is None:
+        return
+    several = plan.copies or (plan.split is not None and plan.split.over_several)
+    for each in range(len(plan.device_ids)) if several else (device,):
+        torch.cuda.set_per_process_memory_fraction(plan.memory_fraction, each)
+
+
 class NotNeededError(Exception):
     """All ranks agreed to continue without this process; it should exit with success."""
 
@@ -150,6 +159,7 @@ def open_world(
         reason = agreed.fallback_reason
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        _limit_memory(plan, device)
     if place.world_size == 1 or reason is not None:
         replica_devices = tuple(range(len(plan.device_ids))) if plan.copies else ()
         yield World(rank=0, size=1, device=device, fallback_reason=reason, replica_devices=replica_devices)

@@ -92,7 +92,9 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         choices=tuple(choices.made),
         copies=single.copies,
         split=single.split,
-        warnings=(*local.warnings(local_world_size), *ignored_settings(config, dims)),
+        memory_fraction=config.parallel.memory_fraction if device == "cuda" else None,
+        mig_uuid=gpus[0].mig_uuid if gpus else None,
+        warnings=(*local.warnings(local_world_size), *ignored_settings(config, dims, device=device)),
     )
 
 
@@ -123,6 +125,8 @@ def _device(config: TrainConfig, devices: DeviceSpec, choices: Choices) -> Liter
 def _gpus(config: TrainConfig, devices: DeviceSpec, choices: Choices) -> tuple[GPU, ...]:
     device_ids = config.parallel.device_ids
     if device_ids is None:
+        if devices.selection is not None:
+            choices.automatic("parallel.device_ids", [gpu.index for gpu in devices.gpus], devices.selection)
         return devices.gpus
     known = {gpu.index: gpu for gpu in devices.gpus}
     missing = [index for index in device_ids if index not in known]

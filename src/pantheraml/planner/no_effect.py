@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -57,12 +57,14 @@ _DDP = tuple(
 )
 
 
-def ignored_settings(config: TrainConfig, dims: ParallelDims) -> tuple[str, ...]:
+def ignored_settings(config: TrainConfig, dims: ParallelDims, *, device: Literal["cpu", "cuda"]) -> tuple[str, ...]:
     """Return one sentence per setting that is set but has no effect."""
     defaults = TrainConfig(model=ModelConfig(path=""), data=DataConfig(path=""))
     rules = (*_method(config), *_schedule(config), *_guard(config.stability), *_ends(config))
     explicit = _explicit_keys(config)
     messages: dict[str, str] = {}
+    if device == "cpu":
+        rules += ((("parallel.memory_fraction",), "the run is on the CPU"),)
     for keys, reason in (*rules, *_processes(config, dims)):
         for key in keys:
             value = _value(config, key)

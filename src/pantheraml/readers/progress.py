@@ -28,6 +28,7 @@ from pantheraml.base.events import (
     EventBase,
     GenerateDone,
     GenerateProgress,
+    GPUHealthChanged,
     IncidentRecorded,
     ModelReady,
     ModelSaved,
@@ -127,6 +128,7 @@ class ProgressBar:
             RunRestarted: self._warning,
             RunFallback: self._warning,
             WarningIssued: self._warning,
+            GPUHealthChanged: self._gpu_health,
         }
         if title:
             self._display.line(title, "bold")
@@ -153,6 +155,12 @@ class ProgressBar:
 
     def _warn(self, message: str) -> None:
         self._display.line(f"warning: {message}", "yellow")
+
+    def _gpu_health(self, event: GPUHealthChanged) -> None:
+        if event.status == "ok":
+            self._display.line(event.message, "")
+        else:
+            self._warn(event.message)
 
     def _run_started(self, event: RunStarted) -> None:
         self._output = Path(event.output)

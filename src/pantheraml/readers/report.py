@@ -20,6 +20,7 @@ from pantheraml.base.events import (
     ChoiceMade,
     ErrorRaised,
     EventBase,
+    GPUHealthChanged,
     IncidentRecorded,
     Notice,
     PlanMade,
@@ -31,6 +32,7 @@ from pantheraml.base.events import (
 from pantheraml.base.folders import write_text
 from pantheraml.readers import number_format as figures
 from pantheraml.readers.report_charts import charts
+from pantheraml.readers.report_hardware import hardware_charts, hardware_part
 from pantheraml.readers.report_page import chart_cards, escape, figure_cards, page, table
 from pantheraml.readers.report_ranks import ranks_part
 from pantheraml.readers.summary import History, history, summarize
@@ -66,7 +68,7 @@ def write_report(
     if not events:
         raise RunDirectoryError(f"{run_dir} contains no events.", where=str(run_dir), fix="Pass a run folder.")
     summary, past = summarize(events), history(events)
-    drawn = charts(past)
+    drawn, hardware = charts(past), hardware_charts(events)
     title = run_dir.resolve().name
     parts = [
         _header(title, summary),
@@ -76,12 +78,13 @@ def write_report(
         *(_section(section) for section in extra),
         _plan(events),
         ranks_part(events),
+        hardware_part(events, hardware, first_chart=len(drawn)),
         _data(summary),
         _messages(events),
         _checkpoints(events, kept=set(summary["checkpoints"])),
         _footer(summary),
     ]
-    data = json.dumps([chart.to_data() for chart in drawn], separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps([chart.to_data() for chart in (*drawn, *hardware)], separators=(",", ":")).replace("<", "\\u003c")
     path = run_dir / FILE_NAME
     write_text(path, page(f"{title} · PantheraML", "".join(parts), data, get_plotlyjs()))
     return path
@@ -211,7 +214,7 @@ def _messages(events: Sequence[EventBase]) -> str:
 
 def _message(event: EventBase) -> tuple[str, str, str] | None:
     at = datetime.fromtimestamp(event.time, UTC).strftime("%H:%M:%S")
-    if isinstance(event, Notice | WarningIssued | RunRestarted | RunFallback):
+    if isinstance(event, Notice | WarningIssued | RunRestarted | RunFallback | GPUHealthChanged):
         return at, event.kind, event.message
     if isinstance(event, VerdictReached):
         return at, event.kind, f"step {event.step}: {event.action}: {event.cause}"

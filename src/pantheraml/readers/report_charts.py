@@ -25,7 +25,7 @@ SMOOTH_FROM = 40
 
 GIB = 2**30
 
-Point = tuple[int, float | None]
+Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Series:
     name: str
     role: str
     points: Sequence[Point]
+    in_legend: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,15 @@ class Chart:
     from_zero: bool = False
     ticks: str = ""
     """Tick format of the axis, in d3 syntax; empty = plotly's choice."""
+    x: str = "step"
+    """What the horizontal axis counts."""
+    top: float | None = None
+    """Upper end of the axis; None: by the values."""
 
     def to_data(self) -> dict[str, Any]:
         series = [_series_data(series) for series in self.series]
-        return {"from_zero": self.from_zero, "ticks": self.ticks, "series": series}
+        shape = {"from_zero": self.from_zero, "ticks": self.ticks, "x": self.x, "top": self.top}
+        return {**shape, "series": series}
 
 
 def charts(history: History) -> list[Chart]:
@@ -137,6 +143,7 @@ def _series_data(series: Series) -> dict[str, Any]:
     return {
         "name": series.name,
         "role": series.role,
+        "legend": series.in_legend,
         "markers": len(points) < MARKERS_BELOW,
         "x": [step for step, _ in points],
         "y": [None if value is None else float(f"{value:.6g}") for _, value in points],

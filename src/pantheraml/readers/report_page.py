@@ -75,17 +75,18 @@ function draw() {
     const axis = { gridcolor: color("grid"), linecolor: color("line"), zeroline: false, automargin: true };
     const traces = chart.series.map(series => ({
       x: series.x, y: series.y, name: series.name, type: "scatter",
-      mode: series.markers ? "lines+markers" : "lines", connectgaps: false,
+      showlegend: series.legend, mode: series.markers ? "lines+markers" : "lines", connectgaps: false,
       line: { color: color(series.role), width: series.role === "faint" ? 1 : 2 }, marker: { size: 6 },
-      hovertemplate: "step %{x:,}<br>%{y:.5g}<extra>" + (chart.series.length > 1 ? series.name : "") + "</extra>",
+      hovertemplate: chart.x + " %{x:,}<br>%{y:.5g}<extra>" + (chart.series.length > 1 ? series.name : "") + "</extra>",
     }));
     const layout = {
       margin: { l: 48, r: 12, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("soft") },
-      showlegend: chart.series.length > 1,
+      showlegend: chart.series.filter(series => series.legend).length > 1,
       legend: { orientation: "h", x: 1, xanchor: "right", y: 1.0, yanchor: "bottom" },
-      xaxis: { ...axis, title: { text: "step", standoff: 6 } },
-      yaxis: { ...axis, rangemode: chart.from_zero ? "tozero" : "normal", tickformat: chart.ticks },
+      xaxis: { ...axis, title: { text: chart.x, standoff: 6 } },
+      yaxis: { ...axis, ...(chart.top ? { range: [0, chart.top] } : {}),
+        rangemode: chart.from_zero ? "tozero" : "normal", tickformat: chart.ticks },
       hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink") } },
     };
     Plotly.react("chart-" + index, traces, layout, { responsive: true, displayModeBar: false });
@@ -118,10 +119,10 @@ def figure_cards(figures: Iterable[tuple[str, str]]) -> str:
     return f'<div class="figures">{cards}</div>'
 
 
-def chart_cards(titles_and_notes: Sequence[tuple[str, str]]) -> str:
-    """Placeholders for the charts; the first one, the loss, takes the full width."""
+def chart_cards(titles_and_notes: Sequence[tuple[str, str]], *, first: int = 0) -> str:
+    """Placeholders for the charts from number `first` on; number 0, the loss, takes the full width."""
     cards = []
-    for index, (title, note) in enumerate(titles_and_notes):
+    for index, (title, note) in enumerate(titles_and_notes, first):
         wide = " wide" if index == 0 else ""
         text = f'<div class="note">{escape(note)}</div>' if note else ""
         cards.append(

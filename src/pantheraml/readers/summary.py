@@ -26,6 +26,7 @@ from pantheraml.base.events import (
     ErrorRaised,
     EvalDone,
     EventBase,
+    HardwareSampled,
     ModelReady,
     ModelSaved,
     PlanMade,
@@ -39,6 +40,7 @@ from pantheraml.base.events import (
     VerdictReached,
 )
 from pantheraml.base.folders import write_text
+from pantheraml.readers import hardware
 
 FILE_NAME = "run.json"
 
@@ -152,7 +154,7 @@ def summarize(events: Iterable[EventBase]) -> dict[str, Any]:
 
     `final_loss` is the last step's; `concern` is set if the loss ended no better than it started. `tokens_per_second`
     is the median over the logged steps, without the first three of each start. `seconds` is the wall time of training,
-    including evaluations and checkpoints.
+    including evaluations and checkpoints. Utilization and energy are those of the GPUs over the whole run.
     """
     events = list(events)
     starts = _starts(events)
@@ -163,6 +165,7 @@ def summarize(events: Iterable[EventBase]) -> dict[str, Any]:
     ended, fallback, finished = last.last(TrainFinished), last.last(RunFallback), last.last(RunFinished)
     steps, evals = list(past.steps.values()), list(past.evals.values())
     memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
+    sampled = [event for event in events if isinstance(event, HardwareSampled)]
     began = [event.time for event in events if isinstance(event, RunStarted)]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -182,6 +185,8 @@ def summarize(events: Iterable[EventBase]) -> dict[str, Any]:
         "seconds": sum(start.training_seconds for start in starts) if training else None,
         "tokens_per_second": median_speed(start.speeds() for start in starts),
         "peak_memory_bytes": max(memory, default=None),
+        "gpu_utilization_percent": hardware.mean_utilization(sampled),
+        "energy_joules": hardware.energy_joules(sampled),
         "world_size": training.world_size if training else plan.get("world_size"),
         "fallback_reason": fallback and fallback.reason,
         "device": training.device if training else plan.get("device"),

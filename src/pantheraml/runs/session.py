@@ -28,7 +28,7 @@ from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import ErrorRaised, Notice, PlanMade, RunFinished, RunRestarted, RunStarted, WarningIssued
 from pantheraml.base.folders import write_text
 from pantheraml.base.private import private_files
-from pantheraml.devices.probe import probe
+from pantheraml.devices.select import devices_for_run
 from pantheraml.launch import local, ranks
 from pantheraml.planner.choose import choose
 from pantheraml.readers.follow import Follower, Reader
@@ -38,6 +38,7 @@ from pantheraml.readers.summary import write_run_json
 from pantheraml.runs import errors
 from pantheraml.runs.attempt import Attempt, WorkerCommand
 from pantheraml.runs.restarts import Restarts
+from pantheraml.runs.telemetry import RunTelemetry
 from pantheraml.specs.faults import planned_faults
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.resume import check_resumable, with_absolute_paths
@@ -58,7 +59,7 @@ def run_training(
     place = ranks.own_rank(config.parallel)
     if place is not None:
         config = ranks.with_world_size(config, place)
-    plan = choose(config, probe(), place)
+    plan = choose(config, devices_for_run(config, place), place)
     config = with_absolute_paths(config)
     if place is not None and place.rank > 0:
         ranks.become_worker(output, config, plan, place)
@@ -105,7 +106,8 @@ class RunSession:
         with EventWriter(output) as self._emit:
             self._attempt = Attempt(Follower(output, [*readers, *sinks], from_end=True))
             self._announce([notice for sink in sinks for notice in sink.notices])
-            with self._written_down(), self._restoring(self._previous):
+            self._telemetry = RunTelemetry(self.plan, self._emit)
+            with self._written_down(), self._restoring(self._previous), self._telemetry:
                 if self._place is None:
                     self._run_attempts()
                 else:
@@ -153,7 +155,8 @@ class RunSession:
                 raise errors.stopped(self.run_dir, self._attempt.stop_signal(self._stops))
             self.run_dir.stop_file.touch()
 
-        def commit_when_training() -> None:
+        def tick() -> None:
+            self._telemetry.tick()
             if self._attempt.training:
                 self._replacement.commit()
 
@@ -161,13 +164,14 @@ class RunSession:
             local.command_for(task, self.run_dir.path, self.plan),
             local.worker_environment(self.plan, grace_seconds=self.config.parallel.grace_seconds),
             ask_to_stop,
-            commit_when_training,
+            tick,
         )
 
     def _run_own_rank(self, place: env.ProcessRank) -> None:
         """Run this process's rank as a worker; its launcher has started the others. The worker prepares the data."""
 
-        def commit_when_prepared() -> None:
+        def tick() -> None:
+            self._telemetry.tick()
             if self.run_dir.data_file.exists():
                 self._replacement.commit()
 
@@ -175,7 +179,7 @@ class RunSession:
             ranks.join_command(self.run_dir.path, self.config),
             ranks.rank_environment(self.plan, self.config, place),
             self.run_dir.stop_file.touch,
-            commit_when_prepared,
+            tick,
         )
         self._attempt.supervise(self.run_dir, self.config, workers, self._stops)
 

@@ -52,7 +52,10 @@ class MultiGPUConfig:
     local_rank: Annotated[int, Field(ge=0)] | None = None
     """Rank of this process on its node, which selects its GPU; set together with rank."""
     device_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, BeforeValidator(split_commas)] = None
-    """GPU indices to use, as shown by `pantheraml gpus`; None = all visible GPUs."""
+    """GPU indices to use, as shown by `pantheraml gpus`; None = all visible GPUs that are healthy and free."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of each GPU's memory that a process of the run may use, enforced by torch; an automatic choice passes over
+    GPUs with less free memory. None = all, and GPUs of which half is free."""
     output_device: Annotated[int, Field(ge=0)] | None = None
     """mode=dataparallel: GPU that gathers losses and gradients and holds the weights and optimizer states; None = the
     first."""

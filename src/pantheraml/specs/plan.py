@@ -22,6 +22,8 @@ class GPU(FrozenModel):
     total_bytes: int | None
     free_bytes: int | None
     compute_capability: tuple[int, int] | None
+    mig_uuid: str | None = None
+    """UUID by which CUDA_VISIBLE_DEVICES names this MIG instance of GPU `index`; None: a whole GPU."""
 
 
 class DeviceSpec(FrozenModel):
@@ -29,13 +31,16 @@ class DeviceSpec(FrozenModel):
 
     gpus: tuple[GPU, ...]
     cpu_count: int
-    ram_bytes: int
+    ram_bytes: int | None
+    """None: not known, of hardware that is only described."""
     driver: str | None
     """Driver version; None without an NVIDIA driver."""
     driver_cuda: str | None = None
     """Newest CUDA version that the driver supports, such as 13.0; None: no driver, or not reported."""
     note: str | None = None
     """Why there is no GPU; None if there are any."""
+    selection: str | None = None
+    """Why these GPUs were selected for a run; None: they are all visible GPUs."""
 
 
 class Choice(FrozenModel):
@@ -91,6 +96,10 @@ class Plan(FrozenModel):
     choices: tuple[Choice, ...]
     copies: bool = False
     """DataParallel: one process that replicates the model on its GPUs for every batch."""
+    mig_uuid: str | None = None
+    """UUID of the MIG instance that the run uses; None: whole GPUs."""
+    memory_fraction: float | None = None
+    """Share of each GPU's memory that a process may use; None: all."""
     split: LayerSplit | None = None
     """Split of the layers over the devices of one process; None: all on one device."""
     warnings: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ OPTIONS = {
     "export": [*CONSENT, "--base", "--gguf", "--json", "--merge", "--output", "--precision", "run_dir"],
     "quantize": [*INPUTS, "--json", "--output", "--tokens"],
     "doctor": ["--json"],
-    "gpus": ["--json"],
+    "gpus": ["--json", "--watch"],
     "schema": ["--events"],
     "import-config": ["--from", "--json", "--output", "file"],
     "bench": [

@@ -8,7 +8,7 @@ from pantheraml.devices.probe import probe
 from pantheraml.devices.sampler import GPUSampler
 
 
-@pytest.mark.seed("C16", partly="one sampler; the devices package has no view of it for S4 yet")
+@pytest.mark.seed("C16")
 def test_one_snapshot_for_each_gpu() -> None:
     sampler = GPUSampler()
     for _ in range(2):  # the probe initializes and shuts down NVML, which must stay open for the sampler

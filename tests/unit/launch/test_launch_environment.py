@@ -15,7 +15,9 @@ from pantheraml.base import env
 from pantheraml.launch import nodes, ranks, script
 from pantheraml.launch.local import task_command, worker_environment
 from pantheraml.launch.nodes import NodeSpec
-from pantheraml.specs.train import TrainConfig
+from pantheraml.planner.choose import choose
+from pantheraml.specs.plan import GPU, DeviceSpec
+from pantheraml.specs.train import DataConfig, ModelConfig, TrainConfig
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD",
            "GITHUB_TOKEN", "SSH_AUTH_SOCK", "DATABASE_URL", "NVIDIA_API_KEY", "SLURM_JWT", "PANTHERAML_API_KEY",
@@ -104,3 +106,14 @@ def test_a_kernel_cache_of_another_user_is_not_used(
     assert worker_environment(None)["TORCHINDUCTOR_CACHE_DIR"] == str(used), "one for all of a command's workers"
     assert f"{folder} cannot be used" in caplog.text
     shutil.rmtree(used)
+
+
+def test_workers_see_the_gpus_of_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))
+    gpus = tuple(GPU(index=index, name="GPU", total_bytes=1, free_bytes=1, compute_capability=None) for index in (1, 3))
+    config = TrainConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))
+    whole = choose(config, DeviceSpec(gpus=gpus, cpu_count=1, ram_bytes=1, driver=None))
+    assert worker_environment(whole)["CUDA_VISIBLE_DEVICES"] == "1,3"
+    instance = gpus[0].model_copy(update={"mig_uuid": "MIG-1a2b"})
+    part = choose(config, DeviceSpec(gpus=(instance,), cpu_count=1, ram_bytes=1, driver=None))
+    assert worker_environment(part)["CUDA_VISIBLE_DEVICES"] == "MIG-1a2b", "GPU 1 would be its first instance"

@@ -83,6 +83,7 @@ NO_EFFECT = {
     "parallel.bucket_cap_mb": ["parallel.tensor=2", "parallel.bucket_cap_mb=5"],
     "parallel.enable_multi_gpu_monitoring": ["parallel.enable_multi_gpu_monitoring=false"],
     "parallel.restart_on": ["parallel.max_retries=0", "parallel.restart_on=[hung]"],
+    "parallel.memory_fraction": ["parallel.memory_fraction=0.5"],
     "parallel.min_world_size": ["parallel.min_world_size=1"],
     "parallel.strict": ["parallel.strict=true"],
 }

@@ -50,7 +50,7 @@ class Page(html.parser.HTMLParser):
         return " | ".join(text for text in self.text if text.strip())
 
 
-@pytest.mark.seed("S4-165", partly="events, report, stacks of hung ranks; GPUs are not sampled during training")
+@pytest.mark.seed("S4-165")
 def test_report_of_a_complete_run(complete: Any, tmp_path: Path) -> None:
     complete.emit("warning", message="41 rows were truncated")
     path = write_report(complete.write(tmp_path / "first"), extra_figures=[("exact match", "97.3 %")])

@@ -36,6 +36,8 @@ def test_a_complete_run(complete: Any) -> None:
         "seconds": pytest.approx(62.0),
         "tokens_per_second": 64_000,
         "peak_memory_bytes": 17_000_120_000,
+        "gpu_utilization_percent": None,
+        "energy_joules": None,
         "world_size": 2,
         "fallback_reason": None,
         "device": "cuda",

@@ -41,7 +41,7 @@ def restarts_of(folder: Path, **parallel: Any) -> Restarts:
 
 @pytest.fixture(autouse=True)
 def _hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "probe", lambda: HARDWARE)
+    monkeypatch.setattr(restarts, "devices_for_run", lambda config: HARDWARE)
 
 
 def save(folder: Path, step: int) -> None:
@@ -113,7 +113,7 @@ def test_the_gpu_of_the_rank_that_is_lost_is_not_used_again(tmp_path: Path, monk
         GPU(index=index, name="x", total_bytes=2**36, free_bytes=2**36, compute_capability=(9, 0)) for index in range(4)
     )
     monkeypatch.setattr(f"{__name__}.HARDWARE", HARDWARE.model_copy(update={"gpus": gpus}))
-    monkeypatch.setattr(restarts, "probe", lambda: HARDWARE)
+    monkeypatch.setattr(restarts, "devices_for_run", lambda config: HARDWARE)
     run = restarts_of(tmp_path, max_retries=1, min_world_size=1, device_ids=[0, 2, 3])
     assert run.after(KILLED) is not None
     fewer = run.after(WorkerKilledError("Rank 0 was killed by SIGKILL."))

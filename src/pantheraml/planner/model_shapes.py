@@ -1,0 +1,325 @@
+"""The weights of a model by part, with their sizes: from its `config.json`, or from the headers of its weight files.
+
+A pure function of the configuration for the dense families below; any other family needs its safetensors files, whose
+headers name every tensor. Sizes of quantized layers are those of `models.quantize`, byte for byte. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pantheraml.base.errors import ModelError, UnsupportedModelError
+from pantheraml.specs.hf_config import read_hf_config
+
+Part = Literal["embedding", "attention", "mlp", "norms", "head", "other"]
+PARTS: tuple[Part, ...] = ("embedding", "attention", "mlp", "norms", "head", "other")
+FrozenFormat = Literal["bf16", "fp8", "int8", "nf4"]
+
+MAX_HEADER_BYTES = 100 << 20
+"""The limit of safetensors itself."""
+
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
+FLOAT32, COMPUTE = 4, 2
+"""Bytes of a scale and an adapter weight; bytes of bf16 or fp16."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    linear: bool = False
+    """The weight of a linear layer in a decoder layer, which can be quantized and adapted."""
+    transposed: bool = False
+    """Stored as (in, out), by GPT-2's Conv1D."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def out_in(self) -> tuple[int, int]:
+        out, into = self.shape[::-1] if self.transposed else self.shape
+        return out, into
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    weights: tuple[Weight, ...]
+    tied: bool
+    """The output head is the embedding."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.size for weight in self.weights)
+
+    def by_part(self) -> dict[Part, int]:
+        """Parameters of each part. A tied head counts as embedding."""
+        return {part: sum(each.size for each in self.weights if each.part == part) for part in PARTS}
+
+    def frozen_bytes(self, quantized: FrozenFormat) -> dict[Part, int]:
+        """Bytes of the frozen weights: linear layers in that format, all else in bf16."""
+        sizes: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        for weight in self.weights:
+            # Conv1D layers stay in bf16 in fp8 models, as `quantizable_linears` has it
+            plain = not weight.linear or (quantized == "fp8" and weight.transposed)
+            sizes[weight.part] += weight.size * COMPUTE if plain else linear_bytes(weight.out_in, quantized)
+        return sizes
+
+    def lora_parameters(self, rank: int, targets: str | Sequence[str] = "all-linear") -> int:
+        """Parameters of LoRA adapters of `rank` on the layers that `targets` names, as `method.target_modules` does."""
+        return sum(rank * sum(weight.out_in) for weight in self._targets(targets))
+
+    def _targets(self, targets: str | Sequence[str]) -> list[Weight]:
+        linears = [weight for weight in self.weights if weight.linear]
+        if targets == "all-linear":
+            return linears
+        names = [targets] if isinstance(targets, str) else list(targets)
+        chosen = [each for each in linears if any(f".{each.layer}".endswith(f".{name}") for name in names)]
+        missing = [name for name in names if not any(f".{each.layer}".endswith(f".{name}") for each in linears)]
+        if missing or not names:
+            known = sorted({each.layer.rpartition(".")[2] for each in linears})
+            raise ModelError(
+                f"method.target_modules names layers that this model does not have: {', '.join(missing) or 'none'}.",
+                fix=f"Choose from {', '.join(known)}, or use all-linear.",
+            )
+        return chosen
+
+
+def linear_bytes(out_in: tuple[int, int], quantized: FrozenFormat) -> int:
+    """Bytes of a linear layer's weight without its bias."""
+    values, rows = math.prod(out_in), out_in[0]
+    if quantized == "bf16":
+        return values * COMPUTE
+    if quantized != "nf4":
+        return values + rows * FLOAT32  # one byte a value, and a scale for each row
+    blocks = -(-values // NF4_BLOCK)
+    # packed values, a byte of scale for each block, and a step and a minimum for every 256 blocks
+    return blocks * NF4_BLOCK // 2 + blocks + 2 * FLOAT32 * -(-blocks // NF4_SCALE_BLOCK)
+
+
+def read_shapes(folder: Path) -> ModelShapes:
+    """Shapes of a model folder: by the configuration where its family is known, else by the headers of its weights.
+
+    Headers tell sizes exactly, and parts by the names of tensors; every matrix in attention and MLP counts as linear.
+    """
+    config = read_hf_config(folder)
+    if config.get("model_type") in FAMILIES:
+        return shapes_of_config(config)
+    if "quantization_config" in config:
+        raise UnsupportedModelError(
+            f"The sizes of a quantized {config.get('model_type')} checkpoint are not known before it is loaded.",
+            where=str(folder),
+            fix="Use the unquantized model.",
+        )
+    return _by_names(_headers(folder), tied=bool(config.get("tie_word_embeddings", True)))
+
+
+# -- by the configuration
+
+
+def shapes_of_config(config: Mapping[str, Any]) -> ModelShapes:
+    """Shapes of a model of a known family. UnsupportedModelError for others."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UnsupportedModelError(
+            f"The sizes of model_type {family!r} cannot be computed from its configuration.",
+            fix=f"Known are {', '.join(sorted(FAMILIES))}; other models need their weight files.",
+        )
+    known = FAMILIES[str(family)]
+    tied = bool(config.get("tie_word_embeddings", known.ties))
+    try:
+        weights = tuple(known.weights(known.sizes(config), tied))
+    except KeyError as err:
+        raise ModelError(f"The model's config.json lacks {err}.", fix="Download it again.") from err
+    return ModelShapes(weights, tied)
+
+
+class _Sizes:
+    """Sizes of a configuration in the names of Llama."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.family = config, str(config["model_type"])
+        self.hidden, self.vocab = int(config["hidden_size"]), int(config["vocab_size"])
+        self.layers, self.heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        self.inner = int(config["intermediate_size"])
+        self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
+        default = _HEAD_DIMS.get(self.family, self.hidden // self.heads)
+        self.head_dim = int(config.get("head_dim") or default)
+        self.attention_bias = bool(config.get("attention_bias", False))
+        self.mlp_bias = bool(config.get("mlp_bias", False))
+
+
+_HEAD_DIMS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}
+"""Defaults that are not hidden size over heads."""
+
+
+def _linear(name: str, out: int, into: int, part: Part, *, bias: bool = False) -> Iterator[Weight]:
+    yield Weight(f"{name}.weight", (out, into), part, linear=True)
+    if bias:
+        yield Weight(f"{name}.bias", (out,), part)
+
+
+def _llama_like(sizes: _Sizes, tied: bool) -> Iterator[Weight]:
+    """Llama and the families that differ from it in biases, norms and fused layers."""
+    family, hidden = sizes.family, sizes.hidden
+    yield Weight("model.embed_tokens.weight", (sizes.vocab, hidden), "embedding")
+    for number in range(sizes.layers):
+        layer = f"model.layers.{number}"
+        yield from _attention(sizes, f"{layer}.self_attn")
+        yield from _mlp(sizes, f"{layer}.mlp")
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if family in ("gemma2", "gemma3_text"):
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for name in norms:
+            yield Weight(f"{layer}.{name}.weight", (hidden,), "norms")
+    yield Weight("model.norm.weight", (hidden,), "norms")
+    if not tied:
+        yield Weight("lm_head.weight", (sizes.vocab, hidden), "head")
+
+
+def _attention(sizes: _Sizes, name: str) -> Iterator[Weight]:
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    bias = sizes.attention_bias
+    if sizes.family == "phi3":
+        yield from _linear(f"{name}.qkv_proj", queries + 2 * keys, sizes.hidden, "attention")
+    else:
+        for letter, out in (("q", queries), ("k", keys), ("v", keys)):
+            biased = bias or sizes.family == "qwen2"
+            yield from _linear(f"{name}.{letter}_proj", out, sizes.hidden, "attention", bias=biased)
+    yield from _linear(f"{name}.o_proj", sizes.hidden, queries, "attention", bias=bias and sizes.family != "phi3")
+    if sizes.family in ("qwen3", "gemma3_text"):
+        for letter in ("q", "k"):
+            yield Weight(f"{name}.{letter}_norm.weight", (sizes.head_dim,), "norms")
+
+
+def _mlp(sizes: _Sizes, name: str) -> Iterator[Weight]:
+    inner, hidden, bias = sizes.inner, sizes.hidden, sizes.mlp_bias
+    if sizes.family == "phi3":
+        yield from _linear(f"{name}.gate_up_proj", 2 * inner, hidden, "mlp")
+    else:
+        yield from _linear(f"{name}.gate_proj", inner, hidden, "mlp", bias=bias)
+        yield from _linear(f"{name}.up_proj", inner, hidden, "mlp", bias=bias)
+    yield from _linear(f"{name}.down_proj", hidden, inner, "mlp", bias=bias)
+
+
+def _gpt2(sizes: _Sizes, tied: bool) -> Iterator[Weight]:
+    hidden, inner = sizes.hidden, sizes.inner
+    yield Weight("transformer.wte.weight", (sizes.vocab, hidden), "embedding")
+    yield Weight("transformer.wpe.weight", (int(sizes.config["n_positions"]), hidden), "embedding")
+    for number in range(sizes.layers):
+        layer = f"transformer.h.{number}"
+        linears: tuple[tuple[str, int, int, Part], ...] = (
+            ("attn.c_attn", 3 * hidden, hidden, "attention"),
+            ("attn.c_proj", hidden, hidden, "attention"),
+            ("mlp.c_fc", inner, hidden, "mlp"),
+            ("mlp.c_proj", hidden, inner, "mlp"),
+        )
+        for name, out, into, part in linears:
+            yield Weight(f"{layer}.{name}.weight", (into, out), part, linear=True, transposed=True)
+            yield Weight(f"{layer}.{name}.bias", (out,), part)
+        yield from _layer_norm(f"{layer}.ln_1", hidden)
+        yield from _layer_norm(f"{layer}.ln_2", hidden)
+    yield from _layer_norm("transformer.ln_f", hidden)
+    if not tied:
+        yield Weight("lm_head.weight", (sizes.vocab, hidden), "head")
+
+
+def _layer_norm(name: str, size: int) -> Iterator[Weight]:
+    yield Weight(f"{name}.weight", (size,), "norms")
+    yield Weight(f"{name}.bias", (size,), "norms")
+
+
+class _GPT2Sizes(_Sizes):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        hidden = int(config["n_embd"])
+        inner = config.get("n_inner") or 4 * hidden
+        names = {"hidden_size": hidden, "num_hidden_layers": config["n_layer"], "intermediate_size": inner}
+        super().__init__({**config, **names, "num_attention_heads": config["n_head"]})
+
+
+@dataclass(frozen=True)
+class _Family:
+    weights: Callable[[_Sizes, bool], Iterable[Weight]]
+    ties: bool
+    """It ties its head if the configuration does not say."""
+    sizes: type[_Sizes] = _Sizes
+
+
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "granite"), _Family(_llama_like, ties=False)),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _Family(_llama_like, ties=True)),
+    "gpt2": _Family(_gpt2, ties=True, sizes=_GPT2Sizes),
+}
+"""By model_type."""
+
+
+# -- by the weight files
+
+
+def _headers(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the folder's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"The model folder {folder} has no safetensors files, and its family is not known.",
+            fix=f"Download its weights. Without them, known are {', '.join(sorted(FAMILIES))}.",
+        )
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            found |= _header(file)
+        except (OSError, ValueError, struct.error, RecursionError, KeyError, TypeError, AttributeError) as err:
+            raise ModelError(f"The weight file {file} is corrupted.", fix="Download the model again.") from err
+    return found
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """A safetensors file begins with the length of its header, which is JSON."""
+    with open(file, "rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError("the header is too long")
+        header = json.loads(opened.read(length))
+    tensors = ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: tuple(int(size) for size in shape) for name, shape in tensors}
+
+
+_NAMES: tuple[tuple[Part, re.Pattern[str]], ...] = (
+    ("head", re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\.")),
+    ("embedding", re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)\.")),
+    ("norms", re.compile(r"(^|\.)(\w*norm\w*|ln_\w+)\.(weight|bias)$")),
+    ("attention", re.compile(r"\.(\w*attn|\w*attention)\.")),
+    ("mlp", re.compile(r"\.(\w*mlp|feed_forward|ffn|block_sparse_moe|moe|experts)\.")),
+)
+"""The part of a tensor by its name; the first match counts."""
+
+_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(attn|attention)\.(masked_)?bias$")
+"""Tensors of old checkpoints that are no weights: frequencies and causal masks. A bias has one dimension."""
+
+
+def _by_names(tensors: Mapping[str, tuple[int, ...]], *, tied: bool) -> ModelShapes:
+    weights = []
+    for name, shape in tensors.items():
+        if _BUFFERS.search(name) and (len(shape) != 1 or name.endswith("inv_freq")):
+            continue
+        part: Part = next((part for part, pattern in _NAMES if pattern.search(name)), "other")
+        if part == "head" and tied:
+            continue
+        linear = len(shape) == 2 and name.endswith(".weight") and part in ("attention", "mlp")
+        weights.append(Weight(name, shape, part, linear=linear))
+    has_head = any(weight.part == "head" for weight in weights)
+    return ModelShapes(tuple(weights), tied=not has_head)
