@@ -250,11 +250,11 @@ REMOVED = {"fp8_layouts", "prelaunch"}
 PIECES = {
     "step_cuda_graph": "*CUDA graphs*: a step as one graph, in our own loop",
     "layer_cuda_graphs": "*CUDA graphs*: the fused layers as two graphs, under `SFTTrainer`",
-    "async_scalars": "losses and metrics are copied to the host before it asks for them",
-    "metric_algebra": "the part of that which computes metrics on the host",
-    "async_metrics": "the gradient norm is read after the next step is queued",
+    "async_scalars": "the loss, and the values per token behind metrics, are copied to the host once computed",
+    "metric_algebra": "of these, the values per token, from which the host computes metrics itself",
+    "async_metrics": "the logged loss and gradient norm are copied to the host before the optimizer step",
     "prefetch_batches": "the next batch is read and copied during a step",
-    "all_host_overlap": "the pieces above that overlap the host's work under `SFTTrainer`, all at once",
+    "all_host_overlap": "the overlap of the host's work under `SFTTrainer` as a whole",
     "steady_shapes": "layers that are not fused are compiled for recurring shapes, under `SFTTrainer`",
 }
 """Pieces of `ablation_pieces`."""
