@@ -18,8 +18,8 @@ from pantheraml.models.fast.linear_groups import MAX_RANK
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.specs.plan import Layouts
 from pantheraml.specs.train import Checkpointing
+from tests.unit.models.fused_families import FUSED
 from tests.unit.models.test_models_fast import (
-    FUSED,
     LAYERS,
     adapted,
     assert_same,

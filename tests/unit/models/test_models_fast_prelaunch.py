@@ -17,7 +17,8 @@ from pantheraml.models.attention import use_document_attention
 from pantheraml.models.causal_lm import FastCausalLM
 from pantheraml.models.fast import enable_layer_graphs
 from pantheraml.models.fast import prelaunch as subject
-from tests.unit.models.test_models_fast import CHAINED, IDS, adapted, assert_same, base_model, fused, randomize, results
+from tests.unit.models.fused_families import CHAINED
+from tests.unit.models.test_models_fast import IDS, adapted, assert_same, base_model, fused, randomize, results
 from tests.unit.models.test_models_fast_layer_graphs import OTHER_IDS, OnCPU, _on_a_cpu, warm_up
 
 __all__ = ["_on_a_cpu"]
