@@ -23,7 +23,8 @@ from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
 from pantheraml.specs.train import TrainConfig
 from tests import toy
 from tests.harness import make_plan, make_run, train_here
-from tests.unit.models.test_models_fast import CHAINED, IDS, LAYERS, adapted, base_model, quantize_to_fp8, results
+from tests.unit.models.fused_families import CHAINED
+from tests.unit.models.test_models_fast import IDS, LAYERS, adapted, base_model, quantize_to_fp8, results
 
 
 def in_fp8(family: str) -> Any:

@@ -18,7 +18,8 @@ from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import enable_layer_graphs, is_fused, release_layer_graphs
 from pantheraml.models.fast import layer_cuda_graphs as subject
-from tests.unit.models.test_models_fast import CHAINED, IDS, adapted, assert_same, base_model, fused, randomize, results
+from tests.unit.models.fused_families import CHAINED
+from tests.unit.models.test_models_fast import IDS, adapted, assert_same, base_model, fused, randomize, results
 
 OTHER_IDS = IDS.flip(0)
 

@@ -17,15 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from pantheraml.models.fast import families, fuse, is_fused, self_check
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
-from tests.unit.models.test_models_fast import (
-    FUSED,
-    LAYERS,
-    adapted,
-    assert_same,
-    base_model,
-    quantize_to_fp8,
-    results,
-)
+from tests.unit.models.fused_families import FUSED
+from tests.unit.models.test_models_fast import LAYERS, adapted, assert_same, base_model, quantize_to_fp8, results
 
 
 def distances(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
