@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.notebooks.cells import Notebook, python_of
-from tools.notebooks.rewrite import CAP, CUDA, cap, rewrite
+from tools.notebooks.rewrite import CAP, CUDA, PICTURE, REWARD, cap, rewrite, varied_reward
 from tools.notebooks.rows import UnknownDataError
+from tools.notebooks.training_record import Training, problem_with, trains, watch_trainers
 from tools.notebooks.verdicts import Result, category_of, decided
 
 _PRODUCT = "pantheraml"
@@ -141,14 +142,18 @@ def run_cells(notebook: Notebook, folder: Path) -> dict[str, Any]:
     from tools.notebooks import stand_ins
 
     stand_ins.install()
+    trainings = watch_trainers()
     scope: dict[str, Any] = {
         "__name__": "__main__", CUDA: stand_ins.notebook_cuda(), CAP: cap, "display": lambda *_, **__: None,
-        "get_ipython": lambda: None,
+        "get_ipython": lambda: None, REWARD: varied_reward,
+        PICTURE: stand_ins.picture(),
     }  # fmt: skip
+    python = []
     for number, cell in enumerate(notebook.cells):
         (folder / "cell").write_text(str(number))
         try:
-            tree = rewrite(python_of(cell))
+            python.append(python_of(cell))
+            tree = rewrite(python[-1])
         except SyntaxError as err:
             return {"outcome": "limit", "reason": f"the cell is no Python: {err}", "cell": number}
         try:
@@ -158,7 +163,15 @@ def run_cells(notebook: Notebook, folder: Path) -> dict[str, Any]:
         except BaseException as err:  # noqa: BLE001 - a notebook may end in any way, and each is a result
             traceback.print_exc()
             return {"cell": number, **_classify(err)}
-    return {"outcome": "ok"}
+    return _verdict("\n".join(python), trainings)
+
+
+def _verdict(code: str, trainings: list[Training]) -> dict[str, Any]:
+    """Return the fields of the result of a notebook whose cells all ran."""
+    problem = problem_with(trainings) if trainings or trains(code) else None
+    if problem is not None:
+        return {"outcome": "error", "reason": problem}
+    return {"outcome": "ok", "losses": [loss for training in trainings for loss in training.losses]}
 
 
 def _classify(err: BaseException) -> dict[str, Any]:
@@ -166,13 +179,20 @@ def _classify(err: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(err.__traceback__)[-_FRAMES:]
     where = " < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
     missing = isinstance(err, ModuleNotFoundError) and not (err.name or "").startswith(_PRODUCT)
-    outcome = "limit" if missing or isinstance(err, UnknownDataError) or _needs_network(err) else "error"
+    beyond = missing or isinstance(err, UnknownDataError) or _needs_network(err) or _needs_program(err)
+    outcome = "limit" if beyond else "error"
     return {"outcome": outcome, "reason": text, "where": where}
 
 
 def _needs_network(err: BaseException) -> bool:
     kinds = {kind.__name__ for each in _causes(err) for kind in type(each).__mro__}
     return bool(kinds & {"ConnectionError", "URLError", "ConnectError", "OfflineModeIsEnabled"})
+
+
+def _needs_program(err: BaseException) -> bool:
+    """Whether the notebook starts a program that is not installed, such as Ollama."""
+    frames = [frame.name for frame in traceback.extract_tb(err.__traceback__)]
+    return isinstance(err, FileNotFoundError) and "_execute_child" in frames and "/" not in str(err.filename)
 
 
 def _causes(err: BaseException | None) -> list[BaseException]:

@@ -3,8 +3,11 @@
     import unsloth                     import pantheraml as unsloth; also from unsloth.x import y
     from vllm import SamplingParams    from pantheraml import SamplingParams, unless vLLM is installed
     .to("cuda"), .cuda(), torch.cuda   the CPU; torch.cuda.* answers like a GPU of 80 GiB
-    SFTConfig(...) and the like        max_steps=2, use_cpu=True
-    max_new_tokens, max_tokens         8 tokens; max_completion_length: 12
+    SFTConfig(...) and the like        max_steps=2, logging_steps=1, use_cpu=True
+    GRPOTrainer(reward_funcs=)         and a reward that differs between answers: those of a random model earn the same,
+                                       which leaves no gradient
+    "https://.../photo.jpg"            a small picture
+    max_new_tokens, max_tokens         8 tokens; max_completion_length: 12, and none of these answers is masked as cut
     num_proc                           one process
     assert library.__version__ == ...  dropped: versions are those of this environment
     subprocess of nvidia-smi and pip   dropped
@@ -16,9 +19,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
+import zlib
 
 CUDA = "_notebook_cuda"
 CAP = "_notebook_cap"
+REWARD = "_notebook_reward"
+PICTURE = "_notebook_picture"
+_PICTURE_ADDRESS = re.compile(r"^https?://\S+\.(jpe?g|png|webp)$", re.IGNORECASE)
 CAPPED = {
     "max_new_tokens": 8,
     "max_tokens": 8,
@@ -26,11 +34,10 @@ CAPPED = {
     "num_generations": 4,
     "gradient_accumulation_steps": 2,
     "save_steps": 2,
-    "logging_steps": 1,
 }
 ONE_PROCESS = ("num_proc", "dataset_num_proc", "dataloader_num_workers")
 _PRODUCT = "pantheraml"
-CONFIG = {"max_steps": 2, "use_cpu": True}
+CONFIG = {"max_steps": 2, "logging_steps": 1, "use_cpu": True}
 """Arguments of every training config."""
 
 
@@ -57,9 +64,11 @@ class _Rewriter(ast.NodeTransformer):
             node.module = _PRODUCT
         return node
 
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
         if isinstance(node.value, str) and (node.value == "cuda" or node.value.startswith("cuda:")):
             return ast.copy_location(ast.Constant("cpu"), node)
+        if isinstance(node.value, str) and _PICTURE_ADDRESS.match(node.value):
+            return ast.copy_location(ast.Name(PICTURE, ast.Load()), node)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -80,8 +89,13 @@ class _Rewriter(ast.NodeTransformer):
         for keyword in node.keywords:
             if keyword.arg in CAPPED:
                 keyword.value = _capped(keyword.value, CAPPED[keyword.arg])
+            elif keyword.arg == "mask_truncated_completions":
+                keyword.value = ast.Constant(False)
             elif keyword.arg in ONE_PROCESS:
                 keyword.value = ast.Constant(0 if keyword.arg == "dataloader_num_workers" else None)
+            elif keyword.arg == "reward_funcs":
+                rewards = ast.Starred(keyword.value, ast.Load())
+                keyword.value = ast.List([rewards, ast.Name(REWARD, ast.Load())], ast.Load())
         if _is_training_config(node.func):
             node.keywords = [keyword for keyword in node.keywords if keyword.arg not in CONFIG]
             node.keywords += [ast.keyword(name, ast.Constant(value)) for name, value in CONFIG.items()]
@@ -107,3 +121,8 @@ def _is_training_config(function: ast.expr) -> bool:
 def cap(value: object, most: int) -> object:
     """Return the smaller one; a value that is no whole number (None, a share of the steps) stays."""
     return min(value, most) if type(value) is int else value
+
+
+def varied_reward(completions: list[object], **_: object) -> list[float]:
+    """Return rewards between 0 and 1 that depend on the answers alone."""
+    return [zlib.crc32(str(completion).encode()) % 100 / 100 for completion in completions]

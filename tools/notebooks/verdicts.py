@@ -27,9 +27,11 @@ class Result:
     """The deepest frames of the error."""
     seconds: float = 0.0
     copies: int = 1
+    losses: tuple[float, ...] = ()
+    """Of all its training steps."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value not in ("", None)}
+        return {key: value for key, value in asdict(self).items() if value not in ("", None, ())}
 
 
 # The first pattern found in the code decides.
