@@ -29,7 +29,8 @@ def patched() -> Iterator[None]:
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: number for number, word in enumerate(("<bos>", "<eos>", "<unk>", "one", "two", "question", "answer"))}
+    names = ("<bos>", "<eos>", "<unk>", "one", "two", "question", "answer")
+    words = {word: number for number, word in enumerate(names)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
@@ -94,9 +95,7 @@ def test_one_bos(rows_of: Callable[..., list[str]], caplog: pytest.LogCaptureFix
     assert caplog.text.count("one of the two is left out") == 2
 
 
-def test_a_text_alone_is_left_as_it_is(
-    rows_of: Callable[..., list[str]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_alone_is_left_as_it_is(rows_of: Callable[..., list[str]], caplog: pytest.LogCaptureFixture) -> None:
     data = Dataset.from_list([{"text": "one", "conversations": _MESSAGES}])
     with caplog.at_level(logging.WARNING, logger="pantheraml"):
         assert rows_of(data, dataset_text_field="text") == ["<bos>", "one", "<eos>"]
