@@ -22,6 +22,7 @@ DISABLE_FIX = "Set output_router_logits to false in the model's config.json to t
 
 _PROBE_TOKENS = 6
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_top_k")
 
 
@@ -115,6 +116,15 @@ def find_router_loss(model: nn.Module) -> RouterLoss | None:
         f"The auxiliary loss of {type(whole).__name__} is not the load-balancing loss that this library implements.",
         fix=DISABLE_FIX,
     )
+
+
+def require_no_experts(model: nn.Module) -> None:
+    """Raise for a mixture of experts, whose routers returned no logits; other models have no auxiliary loss."""
+    if _number(_whole(model), _EXPERTS):
+        raise UnsupportedModelError(
+            f"The routers of {type(_whole(model)).__name__} return no logits for the auxiliary loss.",
+            fix=f"Set router_aux_loss_coef=0 in SFTConfig. Or: {DISABLE_FIX}",
+        )
 
 
 def reject_router_loss(model: nn.Module, where: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from pantheraml import FastLanguageModel
+from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models.router_loss import find_router_loss
 from tests import toy
 from tests.unit.models.tiny_families import tiny_configs
@@ -65,3 +66,23 @@ def test_a_fast_model_matches_transformers_loss(tmp_path: Path, how: str, mask: 
         plain(**inputs).loss.backward()
         gradient = dict(fast.named_parameters())["model.layers.0.mlp.gate.weight"].grad
         torch.testing.assert_close(gradient, dict(plain.named_parameters())["model.layers.0.mlp.gate.weight"].grad)
+
+
+def test_a_family_of_experts_without_experts_has_no_auxiliary_loss(tmp_path: Path) -> None:
+    """Granite 4.0 h has such models; TRL asks for the loss, because their config has a coefficient."""
+    config = GraniteMoeHybridConfig(
+        vocab_size=320, hidden_size=16, intermediate_size=16, shared_intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_local_experts=0, num_experts_per_tok=0,
+        layer_types=["attention"], mamba_n_heads=4, mamba_d_head=8,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    toy.write_tokenizer(tmp_path)
+    fast, _ = FastLanguageModel.from_pretrained(str(tmp_path), full_finetuning=True, device_map="cpu")
+    ids = torch.arange(2, 10)[None]
+    routed = fast(input_ids=ids, labels=ids, fused_lm_head=True, output_router_logits=True)
+    plain = fast(input_ids=ids, labels=ids, fused_lm_head=True)
+    assert routed.aux_loss.item() == 0
+    assert routed.loss.item() == plain.loss.item()
+    fast.config.num_local_experts = 4  # a mixture of experts whose routers return nothing
+    with pytest.raises(UnsupportedModelError, match="router_aux_loss_coef=0"):
+        fast(input_ids=ids, labels=ids, fused_lm_head=True, output_router_logits=True)
