@@ -23,6 +23,7 @@ from pantheraml.models.generate import encode_prompt, generate_batches, pad_toke
 from pantheraml.models.lora_request import adapters_disabled, requested_adapter
 from pantheraml.models.rope import supported_positions
 from pantheraml.models.sampling_params import SamplingParams, read_sampling_params
+from pantheraml.models.vllm_engine import VllmEngine
 
 logger = log.get(__name__)
 
@@ -78,7 +79,7 @@ class FastGenerateMixin:
     prompt_tokenizer: Any = None
     """The tokenizer that was loaded with the model."""
     vllm_engine: Any = None
-    """vLLM's engine, if the model was loaded with `fast_inference=True` and vLLM is installed."""
+    """vLLM's engine, or `NoVllm` where it is not installed, if the model was loaded with `fast_inference=True`."""
 
     def fast_generate(
         self,
@@ -93,7 +94,7 @@ class FastGenerateMixin:
         `sampling_params`: `SamplingParams`, vLLM's or ours, or a list of one for each prompt.
         `lora_request`: result of `model.load_lora(folder)`; None: the base model, without any adapter.
         """
-        if self.vllm_engine is not None:
+        if isinstance(self.vllm_engine, VllmEngine):
             return list(self.vllm_engine.generate(prompts, sampling_params, lora_request))
         if use_tqdm:
             logger.info("fast_generate: use_tqdm has no effect without vLLM")
