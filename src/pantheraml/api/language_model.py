@@ -32,6 +32,7 @@ from pantheraml.api.loading_options import (
     requested_quant_format,
     resolve_auto_map,
     tokenizer_with_length,
+    translate_unsloth_loading,
     wants_multi_gpu,
 )
 from pantheraml.api.speed_up import prepare_adapted, speed_up_full
@@ -53,7 +54,7 @@ from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
 from pantheraml.models.fast import release_layer_graphs
 from pantheraml.models.load_finetuned import adapter_base, load_adapter
-from pantheraml.models.loader import load_model, read_config
+from pantheraml.models.loader import kind_to_load, load_model, read_config
 from pantheraml.models.model_kind import TEXT, ModelKind
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
@@ -125,6 +126,7 @@ class FastLanguageModel:
         says.
         """
         log.start_for_scripts()
+        dtype, device_map = translate_unsloth_loading(dtype, device_map, others)
         vllm_options = {name: others.pop(name) for name in VLLM_OPTIONS if fast_inference and name in others}
         _check_arguments(FastLanguageModel.from_pretrained, others)
         kind = kind_for(auto_model)
@@ -144,6 +146,8 @@ class FastLanguageModel:
             adapter = adapter_base(config)
             if adapter is not None:
                 config = _check_adapter(*adapter, full_finetuning=full_finetuning)
+            if auto_model is None and not others.get("text_only"):
+                kind = kind_to_load(config)
             stored = None if adapter is None else RopeChange.read(adapter[0])
             rope = plan_rope(read_config(config, kind), max_seq_length, rope_scaling, stored=stored)
             tokenizer = tokenizer_with_length(config, max_seq_length, kind)

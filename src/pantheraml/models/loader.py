@@ -70,6 +70,15 @@ def kind_of(config: ModelConfig) -> ModelKind:
     return VISION if is_vision_config(source) else TEXT
 
 
+def kind_to_load(config: ModelConfig) -> ModelKind:
+    """Return TEXT, or VISION for a vision-language model of which transformers has no text-only class."""
+    source = _parse_config(model_folder(config), config)
+    if type(source) in TEXT.mapping or not is_vision_config(source):
+        return TEXT
+    logger.info("a %s model has no text-only form: loading it with its vision tower and processor", source.model_type)
+    return VISION
+
+
 def _check(folder: Path, config: ModelConfig, kind: ModelKind = TEXT) -> Any:
     source = _read_config(folder, config, kind)
     if config.init == "pretrained":

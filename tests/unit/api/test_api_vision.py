@@ -270,11 +270,37 @@ def test_fast_model_chooses_by_the_checkpoint(
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
 
 
+def test_fast_language_model_takes_every_checkpoint(
+    folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a text model where transformers can; scripts then expect a processor in the tokenizer's place."""
+    _, tokenizer = FastLanguageModel.from_pretrained(str(folder("gemma3")), device_map="cpu")
+    assert tokenizer.tokenizer is tokenizer
+    assert copy.deepcopy(tokenizer).tokenizer("a")["input_ids"] == tokenizer("a")["input_ids"]
+    caplog.clear()
+    with caplog.at_level("INFO", logger="pantheraml"):
+        _, processor = FastLanguageModel.from_pretrained(str(folder("mistral3")), device_map="cpu")
+    assert isinstance(processor, ProcessorMixin)
+    assert "a mistral3 model has no text-only form" in caplog.text
+
+
+def test_processors_take_messages_as_text(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    _, processor = loaded(folder("llava"))
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    picture = toy_vision.picture(1)
+    expected = processor(picture, text, return_tensors="pt")
+    assert not caplog.text
+    for result in (processor(picture, messages, return_tensors="pt"), processor(text=messages, images=picture)):
+        assert torch.equal(torch.as_tensor(result["input_ids"]), expected["input_ids"])
+    assert caplog.text.count("the processor got chat messages as text") == 2
+
+
 def test_wrong_kind_of_model(folder: Callable[[str], Path], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)'llama' is not a vision-language model.*FastLanguageModel"):
         loaded(tiny_model("llama"))
     with pytest.raises(UnsupportedModelError, match="FastVisionModel"):
-        FastLanguageModel.from_pretrained(str(folder("llava")), device_map="cpu")
+        FastLanguageModel.from_pretrained(str(folder("llava")), device_map="cpu", text_only=True)
     text, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu")
     with pytest.raises(ConfigError, match="needs a vision-language model"):
         FastVisionModel.get_peft_model(text)
