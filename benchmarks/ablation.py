@@ -6,6 +6,7 @@ output head takes a larger share than in the full one. docs/performance.md shows
 
     python benchmarks/run.py ablation                             all of them, some minutes
     python benchmarks/run.py ablation --set tricks=cuda_graph     some, by name, comma-separated
+    python benchmarks/run.py ablation --set tricks=pieces         what has no setting: see ablation_pieces.py
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ablation_pieces
 from inputs import write_full_sequences, write_model
 
 NEEDS_GPU = True
@@ -62,7 +64,23 @@ ABLATIONS = {
 }
 
 
-def run(*, tricks: str = "all", steps: int = 12) -> dict[str, Any]:
+def run(
+    *,
+    tricks: str = "all",
+    steps: int = 12,
+    shapes: str = "8b,1b",
+    minutes: float = 8.0,
+    batch: int = BATCH,
+    seq_len: int = SEQ_LEN,
+) -> dict[str, Any]:
+    """`shapes`, `minutes`, `batch` and `seq_len` are for `tricks=pieces`."""
+    if tricks == "pieces":
+        scale = ablation_pieces.Scale("", batch, seq_len, steps)
+        parameters = {"tricks": tricks, "steps": steps, "shapes": shapes, "minutes": minutes}
+        return {
+            "parameters": parameters,
+            "results": ablation_pieces.measure(shapes.split(","), minutes, scale, train),
+        }
     names = list(ABLATIONS) if tricks == "all" else tricks.split(",")
     unknown = set(names) - ABLATIONS.keys()
     if unknown:
@@ -96,12 +114,12 @@ def _measure(folder: Path, name: str, steps: int) -> dict[str, Any]:
     for side, settings in (("off", ablation.off), ("on", ablation.on)):
         speed, peak = train(folder / f"{name}-{side}", {**common, **settings})
         row |= {f"{side}_tokens_per_second": speed, f"{side}_peak_gib": peak}
-        print(f"{name} {side}: {speed:,.0f} tokens/s, {peak:.2f} GiB", flush=True)
+        print(f"{name} {side}: {speed:,.0f} tokens/s, {peak} GiB", flush=True)
     return row
 
 
-def train(output: Path, settings: Mapping[str, object]) -> tuple[float, float]:
-    """Train in this process; return tokens per second (median of the steps after warm-up) and peak memory in GiB."""
+def train(output: Path, settings: Mapping[str, object]) -> tuple[float, float | None]:
+    """Train in this process; return tokens per second (median of the steps after warm-up) and a GPU's peak in GiB."""
     import torch
 
     from pantheraml.base.event_stream import EventWriter, read_events
@@ -123,11 +141,12 @@ def train(output: Path, settings: Mapping[str, object]) -> tuple[float, float]:
     run.write_config(config)
     run.write_plan(choose(config, probe()))
     gc.collect()  # reference cycles keep the last model alive
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with EventWriter(output) as emit:
         prepare_and_train_task(output, emit)
     steps = [event for event in read_events(output) if isinstance(event, TrainStep)][WARM_UP_STEPS:]
     speed = statistics.median(event.tokens / event.seconds for event in steps)
     shutil.rmtree(output)  # weights and optimizer states of full fine-tunes would fill the disk
-    return speed, torch.cuda.max_memory_allocated() / 2**30
+    return speed, torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

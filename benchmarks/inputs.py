@@ -17,6 +17,9 @@ from typing import Any
 
 LLAMA_3_VOCABULARY = 128_256
 
+FAMILY = "family"
+"""Key of a shape that names the transformers family (`model_type`); without it the shape is a Llama's."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 512,
@@ -46,9 +49,85 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "qwen3-4b": {
+        "family": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-3b": {
+        "family": "qwen2",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+    },
+    "gemma3-4b": {
+        "family": "gemma3_text",
+        "vocab_size": 262_208,
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 1024,
+        "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(34)],
+        "query_pre_attn_scalar": 256,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "mistral-7b": {
+        "family": "mistral",
+        "vocab_size": 32_768,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
 }
 SHAPES["8b/4"] = SHAPES["8b"] | {"num_hidden_layers": 8}
-"""A tiny one for tests, Llama-3.2-1B, Llama-3.1-8B, and the latter with a quarter of its layers."""
+"""A tiny one for tests, Llama-3.2-1B, Llama-3.1-8B, the latter with a quarter of its layers, and other families by the
+name of the model that has this shape."""
+
+LLAMA_3 = {
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+"""What the shapes of Llamas have in common."""
 
 SPECIAL = ("<unk>", "<bos>", "<pad>", "<eos>")
 """Last tokens of every vocabulary. Padding has its own token: some trainers mask it in the loss."""
@@ -58,33 +137,30 @@ SIGMA = 0.8
 """Parameters of the log-normal document lengths; the median is 290 tokens, and one in fifty is over 1,500."""
 
 
+def family_of(shape: str) -> str:
+    """Return the `model_type` of the shape's family."""
+    return str(SHAPES[shape].get(FAMILY, "llama"))
+
+
 def write_model(folder: Path, shape: str) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    size = SHAPES[shape]["vocab_size"]
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = LlamaConfig(
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_parameters=rope,
+    family, size = family_of(shape), SHAPES[shape]["vocab_size"]
+    values = {name: value for name, value in SHAPES[shape].items() if name != FAMILY}
+    config = AutoConfig.for_model(
+        family,
         bos_token_id=size - 3,
         pad_token_id=size - 2,
         eos_token_id=size - 1,
-        **SHAPES[shape],
+        **(LLAMA_3 if family == "llama" else {}),
+        **values,
     )
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(default)
     model.save_pretrained(folder, max_shard_size="5GB")
     write_tokenizer(folder, size)

@@ -256,7 +256,7 @@ def page(records: Sequence[Record]) -> str:
     """Render the page from the newest row of each optimization and each kernel."""
     rows: dict[str, tuple[Mapping[str, Any], Record]] = {}
     for record in sorted((r for r in records if r["benchmark"] == ABLATION), key=lambda record: str(record["date"])):
-        rows |= {row["trick"]: (row, record) for row in record["results"]}
+        rows |= {row["trick"]: (row, record) for row in record["results"] if "trick" in row}
     unknown = rows.keys() - {each.name for each in OPTIMIZATIONS}
     if unknown:
         raise ValueError(f"measured, but missing from {__name__}.OPTIMIZATIONS: {', '.join(sorted(unknown))}")

@@ -35,6 +35,7 @@ README = HERE.parent / "README.md"
 HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
     *(
+        "ablation_pieces",
         "corpus",
         "readme_table",
         "inputs",
@@ -199,9 +200,14 @@ def write_pages() -> list[Path]:
     return list(texts)
 
 
+def suite_module(name: str) -> str:
+    """Return the module of a suite: `h200-families` is in suites/h200_families.py."""
+    return f"suites.{name.replace('-', '_')}"
+
+
 def table_of(name: str, records: list[dict[str, Any]]) -> Table:
     """Return the module's `TABLE`, or a default from its docstring and result fields."""
-    module = importlib.import_module(name if (HERE / f"{name}.py").exists() else f"suites.{name}")
+    module = importlib.import_module(name if (HERE / f"{name}.py").exists() else suite_module(name))
     own: Table | None = vars(module).get("TABLE")
     if own is not None:
         return own

@@ -40,9 +40,9 @@ LOG_LINES = 15
 
 
 def suite_names() -> list[str]:
-    """Return the modules in `suites` that have cases."""
+    """Return the names of the modules in `suites` that have cases, with hyphens."""
     found = sorted(path.stem for path in (HERE / "suites").glob("*.py"))
-    return [name for name in found if "CASES" in vars(importlib.import_module(f"suites.{name}"))]
+    return [name.replace("_", "-") for name in found if "CASES" in vars(importlib.import_module(f"suites.{name}"))]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ResultFile:
 
     @classmethod
     def newest(cls, folder: Path, suite: str) -> ResultFile | None:
-        paths = sorted(folder.glob(f"{suite}-*.json"))
+        paths = sorted(folder.glob(f"{suite}-[0-9]*.json"))  # `h200-families-...` belongs to another suite
         return cls(paths[-1], json.loads(paths[-1].read_text(encoding="utf-8"))) if paths else None
 
     def status(self, case: Case) -> str | None:
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.suite not in suite_names():
         parser.error(f"unknown suite {given.suite!r}; known: {', '.join(suite_names())}")
-    cases: tuple[Case, ...] = importlib.import_module(f"suites.{given.suite}").CASES
+    cases: tuple[Case, ...] = importlib.import_module(runner.suite_module(given.suite)).CASES
     wanted = Wanted(tuple(given.only), given.minutes, given.again)
     chosen = [case for case in cases if wanted.names(case)]
     if not chosen:

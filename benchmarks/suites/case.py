@@ -27,6 +27,7 @@ FIELDS = (
     "reason",
     "system",
     "path",
+    "trainer",
     "model",
     "method",
     "precision",
@@ -63,11 +64,14 @@ class Case:
     """Format of frozen weights; in a full fine-tune, of all weights."""
     minutes: float
     """Expected time including start-up, used for time budgets. The timeout is three times that."""
+    trainer: Literal["sft", "dpo", "grpo"] = "sft"
+    """TRL's trainer (`trl_trainers.py`); our command line trains as `sft` does."""
     checkpointing: str = "none"
     """Value of the system's own setting."""
     data: Literal["full", "uneven"] = "full"
     """full: every sequence is full. uneven: documents of log-normal lengths, packed in the system's own way."""
     batch: int = 4
+    """Sequences; pairs for `dpo`, completions of one prompt for `grpo`."""
     seq: int = 2048
     steps: int = 13
     cache: Literal["kept", "fresh"] = "kept"

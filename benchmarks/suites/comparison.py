@@ -14,6 +14,7 @@ COLUMNS = (
     Column("case", "case"),
     Column("system", "system"),
     Column("path", "path"),
+    Column("trainer", "trainer"),
     Column("model", "model"),
     Column("method", "method"),
     Column("precision", "precision"),
@@ -57,7 +58,7 @@ class Targets:
     starts: tuple[StartLimit, ...]
 
     def markdown(self, records: Sequence[Mapping[str, Any]]) -> str:
-        """Render both tables; `records` are newest first. Cells of cases that were not measured say so.
+        """Render the tables; `records` are newest first. Cells of cases that were not measured say so.
 
         Systems are compared within the newest record that has our case and a peer: hosts differ from day to day.
         """
@@ -66,13 +67,10 @@ class Targets:
         compared = [_comparison_row(each, _same_run(each, runs) or newest, newest) for each in self.comparisons]
         started = [_start_row(each, newest) for each in self.starts]
         heads = ["setting", "our case", "tokens/s", "fastest peer", "ratio", "target", "peak", "leanest peer", "ratio"]
-        return "\n".join(
-            [
-                *markdown_table([*heads, "target"], compared),
-                "",
-                *markdown_table(["time to first step", "our case", "measured", "limit"], started),
-            ]
-        )
+        lines = markdown_table([*heads, "target"], compared)
+        if started:
+            lines += ["", *markdown_table(["time to first step", "our case", "measured", "limit"], started)]
+        return "\n".join(lines)
 
 
 def measured_rows(record: Mapping[str, Any]) -> dict[str, Row]:

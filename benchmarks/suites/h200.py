@@ -29,6 +29,12 @@ OURS_NF4, OURS_TRL_NF4 = (
 OURS_1B, OURS_TRL_1B, UNSLOTH_1B, LIGER_1B, HF_1B = (
     replace(case, model="1b", minutes=0.7) for case in (OURS, OURS_TRL, UNSLOTH, LIGER, HF)
 )
+OURS_DPO, UNSLOTH_DPO, UNSLOTH_DPO_FP8 = (
+    replace(case, trainer="dpo", seq=1024) for case in (OURS_TRL, UNSLOTH, UNSLOTH_FP8)
+)
+OURS_GRPO, UNSLOTH_GRPO, UNSLOTH_GRPO_FP8 = (
+    replace(case, trainer="grpo", batch=8, seq=1024) for case in (OURS_TRL, UNSLOTH, UNSLOTH_FP8)
+)
 
 CASES = (
     # 8B LoRA, 4 x 2048: the headline, and start-up time without and with compiled kernels
@@ -79,6 +85,15 @@ CASES = (
     replace(OURS_TRL, name="ours-trl-8b-lora-fp8-4096", batch=2, seq=4096),
     replace(UNSLOTH, name="unsloth-8b-lora-4096", batch=2, seq=4096),
     replace(UNSLOTH_FP8, name="unsloth-8b-lora-fp8-4096", batch=2, seq=4096),
+    # preference pairs, 4 x 2 x 1024, and the training part of GRPO, 8 x 1024
+    replace(OURS_DPO, name="ours-trl-8b-dpo-fp8"),
+    replace(UNSLOTH_DPO, name="unsloth-8b-dpo"),
+    replace(UNSLOTH_DPO_FP8, name="unsloth-8b-dpo-fp8"),
+    replace(OURS_DPO, name="ours-trl-8b-dpo-bf16", precision="bf16"),
+    replace(OURS_GRPO, name="ours-trl-8b-grpo-fp8"),
+    replace(UNSLOTH_GRPO, name="unsloth-8b-grpo"),
+    replace(UNSLOTH_GRPO_FP8, name="unsloth-8b-grpo-fp8"),
+    replace(OURS_GRPO, name="ours-trl-8b-grpo-bf16", precision="bf16"),
     # our path through TRL, and the other peers
     replace(OURS_TRL, name="ours-trl-8b-lora-uneven", data="uneven"),
     replace(OURS_TRL, name="ours-trl-8b-lora-lean", checkpointing="full"),
@@ -155,6 +170,10 @@ TARGETS = Targets(
             1.6,
             0.95,
         ),
+        Comparison("8B LoRA, DPO 4x2x1024", "ours-trl-8b-dpo-fp8", ("unsloth-8b-dpo", "unsloth-8b-dpo-fp8"), 1.5, None),
+        Comparison(
+            "8B LoRA, GRPO 8x1024", "ours-trl-8b-grpo-fp8", ("unsloth-8b-grpo", "unsloth-8b-grpo-fp8"), 1.5, None
+        ),
     ),
     starts=(
         StartLimit("8B LoRA, cold kernel cache", "ours-8b-lora-fp8", 60),
@@ -166,7 +185,9 @@ TABLE = Table(
     title="One H200: PantheraML and its peers",
     how=(
         "Random weights in the shapes of Llama-3.1-8B and Llama-3.2-1B, random tokens, LoRA of rank 16 on all linear"
-        " layers, fused AdamW; each case in its own process, peers through TRL's SFTTrainer; ours with the extra"
+        " layers, fused AdamW; each case in its own process, peers through TRL's SFTTrainer, or the trainer in the"
+        " case's name (DPO: the reference is the model without adapters; GRPO: the training part alone, on given"
+        " completions, half of each sequence); ours with the extra"
         " `flash` from commit `fdbe8ad` on, except `05ea92db5` and `a7a1573ae`. Tokens per second, without padding:"
         " median of the steps after the third (TRL cases synchronized with the GPU up to commit `3fa1d81`). Peak: the"
         " maximum that torch allocated in training. First step: from the start of the process."

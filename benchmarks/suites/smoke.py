@@ -30,6 +30,11 @@ CASES = (
     HF,
     replace(HF, name="ours-trl-tiny-lora", system="pantheraml"),
     replace(HF, name="unsloth-tiny-lora", system="unsloth"),
+    *(
+        replace(HF, name=f"{name}-tiny-{trainer}", system=system, trainer=trainer)
+        for trainer in ("dpo", "grpo")
+        for name, system in (("hf", "hf"), ("ours-trl", "pantheraml"))
+    ),
 )
 
 TARGETS = Targets(

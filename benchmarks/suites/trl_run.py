@@ -1,4 +1,4 @@
-"""One run of TRL's SFTTrainer in its own process, with a peer's model or with ours.
+"""One run of a TRL trainer in its own process, with a peer's model or with ours.
 
     python trl_run.py JOB      a JSON file: the case, its model and data, start time, path of the result
 
@@ -17,11 +17,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pantheraml.readers.summary import WARM_UP_STEPS
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this file is also a script
+from suites import trl_trainers
 
 LORA = {
     "r": 16,
@@ -45,10 +47,18 @@ def prepare(job: dict[str, Any]) -> Any:
         fast_class(case)
     if case["system"] in FURTHER:
         importlib.import_module(FURTHER[case["system"]])
-    # lazy imports of transformers and trl; all models of the suites are Llamas
-    for name in ("torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.sft_trainer"):
+    # lazy imports of transformers and trl
+    for name in ("torch", model_module(job["model"]), "peft", trl_trainers.MODULES[case["trainer"]]):
         importlib.import_module(name)
-    return dataset(case, job["data"])
+    return trl_trainers.dataset(case, job["data"])
+
+
+def model_module(folder: str) -> str:
+    """Return the module of the model's class. The folder may not exist yet: then its family is not known."""
+    config = Path(folder) / "config.json"
+    kind = json.loads(config.read_text(encoding="utf-8"))["model_type"] if config.exists() else "llama"
+    package = kind.removesuffix("_text")
+    return f"transformers.models.{package}.modeling_{package}"
 
 
 def fast_class(case: dict[str, Any]) -> Any:
@@ -108,53 +118,25 @@ def load_plain(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def dataset(case: dict[str, Any], path: str) -> Any:
-    """Full sequences as tokens, which no trainer needs to prepare; uneven documents as text, which it packs."""
-    from datasets import Dataset
-
-    texts = [json.loads(line)["text"] for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    if case["data"] == "uneven":
-        return Dataset.from_dict({"text": texts})
-    ids = [[int(word[1:]) for word in [*text.split(), "t0"]] for text in texts]  # t0 instead of an end token
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": [[1] * len(row) for row in ids]})
-
-
-def trainer(case: dict[str, Any], model: Any, tokenizer: Any, data: Any, clock: Any, output: str) -> Any:
+def trainer(case: dict[str, Any], parts: dict[str, Any], output: str, tokens: list[int]) -> Any:
     import torch
-    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
-    packed = case["data"] == "uneven"
-    arguments = SFTConfig(
-        output_dir=output,
-        per_device_train_batch_size=case["batch"],
-        gradient_accumulation_steps=1,
-        max_steps=case["steps"],
-        learning_rate=2e-4,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        max_length=case["seq"],
-        packing=packed,
-        dataset_kwargs=None if packed else {"skip_prepare_dataset": True},
-        remove_unused_columns=False,
-        gradient_checkpointing=case["system"] not in FAST and case["checkpointing"] != "none",
-        use_liger_kernel=case["system"] == "liger",
-    )
-    return SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
-
-
-def counting(collate: Callable[..., Any], tokens: list[int]) -> Callable[..., Any]:
-    """Wrap the collator to record the number of tokens of each batch, before padding."""
-
-    def counted(examples: Any, *rest: Any, **named: Any) -> Any:
-        tokens.append(sum(len(example["input_ids"]) for example in examples))
-        return collate(examples, *rest, **named)
-
-    return counted
+    common = {
+        "output_dir": output,
+        "per_device_train_batch_size": case["batch"],
+        "gradient_accumulation_steps": 1,
+        "max_steps": case["steps"],
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "bf16": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": case["system"] not in FAST and case["checkpointing"] != "none",
+    }
+    return trl_trainers.make_trainer(case, parts, common, tokens)
 
 
 class Clock:
@@ -209,17 +191,16 @@ def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
     torch.manual_seed(0)
     load = load_fast if case["system"] in FAST else load_plain
     model, tokenizer = load(case, job["model"])
-    run = trainer(case, model, tokenizer, data, Steps(), job["output"])
     tokens: list[int] = []
-    # Patched on the instance: a collator of another class would change the trainer's behavior.
-    run.data_collator.torch_call = counting(run.data_collator.torch_call, tokens)
+    parts = {"model": model, "processing_class": tokenizer, "train_dataset": data, "callbacks": [Steps()]}
+    run = trainer(case, parts, job["output"], tokens)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     run.train()
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     # batches are collated ahead, in order: there are at least as many counts as steps
     speeds = [count / seconds for count, seconds in zip(tokens, clock.seconds(), strict=False)]
-    fill = statistics.mean(tokens) / (case["batch"] * case["seq"])
+    fill = statistics.mean(tokens) / (case["batch"] * case["seq"] * trl_trainers.SEQUENCES[case["trainer"]])
     return {
         # A trainer may silently disable packing: then the row must say so.
         "reason": f"not packed: batches are {fill:.0%} full" if fill < LEAST_FILL else None,

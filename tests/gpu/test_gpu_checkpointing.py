@@ -53,15 +53,23 @@ def measured(mode: Checkpointing) -> tuple[dict[str, Tensor], int]:
     return gradients, peak
 
 
+def difference(gradients: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, float]:
+    return {
+        name: float((gradient.float() - others[name].float()).norm() / others[name].float().norm())
+        for name, gradient in gradients.items()
+    }
+
+
 def test_every_mode_gives_the_gradients_with_less_memory() -> None:
     plain, none = measured("none")
     peaks = [none]
+    # Attention's backward sums in an order that changes from run to run; 6e-3 was seen at the embedding. Everything
+    # else is the same computation, so a mode may differ as two plain runs do.
+    noise = difference(measured("none")[0], plain)
     for mode in ("selective", "full", "offload"):
         gradients, peak = measured(mode)
-        for name, gradient in gradients.items():
-            # Attention's backward is nondeterministic; everything else is the same computation.
-            error = (gradient.float() - plain[name].float()).norm() / plain[name].float().norm()
-            assert error < 5e-3, (mode, name)
+        for name, error in difference(gradients, plain).items():
+            assert error < 5e-3 + 3 * noise[name], (mode, name)
         peaks.append(peak)
     none, selective, full, offload = peaks
     assert selective < 0.75 * none

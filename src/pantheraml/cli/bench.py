@@ -23,7 +23,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         help="compare speed and memory with other systems",
         description="Run a suite of benchmarks and write its results, the tables in docs/ included. Needs a checkout.",
     )
-    parser.add_argument("--suite", required=True, metavar="NAME", help="which suite: h200, smoke")
+    parser.add_argument("--suite", required=True, metavar="NAME", help="which suite: h200, h200-families, smoke")
     parser.add_argument("--list", action="store_true", help="list the suite's cases and run nothing")
     parser.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="only cases so named (`ours-8b-*`); repeatable"

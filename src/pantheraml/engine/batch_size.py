@@ -25,6 +25,8 @@ SAFE_SHARE = 0.8
 """Of the free memory; the rest is for fragmentation, and for temporary tensors that a probe does not see."""
 SIZES = 3
 REPEATS = 2
+SECONDS = 0.05
+"""Passes are repeated for this long: the fastest of many short ones is hardly disturbed by other processes."""
 CLEARLY_FASTER = 1.1
 """A smaller batch must be this much faster per sample to be preferred."""
 
@@ -106,7 +108,9 @@ def free_on(model: nn.Module) -> int:
 
 def _measure(model: nn.Module, inputs: Inputs, size: int, device: torch.device) -> Measured:
     used, seconds = 0, float("inf")
-    for _ in range(1 + REPEATS):  # the first may compile or choose kernels
+    passes, end = 0, time.perf_counter() + SECONDS
+    while passes < 1 + REPEATS or time.perf_counter() < end:  # the first may compile or choose kernels
+        passes += 1
         with _counting(model, device) as counted:
             began = time.perf_counter()
             _pass(model, inputs)

@@ -42,7 +42,7 @@ def load_processor(config: ModelConfig) -> Any:
     source = read_config(config, VISION)
     kind = PROCESSOR_MAPPING.get(type(source), None)
     loader: Any = AutoProcessor
-    if not is_torchvision_available() and kind is not None and _takes_videos(kind):
+    if not is_torchvision_available() and kind is not None and _ends_with_video(kind):
         loader = with_tokenizer_fields(kind, False)
         logger.info("%s handles images only: videos need torchvision", kind.__name__)
     try:
@@ -71,8 +71,11 @@ def _has_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
 
 
-def _takes_videos(kind: type[Any]) -> bool:
-    return _VIDEO in inspect.signature(kind.__init__).parameters
+def _ends_with_video(kind: Any) -> bool:
+    """Return whether the video part comes after all others: parts are passed by position."""
+    if not issubclass(kind, ProcessorMixin):  # a placeholder for a class that cannot be imported
+        return False
+    return bool(kind.get_attributes()[-1:] == [_VIDEO])
 
 
 def _tokenizer_field(name: str) -> property:
@@ -108,20 +111,12 @@ def _accepting_messages(call: Callable[..., Any]) -> Callable[..., Any]:
 def with_tokenizer_fields(parent: Any, videos: bool) -> type[ProcessorMixin]:
     """Return the processor class with attributes of its tokenizer; the name is kept, because processors save it.
 
-    `videos` False: without its video part; transformers reads the parts from the constructor.
+    `videos` False: without its video part. The constructor stays as it is, because transformers reads the names of its
+    arguments; the parts that it loads, checks and saves are those of `get_attributes`.
     """
 
-    signature = inspect.signature(parent.__init__)
-    kept = [parameter for name, parameter in signature.parameters.items() if name != _VIDEO]
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        given = without_videos.bind(*args, **kwargs)
-        extra = given.arguments.pop("kwargs", {})  # first, because all that follows is passed by name
-        self = given.arguments.pop("self")
-        parent.__init__(self, **given.arguments, **extra, **{_VIDEO: None})
-
-    without_videos = signature.replace(parameters=kept)
-    __init__.__signature__ = without_videos  # type: ignore[attr-defined]
+    def get_attributes(cls: Any) -> list[str]:
+        return [name for name in parent.get_attributes() if name != _VIDEO]
 
     namespace: dict[str, Any] = {
         name: _tokenizer_field(name) for name in _TOKENIZER_FIELDS if not hasattr(parent, name)
@@ -130,5 +125,5 @@ def with_tokenizer_fields(parent: Any, videos: bool) -> type[ProcessorMixin]:
     namespace |= {"__module__": parent.__module__, "__doc__": parent.__doc__, "made_by": made_by}
     namespace["__call__"] = _accepting_messages(parent.__call__)
     if not videos:
-        namespace["__init__"] = __init__
+        namespace["get_attributes"] = classmethod(get_attributes)
     return type(parent.__name__, (RuntimeSubclass, parent), namespace)

@@ -62,8 +62,9 @@ def train_task(folder: Path, events: EventWriter) -> None:
     run = RunDir(folder)
     config, plan = run.config(), run.plan()
     stop = StopFlag(run.stop_file)
-    for name, value in RECORDER_ENVIRONMENT.items():
-        env.set_default_for_this_process(name, value)
+    if plan.world_size > 1:
+        for name, value in RECORDER_ENVIRONMENT.items():
+            env.set_default_for_this_process(name, value)
     with stop.listening(), contextlib.suppress(NotNeededError), join_world(config.parallel, plan) as world:
         emit: Emit = events if world.is_main else silent
         if world.fallback_reason is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ from tests.unit.benchmarks.conftest import BENCHMARKS, Python
 
 pytestmark = pytest.mark.extended
 
-ROWS = ["case", "status", "reason", "system", "path", "model", "method", "precision", "checkpointing", "data", "batch",
-        "seq", "cache", "tokens_per_second", "peak_gib", "seconds_to_first_step", "loss_first", "loss_last",
-        "settings", "seconds", "date", "commit"]  # fmt: skip
+ROWS = ["case", "status", "reason", "system", "path", "trainer", "model", "method", "precision", "checkpointing",
+        "data", "batch", "seq", "cache", "tokens_per_second", "peak_gib", "seconds_to_first_step", "loss_first",
+        "loss_last", "settings", "seconds", "date", "commit"]  # fmt: skip
 
 
 def bench(results: Path, *words: str, suite: str = "smoke", status: int = 0) -> dict[str, Any]:
@@ -40,16 +41,16 @@ def statuses(record: dict[str, Any]) -> dict[str, str]:
 COMMANDS = """
 import json
 from pathlib import Path
-from suites.h200 import CASES
+from suites import h200, h200_families
 from suites.run_case import cli_command
-own = [case for case in CASES if case.path == "cli"]
+own = [case for case in (*h200.CASES, *h200_families.CASES) if case.path == "cli"]
 print(json.dumps({case.name: cli_command(case, Path("m"), Path("d"), Path("o"), None)[3:] for case in own}))
 """
 
 
 def test_commands_of_the_suite_are_valid(python: Python) -> None:
     commands = json.loads(python(COMMANDS))
-    assert len(commands) >= 10
+    assert {"ours-8b-lora-fp8", "ours-qwen3-4b-lora", "ours-gemma3-4b-lora-uneven"} <= set(commands)
     for name, words in commands.items():
         config = config_from(build_parser().parse_args(words))
         assert config.train.max_steps is not None, name
@@ -58,15 +59,17 @@ def test_commands_of_the_suite_are_valid(python: Python) -> None:
 
 
 NAMES = """
-import json
-from suites.h200 import CASES, TARGETS
+import importlib, json
+suite = importlib.import_module(f"suites.{sys.argv[1]}")
+CASES, TARGETS = suite.CASES, suite.TARGETS
 expected = {name for each in TARGETS.comparisons for name in (each.ours, *each.peers)}
 print(json.dumps([[case.name for case in CASES], sorted(expected | {start.case for start in TARGETS.starts})]))
 """
 
 
-def test_targets_name_cases_of_the_suite(python: Python) -> None:
-    cases, expected = json.loads(python(NAMES))
+@pytest.mark.parametrize("suite", ["h200", "h200_families"])
+def test_targets_name_cases_of_the_suite(python: Python, suite: str) -> None:
+    cases, expected = json.loads(python(NAMES, suite))
     assert len(set(cases)) == len(cases)
     assert set(expected) <= set(cases)
 
@@ -84,8 +87,9 @@ def test_missing_packages_skip_a_case_and_unselected_cases_do_not_run(tmp_path: 
         "hf-tiny-lora": "not run",
         "ours-trl-tiny-lora": "not run",
         "unsloth-tiny-lora": "skipped",
+        **{f"{system}-tiny-{trainer}": "not run" for trainer in ("dpo", "grpo") for system in ("hf", "ours-trl")},
     }
-    assert record["results"][-1]["reason"] == "not installed: unsloth, unsloth_zoo, bitsandbytes"
+    assert record["results"][5]["reason"] == "not installed: unsloth, unsloth_zoo, bitsandbytes"
     assert all(list(row) == ROWS for row in record["results"])
     assert record["commit"] == "0123abc"
     assert record["versions"]["unsloth"] is None
@@ -110,6 +114,21 @@ def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     again = bench(tmp_path / "results", "--resume", "--only", "ours-tiny-lora", "--only", "unsloth-*", status=1)
     assert again["results"][0] == row
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_preference_and_group_cases_of_both_systems(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    record = bench(tmp_path / "results", "--only", "*-tiny-dpo", "--only", "*-tiny-grpo")
+    rows = {row["case"]: row for row in record["results"] if row["status"] == "measured"}
+    assert len(rows) == 4
+    for name, row in rows.items():
+        assert row["tokens_per_second"] > 0
+        assert row["reason"] is None, "batches are as full as the case says"
+        expected = math.log(2) if "dpo" in name else 0.0
+        assert row["loss_first"] == pytest.approx(expected, abs=0.002), "the adapter adds nothing yet"
+        assert (row["loss_last"] != row["loss_first"]) == ("dpo" in name)
 
 
 QUANTIZE = """
@@ -195,7 +214,7 @@ from pathlib import Path
 from suites.run_case import CaseLauncher
 from suites.smoke import CASES
 from suites.workshop import SuiteFolder
-cli, _, _, hf, ours, unsloth = CASES
+cli, _, _, hf, ours, unsloth, *_ = CASES
 fresh = dataclasses.replace(hf, name="fresh", cache="fresh")
 folder = SuiteFolder(Path(sys.argv[1]), "cpu", Path(sys.argv[2]), Path(sys.argv[1]) / "extras")
 def there():
@@ -250,9 +269,64 @@ def test_listing_runs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith(f"{len(lines) - 1} cases, about")
 
 
+RESUMED = """
+import json
+from pathlib import Path
+from suite import ResultFile
+folder = Path(sys.argv[1])
+for name in ("h200", "h200-families"):
+    for day in ("01", "02"):
+        (folder / f"{name}-202601{day}T000000Z.json").write_text(json.dumps({}), encoding="utf-8")
+print(json.dumps([ResultFile.newest(folder, name).path.name for name in ("h200", "h200-families")]))
+"""
+
+
+def test_resume_finds_the_newest_file_of_its_own_suite(python: Python, tmp_path: Path) -> None:
+    newest = json.loads(python(RESUMED, str(tmp_path)))
+    assert newest == ["h200-20260102T000000Z.json", "h200-families-20260102T000000Z.json"]
+
+
+def test_suite_with_a_hyphen_is_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--suite", "h200-families", "--list", "--only", "*gemma3*-bf16"]) == 0
+    assert capfd.readouterr().out.splitlines()[0].split()[0] == "ours-gemma3-4b-lora-bf16"
+
+
+FAMILIES = """
+import json
+import inputs, torch
+from pathlib import Path
+from suites.trl_run import model_module
+from transformers import AutoConfig, AutoModelForCausalLM
+found = {}
+small = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, head_dim=16)
+for shape in json.loads(sys.argv[2]):
+    folder = Path(sys.argv[1]) / shape
+    layers = {"layer_types": inputs.SHAPES[shape]["layer_types"][4:6]} if "layer_types" in inputs.SHAPES[shape] else {}
+    inputs.SHAPES["small"] = inputs.SHAPES[shape] | small | layers
+    inputs.write_model(folder, "small")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    same_module = type(model).__module__ == model_module(str(folder))
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    found[shape] = [type(model).__name__, str(model.dtype), tied, same_module]
+print(json.dumps(found))
+"""
+
+
+def test_models_of_other_families_are_written(python: Python, tmp_path: Path) -> None:
+    shapes = ["8b", "qwen3-4b", "qwen2.5-3b", "gemma3-4b", "mistral-7b"]
+    assert json.loads(python(FAMILIES, str(tmp_path), json.dumps(shapes)).splitlines()[-1]) == {
+        "8b": ["LlamaForCausalLM", "torch.bfloat16", False, True],
+        "qwen3-4b": ["Qwen3ForCausalLM", "torch.bfloat16", True, True],
+        "qwen2.5-3b": ["Qwen2ForCausalLM", "torch.bfloat16", True, True],
+        "gemma3-4b": ["Gemma3ForCausalLM", "torch.bfloat16", True, True],
+        "mistral-7b": ["MistralForCausalLM", "torch.bfloat16", False, True],
+    }
+
+
 def test_unknown_names_are_rejected_with_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", "h2000", "--list"]) == 2
-    assert "known: h200, smoke" in capfd.readouterr().err
+    assert "known: h200, h200-families, smoke" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--only", "nothing"]) == 2
     assert "no case of smoke matches nothing" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--peers", "no/such/folder"]) == 2
