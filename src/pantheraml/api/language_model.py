@@ -59,6 +59,7 @@ from pantheraml.models.model_kind import TEXT, ModelKind
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange, plan_rope
+from pantheraml.models.router_loss import disable_without_experts
 from pantheraml.models.trained_copies import split_targets
 from pantheraml.models.vllm_engine import OPTIONS as VLLM_OPTIONS
 from pantheraml.parallel.device_map import (
@@ -162,6 +163,7 @@ class FastLanguageModel:
                 kind=kind,
             )
             restore_saved_config(model, config, kind)
+        disable_without_experts(model)
         model.requires_grad_(full_finetuning)
         isolation = prepare_for_packing(model) if kind is TEXT else NO_PACKING
         fast = make_fast(model)

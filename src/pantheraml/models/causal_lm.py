@@ -46,7 +46,7 @@ from pantheraml.models.fast_generate import FastGenerateMixin
 from pantheraml.models.module_walk_cache import CachedModuleWalk, every_module
 from pantheraml.models.quantize.quantized_linear import plain_state, quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange
-from pantheraml.models.router_loss import require_no_experts, router_loss_of
+from pantheraml.models.router_loss import router_loss_of
 from pantheraml.models.saving.methods import SavingMethods
 from pantheraml.models.trained_copies import forward_module
 
@@ -347,9 +347,6 @@ def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     if router_loss is not None:
         aux_loss = router_loss.sums(outputs.router_logits, inputs.get("attention_mask")).loss()
         loss = loss + router_loss.coefficient * aux_loss.to(loss.device)
-    elif routed:
-        require_no_experts(model)
-        aux_loss = loss.new_zeros(())  # a trainer that asked for it adds it
     loss = mirror_on_host(loss)
     log_probs = mirror_on_host(scores.log_probs[:, :last])
     metrics = scores.entropy[:, :last], scores.is_top1[:, :last], (labels >= 0)[:, :last]

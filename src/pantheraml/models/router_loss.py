@@ -7,6 +7,7 @@ global batch known, the loss is a sum over micro-batches and ranks, however the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -118,13 +119,18 @@ def find_router_loss(model: nn.Module) -> RouterLoss | None:
     )
 
 
-def require_no_experts(model: nn.Module) -> None:
-    """Raise for a mixture of experts, whose routers returned no logits; other models have no auxiliary loss."""
-    if _number(_whole(model), _EXPERTS):
-        raise UnsupportedModelError(
-            f"The routers of {type(_whole(model)).__name__} return no logits for the auxiliary loss.",
-            fix=f"Set router_aux_loss_coef=0 in SFTConfig. Or: {DISABLE_FIX}",
-        )
+def disable_without_experts(model: nn.Module) -> None:
+    """Set the coefficient to zero in a model of a mixture-of-experts family that has no experts.
+
+    Granite 4.0 h has such models. TRL asks for the auxiliary loss wherever there is a coefficient, and transformers
+    then fails for want of routers.
+    """
+    whole = _whole(model)
+    text = whole.config.get_text_config()
+    if any(getattr(text, name, None) == 0 for name in _EXPERTS) and not _number(whole, _EXPERTS):
+        for holder, name in itertools.product((whole, text), _COEFFICIENTS):
+            if getattr(holder, name, None):
+                setattr(holder, name, 0.0)
 
 
 def reject_router_loss(model: nn.Module, where: str) -> None:
