@@ -129,8 +129,8 @@ class FastLanguageModel:
         log.start_for_scripts()
         dtype, device_map = translate_unsloth_loading(dtype, device_map, others)
         vllm_options = {name: others.pop(name) for name in VLLM_OPTIONS if fast_inference and name in others}
-        _check_arguments(FastLanguageModel.from_pretrained, others)
         kind = kind_for(auto_model)
+        _check_arguments(FastLanguageModel.from_pretrained, others)
         check_checkpointing(use_gradient_checkpointing)
         multi_gpu = wants_multi_gpu(enable_multi_gpu, use_multi_gpu)
         if auto_device_map:

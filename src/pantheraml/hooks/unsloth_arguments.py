@@ -77,7 +77,7 @@ def kind_for(auto_model: Any) -> ModelKind:
     if auto_model is VISION.auto_model:
         return VISION
     raise ConfigError(
-        f"FastLanguageModel.from_pretrained does not support auto_model={name}: it loads decoders only.",
+        f"from_pretrained does not support auto_model={name}: models that answer in text are loaded.",
         fix="Remove it, or use another library for this model.",
     )
 

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoModelForCausalLM, FalconH1Config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    FalconH1Config,
+)
 
 import pantheraml
-from pantheraml import FastLanguageModel, PatchDPOTrainer, is_bfloat16_supported
+from pantheraml import FastLanguageModel, FastModel, FastVisionModel, PatchDPOTrainer, is_bfloat16_supported
 from pantheraml.base.errors import ConfigError, ModelError, UnsupportedModelError
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.train import ModelConfig
@@ -42,6 +48,28 @@ def test_names(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="pantheraml"):
         PatchDPOTrainer()
     assert "PatchDPOTrainer does nothing" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["FastSentenceTransformer", "launch_openenv"])
+def test_names_that_are_not_supported_say_so(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"does not support {name}, which is for"):
+        getattr(pantheraml, name)
+    assert name not in dir(pantheraml)
+
+
+def test_synthetic_data_kit_is_not_supported() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)does not support SyntheticDataKit.*synthetic-data-kit itself"):
+        from pantheraml.dataprep import SyntheticDataKit  # noqa: F401
+    with pytest.raises(ImportError):
+        from pantheraml.dataprep import Another  # noqa: F401
+
+
+@pytest.mark.parametrize("loader", [FastLanguageModel, FastVisionModel, FastModel])
+def test_other_kinds_of_models_say_so_before_their_arguments(loader: Any) -> None:
+    """Encoders, speech models, and model code of the checkpoint; `num_labels` is not the trouble."""
+    for kind in (AutoModelForSequenceClassification, AutoModelForSpeechSeq2Seq, AutoModel):
+        with pytest.raises(ConfigError, match=f"does not support auto_model={kind.__name__}"):
+            loader.from_pretrained("no-such-folder", auto_model=kind, num_labels=3)
 
 
 @pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), (None, True)])
