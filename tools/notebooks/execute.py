@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.notebooks.cells import Notebook, python_of
-from tools.notebooks.rewrite import CAP, CUDA, PICTURE, REWARD, cap, rewrite, varied_reward
+from tools.notebooks.rewrite import CAP, CUDA, PICTURE, REWARD, SOUND, cap, rewrite, varied_reward
 from tools.notebooks.rows import UnknownDataError
 from tools.notebooks.training_record import Training, problem_with, trains, watch_trainers
-from tools.notebooks.verdicts import Result, category_of, decided
+from tools.notebooks.verdicts import Result, category_of, not_possible, reason_not_supported
 
 _PRODUCT = "pantheraml"
 _FRAMES = 4
@@ -63,9 +63,9 @@ def blank_result(notebook: Notebook, seconds: float = 0.0) -> Result:
 
 
 def not_run(notebook: Notebook) -> Result | None:
-    """Return the result of a notebook that is not supported by design, or that this tool cannot run."""
-    known = decided(notebook.code)
-    return None if known is None else replace(blank_result(notebook), outcome=known[0], reason=known[1])
+    """Return the result of a notebook that this tool cannot run; None for others."""
+    reason = not_possible(notebook.code)
+    return None if reason is None else replace(blank_result(notebook), outcome="limit", reason=reason)
 
 
 def start(notebook: Notebook, folder: Path) -> Running:
@@ -146,7 +146,7 @@ def run_cells(notebook: Notebook, folder: Path) -> dict[str, Any]:
     scope: dict[str, Any] = {
         "__name__": "__main__", CUDA: stand_ins.notebook_cuda(), CAP: cap, "display": lambda *_, **__: None,
         "get_ipython": lambda: None, REWARD: varied_reward,
-        PICTURE: stand_ins.picture(),
+        PICTURE: stand_ins.picture(), SOUND: stand_ins.sound(),
     }  # fmt: skip
     python = []
     for number, cell in enumerate(notebook.cells):
@@ -162,7 +162,7 @@ def run_cells(notebook: Notebook, folder: Path) -> dict[str, Any]:
             raise
         except BaseException as err:  # noqa: BLE001 - a notebook may end in any way, and each is a result
             traceback.print_exc()
-            return {"cell": number, **_classify(err)}
+            return {"cell": number, **_classify(err, reason_not_supported(notebook.code))}
     return _verdict("\n".join(python), trainings)
 
 
@@ -174,19 +174,33 @@ def _verdict(code: str, trainings: list[Training]) -> dict[str, Any]:
     return {"outcome": "ok", "losses": [loss for training in trainings for loss in training.losses]}
 
 
-def _classify(err: BaseException) -> dict[str, Any]:
+def _classify(err: BaseException, by_design: str | None) -> dict[str, Any]:
+    """Return the fields of the result of a notebook that ended with `err`.
+
+    `by_design`: why the product does not support the notebook. That counts only if its error says so.
+    """
     text = re.sub(r"\s+", " ", f"{type(err).__name__}: {err}")[:400]
     frames = traceback.extract_tb(err.__traceback__)[-_FRAMES:]
     where = " < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
+    if by_design is not None and _says_unsupported(err):
+        return {"outcome": "unsupported", "reason": by_design, "message": text, "where": where}
     missing = isinstance(err, ModuleNotFoundError) and not (err.name or "").startswith(_PRODUCT)
     beyond = missing or isinstance(err, UnknownDataError) or _needs_network(err) or _needs_program(err)
-    outcome = "limit" if beyond else "error"
-    return {"outcome": outcome, "reason": text, "where": where}
+    return {"outcome": "limit" if beyond else "error", "reason": text, "where": where}
+
+
+def _says_unsupported(err: BaseException) -> bool:
+    """Whether it is an error of the product that names something it does not support."""
+    from pantheraml.base.errors import PantheraError, UnsupportedModelError
+
+    named = isinstance(err, PantheraError) and "not support" in str(err)
+    return named or isinstance(err, UnsupportedModelError)
 
 
 def _needs_network(err: BaseException) -> bool:
     kinds = {kind.__name__ for each in _causes(err) for kind in type(each).__mro__}
-    return bool(kinds & {"ConnectionError", "URLError", "ConnectError", "OfflineModeIsEnabled"})
+    unreachable = any("couldn't connect to 'https://huggingface.co'" in str(each) for each in _causes(err))
+    return unreachable or bool(kinds & {"ConnectionError", "URLError", "ConnectError", "OfflineModeIsEnabled"})
 
 
 def _needs_program(err: BaseException) -> bool:

@@ -40,7 +40,8 @@ class Family:
     """Config values beyond the common small ones."""
     processor: str | None = None
     """Name of the recipe in processors.py; None: text only."""
-    experts: bool = False
+    config_only: bool = False
+    """The product refuses the architecture when it reads the config: no weights are made."""
 
 
 _CHATML = Turns("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n", bos=False)
@@ -67,7 +68,7 @@ _GRANITE = Turns(
 _GLM = Turns("<|{role}|>\n", "", "<|assistant|>\n", bos=False)
 _ERNIE = Turns("{role}: ", "\n", "Assistant: ", roles={"user": "User", "assistant": "Assistant"})
 _MUSE = Turns(
-    "<|start|>{role}<|message|>", "<|end|>", "<|start|>assistant to=user<|message|>",
+    "<|start|>{role}<|message|>", "<|eot|>", "<|start|>assistant to=user<|message|>",
     roles={"assistant": "assistant to=user"}, image="<|patch|>",
 )  # fmt: skip
 
@@ -112,7 +113,8 @@ def _qwen(model_type: str, *, chat: bool = True, processor: str | None = None, *
 
 def _gemma(model_type: str, *, chat: bool = True, processor: str | None = None, **sizes: Any) -> Family:
     image = {"gemma3": "<start_of_image>", "gemma3n": "<image_soft_token>"}.get(processor or "", "")
-    turns = Turns(_GEMMA.before, _GEMMA.after, _GEMMA.answer, _GEMMA.roles, image)
+    audio = "<audio_soft_token>" if processor == "gemma3n" else ""
+    turns = Turns(_GEMMA.before, _GEMMA.after, _GEMMA.answer, _GEMMA.roles, image, audio)
     extra = ("<audio_soft_token>", "<start_of_audio>", "<end_of_audio>") if model_type.startswith("gemma3n") else ()
     return Family(
         model_type, "<bos>", "<end_of_turn>" if chat and model_type != "gemma" else "<eos>", "<pad>",
@@ -137,10 +139,11 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
     )),
     (r"muse-glimmer", Family(
         "muse_glimmer", "<|begin_of_text|>", "<|end|>", "<|pad|>", _MUSE,
-        ("<|start|>", "<|message|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>", "<|vid_start|>",
-         "<|vid_end|>", "<|vid_frame_separator|>"),
+        ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>", "<|end_of_text|>", "<|patch|>", "<|image_start|>",
+         "<|image_end|>", "<|video|>", "<|vid_start|>", "<|vid_end|>", "<|vid_frame_separator|>"),
         processor="muse_glimmer",
     )),
+    (r"diffusiongemma", Family("diffusion_gemma", "<bos>", "<eos>", "<pad>", config_only=True)),
     (r"gemma-4", Family(
         "gemma4", "<bos>", "<turn|>", "<pad>",
         Turns(_GEMMA_4.before, _GEMMA_4.after, _GEMMA_4.answer, _GEMMA_4.roles, "<|image|>", "<|audio|>"),

@@ -6,7 +6,7 @@
     SFTConfig(...) and the like        max_steps=2, logging_steps=1, use_cpu=True
     GRPOTrainer(reward_funcs=)         and a reward that differs between answers: those of a random model earn the same,
                                        which leaves no gradient
-    "https://.../photo.jpg"            a small picture
+    "https://.../photo.jpg", "x.mp3"   a small picture, a second of silence
     max_new_tokens, max_tokens         8 tokens; max_completion_length: 12, and none of these answers is masked as cut
     num_proc                           one process
     assert library.__version__ == ...  dropped: versions are those of this environment
@@ -26,7 +26,11 @@ CUDA = "_notebook_cuda"
 CAP = "_notebook_cap"
 REWARD = "_notebook_reward"
 PICTURE = "_notebook_picture"
-_PICTURE_ADDRESS = re.compile(r"^https?://\S+\.(jpe?g|png|webp)$", re.IGNORECASE)
+SOUND = "_notebook_sound"
+_DOWNLOADS = {
+    PICTURE: re.compile(r"^https?://\S+\.(jpe?g|png|webp)$", re.IGNORECASE),
+    SOUND: re.compile(r"^\S+\.(mp3|wav|flac)$", re.IGNORECASE),
+}
 CAPPED = {
     "max_new_tokens": 8,
     "max_tokens": 8,
@@ -67,8 +71,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         if isinstance(node.value, str) and (node.value == "cuda" or node.value.startswith("cuda:")):
             return ast.copy_location(ast.Constant("cpu"), node)
-        if isinstance(node.value, str) and _PICTURE_ADDRESS.match(node.value):
-            return ast.copy_location(ast.Name(PICTURE, ast.Load()), node)
+        for name, address in _DOWNLOADS.items():
+            if isinstance(node.value, str) and address.match(node.value):
+                return ast.copy_location(ast.Name(name, ast.Load()), node)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
