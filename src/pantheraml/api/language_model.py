@@ -169,6 +169,7 @@ class FastLanguageModel:
         fast = make_fast(model)
         fast.max_seq_length, fast.requested_checkpointing = max_seq_length, use_gradient_checkpointing
         fast.rope, fast.prompt_tokenizer = rope, plain_tokenizer(tokenizer)
+        fast.prompt_processor = None if kind is TEXT else tokenizer
         if fast_inference:
             fast.vllm_engine = inference_engine(config, model, quant_format, max_seq_length, vllm_options)
         fast.why_not_packed, fast.packed_within = isolation.reason, isolation.within

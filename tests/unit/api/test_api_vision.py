@@ -17,7 +17,13 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase, ProcessorMixin, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 from pantheraml import FastLanguageModel, FastModel, FastVisionModel, SamplingParams
@@ -304,6 +310,8 @@ def test_wrong_kind_of_model(folder: Callable[[str], Path], tiny_model: Callable
     text, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu")
     with pytest.raises(ConfigError, match="needs a vision-language model"):
         FastVisionModel.get_peft_model(text)
+    with pytest.raises(ConfigError, match=r"(?s)does not support auto_model=AutoModelForCausalLM.*Remove auto_model"):
+        loaded(folder("llava"), auto_model=AutoModelForCausalLM)
     model, _ = loaded(folder("llava"))
     with pytest.raises(ConfigError, match=r"No layer .* is left to train"):
         FastVisionModel.get_peft_model(model, finetune_vision_layers=False, finetune_language_layers=False)
@@ -386,11 +394,28 @@ def test_processors_have_fields_of_their_tokenizer(family: str, folder: Callable
     )
 
 
-def test_fast_generate_takes_text_only(folder: Callable[[str], Path]) -> None:
-    model, processor = loaded(folder("qwen2_5_vl"))
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_fast_generate_takes_images(family: str, folder: Callable[[str], Path]) -> None:
+    model, processor = loaded(folder(family))
     (result,) = model.fast_generate("Hello", SamplingParams(max_tokens=4, temperature=0))
     ids = processor.tokenizer("Hello", return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=4, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert result.outputs[0].token_ids == expected.tolist()
-    with pytest.raises(ConfigError, match=r"multi_modal_data.*\n.*model\.generate"):
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    pictures = [toy_vision.picture(number) for number in (1, 2)]
+    prompts = [{"prompt": text, "multi_modal_data": {"image": picture}} for picture in pictures]
+    results = model.fast_generate([*prompts, "Hello"], SamplingParams(max_tokens=4, temperature=0, n=1))
+    for picture, each in zip(pictures, results, strict=False):
+        inputs = processor(text=[text], images=[[picture]], return_tensors="pt")
+        whole = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0]
+        assert each.prompt_token_ids + each.outputs[0].token_ids == whole.tolist()
+    assert results[2].outputs[0].token_ids == expected.tolist()
+    with pytest.raises(ConfigError, match="video, which fast_generate does not support"):
+        model.fast_generate({"prompt": text, "multi_modal_data": {"video": []}})
+
+
+def test_fast_generate_with_images_needs_vision(tiny_model: Callable[..., Path]) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu")
+    with pytest.raises(ConfigError, match=r"(?s)Prompt 1 has images.*FastVisionModel"):
         model.fast_generate({"prompt": "Hello", "multi_modal_data": {"image": toy_vision.picture(1)}})
