@@ -38,8 +38,13 @@ class FastVisionModel:
         """
         if arguments.pop("text_only", None):
             raise ConfigError("FastVisionModel loads models with vision.", fix="Use FastLanguageModel for text_only.")
-        if kind_for(arguments.get("auto_model") or VISION.auto_model) is not VISION:
-            raise ConfigError("FastVisionModel loads models with vision.", fix="Remove auto_model.")
+        auto_model = arguments.get("auto_model") or VISION.auto_model
+        if kind_for(auto_model) is not VISION:
+            raise ConfigError(
+                f"FastVisionModel does not support auto_model={auto_model.__name__}, which is for model code of the "
+                "checkpoint: models with vision are loaded by transformers' own classes.",
+                fix="Remove auto_model and trust_remote_code.",
+            )
         return FastLanguageModel.from_pretrained(model_name, *args, **{**arguments, "auto_model": VISION.auto_model})
 
     @staticmethod
