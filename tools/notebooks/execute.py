@@ -23,7 +23,7 @@ from tools.notebooks.cells import Notebook, python_of
 from tools.notebooks.rewrite import CAP, CUDA, PICTURE, REWARD, SOUND, cap, rewrite, varied_reward
 from tools.notebooks.rows import UnknownDataError
 from tools.notebooks.training_record import Training, problem_with, trains, watch_trainers
-from tools.notebooks.verdicts import Result, category_of, not_possible, reason_not_supported
+from tools.notebooks.verdicts import OLD_REWARDS, Result, category_of, not_possible, reason_not_supported
 
 _PRODUCT = "pantheraml"
 _FRAMES = 4
@@ -184,9 +184,19 @@ def _classify(err: BaseException, by_design: str | None) -> dict[str, Any]:
     where = " < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
     if by_design is not None and _says_unsupported(err):
         return {"outcome": "unsupported", "reason": by_design, "message": text, "where": where}
+    if isinstance(err, TypeError) and _in_old_reward(err):
+        return {"outcome": "limit", "reason": OLD_REWARDS, "message": text, "where": where}
     missing = isinstance(err, ModuleNotFoundError) and not (err.name or "").startswith(_PRODUCT)
     beyond = missing or isinstance(err, UnknownDataError) or _needs_network(err) or _needs_program(err)
     return {"outcome": "limit" if beyond else "error", "reason": text, "where": where}
+
+
+def _in_old_reward(err: TypeError) -> bool:
+    """Whether a reward function of the notebook cannot read the messages that TRL passes it."""
+    frames = traceback.extract_tb(err.__traceback__)
+    called = next((at for at, frame in enumerate(frames) if frame.name == "_calculate_rewards"), None)
+    reads_text = "expected string or bytes-like object, got 'list'" in str(err)
+    return reads_text and called is not None and any(frame.filename.startswith("<cell") for frame in frames[called:])
 
 
 def _says_unsupported(err: BaseException) -> bool:

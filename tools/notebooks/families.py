@@ -232,8 +232,7 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
             "topk_group": 1, "max_position_embeddings": 202752, "num_key_value_heads": 4,
         },
     )),
-    (r"ERNIE-4\.5-VL", Family("ernie4_5_vl_moe", "<s>", "</s>", "<unk>", _ERNIE, processor="ernie4_5_vl_moe")),
-    (r"ERNIE-4\.5", Family("ernie4_5_moe", "<s>", "</s>", "<unk>", _ERNIE, (), {
+    (r"ERNIE-4\.5-(?!VL)", Family("ernie4_5_moe", "<s>", "</s>", "<unk>", _ERNIE, (), {
         "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "max_position_embeddings": 131072,
         "moe_layer_start_index": 1,
     })),
@@ -243,7 +242,6 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
         "max_position_embeddings": 262144,
     })),
-    (r"PaddleOCR", Family("paddleocr_vl", "<s>", "</s>", "<unk>", _ERNIE, processor="paddleocr_vl")),
 )  # fmt: skip
 
 

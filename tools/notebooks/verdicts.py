@@ -47,7 +47,10 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"SyntheticDataKit", "data made by a vLLM server (synthetic-data-kit)"),
     (r"qat_scheme|executorch", "quantization-aware training and export with torchao / ExecuTorch"),
     (r"[Dd]iffusion[Gg]emma", "diffusion language models: the loss and the sampling are not autoregressive"),
-    (r"deepseek_ocr|DeepSeek-OCR", "model code that comes with the checkpoint (trust_remote_code)"),
+    (
+        r"deepseek_ocr|DeepSeek-OCR|ERNIE-4.5-VL|PaddleOCR-VL",
+        "model code that comes with the checkpoint (trust_remote_code)",
+    ),
 )
 """Reasons for errors of ours that are on purpose."""
 LIMITS: tuple[tuple[str, str], ...] = (
@@ -59,6 +62,10 @@ LIMITS: tuple[tuple[str, str], ...] = (
     (r"\bsglang\b", "needs an inference server on a GPU (SGLang)"),
 )
 """What this tool cannot provide."""
+
+
+OLD_REWARDS = "its reward functions read texts, which TRL passed them before 0.24"
+"""Why a reward function of a notebook fails with the installed TRL, whatever trains."""
 
 
 def not_possible(code: str) -> str | None:
