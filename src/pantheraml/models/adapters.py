@@ -22,6 +22,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -114,8 +115,16 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> layer for every layer that can carry an adapter."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | QuantizedLinear)}
+    """Return name -> layer for every layer that can carry an adapter.
+
+    That leaves out the output of `nn.MultiheadAttention`, which reads its weight and never calls it.
+    """
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D | QuantizedLinear)
+        and not isinstance(layer, NonDynamicallyQuantizableLinear)
+    }
 
 
 def bypassed_by_kernels(model: PreTrainedModel, name: str) -> bool:

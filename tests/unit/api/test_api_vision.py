@@ -394,6 +394,19 @@ def test_processors_have_fields_of_their_tokenizer(family: str, folder: Callable
     )
 
 
+def test_layers_that_are_never_called_get_no_adapters(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """SigLIP's pooling head is an `nn.MultiheadAttention`, whose output layer cannot be merged either."""
+    model, processor = loaded(folder("gemma3"))
+    heads = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.MultiheadAttention)]
+    assert heads
+    ours = FastVisionModel.get_peft_model(model, r=4)
+    adapted = [name for name, layer in ours.named_modules() if isinstance(layer, LoraLayer)]
+    assert any("vision_tower" in name for name in adapted)
+    assert not any(head in name for head in heads for name in adapted)
+    ours.save_pretrained_merged(str(tmp_path), processor)
+    AutoModelForImageTextToText.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_fast_generate_takes_images(family: str, folder: Callable[[str], Path]) -> None:
     model, processor = loaded(folder(family))
