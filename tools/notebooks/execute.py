@@ -7,6 +7,7 @@ than most notebooks. A child leads its own process group, which is ended with it
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -15,12 +16,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tools.notebooks.cells import Notebook, python_of
-from tools.notebooks.rewrite import CAP, CUDA, PICTURE, REWARD, SOUND, cap, rewrite, varied_reward
+from tools.notebooks.rewrite import CAP, CUDA, PICTURE, REWARD, SAVE, SOUND, cap, rewrite, varied_reward
 from tools.notebooks.rows import UnknownDataError
 from tools.notebooks.training_record import Training, problem_with, trains, watch_trainers
 from tools.notebooks.verdicts import OLD_REWARDS, Result, category_of, not_possible, reason_not_supported
@@ -148,7 +150,9 @@ def run_cells(notebook: Notebook, folder: Path) -> dict[str, Any]:
         "get_ipython": lambda: None, REWARD: varied_reward,
         PICTURE: stand_ins.picture(), SOUND: stand_ins.sound(),
     }  # fmt: skip
-    python = []
+    python: list[str] = []
+    refused: list[str] = []
+    scope[SAVE] = functools.partial(_save, refused=refused)
     for number, cell in enumerate(notebook.cells):
         (folder / "cell").write_text(str(number))
         try:
@@ -163,7 +167,17 @@ def run_cells(notebook: Notebook, folder: Path) -> dict[str, Any]:
         except BaseException as err:  # noqa: BLE001 - a notebook may end in any way, and each is a result
             traceback.print_exc()
             return {"cell": number, **_classify(err, reason_not_supported(notebook.code))}
-    return _verdict("\n".join(python), trainings)
+    return {**_verdict("\n".join(python), trainings), "refused": refused}
+
+
+def _save(save: Callable[[], object], call: str, *, refused: list[str]) -> None:
+    """Save, and note what the product does not support: a notebook that leaves this out is none the worse for it."""
+    try:
+        save()
+    except Exception as err:
+        if not _says_unsupported(err):
+            raise
+        refused.append(re.sub(r"\s+", " ", f"{call}: {err}")[:300])
 
 
 def _verdict(code: str, trainings: list[Training]) -> dict[str, Any]:

@@ -9,6 +9,7 @@
     "https://.../photo.jpg", "x.mp3"   a small picture, a second of silence
     max_new_tokens, max_tokens         8 tokens; max_completion_length: 12, and none of these answers is masked as cut
     num_proc                           one process
+    if False: model.save_pretrained...(...)   done, if it writes to disk in a format that is made here
     assert library.__version__ == ...  dropped: versions are those of this environment
     subprocess of nvidia-smi and pip   dropped
 
@@ -25,6 +26,7 @@ import zlib
 CUDA = "_notebook_cuda"
 CAP = "_notebook_cap"
 REWARD = "_notebook_reward"
+SAVE = "_notebook_save"
 PICTURE = "_notebook_picture"
 SOUND = "_notebook_sound"
 _DOWNLOADS = {
@@ -68,6 +70,14 @@ class _Rewriter(ast.NodeTransformer):
             node.module = _PRODUCT
         return node
 
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Constant) and node.test.value is False:
+            saves = [_save(statement.value) for statement in node.body if _saves(statement)]
+            if saves:
+                return ast.copy_location(ast.If(ast.Constant(True), saves, []), node)
+        return node
+
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         if isinstance(node.value, str) and (node.value == "cuda" or node.value.startswith("cuda:")):
             return ast.copy_location(ast.Constant("cpu"), node)
@@ -105,6 +115,27 @@ class _Rewriter(ast.NodeTransformer):
             node.keywords = [keyword for keyword in node.keywords if keyword.arg not in CONFIG]
             node.keywords += [ast.keyword(name, ast.Constant(value)) for name, value in CONFIG.items()]
         return node
+
+
+_WRITTEN = ("q8_0", "f16", "bf16", "f32")
+"""GGUF kinds that need no other program."""
+
+
+def _saves(statement: ast.stmt) -> bool:
+    """Whether the statement writes a model or tokenizer to disk, in a format that needs no other program."""
+    call = getattr(statement, "value", None)
+    name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+    if name not in ("save_pretrained", "save_pretrained_merged", "save_pretrained_gguf"):
+        return False
+    kinds = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "quantization_method"]
+    return all(kind.strip("'\"").lower() in _WRITTEN for kind in kinds)
+
+
+def _save(call: ast.expr) -> ast.stmt:
+    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.Expr(
+        ast.Call(ast.Name(SAVE, ast.Load()), [ast.Lambda(nothing, call), ast.Constant(ast.unparse(call))], [])
+    )
 
 
 def _has(package: str) -> bool:

@@ -31,9 +31,11 @@ class Result:
     """What the product said where something is not supported by design."""
     losses: tuple[float, ...] = ()
     """Of all its training steps."""
+    refused: tuple[str, ...] = ()
+    """Saves that the product does not support, of those that the notebook leaves to its reader."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value not in ("", None, ())}
+        return {key: value for key, value in asdict(self).items() if value not in ("", None, (), [])}
 
 
 # The first pattern found in the code decides.
