@@ -200,9 +200,21 @@ def _classify(err: BaseException, by_design: str | None) -> dict[str, Any]:
         return {"outcome": "unsupported", "reason": by_design, "message": text, "where": where}
     if isinstance(err, TypeError) and _in_old_reward(err):
         return {"outcome": "limit", "reason": OLD_REWARDS, "message": text, "where": where}
-    missing = isinstance(err, ModuleNotFoundError) and not (err.name or "").startswith(_PRODUCT)
-    beyond = missing or isinstance(err, UnknownDataError) or _needs_network(err) or _needs_program(err)
-    return {"outcome": "limit" if beyond else "error", "reason": text, "where": where}
+    lacking = _lacking(err)
+    if lacking is not None:
+        return {"outcome": "limit", "reason": lacking, "message": text, "where": where}
+    return {"outcome": "error", "reason": text, "where": where}
+
+
+def _lacking(err: BaseException) -> str | None:
+    """Return what the notebook needs that is not here; None if it ended for another reason."""
+    if isinstance(err, ModuleNotFoundError) and not (err.name or "").startswith(_PRODUCT):
+        return f"needs the package {err.name}"
+    if isinstance(err, UnknownDataError):
+        return str(err)
+    if _needs_program(err):
+        return f"needs the program {err.filename}"  # type: ignore[attr-defined]
+    return "needs the network" if _needs_network(err) else None
 
 
 def _in_old_reward(err: TypeError) -> bool:
