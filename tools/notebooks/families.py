@@ -156,7 +156,9 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
         "gemma3_text", sliding_window=32, max_position_embeddings=32768, query_pre_attn_scalar=16,
     )),
     (r"gemma-3-", _gemma("gemma3", processor="gemma3")),
-    (r"gemma-2", _gemma("gemma2", chat=False, sliding_window=32, max_position_embeddings=8192)),
+    (r"gemma-2", _gemma(
+        "gemma2", chat=False, sliding_window=32, max_position_embeddings=8192, query_pre_attn_scalar=16,
+    )),
     (r"codegemma|gemma", _gemma("gemma", max_position_embeddings=8192)),
     (r"Qwen2\.5-VL", _qwen("qwen2_5_vl", processor="qwen2_5_vl")),
     (r"Qwen2-VL", _qwen("qwen2_vl", processor="qwen2_vl")),

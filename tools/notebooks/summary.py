@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import platform
 import re
 from collections import Counter
@@ -45,8 +46,16 @@ def _reasons(results: Sequence[Result], outcome: str) -> dict[str, list[str]]:
 
 
 def _save_kind(save: str) -> str:
-    """Return the error of a save, without the call."""
-    return save.partition("): ")[2] or save
+    """Return what is not supported in a save, without what differs between notebooks."""
+    error = save.partition("): ")[2] or save
+    gguf = re.search(r"(?:type '|This )(\w+)'? (?:model )?cannot be converted to GGUF", error)
+    if gguf:
+        return f"GGUF of {gguf[1]}"
+    rounded = re.search(r"(\w+) cannot be saved in nf4", error)
+    if rounded:
+        return f"merged_4bit of {rounded[1]}"
+    layer = re.search(r"cannot be merged: it is over an? (\w+)", error)
+    return f"merging adapters over {layer[1]}" if layer else error.partition(" is not supported")[0]
 
 
 def page_section(summary: Mapping[str, Any]) -> str:
@@ -73,6 +82,11 @@ def page_section(summary: Mapping[str, Any]) -> str:
         if reasons:
             lines += ["", f"{OUTCOMES[outcome].capitalize()}:", ""]
             lines += [f"- {_text(reason)} ({len(names)})" for reason, names in reasons.items()]
+    if summary["refused_saves"]:
+        lines += ["", "Saves that are refused, each with an error that says so:", ""]
+        grouped = itertools.groupby(summary["refused_saves"], key=lambda kind: kind.rpartition(" ")[0])
+        for what, kinds in grouped:
+            lines.append(f"- {what} ".rstrip() + " " + ", ".join(f"`{kind.rpartition(' ')[2]}`" for kind in kinds))
     return "\n".join(lines)
 
 

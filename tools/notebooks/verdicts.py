@@ -42,7 +42,7 @@ class Result:
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"FastSentenceTransformer", "embedding models: decoders with a language-model head are trained"),
     (r"ForSequenceClassification|num_labels", "encoders with a classification head: decoders are trained"),
-    (r"[Ww]hisper|CsmFor|csm-1b", "speech models: models that answer in text are trained"),
+    (r"WhisperFor|CsmFor|csm-1b", "speech models: models that answer in text are trained"),
     (r"kadirnar/Emilia", "audio in the training data"),
     (r"Temporal_Caption_Bench", "videos in the training data"),
     (r"launch_openenv", "RL environments that are servers (OpenEnv): any reward function can call one"),
