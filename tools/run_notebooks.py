@@ -29,6 +29,7 @@ from tools.notebooks import execute, stand_ins
 from tools.notebooks.cells import Notebook, distinct_notebooks
 from tools.notebooks.local_hub import LocalHub, hub_names
 from tools.notebooks.report import category_table, reasons_table
+from tools.notebooks.summary import page_section, summarize, with_section
 from tools.notebooks.verdicts import OUTCOMES, Result
 
 _POLL_SECONDS = 0.1
@@ -50,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tables = as_markdown(results)
     if options.table:
         options.table.write_text(tables)
+    if options.summary:
+        options.summary.write_text(json.dumps(summarize(results, options.commit), indent=1) + "\n")
+    if options.page:
+        section = page_section(summarize(results, options.commit))
+        options.page.write_text(with_section(options.page.read_text(), section))
     print(tables)
     return 1 if options.strict and any(result.outcome == "error" for result in results) else 0
 
@@ -175,6 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="keep the results that --output already has")
     parser.add_argument("--failed", action="store_true", help="as --resume, but run errors and limits again")
     parser.add_argument("--table", type=Path, help="write the tables as Markdown")
+    parser.add_argument("--summary", type=Path, help="write counts, reasons and versions as JSON")
+    parser.add_argument("--page", type=Path, help="write the summary into this page, between its markers")
+    parser.add_argument("--commit", default="unknown", help="commit of the notebooks, for the summary")
     parser.add_argument("--models", type=Path, help="keep the tiny models in this folder, to reuse them")
     parser.add_argument("--keep", type=Path, help="keep each notebook's output and files in this folder")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if any notebook ends with an error of ours")

@@ -7,6 +7,7 @@ command line leaves them to worker processes.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.train import TrainConfig
 
@@ -100,7 +101,20 @@ _UNSLOTH_NAMES = {
 }
 
 
+_NOT_SUPPORTED = {
+    "FastSentenceTransformer": "embedding models: decoders with a language-model head are trained",
+    "launch_openenv": "servers of OpenEnv: a reward function can call an environment itself",
+    "is_port_open": "servers of OpenEnv: a reward function can call an environment itself",
+}
+"""Names that Unsloth scripts import, and what is not supported."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _NOT_SUPPORTED:
+        raise UnsupportedModelError(
+            f"pantheraml does not support {name}, which is for {_NOT_SUPPORTED[name]}.",
+            fix="Use the library that the script was written for.",
+        )
     if name in _LAZY:
         module, attribute = _LAZY[name], name
     elif name in _UNSLOTH_NAMES:

@@ -40,7 +40,8 @@ class Family:
     """Config values beyond the common small ones."""
     processor: str | None = None
     """Name of the recipe in processors.py; None: text only."""
-    experts: bool = False
+    config_only: bool = False
+    """The product refuses the architecture when it reads the config: no weights are made."""
 
 
 _CHATML = Turns("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n", bos=False)
@@ -67,7 +68,7 @@ _GRANITE = Turns(
 _GLM = Turns("<|{role}|>\n", "", "<|assistant|>\n", bos=False)
 _ERNIE = Turns("{role}: ", "\n", "Assistant: ", roles={"user": "User", "assistant": "Assistant"})
 _MUSE = Turns(
-    "<|start|>{role}<|message|>", "<|end|>", "<|start|>assistant to=user<|message|>",
+    "<|start|>{role}<|message|>", "<|eot|>", "<|start|>assistant to=user<|message|>",
     roles={"assistant": "assistant to=user"}, image="<|patch|>",
 )  # fmt: skip
 
@@ -112,7 +113,8 @@ def _qwen(model_type: str, *, chat: bool = True, processor: str | None = None, *
 
 def _gemma(model_type: str, *, chat: bool = True, processor: str | None = None, **sizes: Any) -> Family:
     image = {"gemma3": "<start_of_image>", "gemma3n": "<image_soft_token>"}.get(processor or "", "")
-    turns = Turns(_GEMMA.before, _GEMMA.after, _GEMMA.answer, _GEMMA.roles, image)
+    audio = "<audio_soft_token>" if processor == "gemma3n" else ""
+    turns = Turns(_GEMMA.before, _GEMMA.after, _GEMMA.answer, _GEMMA.roles, image, audio)
     extra = ("<audio_soft_token>", "<start_of_audio>", "<end_of_audio>") if model_type.startswith("gemma3n") else ()
     return Family(
         model_type, "<bos>", "<end_of_turn>" if chat and model_type != "gemma" else "<eos>", "<pad>",
@@ -137,10 +139,11 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
     )),
     (r"muse-glimmer", Family(
         "muse_glimmer", "<|begin_of_text|>", "<|end|>", "<|pad|>", _MUSE,
-        ("<|start|>", "<|message|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>", "<|vid_start|>",
-         "<|vid_end|>", "<|vid_frame_separator|>"),
+        ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>", "<|end_of_text|>", "<|patch|>", "<|image_start|>",
+         "<|image_end|>", "<|video|>", "<|vid_start|>", "<|vid_end|>", "<|vid_frame_separator|>"),
         processor="muse_glimmer",
     )),
+    (r"diffusiongemma", Family("diffusion_gemma", "<bos>", "<eos>", "<pad>", config_only=True)),
     (r"gemma-4", Family(
         "gemma4", "<bos>", "<turn|>", "<pad>",
         Turns(_GEMMA_4.before, _GEMMA_4.after, _GEMMA_4.answer, _GEMMA_4.roles, "<|image|>", "<|audio|>"),
@@ -153,7 +156,9 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
         "gemma3_text", sliding_window=32, max_position_embeddings=32768, query_pre_attn_scalar=16,
     )),
     (r"gemma-3-", _gemma("gemma3", processor="gemma3")),
-    (r"gemma-2", _gemma("gemma2", chat=False, sliding_window=32, max_position_embeddings=8192)),
+    (r"gemma-2", _gemma(
+        "gemma2", chat=False, sliding_window=32, max_position_embeddings=8192, query_pre_attn_scalar=16,
+    )),
     (r"codegemma|gemma", _gemma("gemma", max_position_embeddings=8192)),
     (r"Qwen2\.5-VL", _qwen("qwen2_5_vl", processor="qwen2_5_vl")),
     (r"Qwen2-VL", _qwen("qwen2_vl", processor="qwen2_vl")),
@@ -229,8 +234,7 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
             "topk_group": 1, "max_position_embeddings": 202752, "num_key_value_heads": 4,
         },
     )),
-    (r"ERNIE-4\.5-VL", Family("ernie4_5_vl_moe", "<s>", "</s>", "<unk>", _ERNIE, processor="ernie4_5_vl_moe")),
-    (r"ERNIE-4\.5", Family("ernie4_5_moe", "<s>", "</s>", "<unk>", _ERNIE, (), {
+    (r"ERNIE-4\.5-(?!VL)", Family("ernie4_5_moe", "<s>", "</s>", "<unk>", _ERNIE, (), {
         "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "max_position_embeddings": 131072,
         "moe_layer_start_index": 1,
     })),
@@ -240,7 +244,6 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
         "max_position_embeddings": 262144,
     })),
-    (r"PaddleOCR", Family("paddleocr_vl", "<s>", "</s>", "<unk>", _ERNIE, processor="paddleocr_vl")),
 )  # fmt: skip
 
 

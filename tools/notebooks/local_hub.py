@@ -142,6 +142,10 @@ def build_model(family: Family, folder: Path) -> None:
         "vocab_size": -(-len(tokenizer) // 8) * 8, "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
+    if family.config_only:
+        tokenizer.save_pretrained(folder)
+        AutoConfig.for_model(family.model_type).save_pretrained(folder)
+        return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if family.processor is None:

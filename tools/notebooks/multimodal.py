@@ -69,7 +69,8 @@ def _gemma3n(tokenizer: Any, text: dict[str, Any]) -> tuple[dict[str, Any], Any]
     size = text["vocab_size"]
     settings = {
         "text_config": {
-            **text, "num_hidden_layers": 4, "intermediate_size": 96, "vocab_size_per_layer_input": size,
+            **text, "vocab_size": size + 16, "num_hidden_layers": 4, "intermediate_size": 96,
+            "vocab_size_per_layer_input": size,
             "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0, "laurel_rank": 8, "sliding_window": 32,
             "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
             "altup_num_inputs": 2, "tie_word_embeddings": True,
@@ -107,7 +108,10 @@ def _gemma4(tokenizer: Any, text: dict[str, Any]) -> tuple[dict[str, Any], Any]:
             **_VISION, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4,
             "pooling_kernel_size": 2, "position_embedding_size": 256, "default_output_length": 70,
         },
-        "audio_config": None, **ids,
+        "audio_config": {
+            "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "output_proj_dims": 32,
+            "subsampling_conv_channels": [128, 8],  # the first is the number of mel bins
+        }, **ids,
     }  # fmt: skip
     images = Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     processor = Gemma4Processor(

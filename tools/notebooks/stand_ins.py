@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tools.notebooks import rows
@@ -37,16 +39,33 @@ def notebook_cuda() -> types.SimpleNamespace:
         memory_allocated=zero, max_memory_allocated=zero, empty_cache=zero, synchronize=zero, manual_seed_all=zero,
         reset_peak_memory_stats=zero, ipc_collect=zero, manual_seed=zero, is_available=lambda: True,
         device_count=lambda: 1, get_device_capability=lambda *_: (9, 0), is_bf16_supported=lambda *_: True,
-        get_device_name=lambda *_: "CPU", current_device=zero,
+        get_device_name=lambda *_: "CPU", current_device=zero, mem_get_info=lambda *_: (80 * 2**30, 80 * 2**30),
     )  # fmt: skip
+
+
+def picture() -> Any:
+    """Return the image that stands for those that notebooks download."""
+    from PIL import Image
+
+    return Image.new("RGB", (56, 56), (90, 140, 60))
+
+
+def sound() -> Any:
+    """Return the recording that stands for those that notebooks download: a second at 16 kHz."""
+    import numpy as np
+
+    return np.zeros(16000, dtype=np.float32)
 
 
 def install() -> None:
     """Put the stand-ins in place; in the process of one notebook."""
     import datasets
+    import huggingface_hub
     import requests
 
     datasets.load_dataset = rows.load_dataset
+    datasets.Dataset.cast_column = _cast_column(datasets.Dataset.cast_column)
+    huggingface_hub.snapshot_download = _snapshot_download(huggingface_hub.snapshot_download)
     requests.get = _Book
     display = _module("IPython.display", display=lambda *_, **__: None, clear_output=lambda *_, **__: None)
     for name in ("Markdown", "Math", "Latex", "Audio", "Image", "HTML", "Code"):
@@ -57,6 +76,27 @@ def install() -> None:
     _module("unsloth_zoo")
     _module("unsloth_zoo.utils", Version=lambda name: Version(_version(name)))
     _module("google.colab", drive=None, userdata=types.SimpleNamespace(get=lambda _: ""))
+
+
+def _cast_column(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave recordings as they are: the synthetic ones need no decoding."""
+
+    def cast_column(self: Any, column: str, feature: Any) -> Any:
+        return self if type(feature).__name__ == "Audio" else cast(self, column, feature)
+
+    return cast_column
+
+
+def _snapshot_download(download: Callable[..., str]) -> Callable[..., str]:
+    """Leave a folder without files where a notebook copies a model into one: only the loader's arguments matter."""
+
+    def snapshot_download(repo_id: str, *arguments: Any, local_dir: str | None = None, **options: Any) -> str:
+        if local_dir is None:
+            return download(repo_id, *arguments, **options)
+        Path(local_dir).mkdir(exist_ok=True)
+        return local_dir
+
+    return snapshot_download
 
 
 def define_torchvision_ops() -> None:

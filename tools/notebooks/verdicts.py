@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 Outcome = Literal["ok", "error", "unsupported", "limit"]
 OUTCOMES: dict[Outcome, str] = {
@@ -27,36 +27,59 @@ class Result:
     """The deepest frames of the error."""
     seconds: float = 0.0
     copies: int = 1
+    message: str = ""
+    """What the product said where something is not supported by design."""
+    losses: tuple[float, ...] = ()
+    """Of all its training steps."""
+    refused: tuple[str, ...] = ()
+    """Saves that the product does not support, of those that the notebook leaves to its reader."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value not in ("", None)}
+        return {key: value for key, value in asdict(self).items() if value not in ("", None, (), [])}
 
 
 # The first pattern found in the code decides.
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"FastSentenceTransformer", "embedding models: decoders with a language-model head are trained"),
     (r"ForSequenceClassification|num_labels", "encoders with a classification head: decoders are trained"),
-    (r"[Ww]hisper|\bSNAC\b|xcodec2|sparktts|outetts|CsmFor|OuteTTS|csm-1b", "speech models and audio codecs"),
+    (r"WhisperFor|CsmFor|csm-1b", "speech models: models that answer in text are trained"),
     (r"kadirnar/Emilia", "audio in the training data"),
-    (r"nemo_gym|NeMo-Gym|nemo-gym", "an RL environment that is a server of its own (NeMo Gym)"),
-    (r"launch_openenv|OpenSpiel|openenv", "an RL environment that is a server of its own (OpenEnv)"),
-    (r"SyntheticDataKit|synthetic-data-kit", "data made by a vLLM server (synthetic-data-kit)"),
-    (r"unsloth studio|unsloth-studio|Unsloth Studio|studio/setup\.sh", "installs another program (Unsloth Studio)"),
+    (r"Temporal_Caption_Bench", "videos in the training data"),
+    (r"launch_openenv", "RL environments that are servers (OpenEnv): any reward function can call one"),
+    (r"SyntheticDataKit", "data made by a vLLM server (synthetic-data-kit)"),
     (r"qat_scheme|executorch", "quantization-aware training and export with torchao / ExecuTorch"),
-    (r"diffusiongemma", "diffusion language models: the loss and the sampling are not autoregressive"),
-    (r"deepseek_ocr|DeepSeek-OCR", "model code that comes with the checkpoint (trust_remote_code)"),
+    (r"[Dd]iffusion[Gg]emma", "diffusion language models: the loss and the sampling are not autoregressive"),
+    (
+        r"deepseek_ocr|DeepSeek-OCR|ERNIE-4.5-VL|PaddleOCR-VL",
+        "model code that comes with the checkpoint (trust_remote_code)",
+    ),
 )
-LIMITS: tuple[tuple[str, str], ...] = ((r"\bsglang\b", "an inference server that needs a GPU (SGLang)"),)
-"""What this tool cannot run."""
+"""Reasons for errors of ours that are on purpose."""
+LIMITS: tuple[tuple[str, str], ...] = (
+    (r"\bSNAC\b|xcodec2|sparktts|outetts|OuteTTS", "needs an audio codec to prepare its data"),
+    (r"nemo_gym|NeMo-Gym|nemo-gym", "needs an RL environment that is a server of its own (NeMo Gym)"),
+    (r"OpenSpiel|openenv", "needs an RL environment that is a server of its own (OpenEnv)"),
+    (r"synthetic-data-kit", "needs data made by a vLLM server (synthetic-data-kit)"),
+    (r"unsloth studio|unsloth-studio|Unsloth Studio|studio/setup\.sh", "installs another program (Unsloth Studio)"),
+    (r"\bsglang\b", "needs an inference server on a GPU (SGLang)"),
+)
+"""What this tool cannot provide."""
 
 
-def decided(code: str) -> tuple[Outcome, str] | None:
-    """Return the outcome that is known without running the code, and why."""
-    for outcome, patterns in (("unsupported", UNSUPPORTED), ("limit", LIMITS)):
-        for pattern, reason in patterns:
-            if re.search(pattern, code):
-                return cast(Outcome, outcome), reason
-    return None
+OLD_REWARDS = "its reward functions read texts, which TRL passed them before 0.24"
+"""Why a reward function of a notebook fails with the installed TRL, whatever trains."""
+
+
+def not_possible(code: str) -> str | None:
+    """Return why this tool cannot run the code, or None."""
+    if reason_not_supported(code) is not None:
+        return None  # it runs until it gets the error that says so
+    return next((reason for pattern, reason in LIMITS if re.search(pattern, code)), None)
+
+
+def reason_not_supported(code: str) -> str | None:
+    """Return why the product does not support what the code does, or None: then an error of ours is a defect."""
+    return next((reason for pattern, reason in UNSUPPORTED if re.search(pattern, code)), None)
 
 
 def category_of(name: str, code: str) -> str:

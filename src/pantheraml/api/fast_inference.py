@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from pantheraml.base import log
 from pantheraml.models.adapters import base_name
-from pantheraml.models.vllm_engine import VllmEngine, why_not_vllm
+from pantheraml.models.vllm_engine import NoVllm, VllmEngine, why_not_vllm
 from pantheraml.specs.train import ModelConfig
 
 logger = log.get(__name__)
@@ -21,12 +21,12 @@ def inference_engine(
     quant_format: str | None,
     max_seq_length: int | None,
     options: Mapping[str, Any],
-) -> VllmEngine | None:
-    """Start vLLM on the model's checkpoint; None, with a line that says why, if it cannot be used."""
+) -> VllmEngine | NoVllm:
+    """Start vLLM on the model's checkpoint; without it, with a line that says why, if it cannot be used."""
     reason = why_not_vllm(model.device)
     if reason is not None:
         logger.info("fast_generate uses PantheraML's own batched generation: %s", reason)
-        return None
+        return NoVllm()
     logger.info("fast_generate uses vLLM, which loads its own copy of the weights")
     return VllmEngine(
         base_name(config), dtype=model.dtype, quant_format=quant_format, max_seq_length=max_seq_length, options=options

@@ -32,6 +32,7 @@ from pantheraml.api.loading_options import (
     requested_quant_format,
     resolve_auto_map,
     tokenizer_with_length,
+    translate_unsloth_loading,
     wants_multi_gpu,
 )
 from pantheraml.api.speed_up import prepare_adapted, speed_up_full
@@ -53,11 +54,12 @@ from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
 from pantheraml.models.fast import release_layer_graphs
 from pantheraml.models.load_finetuned import adapter_base, load_adapter
-from pantheraml.models.loader import load_model, read_config
+from pantheraml.models.loader import kind_to_load, load_model, read_config
 from pantheraml.models.model_kind import TEXT, ModelKind
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange, plan_rope
+from pantheraml.models.router_loss import disable_without_experts
 from pantheraml.models.trained_copies import split_targets
 from pantheraml.models.vllm_engine import OPTIONS as VLLM_OPTIONS
 from pantheraml.parallel.device_map import (
@@ -125,9 +127,10 @@ class FastLanguageModel:
         says.
         """
         log.start_for_scripts()
+        dtype, device_map = translate_unsloth_loading(dtype, device_map, others)
         vllm_options = {name: others.pop(name) for name in VLLM_OPTIONS if fast_inference and name in others}
-        _check_arguments(FastLanguageModel.from_pretrained, others)
         kind = kind_for(auto_model)
+        _check_arguments(FastLanguageModel.from_pretrained, others)
         check_checkpointing(use_gradient_checkpointing)
         multi_gpu = wants_multi_gpu(enable_multi_gpu, use_multi_gpu)
         if auto_device_map:
@@ -144,6 +147,8 @@ class FastLanguageModel:
             adapter = adapter_base(config)
             if adapter is not None:
                 config = _check_adapter(*adapter, full_finetuning=full_finetuning)
+            if auto_model is None and not others.get("text_only"):
+                kind = kind_to_load(config)
             stored = None if adapter is None else RopeChange.read(adapter[0])
             rope = plan_rope(read_config(config, kind), max_seq_length, rope_scaling, stored=stored)
             tokenizer = tokenizer_with_length(config, max_seq_length, kind)
@@ -158,11 +163,13 @@ class FastLanguageModel:
                 kind=kind,
             )
             restore_saved_config(model, config, kind)
+        disable_without_experts(model)
         model.requires_grad_(full_finetuning)
         isolation = prepare_for_packing(model) if kind is TEXT else NO_PACKING
         fast = make_fast(model)
         fast.max_seq_length, fast.requested_checkpointing = max_seq_length, use_gradient_checkpointing
         fast.rope, fast.prompt_tokenizer = rope, plain_tokenizer(tokenizer)
+        fast.prompt_processor = None if kind is TEXT else tokenizer
         if fast_inference:
             fast.vllm_engine = inference_engine(config, model, quant_format, max_seq_length, vllm_options)
         fast.why_not_packed, fast.packed_within = isolation.reason, isolation.within

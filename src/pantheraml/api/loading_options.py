@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from pantheraml.base import env, log
 from pantheraml.base.env import multi_gpu_requested
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
-from pantheraml.models.chat_inputs import accept_both_forms
-from pantheraml.models.loader import load_tokenizer, read_config
+from pantheraml.models.chat_inputs import accept_both_forms, answer_as_processor
+from pantheraml.models.loader import kind_of, load_tokenizer, read_config
 from pantheraml.models.model_kind import VISION, ModelKind
 from pantheraml.models.processor import load_processor
 from pantheraml.models.quantize.quantized_linear import QuantFormat
@@ -73,6 +73,22 @@ def resolve_auto_map(device_map: DeviceMap | None) -> DeviceMap:
     return "auto"
 
 
+def translate_unsloth_loading(
+    dtype: torch.dtype | str | None, device_map: DeviceMap | None, others: dict[str, Any]
+) -> tuple[torch.dtype | str | None, DeviceMap | None]:
+    """Return `dtype`, also by its old name, and `device_map`, also by Unsloth's name; each with one line."""
+    if "torch_dtype" in others:
+        old = others.pop("torch_dtype")
+        if None not in (old, dtype) and old != dtype:
+            raise ConfigError("from_pretrained got torch_dtype and dtype, which disagree.", fix="Remove torch_dtype.")
+        logger.warning("from_pretrained: torch_dtype is called dtype")
+        dtype = old if dtype is None else dtype
+    if device_map == "unsloth":
+        logger.warning('device_map="unsloth" is read as "balanced": the loss needs no room for logits beside the head')
+        device_map = "balanced"
+    return dtype, device_map
+
+
 def wants_multi_gpu(enable: bool | None, use: bool | None) -> bool:
     if enable is not None and use is not None and enable != use:
         raise ConfigError(
@@ -122,8 +138,13 @@ def check_quant_format(quant_format: QuantFormat | None, full: bool, device: tor
 
 
 def tokenizer_with_length(config: ModelConfig, max_seq_length: int | None, kind: ModelKind) -> Any:
-    """Load the tokenizer, or the processor of a vision-language model."""
+    """Load the tokenizer, or the processor of a vision-language model.
+
+    For the text model inside a vision-language one, the tokenizer also answers as the processor that scripts expect.
+    """
     loaded = load_processor(config) if kind is VISION else load_tokenizer(config)
+    if kind is not VISION and kind_of(config) is VISION:
+        loaded = answer_as_processor(loaded)
     tokenizer = accept_both_forms(loaded.tokenizer if kind is VISION else loaded)
     if max_seq_length is not None:
         tokenizer.model_max_length = max_seq_length

@@ -16,7 +16,7 @@ from pantheraml.api.language_model import FastLanguageModel
 from pantheraml.api.loading_options import hub_token
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
-from pantheraml.hooks.unsloth_arguments import chosen_targets
+from pantheraml.hooks.unsloth_arguments import chosen_targets, kind_for
 from pantheraml.models.adapters import target_layers
 from pantheraml.models.causal_lm import FastCausalLM
 from pantheraml.models.load_finetuned import adapter_base
@@ -38,6 +38,13 @@ class FastVisionModel:
         """
         if arguments.pop("text_only", None):
             raise ConfigError("FastVisionModel loads models with vision.", fix="Use FastLanguageModel for text_only.")
+        auto_model = arguments.get("auto_model") or VISION.auto_model
+        if kind_for(auto_model) is not VISION:
+            raise ConfigError(
+                f"FastVisionModel does not support auto_model={auto_model.__name__}, which is for model code of the "
+                "checkpoint: models with vision are loaded by transformers' own classes.",
+                fix="Remove auto_model and trust_remote_code.",
+            )
         return FastLanguageModel.from_pretrained(model_name, *args, **{**arguments, "auto_model": VISION.auto_model})
 
     @staticmethod

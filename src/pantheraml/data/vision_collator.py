@@ -21,7 +21,7 @@ from pantheraml.data.chat_templates.rendering import RENDER_ERRORS
 from pantheraml.data.chat_templates.response_mask import IGNORED, ResponseMask
 from pantheraml.data.chat_templates.train_on_responses import response_markers
 from pantheraml.data.rows import Row, excerpt
-from pantheraml.data.vision_rows import Conversation, Picture, has_images, read_conversation
+from pantheraml.data.vision_rows import Conversation, Picture, has_images, read_conversation, reject_other_media
 
 logger = log.get(__name__)
 
@@ -111,6 +111,7 @@ class UnslothVisionDataCollator:
             return
         count = 0
         for count, row in enumerate(dataset, start=1):
+            reject_other_media(row)
             if has_images(row):
                 self.allow_text_only = True
                 return

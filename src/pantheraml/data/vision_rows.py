@@ -21,6 +21,7 @@ from pantheraml.data.rows import Row, excerpt
 Picture = Image.Image
 COLUMNS = ("images", "image")
 CONVERSATIONS = ("messages", "conversations")
+_OTHER_MEDIA = ("audio", "video")
 _KEYS = ("image", "url", "path")
 """Keys of an image part that may hold the image."""
 
@@ -36,9 +37,28 @@ def has_images(row: Row) -> bool:
     """Return whether the row has an image, without reading it."""
     if any(_given(row, name) for name in COLUMNS):
         return True
+    return any(_is_image(part) for part in _all_parts(row))
+
+
+def reject_other_media(row: Row) -> None:
+    """DataError if the row has a recording or a video."""
+    for part in _all_parts(row):
+        if isinstance(part, Mapping) and part.get("type") in _OTHER_MEDIA:
+            raise _other_media(part["type"], "the data set")
+
+
+def _all_parts(row: Row) -> list[Any]:
     messages = next((row[name] for name in CONVERSATIONS if row.get(name)), ())
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    return any(_is_image(part) for content in contents if isinstance(content, list) for part in content)
+    return [part for content in contents if isinstance(content, list) for part in content]
+
+
+def _other_media(kind: str, where: str) -> DataError:
+    return DataError(
+        f"A message has {kind}, which is not supported: texts and images are.",
+        where=where,
+        fix="Train on rows with images or text, or pass a data collator of your own to the trainer.",
+    )
 
 
 def read_conversation(row: Row, number: int, resize: Callable[[Picture], Picture]) -> Conversation:
@@ -100,6 +120,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     # tables have every key in every part, and templates ask whether a part has the key `image`
     kept = _without_empty(part)
     kind = kept.get("type")
+    if kind in _OTHER_MEDIA:
+        raise _other_media(kind, where)
     if kind not in ("text", "image"):
         raise DataError(
             f"A part of a message has the type {kind!r}.", where=where, fix='Supported are "text" and "image".'

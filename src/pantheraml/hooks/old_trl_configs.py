@@ -7,7 +7,6 @@
     GRPOConfig with a batch that holds no whole group of completions   per_device_train_batch_size is raised
     ...Trainer(tokenizer=), DPOTrainer(beta=, max_length=)             processing_class, fields of the config
     from trl import ORPOConfig, ORPOTrainer                            trl.experimental
-    formatting_func that takes a batch of rows                         called with batches of one row
 
 Each is translated, with one warning.
 """
@@ -160,41 +159,6 @@ def _with_experimental(get: Callable[[Any, str], Any]) -> Callable[[Any, str], A
     return getattribute
 
 
-def _with_batched_formatting(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(prepare)
-    def prepare_dataset(
-        self: Any, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, name: str
-    ) -> Any:
-        if formatting_func is not None:
-            formatting_func = _row_wise(formatting_func, next(iter(dataset)))
-        return prepare(self, dataset, processing_class, args, packing, formatting_func, name)
-
-    return prepare_dataset
-
-
-def _row_wise(function: Callable[[Any], Any], row: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return `function` for one row: as it is, or called with a batch of one row if only that gives one text."""
-    if isinstance(_attempt(function, dict(row)), str):
-        return function
-    texts = _attempt(function, _batch_of_one(row))
-    if not (isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str)):
-        return function  # whose own error the trainer shows
-    logger.warning("formatting_func takes batches of rows; this version of TRL passes single rows")
-    return lambda each: function(_batch_of_one(each))[0]
-
-
-def _attempt(function: Callable[[Any], Any], rows: dict[str, Any]) -> Any:
-    try:
-        return function(rows)
-    except Exception as err:  # noqa: BLE001 - the other form of the call follows, and then the trainer's own
-        logger.debug("formatting_func: %s", err)
-        return None
-
-
-def _batch_of_one(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: [value] for name, value in row.items()}
-
-
 def _config(module: str, name: str) -> LibraryPatch:
     return LibraryPatch("trl", _VERSIONS, module, "__init__", _with_old_names, _FALLBACK, False, name)
 
@@ -228,16 +192,6 @@ OLD_PLACES = LibraryPatch(
     name="__getattr__",
     make=_with_experimental,
     fallback="ORPO and other experimental trainers must be imported from trl.experimental",
-    required=False,
-)
-BATCHED_FORMATTING = LibraryPatch(
-    library="trl",
-    versions=_VERSIONS,
-    module="trl.trainer.sft_trainer",
-    class_name="SFTTrainer",
-    name="_prepare_dataset",
-    make=_with_batched_formatting,
-    fallback="formatting_func must take single rows",
     required=False,
 )
 

@@ -16,6 +16,7 @@ from typing import Any
 from pantheraml.base import log
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.hooks.old_trl_names import prepare_config_arguments, rename_trainer_arguments
+from pantheraml.hooks.sft_texts import TEXT_FIELD_SET
 from pantheraml.models.causal_lm import fast_model
 
 logger = log.get(__name__)
@@ -35,7 +36,9 @@ def _note_default(init: Callable[..., None]) -> Callable[..., None]:
     def init_config(self: Any, *args: Any, **kwargs: Any) -> None:
         prepare_config_arguments(kwargs)
         init(self, *args, **kwargs)
-        setattr(self, _DEFAULTED, "max_length" not in signature.bind(self, *args, **kwargs).arguments)
+        given = signature.bind(self, *args, **kwargs).arguments
+        setattr(self, _DEFAULTED, "max_length" not in given)
+        setattr(self, TEXT_FIELD_SET, "dataset_text_field" in given)
         made = _made_by_trainer.get()
         if made is not None:
             complete_config(self, *made)
@@ -80,6 +83,8 @@ def complete_config(config: Any, length: int | None, moved: dict[str, Any]) -> N
         setattr(config, name, value)
     if "max_length" in moved:
         setattr(config, _DEFAULTED, False)
+    if "dataset_text_field" in moved:
+        setattr(config, TEXT_FIELD_SET, True)
     if length is not None:
         _resolve(config, length)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from pantheraml.hooks.async_metrics import ASYNC_GRAD_NORM
 from pantheraml.hooks.library_patch import LibraryPatch
-from pantheraml.hooks.old_trl_configs import BATCHED_FORMATTING, OLD_CONFIGS, OLD_PLACES, revert_experimental
+from pantheraml.hooks.old_trl_configs import OLD_CONFIGS, OLD_PLACES, revert_experimental
 from pantheraml.hooks.optimizers import OWN_ADAMW
 from pantheraml.hooks.orpo import ORPO_HEAD
 from pantheraml.hooks.output_head import ENTROPY_BONUS, HEADS, SFT_HEAD
@@ -24,6 +24,7 @@ from pantheraml.hooks.prefetch_batches import PREFETCH_BATCHES
 from pantheraml.hooks.reference_adapter import REFERENCES
 from pantheraml.hooks.registry import REGISTRY
 from pantheraml.hooks.sft_length import CONFIG_LENGTH, TRAINER_LENGTH
+from pantheraml.hooks.sft_texts import SFT_TEXTS
 from pantheraml.hooks.trainer_checks import ONE_GPU, REQUIRE_TRAINABLE, REWARD_MODEL
 from pantheraml.models.attention import NAME as DOCUMENT_ATTENTION
 
@@ -75,7 +76,7 @@ PACKING_ATTENTION = LibraryPatch(
 _ALL = (
     SFT_HEAD, COLLATOR, PACKING_ATTENTION, CONFIG_LENGTH, TRAINER_LENGTH,
     PREFETCH_BATCHES, ASYNC_GRAD_NORM, REQUIRE_TRAINABLE, ONE_GPU, REWARD_MODEL,
-    OWN_ADAMW, OLD_PLACES, BATCHED_FORMATTING, *OLD_CONFIGS, *HEADS, ENTROPY_BONUS, *REFERENCES,
+    OWN_ADAMW, OLD_PLACES, SFT_TEXTS, *OLD_CONFIGS, *HEADS, ENTROPY_BONUS, *REFERENCES,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
-from pantheraml.models.adapters import linear_layers, target_layers
+from pantheraml.models.adapters import bypassed_by_kernels, linear_layers, target_layers
 from pantheraml.models.model_kind import TEXT, VISION, ModelKind
 
 logger = log.get(__name__)
@@ -21,7 +21,7 @@ _FOR_VLLM = "it configures vLLM, which only fast_inference=True uses"
 
 # Values that ask for nothing; any other value is an error.
 LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "fix_tokenizer": (True,), "resize_model_vocab": (None,),
+    "fix_tokenizer": (True, False), "resize_model_vocab": (None,),
     "qat_scheme": (None,), "text_only": (None, True), "use_exact_model_name": (False, True),
 }  # fmt: skip
 ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -84,7 +84,7 @@ def kind_for(auto_model: Any) -> ModelKind:
     if auto_model is VISION.auto_model:
         return VISION
     raise ConfigError(
-        f"FastLanguageModel.from_pretrained does not support auto_model={name}: it loads decoders only.",
+        f"from_pretrained does not support auto_model={name}: models that answer in text are loaded.",
         fix="Remove it, or use another library for this model.",
     )
 
@@ -94,7 +94,7 @@ def chosen_targets(
 ) -> str | list[str]:
     """Return the target modules without names that the model lacks, and without the parts that are switched off.
 
-    Names that the model lacks are ignored if others match, as in PEFT.
+    Names that the model lacks are ignored if others match, as in PEFT; so are those that PEFT refuses.
     """
     if targets is None:
         targets = "all-linear"
@@ -117,15 +117,21 @@ _MLP = ("mlp", "feed_forward", "ffn", "expert", "moe")
 
 
 def _without_missing(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    """Return the names without those that no layer has, or that cannot be adapted, if others remain."""
     layers = linear_layers(model)
     present = [t for t in targets if any(name == t or name.endswith(f".{t}") for name in layers)]
     missing = [target for target in targets if target not in present]
-    if not missing or not present:
-        return targets  # if none matches, that is an error
-    known = sorted({name.rpartition(".")[2] for name in layers})
-    logger.warning(
-        "target_modules that this model does not have are ignored: %s (it has %s)",
-        ", ".join(missing),
-        ", ".join(known),
-    )
-    return present
+    if missing and present:
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        logger.warning(
+            "target_modules that this model does not have are ignored: %s (it has %s)",
+            ", ".join(missing),
+            ", ".join(known),
+        )
+    bypassed = [target for target in present if bypassed_by_kernels(model, target.rpartition(".")[2])]
+    kept = [target for target in present if target not in bypassed]
+    if not kept:
+        return targets  # an error says what is wrong with them
+    if bypassed:
+        logger.warning("target_modules that Mamba's kernels bypass are ignored: %s", ", ".join(bypassed))
+    return kept

@@ -19,8 +19,10 @@ from typing import Any, Literal, cast
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -113,8 +115,25 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> layer for every layer that can carry an adapter."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | QuantizedLinear)}
+    """Return name -> layer for every layer that can carry an adapter.
+
+    That leaves out the output of `nn.MultiheadAttention`, which reads its weight and never calls it.
+    """
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D | QuantizedLinear)
+        and not isinstance(layer, NonDynamicallyQuantizableLinear)
+    }
+
+
+def bypassed_by_kernels(model: PreTrainedModel, name: str) -> bool:
+    """Return whether PEFT refuses layers of this name in this architecture, since Mamba's kernels bypass them."""
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), model, name)
+    except ValueError:
+        return True
+    return False
 
 
 def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> list[str]:

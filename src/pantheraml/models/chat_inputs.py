@@ -61,6 +61,11 @@ class ChatTensors(BatchEncoding):
 class _ChatTokenizer(RuntimeSubclass):
     """Mixin placed before a tokenizer's own class."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "tokenizer" and vars(self).get("_answers_as_processor"):
+            return self
+        return super().__getattr__(name)  # type: ignore[misc]
+
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
         result = super().apply_chat_template(*args, **kwargs)  # type: ignore[misc]
         if "return_dict" in kwargs or kwargs.get("return_assistant_tokens_mask") or not isinstance(result, Mapping):
@@ -81,6 +86,12 @@ def accept_both_forms(tokenizer: Any) -> Any:
     """Change `tokenizer` in place so that both kinds of scripts can use its `apply_chat_template`; return it."""
     if isinstance(tokenizer, PreTrainedTokenizerBase) and not isinstance(tokenizer, _ChatTokenizer):
         tokenizer.__class__ = _chat_class(cast(Any, type(tokenizer)))
+    return tokenizer
+
+
+def answer_as_processor(tokenizer: Any) -> Any:
+    """Give `tokenizer` an attribute `tokenizer`, itself, in place; return it."""
+    vars(accept_both_forms(tokenizer))["_answers_as_processor"] = True
     return tokenizer
 
 

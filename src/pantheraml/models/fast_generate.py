@@ -23,6 +23,7 @@ from pantheraml.models.generate import encode_prompt, generate_batches, pad_toke
 from pantheraml.models.lora_request import adapters_disabled, requested_adapter
 from pantheraml.models.rope import supported_positions
 from pantheraml.models.sampling_params import SamplingParams, read_sampling_params
+from pantheraml.models.vllm_engine import VllmEngine
 
 logger = log.get(__name__)
 
@@ -68,6 +69,8 @@ class _Request:
     ids: list[int]
     most: int
     """New tokens that it may get."""
+    media: dict[str, Tensor] | None = None
+    """What the processor made of its images."""
     ends: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     """Index of a completion -> its number of tokens and stop string, if it ended by length or a stop string."""
 
@@ -77,8 +80,10 @@ class FastGenerateMixin:
 
     prompt_tokenizer: Any = None
     """The tokenizer that was loaded with the model."""
+    prompt_processor: Any = None
+    """The processor that was loaded with a vision-language model."""
     vllm_engine: Any = None
-    """vLLM's engine, if the model was loaded with `fast_inference=True` and vLLM is installed."""
+    """vLLM's engine, or `NoVllm` where it is not installed, if the model was loaded with `fast_inference=True`."""
 
     def fast_generate(
         self,
@@ -89,11 +94,12 @@ class FastGenerateMixin:
     ) -> list[Any]:
         """Return a `RequestOutput` for each prompt.
 
-        `prompts`: a text, token ids, a mapping with `prompt` or `prompt_token_ids`, or a list of these.
+        `prompts`: a text, token ids, a mapping with `prompt` or `prompt_token_ids`, or a list of these. With `prompt`,
+        a vision-language model takes `multi_modal_data={"image": ...}`, an image or a list of them.
         `sampling_params`: `SamplingParams`, vLLM's or ours, or a list of one for each prompt.
         `lora_request`: result of `model.load_lora(folder)`; None: the base model, without any adapter.
         """
-        if self.vllm_engine is not None:
+        if isinstance(self.vllm_engine, VllmEngine):
             return list(self.vllm_engine.generate(prompts, sampling_params, lora_request))
         if use_tqdm:
             logger.info("fast_generate: use_tqdm has no effect without vLLM")
@@ -115,7 +121,7 @@ def _generate(model: Any, prompts: Any, sampling_params: Any, lora_request: Any)
         return [out for one, params in pairs for out in _generate(model, [one], params, lora_request)]
     params = read_sampling_params(sampling_params)
     limit = supported_positions(model.config)
-    requests = [_request(tokenizer, one, number, params, limit) for number, one in enumerate(given, start=1)]
+    requests = [_request(model, one, number, params, limit) for number, one in enumerate(given, start=1)]
     if lora_request is not None:
         adapter: contextlib.AbstractContextManager[None] = requested_adapter(model, lora_request)
     else:
@@ -123,7 +129,10 @@ def _generate(model: Any, prompts: Any, sampling_params: Any, lora_request: Any)
         if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
             logger.info("fast_generate without lora_request uses the base model, without its adapter")
     with adapter:
-        completions = _complete(model, tokenizer, requests, params)
+        if any(request.media is not None for request in requests):  # one at a time: images differ in size
+            completions = [each for request in requests for each in _complete(model, tokenizer, [request], params)]
+        else:
+            completions = _complete(model, tokenizer, requests, params)
     return [
         RequestOutput(str(next(_request_ids)), request.text, request.ids, outputs, lora_request=lora_request)
         for request, outputs in zip(requests, completions, strict=True)
@@ -137,23 +146,19 @@ def _as_list(prompts: Any) -> list[Any]:
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
-def _request(tokenizer: Any, prompt: Any, number: int, params: SamplingParams, limit: int | None) -> _Request:
-    text, ids = prompt, None
+def _request(model: Any, prompt: Any, number: int, params: SamplingParams, limit: int | None) -> _Request:
+    text, ids, images = prompt, None, None
     if isinstance(prompt, Mapping):
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        unused = sorted(
-            name for name in prompt if name not in ("prompt", "prompt_token_ids") and prompt[name] is not None
-        )
-        if unused:
-            raise ConfigError(
-                f"Prompt {number} has {', '.join(unused)}, which fast_generate does not support.",
-                fix="Use model.generate for images.",
-            )
+        text, ids, images = prompt.get("prompt"), prompt.get("prompt_token_ids"), _images(model, prompt, number)
     elif not isinstance(prompt, str):
         text, ids = None, prompt
     if text is None and ids is None:
         raise DataError(f"Prompt {number} has neither prompt nor prompt_token_ids.")
-    encoded = encode_prompt(tokenizer, cast(Any, text if ids is None else ids), number)
+    media = None
+    if images is None:
+        encoded = encode_prompt(model.prompt_tokenizer, cast(Any, text if ids is None else ids), number)
+    else:
+        encoded, media = _with_images(model, text, images)
     room = None if limit is None else limit - len(encoded)
     if room is not None and room < 1:
         raise DataError(
@@ -162,7 +167,39 @@ def _request(tokenizer: Any, prompt: Any, number: int, params: SamplingParams, l
     lengths = [length for length in (params.max_tokens, room) if length is not None]
     if not lengths:
         raise ConfigError("max_tokens=None needs a model with a limited number of positions.", fix="Set max_tokens.")
-    return _Request(text, encoded, min(lengths))
+    return _Request(text, encoded, min(lengths), media)
+
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
+
+
+def _images(model: Any, prompt: Mapping[str, Any], number: int) -> list[Any] | None:
+    """Return the images of a prompt, None if it has none; ConfigError for what cannot be generated from."""
+    media = prompt.get("multi_modal_data") or {}
+    unused = sorted(name for name in prompt if name not in _PROMPT_KEYS and prompt[name] is not None)
+    unused += sorted(name for name in media if name != "image")
+    if unused:
+        raise ConfigError(f"Prompt {number} has {', '.join(unused)}, which fast_generate does not support.")
+    given = media.get("image")
+    if given is None:
+        return None
+    if model.prompt_processor is None or not isinstance(prompt.get("prompt"), str):
+        raise ConfigError(
+            f"Prompt {number} has images, which need a vision-language model and a text with their placeholders.",
+            fix='Load the model with FastVisionModel, and pass the text as "prompt".',
+        )
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _with_images(model: Any, text: str, images: list[Any]) -> tuple[list[int], dict[str, Tensor]]:
+    """Return the tokens, with those that the images take, and the processor's other tensors."""
+    bos = model.prompt_tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)
+    encoded = model.prompt_processor(
+        text=[text], images=[images], add_special_tokens=not has_bos, return_tensors="pt"
+    ).to(model.device)
+    media = {name: value for name, value in encoded.items() if name not in ("input_ids", "attention_mask")}
+    return encoded["input_ids"][0].tolist(), media
 
 
 def _complete(
@@ -190,6 +227,7 @@ def _complete(
             seed=params.seed,
             batch_size=max(1, BATCH // params.n),
             criteria=criteria,
+            media=requests[0].media if requests else None,
         )
         for row in batch
     ]

@@ -7,7 +7,7 @@ run's output depend on a file nobody looks at. The model's end-of-text tokens do
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,11 +71,13 @@ def generate_batches(
     seed: int | None,
     batch_size: int,
     criteria: Callable[[Sequence[int], int], StoppingCriteria] | None = None,
+    media: Mapping[str, Tensor] | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yield the new tokens of each prompt, batch by batch, each row padded to its batch.
 
     `seed` None: draw from the global RNG. `criteria` makes the stopping criteria of a batch from the numbers of its
-    prompts and the width of the padded batch. A batch that does not fit in GPU memory is split.
+    prompts and the width of the padded batch. A batch that does not fit in GPU memory is split. `media`: what the
+    processor made of the images of a single prompt.
     """
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     device = whole.get_input_embeddings().weight.device
@@ -87,7 +89,11 @@ def generate_batches(
             stopping = [] if criteria is None else [criteria(numbers, ids.shape[1])]
             try:
                 out = whole.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=settings, stopping_criteria=stopping
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=settings,
+                    stopping_criteria=stopping,
+                    **(media or {}),
                 )
             except torch.OutOfMemoryError as err:
                 if len(numbers) == 1:

@@ -19,9 +19,11 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
+    GenerationMixin,
     PreTrainedModel,
 )
 
@@ -30,7 +32,7 @@ from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedMode
 from pantheraml.base.memory_room import MAX_GROWTH_BYTES, memory_limit
 from pantheraml.models.checkpoint_mapping import CannotStream
 from pantheraml.models.hub import local_folder
-from pantheraml.models.model_kind import TEXT, VISION, ModelKind, is_vision_config
+from pantheraml.models.model_kind import TEXT, VISION, Attention, ModelKind, is_vision_config
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import quantize_linears, set_dense_dtype
 from pantheraml.models.rope_scaling import RopeChange
@@ -70,6 +72,15 @@ def kind_of(config: ModelConfig) -> ModelKind:
     return VISION if is_vision_config(source) else TEXT
 
 
+def kind_to_load(config: ModelConfig) -> ModelKind:
+    """Return TEXT, or VISION for a vision-language model of which transformers has no text-only class."""
+    source = _parse_config(model_folder(config), config)
+    if type(source) in TEXT.mapping or not is_vision_config(source):
+        return TEXT
+    logger.info("a %s model has no text-only form: loading it with its vision tower and processor", source.model_type)
+    return VISION
+
+
 def _check(folder: Path, config: ModelConfig, kind: ModelKind = TEXT) -> Any:
     source = _read_config(folder, config, kind)
     if config.init == "pretrained":
@@ -87,6 +98,14 @@ def _read_config(folder: Path, config: ModelConfig, kind: ModelKind) -> Any:
             f"A model of type {source.model_type!r} is not a {kind.noun}.",
             where=str(folder / "config.json"),
             fix="Load it with FastVisionModel." if kind is TEXT and is_vision_config(source) else kind.otherwise,
+        )
+    architecture = kind.mapping.get(type(source), None)
+    if architecture is not None and not issubclass(architecture, GenerationMixin):
+        raise UnsupportedModelError(
+            f"A model of type {source.model_type!r} does not predict the next token: diffusion models and policies are "
+            "not supported.",
+            where=str(folder / "config.json"),
+            fix="Use an autoregressive model.",
         )
     return source
 
@@ -283,12 +302,22 @@ def _generation_config(folder: Path) -> GenerationConfig:
     return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
-def attention_for(model_config: Any, kind: ModelKind = TEXT) -> str:
-    """Return sdpa, or eager for the few families that need attention scores or softcapping (Gemma 2)."""
+def attention_for(model_config: Any, kind: ModelKind = TEXT) -> Attention:
+    """Return sdpa, or eager for the few families that need attention scores or softcapping (Gemma 2).
+
+    With parts that have no SDPA (Gemma 4's audio encoder): a mapping that names them, too.
+    """
     if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return "eager"  # transformers before 5.20 allows SDPA, which ignores the softcap
-    architecture = kind.mapping.get(type(model_config), None)
-    return "sdpa" if architecture is None or architecture._supports_sdpa else "eager"
+    own = "sdpa" if _has_sdpa(kind.mapping, model_config) else "eager"
+    parts = {name: getattr(model_config, name, None) for name in getattr(model_config, "sub_configs", ())}
+    eager = {name: "eager" for name, part in parts.items() if part is not None and not _has_sdpa(MODEL_MAPPING, part)}
+    return {"": own, **eager} if eager else own
+
+
+def _has_sdpa(classes: Any, config: Any) -> bool:
+    architecture = classes.get(type(config), None)
+    return architecture is None or architecture._supports_sdpa
 
 
 def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: int, kind: ModelKind) -> PreTrainedModel:

@@ -13,6 +13,9 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
+Attention = str | dict[str, str]
+"""Attention implementation of a model, or of its parts by the names of their configs ("" is the whole)."""
+
 
 @dataclass(frozen=True)
 class ModelKind:

@@ -8,6 +8,8 @@ torchvision, such a processor is loaded without its video part. Scripts use a pr
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,25 @@ def _tokenizer_field(name: str) -> property:
     return property(get, set_, doc=f"`{name}` of the tokenizer.")
 
 
+def _accepting_messages(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a processor's `__call__` that also takes chat messages as its text, and renders them.
+
+    Scripts pass rows of a data set for GRPO, whose prompts were texts before TRL 0.24 and are messages since.
+    """
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def rendered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        text = given.arguments.get("text")
+        if isinstance(text, list) and text and all(isinstance(each, dict) and "role" in each for each in text):
+            logger.warning("the processor got chat messages as text: they are rendered with its chat template")
+            given.arguments["text"] = self.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+        return call(*given.args, **given.kwargs)
+
+    return rendered
+
+
 @functools.cache
 def with_tokenizer_fields(parent: Any, videos: bool) -> type[ProcessorMixin]:
     """Return the processor class with attributes of its tokenizer; the name is kept, because processors save it.
@@ -102,6 +123,7 @@ def with_tokenizer_fields(parent: Any, videos: bool) -> type[ProcessorMixin]:
     }
     made_by = (with_tokenizer_fields, (parent, videos))
     namespace |= {"__module__": parent.__module__, "__doc__": parent.__doc__, "made_by": made_by}
+    namespace["__call__"] = _accepting_messages(parent.__call__)
     if not videos:
         namespace["get_attributes"] = classmethod(get_attributes)
     return type(parent.__name__, (RuntimeSubclass, parent), namespace)

@@ -7,6 +7,7 @@ global batch known, the loss is a sum over micro-batches and ranks, however the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ DISABLE_FIX = "Set output_router_logits to false in the model's config.json to t
 
 _PROBE_TOKENS = 6
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_top_k")
 
 
@@ -115,6 +117,20 @@ def find_router_loss(model: nn.Module) -> RouterLoss | None:
         f"The auxiliary loss of {type(whole).__name__} is not the load-balancing loss that this library implements.",
         fix=DISABLE_FIX,
     )
+
+
+def disable_without_experts(model: nn.Module) -> None:
+    """Set the coefficient to zero in a model of a mixture-of-experts family that has no experts.
+
+    Granite 4.0 h has such models. TRL asks for the auxiliary loss wherever there is a coefficient, and transformers
+    then fails for want of routers.
+    """
+    whole = _whole(model)
+    text = whole.config.get_text_config()
+    if any(getattr(text, name, None) == 0 for name in _EXPERTS) and not _number(whole, _EXPERTS):
+        for holder, name in itertools.product((whole, text), _COEFFICIENTS):
+            if getattr(holder, name, None):
+                setattr(holder, name, 0.0)
 
 
 def reject_router_loss(model: nn.Module, where: str) -> None:

@@ -20,7 +20,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import ModelError, UnsupportedModelError
 from pantheraml.models.checkpoint_mapping import CannotStream, match_weights
 from pantheraml.models.lazy_weights import defer_weights, in_decoder_layers
-from pantheraml.models.model_kind import TEXT, ModelKind
+from pantheraml.models.model_kind import TEXT, Attention, ModelKind
 from pantheraml.models.weight_reader import WeightPlacement, build_layer, open_safetensors, read_units, set_weight
 from pantheraml.planner.precision import why_no_fp8
 
@@ -34,7 +34,7 @@ model), and the number of positions comes from config.json alone."""
 def stream_model(
     source: Any,
     files: Sequence[Path],
-    attention: str,
+    attention: Attention,
     place: WeightPlacement,
     *,
     lazy_layers: bool = False,
@@ -67,7 +67,7 @@ def stream_model(
     return model.to(place.device).eval()
 
 
-def _meta_model(source: Any, attention: str, dtype: torch.dtype, kind: ModelKind) -> Any:
+def _meta_model(source: Any, attention: Attention, dtype: torch.dtype, kind: ModelKind) -> Any:
     try:
         with torch.device("meta"):
             model = kind.auto_model.from_config(source, dtype=dtype, attn_implementation=attention)

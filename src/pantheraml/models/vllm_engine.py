@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,16 @@ def why_not_vllm(device: torch.device) -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     return None if device.type == "cuda" else "vLLM needs a GPU"
+
+
+class NoVllm:
+    """`model.vllm_engine` without vLLM: the model itself generates, so that there is no second copy to free."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Do nothing."""
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Do nothing."""
 
 
 class VllmEngine:

@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    FalconH1Config,
+)
 
 import pantheraml
-from pantheraml import FastLanguageModel, PatchDPOTrainer, is_bfloat16_supported
-from pantheraml.base.errors import ConfigError, ModelError
+from pantheraml import FastLanguageModel, FastModel, FastVisionModel, PatchDPOTrainer, is_bfloat16_supported
+from pantheraml.base.errors import ConfigError, ModelError, UnsupportedModelError
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.train import ModelConfig
 from tests import toy
@@ -42,6 +48,28 @@ def test_names(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="pantheraml"):
         PatchDPOTrainer()
     assert "PatchDPOTrainer does nothing" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["FastSentenceTransformer", "launch_openenv"])
+def test_names_that_are_not_supported_say_so(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"does not support {name}, which is for"):
+        getattr(pantheraml, name)
+    assert name not in dir(pantheraml)
+
+
+def test_synthetic_data_kit_is_not_supported() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)does not support SyntheticDataKit.*synthetic-data-kit itself"):
+        from pantheraml.dataprep import SyntheticDataKit  # noqa: F401
+    with pytest.raises(ImportError):
+        from pantheraml.dataprep import Another  # noqa: F401
+
+
+@pytest.mark.parametrize("loader", [FastLanguageModel, FastVisionModel, FastModel])
+def test_other_kinds_of_models_say_so_before_their_arguments(loader: Any) -> None:
+    """Encoders, speech models, and model code of the checkpoint; `num_labels` is not the trouble."""
+    for kind in (AutoModelForSequenceClassification, AutoModelForSpeechSeq2Seq, AutoModel):
+        with pytest.raises(ConfigError, match=f"does not support auto_model={kind.__name__}"):
+            loader.from_pretrained("no-such-folder", auto_model=kind, num_labels=3)
 
 
 @pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), (None, True)])
@@ -76,6 +104,7 @@ def test_values_that_ask_for_nothing_are_no_warning(tiny_model: TinyModel, caplo
         token=True,
         full_finetuning=False,
         load_in_16bit=True,
+        fix_tokenizer=False,
     )
     FastLanguageModel.get_peft_model(
         model,
@@ -107,6 +136,20 @@ def test_dtype_auto_is_the_checkpoint_s(tiny_model: TinyModel, tmp_path: Path, d
     AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=dtype).save_pretrained(tmp_path)
     toy.write_tokenizer(tmp_path)
     assert load(tmp_path, dtype="auto").dtype == dtype
+
+
+def test_torch_dtype_is_dtype(tiny_model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(tiny_model("llama"), torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert caplog.text.count("torch_dtype is called dtype") == 1
+    with pytest.raises(ConfigError, match="disagree"):
+        load(tiny_model("llama"), torch_dtype=torch.bfloat16, dtype=torch.float32)
+
+
+def test_device_map_unsloth(tiny_model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="unsloth")
+    assert caplog.text.count('device_map="unsloth" is read as "balanced"') == 1
+    balanced, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="balanced")
+    assert model.device == balanced.device
 
 
 def test_the_token_is_used_for_downloads_only(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +210,18 @@ def test_targets_that_the_model_lacks(tiny_model: TinyModel, caplog: pytest.LogC
     assert caplog.text.count("does not have are ignored: in_proj, out_proj, w1 (it has down_proj, gate_proj,") == 1
     with pytest.raises(ModelError, match="in_proj, w1"):
         FastLanguageModel.get_peft_model(load(tiny_model("llama")), target_modules=["in_proj", "w1"])
+
+
+def test_targets_that_kernels_bypass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT refuses them; a script that names them among others trains the others."""
+    config = FalconH1Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, mamba_n_heads=4, mamba_d_head=8, mamba_d_ssm=32, mamba_d_state=4, mamba_n_groups=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    toy.write_tokenizer(tmp_path)
+    model = FastLanguageModel.get_peft_model(load(tmp_path), r=2, target_modules=["q_proj", "in_proj", "out_proj"])
+    assert adapted_layers(model) == {"q_proj", "in_proj"}
+    assert caplog.text.count("Mamba's kernels bypass are ignored: out_proj") == 1
+    with pytest.raises(UnsupportedModelError, match="out_proj"):
+        FastLanguageModel.get_peft_model(load(tmp_path), target_modules=["out_proj"])

@@ -17,7 +17,13 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase, ProcessorMixin, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 from pantheraml import FastLanguageModel, FastModel, FastVisionModel, SamplingParams
@@ -271,14 +277,42 @@ def test_fast_model_chooses_by_the_checkpoint(
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
 
 
+def test_fast_language_model_takes_every_checkpoint(
+    folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a text model where transformers can; scripts then expect a processor in the tokenizer's place."""
+    _, tokenizer = FastLanguageModel.from_pretrained(str(folder("gemma3")), device_map="cpu")
+    assert tokenizer.tokenizer is tokenizer
+    assert copy.deepcopy(tokenizer).tokenizer("a")["input_ids"] == tokenizer("a")["input_ids"]
+    caplog.clear()
+    with caplog.at_level("INFO", logger="pantheraml"):
+        _, processor = FastLanguageModel.from_pretrained(str(folder("mistral3")), device_map="cpu")
+    assert isinstance(processor, ProcessorMixin)
+    assert "a mistral3 model has no text-only form" in caplog.text
+
+
+def test_processors_take_messages_as_text(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    _, processor = loaded(folder("llava"))
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    picture = toy_vision.picture(1)
+    expected = processor(picture, text, return_tensors="pt")
+    assert not caplog.text
+    for result in (processor(picture, messages, return_tensors="pt"), processor(text=messages, images=picture)):
+        assert torch.equal(torch.as_tensor(result["input_ids"]), expected["input_ids"])
+    assert caplog.text.count("the processor got chat messages as text") == 2
+
+
 def test_wrong_kind_of_model(folder: Callable[[str], Path], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)'llama' is not a vision-language model.*FastLanguageModel"):
         loaded(tiny_model("llama"))
     with pytest.raises(UnsupportedModelError, match="FastVisionModel"):
-        FastLanguageModel.from_pretrained(str(folder("llava")), device_map="cpu")
+        FastLanguageModel.from_pretrained(str(folder("llava")), device_map="cpu", text_only=True)
     text, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu")
     with pytest.raises(ConfigError, match="needs a vision-language model"):
         FastVisionModel.get_peft_model(text)
+    with pytest.raises(ConfigError, match=r"(?s)does not support auto_model=AutoModelForCausalLM.*Remove auto_model"):
+        loaded(folder("llava"), auto_model=AutoModelForCausalLM)
     model, _ = loaded(folder("llava"))
     with pytest.raises(ConfigError, match=r"No layer .* is left to train"):
         FastVisionModel.get_peft_model(model, finetune_vision_layers=False, finetune_language_layers=False)
@@ -361,11 +395,41 @@ def test_processors_have_fields_of_their_tokenizer(family: str, folder: Callable
     )
 
 
-def test_fast_generate_takes_text_only(folder: Callable[[str], Path]) -> None:
-    model, processor = loaded(folder("qwen2_5_vl"))
+def test_layers_that_are_never_called_get_no_adapters(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """SigLIP's pooling head is an `nn.MultiheadAttention`, whose output layer cannot be merged either."""
+    model, processor = loaded(folder("gemma3"))
+    heads = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.MultiheadAttention)]
+    assert heads
+    ours = FastVisionModel.get_peft_model(model, r=4)
+    adapted = [name for name, layer in ours.named_modules() if isinstance(layer, LoraLayer)]
+    assert any("vision_tower" in name for name in adapted)
+    assert not any(head in name for head in heads for name in adapted)
+    ours.save_pretrained_merged(str(tmp_path), processor)
+    AutoModelForImageTextToText.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_fast_generate_takes_images(family: str, folder: Callable[[str], Path]) -> None:
+    model, processor = loaded(folder(family))
     (result,) = model.fast_generate("Hello", SamplingParams(max_tokens=4, temperature=0))
     ids = processor.tokenizer("Hello", return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=4, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert result.outputs[0].token_ids == expected.tolist()
-    with pytest.raises(ConfigError, match=r"multi_modal_data.*\n.*model\.generate"):
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    pictures = [toy_vision.picture(number) for number in (1, 2)]
+    prompts = [{"prompt": text, "multi_modal_data": {"image": picture}} for picture in pictures]
+    results = model.fast_generate([*prompts, "Hello"], SamplingParams(max_tokens=4, temperature=0, n=1))
+    for picture, each in zip(pictures, results, strict=False):
+        inputs = processor(text=[text], images=[[picture]], return_tensors="pt")
+        whole = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0]
+        assert each.prompt_token_ids + each.outputs[0].token_ids == whole.tolist()
+    assert results[2].outputs[0].token_ids == expected.tolist()
+    with pytest.raises(ConfigError, match="video, which fast_generate does not support"):
+        model.fast_generate({"prompt": text, "multi_modal_data": {"video": []}})
+
+
+def test_fast_generate_with_images_needs_vision(tiny_model: Callable[..., Path]) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu")
+    with pytest.raises(ConfigError, match=r"(?s)Prompt 1 has images.*FastVisionModel"):
         model.fast_generate({"prompt": "Hello", "multi_modal_data": {"image": toy_vision.picture(1)}})

@@ -13,7 +13,6 @@ import trl
 from pantheraml import SamplingParams
 from pantheraml.base.errors import ConfigError
 from pantheraml.hooks import trl as hooks
-from pantheraml.hooks.old_trl_configs import _row_wise
 
 CPU: dict[str, Any] = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
 
@@ -101,17 +100,3 @@ def test_revert() -> None:
         trl.GRPOConfig(warmup_ratio=0.1, **CPU)
     with pytest.raises(TypeError, match="warmup_ratio"):
         importlib.import_module("trl.experimental.orpo").ORPOConfig(warmup_ratio=0.1, **CPU)
-
-
-def test_formatting_of_batches() -> None:
-    def batched(rows: dict[str, Any]) -> list[str]:
-        return [f"{rows['a'][i]}-{rows['b'][i]}" for i in range(len(rows["a"]))]
-
-    def single(row: dict[str, Any]) -> str:
-        return f"{row['a']}-{row['b']}"
-
-    row = {"a": "long text", "b": "x"}
-    assert _row_wise(batched, row)({"a": "one", "b": "two"}) == "one-two"
-    assert _row_wise(single, row) is single
-    broken: Any = lambda _: 1 / 0  # noqa: E731
-    assert _row_wise(broken, row) is broken

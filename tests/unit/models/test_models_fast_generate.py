@@ -278,5 +278,7 @@ def test_fast_inference_without_vllm_says_so(folder: Path, caplog: pytest.LogCap
         )
     lines = [record.getMessage() for record in caplog.records if "vLLM" in record.getMessage()]
     assert lines == ["fast_generate uses PantheraML's own batched generation: vLLM is not installed"]
-    assert model.vllm_engine is None
+    model.vllm_engine.sleep()  # as scripts do before they train
+    model.vllm_engine.wake_up()
+    assert len(model.fast_generate("abc", SamplingParams(max_tokens=2))) == 1
     assert texts(model.fast_generate("a", GREEDY))

@@ -13,9 +13,11 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, DiffusionGemmaConfig, Gemma4Config
 
 from pantheraml.base.errors import ModelError, UnsupportedModelError
-from pantheraml.models.loader import check_model, load_model, load_tokenizer
+from pantheraml.models.loader import attention_for, check_model, load_model, load_tokenizer, read_config
+from pantheraml.models.model_kind import VISION
 from pantheraml.specs import hf_config
 from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.train import ModelConfig
@@ -206,3 +208,22 @@ def test_hub_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["/data/x", "./x", "../x", "~/x", "a/b/c", "a b", "", "owner/", "x\n"])
 def test_not_hub_names(name: str) -> None:
     assert not is_hub_name(name)
+
+
+def test_parts_without_sdpa_are_eager() -> None:
+    """Gemma 4's audio encoder, beside a decoder and a vision tower that have it."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 16, "intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
+    audio = {**sizes, "output_proj_dims": 16, "subsampling_conv_channels": [128, 8]}
+    source = Gemma4Config(text_config=text, vision_config=None, audio_config=audio)
+    attention = attention_for(source, VISION)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(source, attn_implementation=attention)
+    assert model.config.audio_config._attn_implementation == "eager"
+    assert model.config.text_config._attn_implementation == "sdpa"
+
+
+def test_models_that_do_not_predict_the_next_token_are_refused(tmp_path: Path) -> None:
+    DiffusionGemmaConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"(?s)'diffusion_gemma' does not predict.*config\.json"):
+        read_config(config(tmp_path), VISION)
