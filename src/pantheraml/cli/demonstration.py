@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +213,7 @@ def _show(console: Console, output: Path, summary: dict[str, Any], before: Answe
         console.print(Text(f"  before  {old.strip()}", style="red"))
         console.print(Text(f"  after   {new.strip()}", style="green" if new == example.completion else "red"))
     console.print()
-    command = f"pantheraml generate {shlex.quote(str(output))} --prompt {shlex.quote(TRY_PROMPT)}"
+    command = f"{program()} generate {shlex.quote(str(output))} --prompt {shlex.quote(TRY_PROMPT)}"
     for name, value in (
         ("exact match before", _score(before)),
         ("exact match after", _score(after)),
@@ -225,3 +226,12 @@ def _show(console: Console, output: Path, summary: dict[str, Any], before: Answe
         ("try it", command),
     ):
         console.print(Text(f"{name:<20}", style="bold").append(value, style="not bold"))
+
+
+def program() -> str:
+    """The command line as the user can call it: `make demo` installs it where no shell looks."""
+    started = Path(sys.argv[0])
+    if shutil.which("pantheraml") is not None or started.name != "pantheraml":
+        return "pantheraml"
+    here = started.absolute()
+    return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))

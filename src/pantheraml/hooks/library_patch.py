@@ -31,7 +31,7 @@ class LibraryPatch:
     make: Callable[[Any], Any]
     """Builds the replacement from the original."""
     fallback: str
-    """Behavior without the patch, for the log."""
+    """Behavior without the patch, for the log; empty: other versions do not need it, and nothing is logged."""
     required: bool = True
     """Raise if another library has already patched the name; otherwise log it."""
     class_name: str | None = None
@@ -66,7 +66,8 @@ class LibraryPatch:
             return False
         version = importlib.metadata.version(self.library)
         if not self._knows(version):
-            logger.info("%s %s is not in %s: %s", self.library, version, self.versions, self.fallback)
+            if self.fallback:
+                logger.info("%s %s is not in %s: %s", self.library, version, self.versions, self.fallback)
             return False
         return True
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pantheraml.base.errors import RunDirectoryError
+from pantheraml.cli import demonstration
 from pantheraml.cli.demonstration import (
     HELD_OUT_EXAMPLES,
     SEQ_LEN,
@@ -15,6 +16,7 @@ from pantheraml.cli.demonstration import (
     Answers,
     claim_folder,
     make_inputs,
+    program,
     training_configs,
 )
 from pantheraml.data.synthetic import Example
@@ -74,3 +76,17 @@ def test_exact_match_counts_whole_answers() -> None:
 def test_the_demo_sets_nothing_without_effect(tmp_path: Path) -> None:
     for config in training_configs(tmp_path, 1):
         assert choose(config, probe()).warnings == ()
+
+
+def test_the_command_to_try_is_one_that_a_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, str | None] = {"pantheraml": None}
+    monkeypatch.setattr(demonstration.shutil, "which", found.__getitem__)
+    monkeypatch.setattr(demonstration.sys, "argv", [".venv/bin/pantheraml", "demo"])
+    assert program() == ".venv/bin/pantheraml"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(demonstration.sys, "argv", [f"{tmp_path}/my env/bin/pantheraml"])
+    assert program() == f"'{tmp_path}/my env/bin/pantheraml'"
+    found["pantheraml"] = "/usr/bin/pantheraml"
+    assert program() == "pantheraml"

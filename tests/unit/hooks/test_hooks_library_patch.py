@@ -56,6 +56,12 @@ def test_an_unknown_version_is_left_alone(caplog: pytest.LogCaptureFixture) -> N
     assert "it is slower" in caplog.text
 
 
+def test_a_patch_that_other_versions_do_not_need_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="pantheraml"):
+        assert not make_patch(versions="<1", fallback="").apply()
+    assert not caplog.records
+
+
 def test_a_missing_library_is_no_error() -> None:
     assert not make_patch(library="no_such_library").apply()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import stat
 import sys
@@ -67,6 +68,16 @@ def test_all_other_requirements_are_one_line(monkeypatch: pytest.MonkeyPatch) ->
     assert check.fix == "pip install 'rich>=2' 'plotly>=2'"
     monkeypatch.setattr(installation, "installed_version", lambda package: "3.0")
     assert installation.check_others(accepted).found == "all 3 required ones, in accepted versions"
+
+
+def test_a_source_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(installation.importlib.metadata, "requires", missing)
+    checks = installation.check_installation()
+    assert [check.status for check in checks if check.name == "torch"] == ["ok"]
+    assert (checks[-1].status, "pip install" in str(checks[-1].fix)) == ("warning", True)
 
 
 def test_this_installation_is_fit_for_its_own_tests() -> None:

@@ -26,12 +26,16 @@ OPTIONAL = {
 def check_installation() -> list[Check]:
     accepted = accepted_versions()
     packages = [check_package(tested, accepted.get(tested.package)) for tested in tested_versions.PACKAGES]
-    return [check_python(platform.python_version()), *packages, check_others(accepted)]
+    return [check_python(platform.python_version()), *packages, check_others(accepted) if accepted else not_installed()]
 
 
 def accepted_versions() -> dict[str, Requirement]:
-    """Required packages with the versions that pyproject.toml accepts."""
-    requirements = (Requirement(text) for text in importlib.metadata.requires("pantheraml") or ())
+    """Required packages with the versions that pyproject.toml accepts; empty if PantheraML is not installed."""
+    try:
+        texts = importlib.metadata.requires("pantheraml") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    requirements = (Requirement(text) for text in texts)
     return {each.name: each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})}
 
 
@@ -52,12 +56,12 @@ def check_python(version: str) -> Check:
 
 
 def check_package(tested: Versions, accepted: Requirement | None) -> Check:
-    """`accepted` None: an optional package."""
+    """`accepted` None: an optional package, or any version is."""
     name, version = tested.package, installed_version(tested.package)
     if version is None:
-        if accepted is None:
+        if name in OPTIONAL:
             return skipped(name, f"not installed: {OPTIONAL[name]}")
-        return failed(name, InstallationError("not installed", fix=f"pip install '{accepted}'"))
+        return failed(name, InstallationError("not installed", fix=f"pip install '{accepted or name}'"))
     values = {"version": version}
     found = version if name != "torch" else f"{version} ({torch_build() or 'a build for CPUs'})"
     if accepted is not None and not _accepts(accepted, version):
@@ -83,6 +87,11 @@ def check_others(accepted: dict[str, Requirement]) -> Check:
     found = ", ".join(f"{name} {others[name] or 'is missing'} ({accepted[name].specifier})" for name in bad)
     wanted = " ".join(f"'{accepted[name]}'" for name in bad)
     return failed("other packages", InstallationError(found, fix=f"pip install {wanted}"), **others)
+
+
+def not_installed() -> Check:
+    found = "unknown: PantheraML is imported from its source, without having been installed"
+    return warning("other packages", found, "pip install --editable . in the source tree")
 
 
 def torch_build() -> str | None:
