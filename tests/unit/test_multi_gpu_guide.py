@@ -232,9 +232,9 @@ def said(provoke: Provocation, host: Host, log: pytest.LogCaptureFixture) -> str
 
 
 @pytest.mark.seed(
-    "S0-021", "S0-075", "S0-105", "S0-106", "S0-107", "S0-115", "S2-005", "S2-006", "S2-008", "S2-009",
-    "S2-030", "S2-031", "S2-050", "S2-051", "S2-052", "S2-053", "S2-055", "S2-056", "S2-059", "S2-082", "S3-014", "S3-015", "S3-016", "S3-017",
-    "S3-061",
+    "S0-021", "S0-075", "S0-105", "S0-106", "S0-107", "S0-115", "S2-005", "S2-006", "S2-008", "S2-009", "S2-030",
+    "S2-031", "S2-050", "S2-051", "S2-052", "S2-053", "S2-055", "S2-056", "S2-059", "S2-082", "S3-014", "S3-015",
+    "S3-016", "S3-017", "S3-061",
 )  # fmt: skip
 @pytest.mark.parametrize("provoke", PROVOCATIONS, ids=lambda each: each.__name__)
 def test_the_guide_shows_what_is_printed(
