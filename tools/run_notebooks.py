@@ -1,11 +1,13 @@
 """Run a folder of notebooks written for Unsloth, with the import changed to pantheraml, on a CPU.
 
     git clone https://github.com/unslothai/notebooks
+    pip install --no-deps torchvision timm langid
     python tools/run_notebooks.py notebooks/nb --output results.json --table results.md
 
 Models are tiny and random, data sets synthetic, steps few; loading, adapters, trainers, generation and saving are the
-real ones. Notebooks that are copies of each other run once. Results: ok, an error of ours, not supported by design, or
-not possible with this tool (a package or data set that is not here, time, memory).
+real ones. Notebooks that are copies of each other run once. Results: ok (every training trained), an error of ours, not
+supported by design (an error of ours said so), or not possible with this tool (a package or data set that is not here,
+time, memory). `--summary` and `--page` write tools/notebooks/results.json and the section of docs/migrating.md.
 Results are written after every notebook; `--resume` runs only those that results.json does not have, `--failed` also
 those that ended with an error or a limit.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import importlib.util
 import itertools
 import platform
 import re
@@ -14,7 +15,7 @@ from typing import Any
 from tools.notebooks.verdicts import OUTCOMES, Result
 
 START, END = "<!-- notebooks: made by tools/run_notebooks.py -->", "<!-- end of notebooks -->"
-_LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets")
+_LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets", "torchvision", "timm")
 
 
 def summarize(results: Sequence[Result], commit: str) -> dict[str, Any]:
@@ -23,13 +24,17 @@ def summarize(results: Sequence[Result], commit: str) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "notebooks": commit,
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "versions": _versions(),
         "counts": {category: _counts(results, category) for category in categories},
         "reasons": {outcome: _reasons(results, outcome) for outcome in OUTCOMES if outcome != "ok"},
         "steps": sum(len(result.losses) for result in results),
         "refused_saves": sorted({_save_kind(save) for result in results for save in result.refused}),
     }
+
+
+def _versions() -> dict[str, str]:
+    found = {name: importlib.metadata.version(name) for name in _LIBRARIES if importlib.util.find_spec(name)}
+    return {"python": platform.python_version(), **found}
 
 
 def _counts(results: Sequence[Result], category: str) -> dict[str, int]:

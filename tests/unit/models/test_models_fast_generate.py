@@ -98,7 +98,7 @@ def test_forms_of_prompts(loaded: tuple[Any, Any]) -> None:
     for form in forms:
         assert texts(model.fast_generate(form, GREEDY)) == [expected]
     assert model.fast_generate([], GREEDY) == []
-    with pytest.raises(ConfigError, match="multi_modal_data"):
+    with pytest.raises(ConfigError, match="Prompt 1 has images"):
         model.fast_generate({"prompt": "a", "multi_modal_data": {"image": 1}}, GREEDY)
     with pytest.raises(DataError, match="Prompt 2 has no tokens"):
         model.fast_generate(["a", []], GREEDY)
