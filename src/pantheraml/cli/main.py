@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         replay,
         resume,
         schema,
+        serve,
         train,
         verify,
     )
@@ -86,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     running, looking = (demo, train, resume, plan, verify, replay, generate), (gpus, schema, import_config, bench)
-    for module in (*running, export, quantize, *looking):
+    for module in (*running, export, quantize, serve, *looking):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")

@@ -1,0 +1,108 @@
+"""The application: routes over the store, and the dispatcher beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator, Iterator
+
+from fastapi import FastAPI
+
+from pantheraml import __version__
+from pantheraml.base.errors import ConfigError
+from pantheraml.base.private import open_private, private_folder
+from pantheraml.service import errors
+from pantheraml.service.auth import Authenticator, keys_in_use
+from pantheraml.service.catalog import Catalog
+from pantheraml.service.context import ServiceContext
+from pantheraml.service.jobs.dispatcher import Dispatcher
+from pantheraml.service.jobs.inventory import take_inventory
+from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.middleware import Gate
+from pantheraml.service.routes import files, fine_tuning, health, models
+from pantheraml.service.settings import Settings
+from pantheraml.service.store.database import Database
+
+
+def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
+    """`context`: already prepared by the caller; None: prepared when the application starts."""
+    app = FastAPI(
+        title="PantheraML",
+        version=__version__,
+        description="Fine-tune language models: OpenAI's fine-tuning API, served by this machine.",
+        lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.settings, app.state.context = settings, context
+    errors.install(app)
+    app.add_middleware(Gate, settings=settings)
+    for module in (health, files, fine_tuning, models):
+        app.include_router(module.router)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async with contextlib.AsyncExitStack() as stack:
+        if app.state.context is None:
+            app.state.context = await stack.enter_async_context(preparation(app.state.settings))
+        context: ServiceContext = app.state.context
+        running = asyncio.create_task(context.dispatcher.run())
+        try:
+            yield
+        finally:
+            context.notifier.close()
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+
+@contextlib.asynccontextmanager
+async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
+    """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
+    with _claimed(settings):
+        database = Database(settings.url)
+        await database.migrate()
+        authenticator = Authenticator(database, is_open=await _is_open(settings, database))
+        notifier = Notifier()
+        inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+        dispatcher = Dispatcher(database, settings, inventory, notifier)
+        try:
+            catalog = Catalog(settings.models_dir)
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator)
+        finally:
+            await database.close()
+
+
+async def _is_open(settings: Settings, database: Database) -> bool:
+    if await keys_in_use(database):
+        return False
+    if not settings.is_loopback and not settings.insecure:
+        raise ConfigError(
+            f"Others can reach {settings.host}, and there are no API keys.",
+            fix="Create one with `pantheraml keys create`, listen on 127.0.0.1, or add --insecure.",
+        )
+    return True
+
+
+@contextlib.contextmanager
+def _claimed(settings: Settings) -> Iterator[None]:
+    """The data folder, private and held by this service alone."""
+    for folder in (settings.data_dir, settings.files, settings.incoming, settings.jobs, settings.cache):
+        private_folder(folder)
+    if not settings.models_dir.is_dir():
+        raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
+    lock = os.fdopen(open_private(settings.data_dir / "service.lock", os.O_RDWR | os.O_CREAT), "r+b")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            raise ConfigError(
+                f"Another service is using {settings.data_dir}.", fix="Stop it, or choose another --data-dir."
+            ) from err
+        for leftover in settings.incoming.iterdir():
+            leftover.unlink()
+        yield

@@ -1,0 +1,106 @@
+"""From a request to the configuration and the plan of its run.
+
+What is `auto` is chosen here and shown with the job. The planner then says what the run needs; one that cannot fit is
+refused before it is queued.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.planner.choose import choose
+from pantheraml.service.schemas.fine_tuning import CreateJob
+from pantheraml.specs.config_file import validate
+from pantheraml.specs.plan import DeviceSpec, Plan
+
+EPOCHS = 3
+BATCH_SIZE = 16
+LEARNING_RATE = 2e-4
+SEQ_LEN = 2048
+CHECKPOINT_EVERY_STEPS = 100
+"""What a crash costs at most."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Paths that the request's ids stand for."""
+
+    model: Path
+    training: Path
+    rows: int
+    validation: Path | None
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    config: dict[str, Any]
+    plan: Plan
+    hyperparameters: dict[str, Any]
+
+
+def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec) -> JobPlan:
+    """Return what the request means on this hardware. Raises what a run would raise before it starts."""
+    hyperparameters = _chosen(request, inputs.rows)
+    own = request.pantheraml
+    settings = own.config.model_dump()
+    given = _conflicts(settings["train"])
+    if given:
+        raise ConfigError(f"{given} is set both by the request and by pantheraml.config.", fix="Keep one of them.")
+    device = "cuda" if devices.gpus else "cpu"
+    config = validate(
+        {
+            "model": {"path": str(inputs.model), **settings["model"]},
+            "data": {
+                "path": str(inputs.training),
+                "eval_path": None if inputs.validation is None else str(inputs.validation),
+                "seq_len": _seq_len(inputs.model),
+                "packing": False,  # on OpenAI's wire a batch counts examples
+                **settings["data"],
+            },
+            "method": settings["method"],
+            "train": {
+                "epochs": hyperparameters["n_epochs"],
+                "global_batch_size": hyperparameters["batch_size"],
+                "learning_rate": LEARNING_RATE * hyperparameters["learning_rate_multiplier"],
+                "seed": seed,
+                **settings["train"],
+            },
+            "stability": settings["stability"],
+            "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings["checkpoint"]},
+            "parallel": {"world_size": own.processes},
+            "device": device,
+        }
+    )
+    plan = choose(config, devices)
+    config.parallel.world_size = plan.world_size
+    return JobPlan(config.to_dict(), plan, hyperparameters)
+
+
+def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
+    wanted = request.wanted()
+    multiplier = wanted.learning_rate_multiplier
+    return {
+        "n_epochs": EPOCHS if wanted.n_epochs == "auto" else wanted.n_epochs,
+        "batch_size": min(BATCH_SIZE, rows) if wanted.batch_size == "auto" else wanted.batch_size,
+        "learning_rate_multiplier": 1.0 if multiplier == "auto" else multiplier,
+    }
+
+
+_OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
+
+
+def _conflicts(train: dict[str, Any]) -> str:
+    return ", ".join(f"train.{name}" for name in (*_OF_THE_REQUEST, "seed") if name in train)
+
+
+def _seq_len(model: Path) -> int:
+    """Our default, or the positions that the model has if they are fewer."""
+    try:
+        positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError):
+        return SEQ_LEN
+    return min(SEQ_LEN, positions) if isinstance(positions, int) and positions > 0 else SEQ_LEN

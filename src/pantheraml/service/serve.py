@@ -1,0 +1,56 @@
+"""Run the application under uvicorn, on a socket that is bound before anything is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+import uvicorn
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.service.app import create_app, preparation
+from pantheraml.service.settings import Settings
+
+SHUTDOWN_SECONDS = 5
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGINT or SIGTERM; running jobs go on without the service."""
+    return asyncio.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> int:
+    async with preparation(settings) as context:
+        listener = _bind(settings)
+        app = create_app(settings, context)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
+        host, port = listener.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+        print(f"Serving on http://{address}:{port}", flush=True)
+        if context.authenticator.is_open:
+            print("No API keys: every request is served, as the user `local`.", file=sys.stderr, flush=True)
+        server = uvicorn.Server(config)
+        await server.serve(sockets=[listener])
+    return 0
+
+
+def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as err:
+        listener.close()
+        raise ConfigError(
+            f"{settings.host}:{settings.port} cannot be used: {err.strerror}.", fix="Choose another --host or --port."
+        ) from err
+    return listener
