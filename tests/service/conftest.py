@@ -108,7 +108,9 @@ class Server:
     def clean_up(self) -> list[str]:
         """End everything; return what was still running besides the service."""
         if self.process is not None and self.process.poll() is None:
-            self.kill()
+            self.process.kill()
+        if self.process is not None and self.process.stderr is not None and not self.process.stderr.closed:
+            print(*self.process.communicate(timeout=30), sep="\n")  # shown if the test has failed
         left = self.processes()
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -60,7 +60,7 @@ def test_a_job_ends_well_though_the_service_is_killed(own_server: Callable[..., 
     assert done.trained_tokens == sum(int(row["tokens"]) for row in rows)
 
 
-def events_loss(events: list, step: int) -> float:  # type: ignore[type-arg]
-    return next(
-        event.data["train_loss"] for event in events if event.data.get("step") == step and event.data.get("loss")
-    )
+def events_loss(events: list[Any], step: int) -> float:
+    """Training loss that the events tell of a step."""
+    figures = (event.data for event in events if event.kind == "train.step")
+    return next(data["train_loss"] for data in figures if data["step"] == step)

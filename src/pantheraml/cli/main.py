@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         generate,
         gpus,
         import_config,
+        keys,
         plan,
         quantize,
         replay,
@@ -87,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     running, looking = (demo, train, resume, plan, verify, replay, generate), (gpus, schema, import_config, bench)
-    for module in (*running, export, quantize, serve, *looking):
+    for module in (*running, export, quantize, serve, keys, *looking):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")

@@ -12,16 +12,16 @@ from fastapi import FastAPI
 
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
-from pantheraml.base.private import open_private, private_folder
+from pantheraml.base.private import open_private, private_files, private_folder
 from pantheraml.service import errors
-from pantheraml.service.auth import Authenticator, keys_in_use
+from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import files, fine_tuning, health, models
+from pantheraml.service.routes import files, fine_tuning, health, jobs, models
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -39,7 +39,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.state.settings, app.state.context = settings, context
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, fine_tuning, models):
+    for module in (health, files, jobs, fine_tuning, models):
         app.include_router(module.router)
     return app
 
@@ -63,14 +63,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
-    with _claimed(settings):
+    with private_files(), _claimed(settings):
         database = Database(settings.url)
-        await database.migrate()
-        authenticator = Authenticator(database, is_open=await _is_open(settings, database))
-        notifier = Notifier()
-        inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-        dispatcher = Dispatcher(database, settings, inventory, notifier)
         try:
+            await database.migrate()
+            authenticator = Authenticator(database, is_open=await _is_open(settings, database))
+            notifier = Notifier()
+            inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+            dispatcher = Dispatcher(database, settings, inventory, notifier)
             catalog = Catalog(settings.models_dir)
             yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator)
         finally:
@@ -78,7 +78,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
 
 
 async def _is_open(settings: Settings, database: Database) -> bool:
-    if await keys_in_use(database):
+    if await has_keys(database):
         return False
     if not settings.is_loopback and not settings.insecure:
         raise ConfigError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import Depends, Request
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.service.errors import ApiError
@@ -31,6 +31,7 @@ _INCLUDES: dict[str, frozenset[str]] = {
 }
 PREFIX = "pml-"
 LOCAL_USER = "local"
+_LOOK_FOR_KEYS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,10 @@ async def create_key(session: AsyncSession, user: str, scope: Scope, expires_at:
     return key, text
 
 
-async def keys_in_use(database: Database) -> int:
-    """Number of keys that are neither revoked nor expired."""
+async def has_keys(database: Database) -> bool:
+    """True if a key was ever created: revoking the last one does not open the service to everybody."""
     async with database.read() as session:
-        live = select(func.count()).select_from(Key).where(Key.revoked_at.is_(None))
-        return await session.scalar(live.where((Key.expires_at.is_(None)) | (Key.expires_at > time.time()))) or 0
+        return await session.scalar(select(Key.id).limit(1)) is not None
 
 
 class Authenticator:
@@ -82,9 +82,13 @@ class Authenticator:
     def __init__(self, database: Database, *, is_open: bool) -> None:
         self._database = database
         self.is_open = is_open
-        """Everybody is `local`; decided at the start, so that revoking the last key never opens a running service."""
+        """Everybody is `local`, until the first key is created."""
+        self._looked_at = time.monotonic()
 
     async def principal(self, request: Request) -> Principal:
+        if self.is_open and time.monotonic() - self._looked_at > _LOOK_FOR_KEYS_SECONDS:
+            self._looked_at = time.monotonic()
+            self.is_open = not await has_keys(self._database)
         if self.is_open:
             return Principal(LOCAL_USER, _INCLUDES["admin"])
         scheme, _, text = request.headers.get("authorization", "").partition(" ")

@@ -24,11 +24,14 @@ logger = log.get(__name__)
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class ApiError(Exception):
-    """A refusal, with its status and the parameter that is to blame."""
+class ApiError(HTTPException):
+    """A refusal, with its status and the parameter that is to blame.
+
+    An HTTPException, since the framework answers 400 to any other one that is raised while it reads a body.
+    """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers: dict[str, str] = {}
 
@@ -66,7 +69,7 @@ async def _refused(request: Request, err: Exception) -> JSONResponse:
 async def _invalid(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, RequestValidationError)
     first: dict[str, Any] = err.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    place = [str(part) for part in first["loc"][1:]]  # the first says where: body, query, header
     param = ".".join(place) or None
     message = first["msg"].removeprefix("Value error, ")
     return error_response(400, f"{param}: {message}" if param else message, param=param, code="invalid_request")

@@ -48,6 +48,7 @@ def _bind(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
+        listener.listen(1024)  # from now on nobody is turned away
     except OSError as err:
         listener.close()
         raise ConfigError(

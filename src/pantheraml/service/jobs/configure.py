@@ -46,31 +46,31 @@ def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec
     """Return what the request means on this hardware. Raises what a run would raise before it starts."""
     hyperparameters = _chosen(request, inputs.rows)
     own = request.pantheraml
-    settings = own.config.model_dump()
-    given = _conflicts(settings["train"])
+    settings = own.config.model_dump(exclude_unset=True)
+    given = _conflicts(settings.get("train", {}))
     if given:
         raise ConfigError(f"{given} is set both by the request and by pantheraml.config.", fix="Keep one of them.")
     device = "cuda" if devices.gpus else "cpu"
     config = validate(
         {
-            "model": {"path": str(inputs.model), **settings["model"]},
+            "model": {"path": str(inputs.model), **settings.get("model", {})},
             "data": {
                 "path": str(inputs.training),
                 "eval_path": None if inputs.validation is None else str(inputs.validation),
                 "seq_len": _seq_len(inputs.model),
                 "packing": False,  # on OpenAI's wire a batch counts examples
-                **settings["data"],
+                **settings.get("data", {}),
             },
-            "method": settings["method"],
+            "method": settings.get("method", {}),
             "train": {
                 "epochs": hyperparameters["n_epochs"],
                 "global_batch_size": hyperparameters["batch_size"],
                 "learning_rate": LEARNING_RATE * hyperparameters["learning_rate_multiplier"],
                 "seed": seed,
-                **settings["train"],
+                **settings.get("train", {}),
             },
-            "stability": settings["stability"],
-            "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings["checkpoint"]},
+            "stability": settings.get("stability", {}),
+            "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings.get("checkpoint", {})},
             "parallel": {"world_size": own.processes},
             "device": device,
         }
@@ -82,11 +82,10 @@ def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec
 
 def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
     wanted = request.wanted()
-    multiplier = wanted.learning_rate_multiplier
     return {
-        "n_epochs": EPOCHS if wanted.n_epochs == "auto" else wanted.n_epochs,
-        "batch_size": min(BATCH_SIZE, rows) if wanted.batch_size == "auto" else wanted.batch_size,
-        "learning_rate_multiplier": 1.0 if multiplier == "auto" else multiplier,
+        "n_epochs": wanted.n_epochs or EPOCHS,
+        "batch_size": wanted.batch_size or min(BATCH_SIZE, rows),
+        "learning_rate_multiplier": wanted.learning_rate_multiplier or 1.0,
     }
 
 

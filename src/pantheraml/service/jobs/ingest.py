@@ -29,6 +29,7 @@ _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
     run_events.TrainStep: ("info", lambda e: f"Step {e.step}: training loss={e.loss:.4f}"),
     run_events.EvalDone: ("info", lambda e: f"Step {e.step}: validation loss={e.loss:.4f}"),
     run_events.CheckpointSaved: ("info", lambda e: f"Checkpoint of step {e.step} saved"),
+    run_events.CheckpointRemoved: ("info", lambda e: f"Checkpoint of step {e.step} removed"),
     run_events.ModelSaved: ("info", lambda e: "Trained weights saved"),
     run_events.RunRestarted: ("warn", lambda e: e.message),
     run_events.RunFallback: ("warn", lambda e: e.message),

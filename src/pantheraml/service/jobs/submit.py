@@ -33,13 +33,13 @@ async def plan_job(body: CreateJob, principal: Principal, context: ServiceContex
         message = f"The model `{body.model[:100]}` is not one that can be fine-tuned here: {known}."
         raise ApiError(400, message, param="model", code="model_not_found")
     training = await _training_data(body.training_file, "training_file", principal, context)
+    files = context.settings.files.resolve()
     validation = None
     if body.validation_file is not None:
-        validation = await _training_data(body.validation_file, "validation_file", principal, context)
-    files = context.settings.files.resolve()
-    inputs = Inputs(
-        base.path, content_of(training, files), training.rows or 0, validation and content_of(validation, files)
-    )
+        validation = content_of(
+            await _training_data(body.validation_file, "validation_file", principal, context), files
+        )
+    inputs = Inputs(base.path, content_of(training, files), training.rows or 0, validation)
     inventory = context.dispatcher.inventory
     try:
         planned = await asyncio.to_thread(configure, body, inputs, seed, inventory.spec)
@@ -91,6 +91,8 @@ async def submit(
         await add_job(session, job)
         record(session, job.id)
         await move(session, job, State.QUEUED, "Files validated, job queued", queued_at=time.time())
+        if body.pantheraml.hold:
+            await move(session, job, State.PAUSED, "Submitted on hold")
     context.dispatcher.wake()
     return job
 

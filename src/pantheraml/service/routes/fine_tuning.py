@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
-from sqlalchemy import select
+from sqlalchemy import exists, select
+from sqlalchemy.orm import aliased
 
 from pantheraml.service import audit
 from pantheraml.service.auth import Principal, Reader, Submitter
@@ -26,6 +27,7 @@ from pantheraml.service.store.tables import Event, Job
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
+_CHECKPOINT_FIGURES = ("train_loss", "valid_loss")
 After = Annotated[str | None, Query(max_length=64)]
 _WAITING = {
     State.VALIDATING: "its files are being validated",
@@ -173,7 +175,7 @@ async def list_checkpoints(
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 10,
 ) -> dict[str, Any]:
-    """Newest first, with the figures of their steps."""
+    """Those that exist, newest first, with the figures of their steps."""
     job = await existing_job(context, principal, job_id)
     figures = Event.kind.in_(["train.step", "eval.done"])
     async with context.database.read() as session:
@@ -181,17 +183,17 @@ async def list_checkpoints(
         query = select(Event).where(Event.job_id == job_id, figures, Event.step.in_(saved)).order_by(Event.id)
         metrics: dict[int | None, dict[str, Any]] = {}
         for event in (await session.scalars(query)).all():
-            chosen = {name: event.data.get(name) for name in ("train_loss", "valid_loss") if name in event.data}
-            metrics.setdefault(event.step, {}).update(chosen)
+            figures_of = metrics.setdefault(event.step, {})
+            figures_of |= {name: event.data[name] for name in _CHECKPOINT_FIGURES if name in event.data}
+    later = aliased(Event)
+    replaced = later.kind.in_(["checkpoint.saved", "checkpoint.removed"]) & (later.step == Event.step)
     query = select(Event).where(Event.job_id == job_id, Event.kind == "checkpoint.saved")
-    return await _event_page(
-        context,
-        query,
-        after,
-        limit,
-        "ftckpt-",
-        lambda event: checkpoint_object(event, job, metrics.get(event.step, {})),
-    )
+    query = query.where(~exists().where(later.job_id == job_id, later.id > Event.id, replaced))
+
+    def shown(event: Event) -> dict[str, Any]:
+        return checkpoint_object(event, job, metrics.get(event.step, {}))
+
+    return await _event_page(context, query, after, limit, "ftckpt-", shown)
 
 
 async def _event_page(

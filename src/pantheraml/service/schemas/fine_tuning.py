@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from pantheraml.service.jobs.states import OPENAI_STATUS, State
 from pantheraml.service.store.tables import Event, Job
 
-Auto = Literal["auto"]
+
+def _chosen_here(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+_Auto = BeforeValidator(_chosen_here)
 FileId = Annotated[str, Field(max_length=64)]
 
 
@@ -19,9 +24,11 @@ class _Body(BaseModel):
 
 
 class Hyperparameters(_Body):
-    batch_size: Auto | Annotated[int, Field(ge=1, le=1 << 20)] = "auto"
-    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e6)] = "auto"
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=10_000)] = "auto"
+    """None stands for `auto`: chosen here, and shown with the job."""
+
+    batch_size: Annotated[int | None, Field(ge=1, le=1 << 20), _Auto] = None
+    learning_rate_multiplier: Annotated[float | None, Field(gt=0, le=1e6), _Auto] = None
+    n_epochs: Annotated[int | None, Field(ge=1, le=10_000), _Auto] = None
 
 
 class Supervised(_Body):
@@ -41,15 +48,32 @@ class Method(_Body):
         return self
 
 
-class RunSettings(_Body):
-    """Settings of the run, as in a configuration file; keys that name files, code or devices are not among them."""
+class DataKeys(_Body):
+    seq_len: Any = None
+    packing: Any = None
+    on_long_row: Any = None
 
-    data: dict[Literal["seq_len", "packing", "on_long_row"], Any] = {}
-    model: dict[Literal["precision"], Any] = {}
+
+class ModelKeys(_Body):
+    precision: Any = None
+
+
+class CheckpointKeys(_Body):
+    every_steps: Any = None
+    keep: Any = None
+    final: Any = None
+
+
+class RunSettings(_Body):
+    """Settings of the run, as in a configuration file, whose types and bounds then hold. Keys that name files, code or
+    devices are not among them."""
+
+    data: DataKeys = DataKeys()
+    model: ModelKeys = ModelKeys()
     method: dict[str, Any] = {}
     train: dict[str, Any] = {}
     stability: dict[str, Any] = {}
-    checkpoint: dict[Literal["every_steps", "keep", "final"], Any] = {}
+    checkpoint: CheckpointKeys = CheckpointKeys()
 
 
 class OwnSettings(_Body):
@@ -59,6 +83,8 @@ class OwnSettings(_Body):
     """GPUs, or CPU processes where there are none; None = chosen by the planner."""
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Jobs of higher priority start first; above 0 needs the scope `admin`."""
+    hold: bool = False
+    """Submit it paused; it waits for `resume`."""
     max_runtime_seconds: Annotated[float, Field(gt=0)] | None = None
     config: RunSettings = RunSettings()
 
@@ -108,14 +134,15 @@ class Waiting(BaseModel):
 def job_object(job: Job, waiting: Waiting | None = None) -> dict[str, Any]:
     """A job as OpenAI's wire shows it; our own fields beside."""
     state = State(job.state)
-    predicted = job.predicted_seconds
-    running = state is State.RUNNING and job.started_at is not None and predicted is not None
+    finish = None
+    if state is State.RUNNING and job.started_at is not None and job.predicted_seconds is not None:
+        finish = int(job.started_at + job.predicted_seconds)
     return {
         "id": job.id,
         "object": "fine_tuning.job",
         "created_at": int(job.created_at),
         "finished_at": None if job.finished_at is None else int(job.finished_at),
-        "estimated_finish": int(job.started_at + predicted) if running and job.started_at else None,
+        "estimated_finish": finish,
         "model": job.model,
         "fine_tuned_model": job.fine_tuned_model,
         "organization_id": job.owner,
