@@ -22,7 +22,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "keys", help="API keys of the service", description="Create, list and revoke API keys of the service."
     )
-    actions = parser.add_subparsers(dest="action", metavar="create|list|revoke", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="create|list|revoke", required=True, help="what to do")
     create = actions.add_parser("create", help="create a key and print it; it is shown only once")
     create.add_argument("user", metavar="USER", help="whose files and jobs it is for")
     create.add_argument("--scope", choices=["read", "submit", "admin"], default="submit", help="rights (submit)")
