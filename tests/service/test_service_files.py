@@ -125,6 +125,10 @@ def test_a_file_that_a_job_waits_for_cannot_be_deleted(client: OpenAI, training_
 
 
 def test_files_on_disk_are_private(server: Server, client: OpenAI, training_file: str) -> None:
-    paths: list[Path] = [server.data, server.data / "service.db", server.data / "files" / f"{training_file}.jsonl"]
+    paths: list[Path] = [
+        server.data,
+        *server.data.glob("service.db*"),
+        server.data / "files" / f"{training_file}.jsonl",
+    ]
     for path in paths:
         assert path.stat().st_mode & 0o077 == 0, path

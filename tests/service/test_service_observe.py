@@ -38,7 +38,7 @@ def read_stream(server: Server, job_id: str, last: str | None = None, until: str
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def watched(server: Server) -> Iterator[dict[str, Any]]:
     """A job that has ended, and what its live stream told meanwhile."""
     with server.client() as client:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import httpx
 import openai
 import pytest
 
 from pantheraml.cli.main import main
+from pantheraml.service import Settings, create_app
+from pantheraml.service.catalog import Catalog
 from tests import toy
 from tests.service.conftest import Server, jsonl, wait_until
 
@@ -168,3 +173,90 @@ def test_a_models_folder_hides_what_lies_elsewhere(
     server = own_server(models_dir=folder)
     assert [model.id for model in server.client().models.list()] == ["org/real", "org/tiny"]
     assert server.client().models.retrieve("org/real").id == "org/real"
+
+
+def test_too_many_requests_are_refused_for_a_while(models: Path, tmp_path: Path) -> None:
+    async def ask() -> list[httpx.Response]:
+        app = create_app(Settings(tmp_path / "data", models, requests_per_minute=3))
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
+            answers = [await http.get("http://localhost/v1/models") for _ in range(4)]
+            answers.append(await http.get("http://localhost/v1/models", headers={"authorization": "Bearer other"}))
+            return answers
+
+    *served, refused, of_another_key = asyncio.run(ask())
+    assert [answer.status_code for answer in served] == [200] * 3
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert 1 <= int(refused.headers["retry-after"]) <= 61
+    assert refused.headers["x-should-retry"] == "true"
+    assert of_another_key.status_code == 200
+
+
+def test_an_unexpected_failure_shows_no_more_than_its_request(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> None:
+        raise RuntimeError("secret words")
+
+    async def ask() -> httpx.Response:
+        app = create_app(Settings(tmp_path / "data", models))
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
+            monkeypatch.setattr(Catalog, "models", fail)
+            return await http.get("http://localhost/v1/models")
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.headers["x-request-id"] in answer.text
+
+
+def test_a_service_with_readers_ends_at_once(own_server: Callable[..., Server]) -> None:
+    server = own_server()
+    client = server.client()
+    file = client.files.create(file=jsonl(toy.arithmetic(4)), purpose="fine-tune").id
+    job = held(client, file)
+    with server.http() as http, http.stream("GET", f"/v1/fine_tuning/jobs/{job}/stream") as stream:
+        assert stream.status_code == 200
+        begin = time.monotonic()
+        server.stop()
+        assert time.monotonic() - begin < 4
+    with contextlib.suppress(httpx.HTTPError):
+        stream.close()
+
+
+def test_another_database_than_postgresql_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["serve"], ["keys", "list"]):
+        assert main([*command, "--database-url", "mysql://me:password@host/db"]) == 2
+        told = capsys.readouterr().err
+        assert "postgresql://" in told
+        assert "password" not in told
+
+
+@pytest.mark.extended
+def test_a_database_has_one_service(
+    own_server: Callable[..., Server], postgresql: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second one would take the first one's jobs for lost, and kill nothing but start them again."""
+    server = own_server("--database-url", _other_database(postgresql))
+    folders = ["--data-dir", str(tmp_path / "other"), "--models-dir", str(models)]
+    command = ["serve", "--port", "0", "--database-url", _other_database(postgresql), *folders]
+    assert main(command) == 2
+    assert "Another service is using this database" in capsys.readouterr().err
+    server.kill()
+    server.start()
+
+
+def _other_database(url: str) -> str:
+    """A second database of the server: the first one may be in use by the shared service."""
+    name = "other"
+
+    async def create() -> None:
+        connection = await asyncpg.connect(url)
+        try:
+            with contextlib.suppress(asyncpg.DuplicateDatabaseError):
+                await connection.execute(f"CREATE DATABASE {name}")
+        finally:
+            await connection.close()
+
+    asyncio.run(create())
+    return url.replace("/postgres?", f"/{name}?")

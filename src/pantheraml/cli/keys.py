@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.base.text import printable
-from pantheraml.cli.serve import add_data_options, require_service
+from pantheraml.cli.serve import add_data_options, checked_database_url, require_service
 
 if TYPE_CHECKING:
     from pantheraml.service.key_admin import KeyInfo
@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     from pantheraml.service import key_admin
     from pantheraml.service.settings import Settings
 
-    settings = Settings(Path(arguments.data_dir), Path("models"), database_url=arguments.database_url)
+    settings = Settings(
+        Path(arguments.data_dir), Path("models"), database_url=checked_database_url(arguments.database_url)
+    )
     if arguments.action == "create":
         if arguments.days is not None and arguments.days <= 0:
             raise ConfigError("--days must be positive.")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from pantheraml.base import env
 from pantheraml.base.errors import ConfigError, MissingExtraError
 
 
@@ -33,7 +34,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", default="service-data", metavar="DIR", help="files and jobs (service-data)")
-    parser.add_argument("--database-url", metavar="URL", help="PostgreSQL (default: SQLite in --data-dir)")
+    parser.add_argument("--database-url", metavar="URL", help="PostgreSQL (PANTHERAML_DATABASE_URL; else SQLite)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,12 +51,21 @@ def run(arguments: argparse.Namespace) -> int:
         models_dir=Path(arguments.models_dir),
         host=arguments.host,
         port=arguments.port,
-        database_url=arguments.database_url,
+        database_url=checked_database_url(arguments.database_url),
         insecure=arguments.insecure,
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
     )
     return serve(settings)
+
+
+def checked_database_url(url: str | None) -> str | None:
+    """Return it, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat it,
+    since it may hold a password."""
+    url = url or env.database_url()
+    if url is not None and not url.startswith(("postgresql://", "postgres://")):
+        raise ConfigError("--database-url must begin with postgresql://.", fix="Leave it out to use SQLite.")
+    return url
 
 
 def require_service() -> None:

@@ -66,6 +66,10 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     with private_files(), _claimed(settings):
         database = Database(settings.url)
         try:
+            if not await database.claim():
+                raise ConfigError(
+                    "Another service is using this database.", fix="Stop it, or choose another --database-url."
+                )
             await database.migrate()
             authenticator = Authenticator(database, is_open=await _is_open(settings, database))
             notifier = Notifier()

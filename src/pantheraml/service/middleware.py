@@ -25,6 +25,8 @@ from pantheraml.service.settings import Settings
 logger = log.get(__name__)
 
 MAX_BODY_BYTES = 1 << 20
+_KEYS_PER_ADDRESS = 10
+"""Keys that one address may use to their limits."""
 _UPLOADS = ("/v1/files",)
 """Paths whose bodies have limits of their own."""
 _SECURITY_HEADERS = {
@@ -45,6 +47,8 @@ class Gate:
         self._hosts = _names(settings)
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
         self._rate = RateLimitItemPerMinute(settings.requests_per_minute)
+        many = _KEYS_PER_ADDRESS * settings.requests_per_minute
+        self._address_rate = RateLimitItemPerMinute(many, namespace="address")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,10 +100,17 @@ class Gate:
         if length is not None and int(length) > MAX_BODY_BYTES and scope["path"] not in _UPLOADS:
             raise _body_too_large()
         client = scope.get("client")
-        who = hash_key(headers["authorization"]) if "authorization" in headers else client[0] if client else ""
-        if not await self._limiter.hit(self._rate, who):
+        address = client[0] if client else ""
+        if "authorization" in headers:
+            await self._count(self._rate, hash_key(headers["authorization"]))
+            await self._count(self._address_rate, address)  # whoever tries key after key
+        else:
+            await self._count(self._rate, address)
+
+    async def _count(self, rate: RateLimitItemPerMinute, who: str) -> None:
+        if not await self._limiter.hit(rate, who):
             err = ApiError(429, "Too many requests; the header Retry-After says when to try again.", code="rate_limit")
-            reset, _ = await self._limiter.get_window_stats(self._rate, who)
+            reset, _ = await self._limiter.get_window_stats(rate, who)
             err.headers["retry-after"] = str(max(1, round(reset - time.time())))
             raise err
 

@@ -10,6 +10,7 @@ import uvicorn
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.service.app import create_app, preparation
+from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.settings import Settings
 
 SHUTDOWN_SECONDS = 5
@@ -37,9 +38,21 @@ async def _serve(settings: Settings) -> int:
         print(f"Serving on http://{address}:{port}", flush=True)
         if context.authenticator.is_open:
             print("No API keys: every request is served, as the user `local`.", file=sys.stderr, flush=True)
-        server = uvicorn.Server(config)
+        server = _Server(config, context.notifier)
         await server.serve(sockets=[listener])
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Ends live streams before it waits for open connections."""
+
+    def __init__(self, config: uvicorn.Config, notifier: Notifier) -> None:
+        super().__init__(config)
+        self._notifier = notifier
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._notifier.close()
+        await super().shutdown(sockets)
 
 
 def _bind(settings: Settings) -> socket.socket:

@@ -18,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
+from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
 from pantheraml.service.jobs.ingest import to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
@@ -54,6 +55,7 @@ class Dispatcher:
         self._lost_since: dict[tuple[str, int], float] = {}
         self._reasons: dict[str, Reason] = {}
         self._ticked = time.monotonic()
+        self._tidied = -EVERY_SECONDS
 
     def wake(self) -> None:
         """Look at once: something was asked for."""
@@ -92,6 +94,9 @@ class Dispatcher:
             except (StaleJobError, ForbiddenTransitionError) as err:
                 logger.info("%s: %s; it is looked at again", job.id, err)
         await self._schedule()
+        if time.monotonic() - self._tidied > EVERY_SECONDS:
+            await tidy(self._database, self._settings.files)
+            self._tidied = time.monotonic()
 
     # Starting ---------------------------------------------------------------------------------------------------------
 

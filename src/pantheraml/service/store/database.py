@@ -14,17 +14,20 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, event
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy import Connection, event, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITES = "pantheraml_writes"
 _BUSY_MS = 30_000
+_CLAIM = 0x70616E74
+"""Number of the advisory lock."""
 
 
 class Database:
     def __init__(self, url: str) -> None:
         self.is_sqlite = url.startswith("sqlite")
+        self._holder: AsyncConnection | None = None
         self.engine = create_async_engine(url, pool_size=10, max_overflow=20, pool_pre_ping=not self.is_sqlite)
         self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
         """Writers of this process queue here, since SQLite's own waiting is a sleep that may starve one of them."""
@@ -49,7 +52,17 @@ class Database:
         async with self._writing, AsyncSession(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
+    async def claim(self) -> bool:
+        """Hold the database for this service until `close`; False if another one holds it. For SQLite the lock of the
+        data folder does that. Two services that each look at the other's jobs would take them for lost."""
+        if self.is_sqlite:
+            return True
+        self._holder = await self.engine.connect()
+        return bool(await self._holder.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _CLAIM}))
+
     async def close(self) -> None:
+        if self._holder is not None:
+            await self._holder.close()
         await self.engine.dispose()
 
 
