@@ -94,7 +94,7 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
 
     def processes(self, mark: str = "") -> list[psutil.Process]:
         """Processes of jobs, whoever their parent is now: the place of the cache is in their environment."""

@@ -192,7 +192,7 @@ DATABASE_URL = "PANTHERAML_DATABASE_URL"
 
 
 def database_url() -> str | None:
-    """`PANTHERAML_DATABASE_URL`: database of the service; other users of the host cannot read it, as they can a flag."""
+    """`PANTHERAML_DATABASE_URL`: database of the service. Other users of the host can read flags, but not this."""
     return os.environ.get(DATABASE_URL) or None
 
 

@@ -111,6 +111,7 @@ class SupervisedRun:
             PANTHERAML_CACHE=str(limits.cache),
             HF_HUB_OFFLINE="1",
             HF_TOKEN=None,
+            HUGGING_FACE_HUB_TOKEN=None,
             **{env.DATABASE_URL: None},
         )
         with open(open_private(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:

@@ -1,4 +1,8 @@
-"""The application: routes over the store, and the dispatcher beside them."""
+"""The application: routes over the store, and the dispatcher beside them.
+
+To serve `/multigpu` from an application of your own, pass it `lifespan(settings)` and include `router`. It then also
+needs `Gate`, which `create_app` adds, if anything but this machine's own programs can reach it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from fastapi import FastAPI
 
@@ -21,7 +25,7 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import files, fine_tuning, health, jobs, models
+from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -32,32 +36,45 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
         title="PantheraML",
         version=__version__,
         description="Fine-tune language models: OpenAI's fine-tuning API, served by this machine.",
-        lifespan=_lifespan,
+        lifespan=lifespan(settings, context),
         docs_url=None,
         redoc_url=None,
     )
-    app.state.settings, app.state.context = settings, context
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
     for module in (health, files, jobs, fine_tuning, models):
         app.include_router(module.router)
+    for prefix in ("", "/api/v1"):
+        app.include_router(multigpu.router, prefix=prefix)
     return app
 
 
-@contextlib.asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    async with contextlib.AsyncExitStack() as stack:
-        if app.state.context is None:
-            app.state.context = await stack.enter_async_context(preparation(app.state.settings))
-        context: ServiceContext = app.state.context
-        running = asyncio.create_task(context.dispatcher.run())
-        try:
+def lifespan(
+    settings: Settings, context: ServiceContext | None = None
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    """Lifespan of an application whose routes include ours. `context`: see `create_app`."""
+
+    @contextlib.asynccontextmanager
+    async def span(app: FastAPI) -> AsyncIterator[None]:
+        async with running(settings, context) as app.state.context:
             yield
+
+    return span
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings, context: ServiceContext | None = None) -> AsyncIterator[ServiceContext]:
+    """The service without its routes: all they share, and the dispatcher at work."""
+    async with contextlib.AsyncExitStack() as stack:
+        prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
+        dispatching = asyncio.create_task(prepared.dispatcher.run())
+        try:
+            yield prepared
         finally:
-            context.notifier.close()
-            running.cancel()
+            prepared.notifier.close()
+            dispatching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await running
+                await dispatching
 
 
 @contextlib.asynccontextmanager

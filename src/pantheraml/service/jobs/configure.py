@@ -13,7 +13,7 @@ from typing import Any
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.planner.choose import choose
-from pantheraml.service.schemas.fine_tuning import CreateJob
+from pantheraml.service.schemas.fine_tuning import CreateJob, OwnSettings
 from pantheraml.specs.config_file import validate
 from pantheraml.specs.plan import DeviceSpec, Plan
 
@@ -40,6 +40,11 @@ class JobPlan:
     config: dict[str, Any]
     plan: Plan
     hyperparameters: dict[str, Any]
+
+    @property
+    def devices(self) -> int:
+        """GPUs or CPU slots to lease; one process of mode `dataparallel` uses several."""
+        return max(self.plan.world_size, len(self.plan.device_ids))
 
 
 def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec) -> JobPlan:
@@ -71,7 +76,7 @@ def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec
             },
             "stability": settings.get("stability", {}),
             "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings.get("checkpoint", {})},
-            "parallel": {"world_size": own.processes},
+            "parallel": _parallel(own, devices),
             "device": device,
         }
     )
@@ -87,6 +92,13 @@ def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
         "batch_size": wanted.batch_size or min(BATCH_SIZE, rows),
         "learning_rate_multiplier": wanted.learning_rate_multiplier or 1.0,
     }
+
+
+def _parallel(own: OwnSettings, devices: DeviceSpec) -> dict[str, Any]:
+    if own.mode == "dataparallel":  # one process; which GPUs it gets is decided when it starts
+        indices = [gpu.index for gpu in devices.gpus[: own.processes]]
+        return {"mode": own.mode, "device_ids": indices or None}
+    return {"mode": own.mode, "world_size": own.processes}
 
 
 _OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}

@@ -45,8 +45,8 @@ async def plan_job(body: CreateJob, principal: Principal, context: ServiceContex
         planned = await asyncio.to_thread(configure, body, inputs, seed, inventory.spec)
     except PantheraError as err:
         raise refusal(err) from err
-    if planned.plan.world_size > len(inventory.devices):
-        message = f"It needs {planned.plan.world_size} {inventory.kind}s, but there are {len(inventory.devices)}."
+    if planned.devices > len(inventory.devices):
+        message = f"It needs {planned.devices} {inventory.kind}s, but there are {len(inventory.devices)}."
         raise ApiError(400, message, param="pantheraml.processes", code="does_not_fit")
     return planned
 
@@ -117,7 +117,7 @@ def _row(body: CreateJob, principal: Principal, planned: JobPlan, seed: int, ide
         config=planned.config,
         plan=planned.plan.model_dump(mode="json"),
         predicted_seconds=planned.plan.predicted_seconds,
-        processes=planned.plan.world_size,
+        processes=planned.devices,
         device=planned.plan.device,
         priority=body.pantheraml.priority,
         max_runtime=body.pantheraml.max_runtime_seconds,

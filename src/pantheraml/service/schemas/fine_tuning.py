@@ -81,6 +81,8 @@ class OwnSettings(_Body):
 
     processes: Annotated[int, Field(ge=1, le=4096)] | None = None
     """GPUs, or CPU processes where there are none; None = chosen by the planner."""
+    mode: Literal["auto", "dataparallel", "distributed"] = "auto"
+    """parallel.mode of the configuration."""
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Jobs of higher priority start first; above 0 needs the scope `admin`."""
     hold: bool = False
