@@ -54,6 +54,7 @@ def test_automatic_hyperparameters_are_chosen_and_shown(client: OpenAI, training
         ({"method": {"type": "dpo"}}, "method", "only the method `supervised` is available here"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "not available"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 pairs"),
+        ({"metadata": {"a": "b\0"}}, "metadata", "null characters"),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "greater than or equal to 1"),
         ({"own": {"priority": 101}}, "pantheraml.priority", "less than or equal to 100"),
         ({"own": {"processes": 3}}, "pantheraml.processes", "needs 3 CPU slots, but there are 2"),
@@ -129,3 +130,9 @@ def test_models(client: OpenAI) -> None:
     for name in ("nothing", "../tiny", "ft:tiny:local::12345678"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(name)
+
+
+@pytest.mark.parametrize("path", ["files/%00", "fine_tuning/jobs/a%00", "models/%00", "files?after=%00"])
+def test_null_characters_are_no_failure(server: Server, path: str) -> None:
+    with server.http() as http:
+        assert http.get(f"/v1/{path}").status_code == 400

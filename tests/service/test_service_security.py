@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,13 @@ def test_keys_scopes_and_users(own_server: Callable[..., Server], tmp_path: Path
     keys(data, "revoke", made["ann"]["id"])
     with pytest.raises(openai.AuthenticationError, match="revoked"):
         ann.models.list()
+    with contextlib.closing(sqlite3.connect(data / "service.db")) as log:
+        changes = log.execute("SELECT user, action, target FROM audit ORDER BY id").fetchall()
+    assert [change[:2] for change in changes] == [
+        *[("operator", "key.create")] * 4,
+        *[("ann", "file.create"), ("ann", "job.create"), ("operator", "key.revoke")],
+    ]
+    assert changes[5][2] == job
     statuses = {key["user"]: key["status"] for key in keys(data, "list")}
     assert statuses == {"ann": "revoked", "bob": "active", "eve": "active", "root": "active"}
 

@@ -177,7 +177,7 @@ class SupervisedRun:
         """Processes that carry the job's mark: those of one start, or of all."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
                 name, _, number = process.environ().get(JOB, "").rpartition(":")
                 ours = name == self.name and token in (None, int(number))
                 if ours and process.status() != psutil.STATUS_ZOMBIE:

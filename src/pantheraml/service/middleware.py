@@ -87,6 +87,8 @@ class Gate:
 
     async def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            raise ApiError(400, "The address holds a null character.")  # which PostgreSQL cannot even look for
         if not self._is_ours(headers.get("host", "")):
             raise ApiError(403, "This service is not reached under that name (header Host).", code="foreign_host")
         origin = headers.get("origin")

@@ -88,7 +88,8 @@ class _Form:
             if self.upload.filename is not None:
                 raise ApiError(400, f"The form has `{self.file_field}` twice.", param=self.file_field)
             name = options.get(b"filename", b"").decode("utf-8", "replace")
-            self.upload.filename = os.path.basename(name.replace("\\", "/"))[:255] or "upload"
+            plain = os.path.basename(name.replace("\\", "/")).replace("\0", "")
+            self.upload.filename = plain[:255] or "upload"
         elif len(self.upload.fields) >= _FIELDS:
             raise ApiError(400, "The form has too many fields.")
 

@@ -23,7 +23,7 @@ def serve(settings: Settings) -> int:
 
 async def _serve(settings: Settings) -> int:
     async with preparation(settings) as context:
-        listener = _bind(settings)
+        listener = bind(settings)
         app = create_app(settings, context)
         config = uvicorn.Config(
             app,
@@ -55,9 +55,10 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _bind(settings: Settings) -> socket.socket:
+def bind(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family)
+    # asyncio sends without delay only where the protocol is named; else every answer waits 40 ms for an acknowledgement
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))

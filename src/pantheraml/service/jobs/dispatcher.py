@@ -36,6 +36,8 @@ from pantheraml.service.store.tables import Event, Job, Lease
 logger: logging.Logger = log.get(__name__)
 
 TICK_SECONDS = 0.25
+SCHEDULE_SECONDS = 2.0
+"""A long queue is looked through this often, unless something has changed."""
 ALIVE_SECONDS = 60.0
 KILL_SECONDS = 6.0
 """A cancelled job whose supervisor has not ended by then is killed."""
@@ -54,11 +56,13 @@ class Dispatcher:
         self._signalled: set[tuple[str, int, State]] = set()
         self._lost_since: dict[tuple[str, int], float] = {}
         self._reasons: dict[str, Reason] = {}
+        self._queue_changed, self._scheduled = True, 0.0
         self._ticked = time.monotonic()
         self._tidied = -EVERY_SECONDS
 
     def wake(self) -> None:
         """Look at once: something was asked for."""
+        self._queue_changed = True
         self._wake.set()
 
     def reason(self, job_id: str) -> Reason | None:
@@ -93,7 +97,9 @@ class Dispatcher:
                 await self._watch(job)
             except (StaleJobError, ForbiddenTransitionError) as err:
                 logger.info("%s: %s; it is looked at again", job.id, err)
-        await self._schedule()
+        if self._queue_changed or time.monotonic() - self._scheduled > SCHEDULE_SECONDS:
+            self._queue_changed, self._scheduled = False, time.monotonic()
+            await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
             await tidy(self._database, self._settings.files)
             self._tidied = time.monotonic()
@@ -278,6 +284,7 @@ class Dispatcher:
         self._done(job)
 
     def _done(self, job: Job) -> None:
+        self._queue_changed = True
         self._notifier.notify(job.id)
         if State(job.state) in ENDED:
             self._signalled = {mark for mark in self._signalled if mark[0] != job.id}

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy import exists, select
-from sqlalchemy.orm import aliased
+from sqlalchemy.orm import aliased, defer
 
 from pantheraml.service import audit
 from pantheraml.service.auth import Principal, Reader, Submitter
@@ -70,7 +70,7 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> dict[str, Any]:
     """Newest first. `metadata[k]=v` keeps jobs with this pair, `metadata=null` those without metadata."""
-    query = select(Job)
+    query = select(Job).options(defer(Job.config), defer(Job.plan))  # long, and not shown
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
     for name, value in request.query_params.multi_items():

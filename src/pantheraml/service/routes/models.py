@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from sqlalchemy import select
+from sqlalchemy.orm import load_only
 
 from pantheraml.service.auth import Reader
 from pantheraml.service.context import Context
@@ -21,7 +22,8 @@ def _model(name: str, created: float, owner: str) -> dict[str, Any]:
 
 @router.get("")
 async def list_models(principal: Reader, context: Context) -> dict[str, Any]:
-    query = select(Job).where(Job.fine_tuned_model.is_not(None)).order_by(Job.created_at)
+    columns = load_only(Job.fine_tuned_model, Job.finished_at, Job.created_at, Job.owner)
+    query = select(Job).options(columns).where(Job.fine_tuned_model.is_not(None)).order_by(Job.created_at)
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
     async with context.database.read() as session:

@@ -20,7 +20,7 @@ from pantheraml.service.jobs.gpu_stats import gpu_stats_now
 from pantheraml.service.jobs.states import State
 from pantheraml.service.jobs.text_training import ended, start_training, training_object
 from pantheraml.service.schemas.multigpu import TrainingRequest, TrainingType
-from pantheraml.service.store.jobs import jobs_in, leases
+from pantheraml.service.store.jobs import jobs_in, leases, waiting_jobs
 from pantheraml.service.store.tables import Event, Job
 
 router = APIRouter(prefix="/multigpu", tags=["multigpu"])
@@ -61,9 +61,10 @@ async def resources_status(principal: Reader, context: Context) -> dict[str, Any
     inventory = context.dispatcher.inventory
     async with context.database.read() as session:
         held = await leases(session)
-        owners = {job.id: job.owner for job in await jobs_in(session, State)}
-        queued = len(await jobs_in(session, [State.QUEUED]))
-    visible = {name for name, owner in owners.items() if principal.owner in (None, owner)}
+        owned = select(Job.id) if principal.owner is None else select(Job.id).where(Job.owner == principal.owner)
+        holders = [lease.job_id for lease in held.values()]
+        visible = set((await session.scalars(owned.where(Job.id.in_(holders)))).all())
+        queued = len(await waiting_jobs(session))
     devices = []
     for name in inventory.devices:
         lease = held.get(name)

@@ -109,6 +109,8 @@ class CreateJob(_Body):
     def _few(cls, value: dict[str, str] | None) -> dict[str, str] | None:
         if value is not None and len(value) > 16:
             raise ValueError("at most 16 pairs")
+        if any("\0" in text for pair in (value or {}).items() for text in pair):
+            raise ValueError("null characters cannot be stored")
         return value
 
     @field_validator("integrations")

@@ -43,7 +43,7 @@ class File(Base):
     __tablename__ = "files"
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    owner: Mapped[str] = mapped_column(index=True)
+    owner: Mapped[str]
     purpose: Mapped[str]
     filename: Mapped[str] = mapped_column(Text)
     bytes: Mapped[int] = mapped_column(BigInteger)
@@ -54,12 +54,14 @@ class File(Base):
     created_at: Mapped[float] = mapped_column(index=True)
     expires_at: Mapped[float | None]
 
+    __table_args__ = (Index("ix_files_page", "owner", "created_at", "id"),)
+
 
 class Job(Base):
     __tablename__ = "jobs"
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    owner: Mapped[str] = mapped_column(index=True)
+    owner: Mapped[str]
     state: Mapped[str] = mapped_column(String(16), index=True)
     """Changed by `store.jobs.move` alone."""
     model: Mapped[str] = mapped_column(Text)
@@ -102,7 +104,10 @@ class Job(Base):
     events_offset: Mapped[int] = mapped_column(BigInteger, default=0)
     """Bytes of the run's event stream that are in `events`."""
 
-    __table_args__ = (Index("uq_jobs_idempotency", "owner", "idempotency_key", unique=True),)
+    __table_args__ = (
+        Index("ix_jobs_page", "owner", "created_at", "id"),
+        Index("uq_jobs_idempotency", "owner", "idempotency_key", unique=True),
+    )
 
 
 class Event(Base):

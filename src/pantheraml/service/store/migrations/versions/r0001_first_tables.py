@@ -36,7 +36,7 @@ def upgrade() -> None:
     )
     with op.batch_alter_table("files", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_files_created_at"), ["created_at"], unique=False)
-        batch_op.create_index(batch_op.f("ix_files_owner"), ["owner"], unique=False)
+        batch_op.create_index("ix_files_page", ["owner", "created_at", "id"], unique=False)
 
     op.create_table(
         "jobs",
@@ -77,7 +77,7 @@ def upgrade() -> None:
     )
     with op.batch_alter_table("jobs", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_jobs_created_at"), ["created_at"], unique=False)
-        batch_op.create_index(batch_op.f("ix_jobs_owner"), ["owner"], unique=False)
+        batch_op.create_index("ix_jobs_page", ["owner", "created_at", "id"], unique=False)
         batch_op.create_index(batch_op.f("ix_jobs_state"), ["state"], unique=False)
         batch_op.create_index("uq_jobs_idempotency", ["owner", "idempotency_key"], unique=True)
 
