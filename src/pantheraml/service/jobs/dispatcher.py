@@ -19,7 +19,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
-from pantheraml.service.jobs.ingest import to_job_event
+from pantheraml.service.jobs.ingest import PathHider, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.results import write_results
@@ -51,6 +51,7 @@ class Dispatcher:
         self.inventory = inventory
         self._notifier = notifier
         self._wake = asyncio.Event()
+        self.hide = PathHider({"[models]": settings.models_dir, "[data]": settings.data_dir})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         """Supervisors that this process started, to be reaped."""
         self._signalled: set[tuple[str, int, State]] = set()
@@ -176,7 +177,9 @@ class Dispatcher:
             current = await session.get_one(Job, job.id)
             if current.events_offset != job.events_offset:
                 raise StaleJobError("another dispatcher reads its events")
-            session.add_all(event for each in seen.events if (event := to_job_event(job.id, each)) is not None)
+            session.add_all(
+                event for each in seen.events if (event := to_job_event(job.id, each, self.hide)) is not None
+            )
             current.events_offset = job.events_offset = seen.offset
             if seen.training and current.state == State.STARTING:
                 await move(session, current, State.RUNNING, "Fine-tuning job started")
@@ -257,16 +260,16 @@ class Dispatcher:
         self._done(job)
 
     async def _failed(self, job: Job, ended: RunExit) -> None:
-        message = " ".join(part for part in (ended.what, ended.fix) if part)
+        message = self.hide(" ".join(part for part in (ended.what, ended.fix) if part))
         error = {"code": ended.error or "failed", "message": message, "param": None}
-        await self._move(job, State.FAILED, f"Failed: {ended.what}", error=error, **_finished(job))
+        await self._move(job, State.FAILED, self.hide(f"Failed: {ended.what}"), error=error, **_finished(job))
 
     async def _crashed(self, job: Job, why: str) -> None:
         """Count the crash; one after a new checkpoint is the first again."""
         step = await asyncio.to_thread(self._supervised(job).run_dir.last_checkpoint)
         crashes = 1 if step != job.crashed_at_step else job.crashes + 1
         changes = {**_stopped(job), "crashes": crashes, "crashed_at_step": step}
-        await self._move(job, State.CRASHED, why, **changes)
+        await self._move(job, State.CRASHED, self.hide(why), **changes)
         await self._retry(job)
 
     async def _retry(self, job: Job) -> None:

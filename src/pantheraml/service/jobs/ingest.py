@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pantheraml.base import events as run_events
@@ -41,7 +42,21 @@ _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
 }
 
 
-def to_job_event(job_id: str, event: EventBase) -> Event | None:
+class PathHider:
+    """Replaces this machine's folders in texts that users read: they are for its operator."""
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        """Folder of each word that stands for it."""
+        names = {str(path): word for word, folder in folders.items() for path in (folder.absolute(), folder.resolve())}
+        self._words = {name: names[name] for name in sorted(names, key=len, reverse=True)}
+
+    def __call__(self, text: str) -> str:
+        for name, word in self._words.items():
+            text = text.replace(name, word)
+        return text
+
+
+def to_job_event(job_id: str, event: EventBase, hide: Callable[[str], str]) -> Event | None:
     """The job's event for one of its run; None for those that only readers of the run folder need."""
     known = _MESSAGES.get(type(event))
     if known is None or event.rank not in (0, None):
@@ -53,7 +68,7 @@ def to_job_event(job_id: str, event: EventBase) -> Event | None:
         created_at=event.time,
         level=level,
         kind=event.kind,
-        message=printable(say(event))[:2000],
+        message=printable(hide(say(event)))[:2000],
         step=values.get("step"),
         data=_data(event, values),
     )

@@ -44,7 +44,8 @@ async def plan_job(body: CreateJob, principal: Principal, context: ServiceContex
     try:
         planned = await asyncio.to_thread(configure, body, inputs, seed, inventory.spec)
     except PantheraError as err:
-        raise refusal(err) from err
+        refused = refusal(err)
+        raise ApiError(400, context.dispatcher.hide(refused.message), code=refused.code) from err
     if planned.devices > len(inventory.devices):
         message = f"It needs {planned.devices} {inventory.kind}s, but there are {len(inventory.devices)}."
         raise ApiError(400, message, param="pantheraml.processes", code="does_not_fit")
