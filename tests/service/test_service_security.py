@@ -104,7 +104,17 @@ def test_the_first_key_closes_a_service_that_was_open(own_server: Callable[..., 
     with pytest.raises(openai.AuthenticationError, match="expired"):
         server.client(expired["key"]).models.list()
     assert httpx.get(f"{server.url}/healthz").json()["status"] == "ok"
-    assert "No API keys" in server.stop()
+    (tmp_path / "data" / "files").rename(tmp_path / "gone")
+    form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "user_data"}}
+    assert httpx.post(f"{server.url}/v1/files", **form).status_code == 401
+    admin = keys(tmp_path / "data", "create", "root", "--scope", "admin")["key"]
+    failed = httpx.post(f"{server.url}/v1/files", headers={"authorization": f"Bearer {admin}"}, **form)
+    assert failed.status_code == 500
+    told = server.stop()
+    assert "No API keys" in told
+    assert failed.headers["x-request-id"] in told, "the log tells why"
+    assert "FileNotFoundError" in told
+    assert "FileNotFoundError" not in failed.text
 
 
 def test_others_are_not_served_without_keys(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 
 import uvicorn
 
+from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError
 from pantheraml.service.app import create_app, preparation
 from pantheraml.service.jobs.notifier import Notifier
@@ -38,6 +39,8 @@ async def _serve(settings: Settings) -> int:
         print(f"Serving on http://{address}:{port}", flush=True)
         if context.authenticator.is_open:
             print("No API keys: every request is served, as the user `local`.", file=sys.stderr, flush=True)
+        if not env.debug_requested():  # else the command line has started it already
+            log.start()
         server = _Server(config, context.notifier)
         await server.serve(sockets=[listener])
     return 0
