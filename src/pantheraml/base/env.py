@@ -188,6 +188,14 @@ def log_level() -> str | None:
     return os.environ.get("PANTHERAML_LOG") or None
 
 
+DATABASE_URL = "PANTHERAML_DATABASE_URL"
+
+
+def database_url() -> str | None:
+    """`PANTHERAML_DATABASE_URL`: database of the service. Other users of the host can read flags, but not this."""
+    return os.environ.get(DATABASE_URL) or None
+
+
 NO_FOREIGN_CODE = "PANTHERAML_NO_FOREIGN_CODE"
 
 

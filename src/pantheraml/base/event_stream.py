@@ -73,10 +73,16 @@ class EventWriter:
 class EventReader:
     """Reads a stream that may still be written: each `poll` yields the complete new lines since the last one."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, offset: int = 0) -> None:
+        """`offset`: where an earlier reader stopped."""
         self._path = run_dir / FILE_NAME
-        self._offset = 0
+        self._offset = offset
         self.damaged_lines = 0
+
+    @property
+    def offset(self) -> int:
+        """Bytes up to the end of the last line that was read."""
+        return self._offset
 
     def skip_to_end(self) -> None:
         """Skip what is there already, as a resumed run's progress bar does."""

@@ -74,11 +74,13 @@ def build_parser() -> argparse.ArgumentParser:
         generate,
         gpus,
         import_config,
+        keys,
         plan,
         quantize,
         replay,
         resume,
         schema,
+        serve,
         train,
         verify,
     )
@@ -87,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     running, results = (demo, train, resume, plan, verify, replay, generate), (export, quantize)
-    for module in (*running, *results, doctor, gpus, schema, import_config, bench):
+    for module in (*running, *results, serve, keys, doctor, gpus, schema, import_config, bench):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")

@@ -14,7 +14,7 @@ import numpy as np
 
 from pantheraml.base.errors import DataError
 from pantheraml.base.events import Emit, Notice, WarningIssued
-from pantheraml.data import formats
+from pantheraml.data import row_formats
 from pantheraml.data.chat import ChatEncoder
 from pantheraml.data.documents import loss_mask
 from pantheraml.data.render import chat_template, text_length
@@ -46,15 +46,15 @@ class Survey:
 
     def format(self) -> str:
         """Detect the format from the first row that has all columns of one."""
-        detected = next((name for row in self._rows if (name := formats.detect(row)) is not None), None)
+        detected = next((name for row in self._rows if (name := row_formats.detect(row)) is not None), None)
         if detected is not None:
-            used = " + ".join(f"`{name}`" for name in formats.COLUMNS[detected])
+            used = " + ".join(f"`{name}`" for name in row_formats.COLUMNS[detected])
             self._emit(Notice(message=f"{self._split} data: format `{detected}`, detected from the columns {used}"))
             return detected
         columns = dict.fromkeys(str(name) for row in self._rows for name in row)
         if columns:
             raise DataError(
-                f"The data has no usable columns. Found: {join_names(columns, '`')}. Accepted: {formats.ACCEPTED}.",
+                f"The data has no usable columns. Found: {join_names(columns, '`')}. Accepted: {row_formats.ACCEPTED}.",
                 where=str(self._path),
                 fix="Rename the columns.",
             )
@@ -74,7 +74,7 @@ class Survey:
 
     def report_unused(self, format: str, columns: Iterable[str]) -> None:
         """Report unused columns, each once."""
-        talk, others = formats.unused_columns(format, (name for name in columns if name not in self._reported))
+        talk, others = row_formats.unused_columns(format, (name for name in columns if name not in self._reported))
         self._reported.update(talk, others)
         if talk:
             self._warn(f"format `{format}` does not use {join_names(talk, '`')}: the model does not learn from them")
@@ -108,7 +108,7 @@ def _numbered(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int, Row | RowEr
 
 def _checked_messages(row: Row) -> Row | None:
     try:
-        return formats.validate_row("messages", row)
+        return row_formats.validate_row("messages", row)
     except RowError:
         return None  # reported with its location when all rows are read
 

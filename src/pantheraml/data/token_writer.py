@@ -14,7 +14,7 @@ from typing import Literal
 from pantheraml.base.errors import DataError
 from pantheraml.base.events import Emit, WarningIssued
 from pantheraml.base.folders import committed_folder
-from pantheraml.data.formats import first_unused_columns
+from pantheraml.data.row_formats import first_unused_columns
 from pantheraml.data.rows import BadRow
 from pantheraml.data.token_store import DatasetMeta, DatasetWriter
 from pantheraml.data.tokenize import ChunkResult, Recipe, SplitName

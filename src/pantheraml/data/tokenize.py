@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pantheraml.data.documents import Documents, truncate_runs
-from pantheraml.data.formats import Encoder, validate_row
+from pantheraml.data.formats import Encoder
+from pantheraml.data.row_formats import validate_row
 from pantheraml.data.rows import BadRow, Chunk, Row, RowError, filled_columns
 
 SplitName = Literal["train", "eval"]

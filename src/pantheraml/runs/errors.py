@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Literal
 
 from pantheraml.base.errors import (
     HangError,
@@ -16,6 +17,18 @@ from pantheraml.base.events import ErrorRaised
 from pantheraml.base.text import printable
 from pantheraml.launch.stacks import explain_hang
 from pantheraml.specs.run_dir import RunDir
+
+Ending = Literal["succeeded", "failed", "crashed", "stopped", "preempted"]
+"""How a run ended: `status` of run.json."""
+
+
+def status_of(err: PantheraError) -> Ending:
+    """Return the status of a run that ended with this error."""
+    if isinstance(err, PreemptedError):
+        return "preempted"
+    if isinstance(err, InterruptedRunError):
+        return "stopped"
+    return "crashed" if isinstance(err, WorkerError) else "failed"
 
 
 def from_event(event: ErrorRaised) -> PantheraError:

@@ -16,14 +16,7 @@ from typing import Any
 
 from pantheraml import __version__
 from pantheraml.base import env
-from pantheraml.base.errors import (
-    InterruptedRunError,
-    PantheraError,
-    PreemptedError,
-    RunDirectoryError,
-    StorageError,
-    WorkerError,
-)
+from pantheraml.base.errors import PantheraError, RunDirectoryError, StorageError
 from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import ErrorRaised, Notice, PlanMade, RunFinished, RunRestarted, RunStarted, WarningIssued
 from pantheraml.base.folders import write_text
@@ -191,7 +184,7 @@ class RunSession:
             yield
             status = "succeeded"
         except PantheraError as err:
-            status = _status(err)
+            status = errors.status_of(err)
             if status in ("crashed", "failed") and all(event.what != err.what for event in self._attempt.errors):
                 self._emit(ErrorRaised.of(err))
             raise
@@ -214,14 +207,6 @@ class RunSession:
                 for file, text in files.items():
                     write_text(file, text)
             raise
-
-
-def _status(err: PantheraError) -> str:
-    if isinstance(err, PreemptedError):
-        return "preempted"
-    if isinstance(err, InterruptedRunError):
-        return "stopped"
-    return "crashed" if isinstance(err, WorkerError) else "failed"
 
 
 @contextlib.contextmanager

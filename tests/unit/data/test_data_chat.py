@@ -7,7 +7,8 @@ import pytest
 from pantheraml.base.errors import ModelError
 from pantheraml.data.chat import ChatEncoder
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import render_prompt, validate_row
+from pantheraml.data.formats import render_prompt
+from pantheraml.data.row_formats import validate_row
 from pantheraml.data.rows import RowError
 
 CONVERSATION = [

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import processors
 
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import Encoder, detect, render_prompt, special_prefix, validate_row
+from pantheraml.data.formats import Encoder, render_prompt, special_prefix
+from pantheraml.data.row_formats import detect, validate_row
 from pantheraml.data.rows import RowError
 
 

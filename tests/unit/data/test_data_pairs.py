@@ -9,8 +9,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import Encoder, render_prompt, validate_row
+from pantheraml.data.formats import Encoder, render_prompt
 from pantheraml.data.pairs import _first_after, encode_pairs, plain_ids
+from pantheraml.data.row_formats import validate_row
 
 TEXTS = [
     "def foo(bar): return 42",

@@ -10,8 +10,8 @@ import pytest
 
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.fingerprint import tokenizer_digest
-from pantheraml.data.formats import unused_columns, validate_row
 from pantheraml.data.prepare import PreparedData
+from pantheraml.data.row_formats import unused_columns, validate_row
 from pantheraml.data.rows import RowError
 
 Prepared = Callable[..., PreparedData]

@@ -13,7 +13,7 @@ from pantheraml.base.errors import DataError
 from pantheraml.data import columnar
 from pantheraml.data.chat import ChatEncoder
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import validate_row
+from pantheraml.data.row_formats import validate_row
 from pantheraml.data.rows import RowError
 from tests import toy
 

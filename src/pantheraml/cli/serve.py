@@ -1,0 +1,80 @@
+"""`pantheraml serve`: the fine-tuning service, which speaks OpenAI's fine-tuning API."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base import env
+from pantheraml.base.errors import ConfigError, MissingExtraError
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve", help="start the fine-tuning service", description="Serve OpenAI's fine-tuning API on this machine."
+    )
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on (8000); 0 = a free one")
+    add_data_options(parser)
+    parser.add_argument(
+        "--models-dir", default="models", metavar="DIR", help="folder of the models that may be fine-tuned (models)"
+    )
+    parser.add_argument("--cpu-slots", type=int, metavar="N", help="processes of jobs at a time without GPUs")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="further name of the service; may be repeated",
+    )
+    parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
+    return parser
+
+
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data-dir", default="service-data", metavar="DIR", help="files and jobs (service-data)")
+    parser.add_argument("--database-url", metavar="URL", help="PostgreSQL (PANTHERAML_DATABASE_URL; else SQLite)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require_service()
+    from pantheraml.service.serve import serve
+    from pantheraml.service.settings import Settings
+
+    if arguments.cpu_slots is not None and arguments.cpu_slots < 1:
+        raise ConfigError("--cpu-slots must be at least 1.")
+    if not 0 <= arguments.port <= 65535:
+        raise ConfigError("--port must be between 0 and 65535.")
+    settings = Settings(
+        data_dir=Path(arguments.data_dir),
+        models_dir=Path(arguments.models_dir),
+        host=arguments.host,
+        port=arguments.port,
+        database_url=checked_database_url(arguments.database_url),
+        insecure=arguments.insecure,
+        allowed_hosts=tuple(arguments.allow_host),
+        cpu_slots=arguments.cpu_slots,
+    )
+    return serve(settings)
+
+
+def checked_database_url(url: str | None) -> str | None:
+    """Return it, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat it,
+    since it may hold a password."""
+    url = url or env.database_url()
+    if url is not None and not url.startswith(("postgresql://", "postgres://")):
+        raise ConfigError("--database-url must begin with postgresql://.", fix="Leave it out to use SQLite.")
+    return url
+
+
+def require_service() -> None:
+    """MissingExtraError unless the extra is installed."""
+    from importlib.util import find_spec
+
+    names = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "aiosqlite", "python_multipart", "limits")
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"The service needs {', '.join(missing)}.", fix="Install it with: pip install 'pantheraml[service]'"
+        )

@@ -1,0 +1,192 @@
+"""A run under a supervisor of its own, seen from the process that asked for it (the service).
+
+The supervisor (`supervisor`) is a small process without torch, in a session of its own, that runs `run_training`. It
+outlives whoever started it: all that is known of it is in the job's folder, so any later process can adopt the run.
+
+    request.json      what to run; written before the start
+    supervisor.json   the supervisor's identity (boot, pid, start time); written by it first
+    exit.json         how it ended; written by it last
+    supervisor.log    its output
+    run/              the run folder
+
+Every start has a token, larger than all before. A supervisor whose token is no longer that of `request.json` does
+nothing, so a start that came too late cannot write over a newer one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pantheraml.base import env
+from pantheraml.base.errors import LaunchError
+from pantheraml.base.folders import write_text
+from pantheraml.base.private import open_private, private_folder
+from pantheraml.launch.local import LOG_FILE
+from pantheraml.launch.script import python_module
+from pantheraml.runs.errors import Ending
+from pantheraml.runs.process_identity import ProcessIdentity
+from pantheraml.specs.run_dir import RunDir
+
+JOB = "PANTHERAML_JOB"
+"""Environment variable that marks all processes of a job: `<name>:<token>`."""
+
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
+class RunRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    token: int
+    config: dict[str, Any]
+    """A TrainConfig."""
+
+
+class SupervisorRecord(BaseModel):
+    token: int
+    identity: ProcessIdentity
+
+
+class RunExit(BaseModel):
+    token: int
+    status: Ending
+    error: str | None = None
+    """Class name (`base.errors`)."""
+    what: str | None = None
+    where: str | None = None
+    fix: str | None = None
+    time: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the processes of a run may reach."""
+
+    roots: Sequence[Path]
+    """Folders that all of its paths must be in."""
+    cache: Path
+
+
+@dataclass(frozen=True)
+class SupervisedRun:
+    """The run in a job's folder."""
+
+    folder: Path
+    name: str
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.folder / "run")
+
+    @property
+    def log(self) -> Path:
+        """Output of the workers."""
+        return self.run_dir.path / LOG_FILE
+
+    @property
+    def request_file(self) -> Path:
+        return self.folder / "request.json"
+
+    def start(self, config: dict[str, Any], token: int, limits: Limits) -> subprocess.Popen[bytes]:
+        """Start the run, or continue it from its newest checkpoint. Poll the result now and then, to reap it."""
+        private_folder(self.folder)
+        for name in ("exit.json", "supervisor.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        request = RunRequest(name=self.name, token=token, config=config)
+        write_text(self.request_file, request.model_dump_json())
+        environment = env.worker_environment(
+            **{JOB: f"{self.name}:{token}"},
+            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, (*limits.roots, self.folder, limits.cache))),
+            PANTHERAML_NO_FOREIGN_CODE="1",
+            PANTHERAML_CACHE=str(limits.cache),
+            HF_HUB_OFFLINE="1",
+            HF_TOKEN=None,
+            HUGGING_FACE_HUB_TOKEN=None,
+            **{env.DATABASE_URL: None},
+        )
+        with open(open_private(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
+            try:
+                return subprocess.Popen(
+                    [*python_module("pantheraml.runs.supervisor"), str(self.folder), str(token)],
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as err:
+                raise LaunchError(f"The supervisor of {self.name} could not be started: {err}.") from err
+
+    def ending(self, token: int) -> RunExit | None:
+        """How the start with this token ended; None: it has not, or it could not say so."""
+        found = _read(self.folder / "exit.json", RunExit)
+        return found if found is not None and found.token == token else None
+
+    def is_running(self, token: int) -> bool:
+        """True while the supervisor of this start lives. One that was started a moment ago is found by its mark."""
+        record = _read(self.folder / "supervisor.json", SupervisorRecord)
+        if record is not None and record.token == token:
+            return record.identity.is_running()
+        return bool(self._marked(token))
+
+    def ask_to_stop(self, token: int) -> None:
+        """Have the run save a checkpoint and end."""
+        self._signal(token, signal.SIGTERM)
+
+    def stop_now(self, token: int) -> None:
+        """Have the supervisor kill its workers at once, write down how the run ended, and leave."""
+        self._signal(token, signal.SIGTERM)
+        self._signal(token, signal.SIGINT)
+
+    def is_anyone_left(self) -> bool:
+        """True while any process of the job lives, of whatever start."""
+        return bool(self._marked(None))
+
+    def kill(self) -> int:
+        """Kill every process of the job that is left, whatever its parent is now; the number of them."""
+        left = self._marked(None)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)
+        return len(left)
+
+    def _signal(self, token: int, number: signal.Signals) -> None:
+        record = _read(self.folder / "supervisor.json", SupervisorRecord)
+        if record is not None and record.token == token:
+            if record.identity.is_running():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(record.identity.pid, number)
+            return
+        for process in self._marked(token):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _marked(self, token: int | None) -> list[psutil.Process]:
+        """Processes that carry the job's mark: those of one start, or of all."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                name, _, number = process.environ().get(JOB, "").rpartition(":")
+                ours = name == self.name and token in (None, int(number))
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+def _read(path: Path, model: type[_Record]) -> _Record | None:
+    try:
+        return model.model_validate_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValidationError):
+        return None

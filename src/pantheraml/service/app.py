@@ -1,0 +1,129 @@
+"""The application: routes over the store, and the dispatcher beside them.
+
+To serve `/multigpu` from an application of your own, pass it `lifespan(settings)` and include `router`. It then also
+needs `Gate`, which `create_app` adds, if anything but this machine's own programs can reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from fastapi import FastAPI
+
+from pantheraml import __version__
+from pantheraml.base.errors import ConfigError
+from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.service import errors
+from pantheraml.service.auth import Authenticator, has_keys
+from pantheraml.service.catalog import Catalog
+from pantheraml.service.context import ServiceContext
+from pantheraml.service.jobs.dispatcher import Dispatcher
+from pantheraml.service.jobs.inventory import take_inventory
+from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.middleware import Gate
+from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu
+from pantheraml.service.settings import Settings
+from pantheraml.service.store.database import Database
+
+
+def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
+    """`context`: already prepared by the caller; None: prepared when the application starts."""
+    app = FastAPI(
+        title="PantheraML",
+        version=__version__,
+        description="Fine-tune language models: OpenAI's fine-tuning API, served by this machine.",
+        lifespan=lifespan(settings, context),
+        docs_url=None,
+        redoc_url=None,
+    )
+    errors.install(app)
+    app.add_middleware(Gate, settings=settings)
+    for module in (health, files, jobs, fine_tuning, models):
+        app.include_router(module.router)
+    for prefix in ("", "/api/v1"):
+        app.include_router(multigpu.router, prefix=prefix)
+    return app
+
+
+def lifespan(
+    settings: Settings, context: ServiceContext | None = None
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    """Lifespan of an application whose routes include ours. `context`: see `create_app`."""
+
+    @contextlib.asynccontextmanager
+    async def span(app: FastAPI) -> AsyncIterator[None]:
+        async with running(settings, context) as app.state.context:
+            yield
+
+    return span
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings, context: ServiceContext | None = None) -> AsyncIterator[ServiceContext]:
+    """The service without its routes: all they share, and the dispatcher at work."""
+    async with contextlib.AsyncExitStack() as stack:
+        prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
+        dispatching = asyncio.create_task(prepared.dispatcher.run())
+        try:
+            yield prepared
+        finally:
+            prepared.notifier.close()
+            dispatching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await dispatching
+
+
+@contextlib.asynccontextmanager
+async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
+    """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
+    with private_files(), _claimed(settings):
+        database = Database(settings.url)
+        try:
+            if not await database.claim():
+                raise ConfigError(
+                    "Another service is using this database.", fix="Stop it, or choose another --database-url."
+                )
+            await database.migrate()
+            authenticator = Authenticator(database, is_open=await _is_open(settings, database))
+            notifier = Notifier()
+            inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+            dispatcher = Dispatcher(database, settings, inventory, notifier)
+            catalog = Catalog(settings.models_dir)
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator)
+        finally:
+            await database.close()
+
+
+async def _is_open(settings: Settings, database: Database) -> bool:
+    if await has_keys(database):
+        return False
+    if not settings.is_loopback and not settings.insecure:
+        raise ConfigError(
+            f"Others can reach {settings.host}, and there are no API keys.",
+            fix="Create one with `pantheraml keys create`, listen on 127.0.0.1, or add --insecure.",
+        )
+    return True
+
+
+@contextlib.contextmanager
+def _claimed(settings: Settings) -> Iterator[None]:
+    """The data folder, private and held by this service alone."""
+    for folder in (settings.data_dir, settings.files, settings.incoming, settings.jobs, settings.cache):
+        private_folder(folder)
+    if not settings.models_dir.is_dir():
+        raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
+    lock = os.fdopen(open_private(settings.data_dir / "service.lock", os.O_RDWR | os.O_CREAT), "r+b")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            raise ConfigError(
+                f"Another service is using {settings.data_dir}.", fix="Stop it, or choose another --data-dir."
+            ) from err
+        for leftover in settings.incoming.iterdir():
+            leftover.unlink()
+        yield

@@ -1,0 +1,24 @@
+"""The audit log: who changed what, in the same transaction as the change."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import Request
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pantheraml.service.auth import Principal
+from pantheraml.service.store.tables import Audit
+
+
+def record(session: AsyncSession, principal: Principal, action: str, target: str, request: Request) -> None:
+    """`action`: such as `job.create`; `target`: the id."""
+    session.add(
+        Audit(
+            created_at=time.time(),
+            user=principal.user,
+            action=action,
+            target=target,
+            request_id=request.scope.get("request_id"),
+        )
+    )

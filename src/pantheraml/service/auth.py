@@ -1,0 +1,128 @@
+"""Who asks, and what they may do.
+
+A key is `pml-` and 256 random bits; its SHA-256 is kept, since a slow hash protects weak passwords, not random keys.
+Scopes: `read` one's own files and jobs, `submit` new ones and change them, `admin` everybody's. A service that has no
+keys and listens on loopback serves everybody as the user `local` with all scopes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pantheraml.service.errors import ApiError
+from pantheraml.service.ids import new_id
+from pantheraml.service.store.database import Database
+from pantheraml.service.store.tables import Key
+
+Scope = Literal["read", "submit", "admin"]
+SCOPES: tuple[Scope, ...] = ("read", "submit", "admin")
+_INCLUDES: dict[str, frozenset[str]] = {
+    "read": frozenset({"read"}),
+    "submit": frozenset({"read", "submit"}),
+    "admin": frozenset({"read", "submit", "admin"}),
+}
+PREFIX = "pml-"
+LOCAL_USER = "local"
+_LOOK_FOR_KEYS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Principal:
+    user: str
+    scopes: frozenset[str]
+    key_id: str | None = None
+
+    def allows(self, scope: Scope) -> bool:
+        return scope in self.scopes
+
+    @property
+    def owner(self) -> str | None:
+        """Owner to whose files and jobs it is confined; None: those of everybody."""
+        return None if self.allows("admin") and self.key_id is not None else self.user
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+async def create_key(session: AsyncSession, user: str, scope: Scope, expires_at: float | None) -> tuple[Key, str]:
+    """Add a key; return it and its text, which is not kept."""
+    text = PREFIX + secrets.token_urlsafe(32)
+    scopes = sorted(_INCLUDES[scope])
+    key = Key(
+        id=new_id("key"),
+        user=user,
+        hash=hash_key(text),
+        scopes=scopes,
+        created_at=time.time(),
+        expires_at=expires_at,
+        revoked_at=None,
+    )
+    session.add(key)
+    return key, text
+
+
+async def has_keys(database: Database) -> bool:
+    """True if a key was ever created: revoking the last one does not open the service to everybody."""
+    async with database.read() as session:
+        return await session.scalar(select(Key.id).limit(1)) is not None
+
+
+class Authenticator:
+    """Finds the principal of a request."""
+
+    def __init__(self, database: Database, *, is_open: bool) -> None:
+        self._database = database
+        self.is_open = is_open
+        """Everybody is `local`, until the first key is created."""
+        self._looked_at = time.monotonic()
+
+    async def principal(self, request: Request) -> Principal:
+        if self.is_open and time.monotonic() - self._looked_at > _LOOK_FOR_KEYS_SECONDS:
+            self._looked_at = time.monotonic()
+            self.is_open = not await has_keys(self._database)
+        if self.is_open:
+            return Principal(LOCAL_USER, _INCLUDES["admin"])
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        text = text.strip()
+        if scheme.lower() != "bearer" or not text:
+            raise _unauthorized("You did not provide an API key: send the header `Authorization: Bearer KEY`.")
+        async with self._database.read() as session:
+            key = await session.scalar(select(Key).where(Key.hash == hash_key(text)))
+        now = time.time()
+        if key is None or key.revoked_at is not None or (key.expires_at is not None and key.expires_at <= now):
+            raise _unauthorized("This API key is not known, was revoked, or has expired.")
+        return Principal(key.user, frozenset(key.scopes), key.id)
+
+
+def _unauthorized(message: str) -> ApiError:
+    err = ApiError(401, message, code="invalid_api_key")
+    err.headers["www-authenticate"] = "Bearer"
+    return err
+
+
+class Require:
+    """Dependency of a route: the principal, if it has the scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    async def __call__(self, request: Request) -> Principal:
+        authenticator: Authenticator = request.app.state.context.authenticator
+        principal = await authenticator.principal(request)
+        if not principal.allows(self.scope):
+            raise ApiError(403, f"This needs an API key with the scope `{self.scope}`.", code="insufficient_scope")
+        return principal
+
+
+Reader = Annotated[Principal, Depends(Require("read"))]
+Submitter = Annotated[Principal, Depends(Require("submit"))]
+Admin = Annotated[Principal, Depends(Require("admin"))]

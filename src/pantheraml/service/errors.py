@@ -1,0 +1,87 @@
+"""Errors on the wire: OpenAI's shape, a request id, and no traceback.
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+The SDK repeats 408, 409, 429 and 5xx by itself, so a refusal says `x-should-retry: false`, and a request to create
+something never answers 409.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from pantheraml.base import log
+from pantheraml.base.errors import PantheraError
+from pantheraml.base.text import printable
+
+logger = log.get(__name__)
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(HTTPException):
+    """A refusal, with its status and the parameter that is to blame.
+
+    An HTTPException, since the framework answers 400 to any other one that is raised while it reads a body.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers: dict[str, str] = {}
+
+
+def not_found(what: str, name: str, *, param: str | None = None) -> ApiError:
+    return ApiError(404, f"No such {what}: {name[:100]}", param=param, code="not_found")
+
+
+def refusal(err: PantheraError, *, param: str | None = None) -> ApiError:
+    """The answer for an error of the library that the request caused."""
+    message = err.what if err.fix is None else f"{err.what} {err.fix}"
+    return ApiError(400, printable(message), param=param, code=type(err).__name__)
+
+
+def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return JSONResponse(body, status, {"x-should-retry": "true" if status in (429, 503) else "false"})
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(PantheraError, _library)
+
+
+async def _refused(request: Request, err: Exception) -> JSONResponse:
+    assert isinstance(err, ApiError)
+    response = error_response(err.status, err.message, param=err.param, code=err.code)
+    response.headers.update(err.headers)
+    return response
+
+
+async def _invalid(request: Request, err: Exception) -> JSONResponse:
+    assert isinstance(err, RequestValidationError)
+    first: dict[str, Any] = err.errors()[0]
+    place = [str(part) for part in first["loc"][1:]]  # the first says where: body, query, header
+    param = ".".join(place) or None
+    message = first["msg"].removeprefix("Value error, ")
+    return error_response(400, f"{param}: {message}" if param else message, param=param, code="invalid_request")
+
+
+async def _http(request: Request, err: Exception) -> JSONResponse:
+    assert isinstance(err, HTTPException)
+    response = error_response(err.status_code, str(err.detail))
+    response.headers.update(err.headers or {})
+    return response
+
+
+async def _library(request: Request, err: Exception) -> JSONResponse:
+    assert isinstance(err, PantheraError)
+    return await _refused(request, refusal(err))

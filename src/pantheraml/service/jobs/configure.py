@@ -1,0 +1,117 @@
+"""From a request to the configuration and the plan of its run.
+
+What is `auto` is chosen here and shown with the job. The planner then says what the run needs; one that cannot fit is
+refused before it is queued.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.planner.choose import choose
+from pantheraml.service.schemas.fine_tuning import CreateJob, OwnSettings
+from pantheraml.specs.config_file import validate
+from pantheraml.specs.plan import DeviceSpec, Plan
+
+EPOCHS = 3
+BATCH_SIZE = 16
+LEARNING_RATE = 2e-4
+SEQ_LEN = 2048
+CHECKPOINT_EVERY_STEPS = 100
+"""What a crash costs at most."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Paths that the request's ids stand for."""
+
+    model: Path
+    training: Path
+    rows: int
+    validation: Path | None
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    config: dict[str, Any]
+    plan: Plan
+    hyperparameters: dict[str, Any]
+
+    @property
+    def devices(self) -> int:
+        """GPUs or CPU slots to lease; one process of mode `dataparallel` uses several."""
+        return max(self.plan.world_size, len(self.plan.device_ids))
+
+
+def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec) -> JobPlan:
+    """Return what the request means on this hardware. Raises what a run would raise before it starts."""
+    hyperparameters = _chosen(request, inputs.rows)
+    own = request.pantheraml
+    settings = own.config.model_dump(exclude_unset=True)
+    given = _conflicts(settings.get("train", {}))
+    if given:
+        raise ConfigError(f"{given} is set both by the request and by pantheraml.config.", fix="Keep one of them.")
+    device = "cuda" if devices.gpus else "cpu"
+    config = validate(
+        {
+            "model": {"path": str(inputs.model), **settings.get("model", {})},
+            "data": {
+                "path": str(inputs.training),
+                "eval_path": None if inputs.validation is None else str(inputs.validation),
+                "seq_len": _seq_len(inputs.model),
+                "packing": False,  # on OpenAI's wire a batch counts examples
+                **settings.get("data", {}),
+            },
+            "method": settings.get("method", {}),
+            "train": {
+                "epochs": hyperparameters["n_epochs"],
+                "global_batch_size": hyperparameters["batch_size"],
+                "learning_rate": LEARNING_RATE * hyperparameters["learning_rate_multiplier"],
+                "seed": seed,
+                **settings.get("train", {}),
+            },
+            "stability": settings.get("stability", {}),
+            "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings.get("checkpoint", {})},
+            "parallel": _parallel(own, devices),
+            "device": device,
+        }
+    )
+    plan = choose(config, devices)
+    config.parallel.world_size = plan.world_size
+    return JobPlan(config.to_dict(), plan, hyperparameters)
+
+
+def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
+    wanted = request.wanted()
+    return {
+        "n_epochs": wanted.n_epochs or EPOCHS,
+        "batch_size": wanted.batch_size or min(BATCH_SIZE, rows),
+        "learning_rate_multiplier": wanted.learning_rate_multiplier or 1.0,
+    }
+
+
+def _parallel(own: OwnSettings, devices: DeviceSpec) -> dict[str, Any]:
+    if own.mode == "dataparallel":  # one process; which GPUs it gets is decided when it starts
+        indices = [gpu.index for gpu in devices.gpus[: own.processes]]
+        return {"mode": own.mode, "device_ids": indices or None}
+    return {"mode": own.mode, "world_size": own.processes}
+
+
+_OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
+
+
+def _conflicts(train: dict[str, Any]) -> str:
+    return ", ".join(f"train.{name}" for name in (*_OF_THE_REQUEST, "seed") if name in train)
+
+
+def _seq_len(model: Path) -> int:
+    """Our default, or the positions that the model has if they are fewer."""
+    try:
+        positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError):
+        return SEQ_LEN
+    return min(SEQ_LEN, positions) if isinstance(positions, int) and positions > 0 else SEQ_LEN

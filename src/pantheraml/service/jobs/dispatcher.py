@@ -1,0 +1,311 @@
+"""The loop that starts, watches and ends jobs. All it knows is in the database and in the jobs' folders.
+
+It can be killed at any moment: runs go on under their supervisors, and the next dispatcher adopts them by looking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import time
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+
+from pantheraml.base import log
+from pantheraml.base.errors import PantheraError
+from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
+from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
+from pantheraml.service.jobs.ingest import PathHider, to_job_event
+from pantheraml.service.jobs.inventory import Inventory, gpu_indices
+from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.results import write_results
+from pantheraml.service.jobs.scheduler import Reason, Running, decide
+from pantheraml.service.jobs.states import ACTIVE, ENDED, ForbiddenTransitionError, State
+from pantheraml.service.jobs.usage import device_seconds
+from pantheraml.service.jobs.watch import Observation, observe
+from pantheraml.service.schemas.fine_tuning import model_name
+from pantheraml.service.settings import Settings
+from pantheraml.service.store.database import Database
+from pantheraml.service.store.jobs import StaleJobError, jobs_in, leases, move, reread, waiting_jobs
+from pantheraml.service.store.tables import Event, Job, Lease
+
+logger: logging.Logger = log.get(__name__)
+
+TICK_SECONDS = 0.25
+SCHEDULE_SECONDS = 2.0
+"""A long queue is looked through this often, unless something has changed."""
+ALIVE_SECONDS = 60.0
+KILL_SECONDS = 6.0
+"""A cancelled job whose supervisor has not ended by then is killed."""
+ORPHAN_SECONDS = 20.0
+"""Workers that lost their supervisor have this long to save and leave."""
+
+
+class Dispatcher:
+    def __init__(self, database: Database, settings: Settings, inventory: Inventory, notifier: Notifier) -> None:
+        self._database, self._settings = database, settings
+        self.inventory = inventory
+        self._notifier = notifier
+        self._wake = asyncio.Event()
+        self.hide = PathHider({"[models]": settings.models_dir, "[data]": settings.data_dir})
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        """Supervisors that this process started, to be reaped."""
+        self._signalled: set[tuple[str, int, State]] = set()
+        self._lost_since: dict[tuple[str, int], float] = {}
+        self._reasons: dict[str, Reason] = {}
+        self._queue_changed, self._scheduled = True, 0.0
+        self._ticked = time.monotonic()
+        self._tidied = -EVERY_SECONDS
+
+    def wake(self) -> None:
+        """Look at once: something was asked for."""
+        self._queue_changed = True
+        self._wake.set()
+
+    def reason(self, job_id: str) -> Reason | None:
+        """Why a queued job waits; None before the first look."""
+        return self._reasons.get(job_id)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if it has looked at the jobs in the last seconds."""
+        return time.monotonic() - self._ticked < ALIVE_SECONDS
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.tick()
+                self._ticked = time.monotonic()
+            except Exception:
+                logger.exception("the dispatcher failed once; it tries again")
+                await asyncio.sleep(1.0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
+            self._wake.clear()
+
+    async def tick(self) -> None:
+        for name, process in list(self._processes.items()):
+            if process.poll() is not None:
+                del self._processes[name]
+        async with self._database.read() as session:
+            active = await jobs_in(session, [*ACTIVE, State.CRASHED])
+        for job in active:
+            try:
+                await self._watch(job)
+            except (StaleJobError, ForbiddenTransitionError) as err:
+                logger.info("%s: %s; it is looked at again", job.id, err)
+        if self._queue_changed or time.monotonic() - self._scheduled > SCHEDULE_SECONDS:
+            self._queue_changed, self._scheduled = False, time.monotonic()
+            await self._schedule()
+        if time.monotonic() - self._tidied > EVERY_SECONDS:
+            await tidy(self._database, self._settings.files)
+            self._tidied = time.monotonic()
+
+    # Starting ---------------------------------------------------------------------------------------------------------
+
+    async def _schedule(self) -> None:
+        async with self._database.read() as session:
+            queue = await waiting_jobs(session)
+            if not queue:
+                self._reasons = {}
+                return
+            running = await jobs_in(session, ACTIVE)
+            held = {name: lease.job_id for name, lease in (await leases(session)).items()}
+            usage = await device_seconds(session)
+        active = [Running(job.id, job.processes, _expected_end(job)) for job in running]
+        decision = decide(queue, active, self.inventory.devices, held, usage, time.time())
+        self._reasons = decision.waiting
+        for job_id, devices in decision.starts.items():
+            async with self._database.read() as session:
+                job = await session.get_one(Job, job_id)
+            if job.state == State.QUEUED:
+                await self._start(job, devices)
+
+    async def _start(self, job: Job, devices: list[str]) -> None:
+        """Lease the devices, then start the supervisor. Killed in between, the next dispatcher finds nothing running
+        under the new token and queues the job again."""
+        now = time.time()
+        try:
+            async with self._database.write() as session:
+                token = job.token + 1
+                session.add_all(Lease(resource=name, job_id=job.id, token=token, created_at=now) for name in devices)
+                await session.flush()
+                await move(
+                    session, job, State.STARTING, f"Starting on {', '.join(devices)}", token=token, started_at=now
+                )
+        except (IntegrityError, StaleJobError, ForbiddenTransitionError):
+            return  # taken by another service, or changed by its user
+        self._notifier.notify(job.id)
+        config = dict(job.config)
+        config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
+        limits = Limits([self._settings.models_dir, self._settings.files], self._settings.cache)
+        try:
+            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, limits)
+        except PantheraError as err:
+            await self._crashed(job, err.what)
+        else:
+            self._processes[job.id] = process
+
+    def _supervised(self, job: Job) -> SupervisedRun:
+        return SupervisedRun(self._settings.jobs.resolve() / job.id, job.id)
+
+    # Watching ---------------------------------------------------------------------------------------------------------
+
+    async def _watch(self, job: Job) -> None:
+        if job.state == State.CRASHED:
+            await self._retry(job)
+            return
+        seen = await asyncio.to_thread(observe, self._settings.jobs.resolve(), job.id, job.token, job.events_offset)
+        await self._record(job, seen)
+        if seen.exit is not None:
+            await self._ended(job, seen.exit)
+        elif seen.lost:
+            await self._lost(job)
+        else:
+            await self._press(job)
+
+    async def _record(self, job: Job, seen: Observation) -> None:
+        """Keep the run's news. The offset is stored in the same transaction, so each event comes once, whatever is
+        killed."""
+        if seen.offset == job.events_offset:
+            return
+        async with self._database.write() as session:
+            current = await session.get_one(Job, job.id)
+            if current.events_offset != job.events_offset:
+                raise StaleJobError("another dispatcher reads its events")
+            session.add_all(
+                event for each in seen.events if (event := to_job_event(job.id, each, self.hide)) is not None
+            )
+            current.events_offset = job.events_offset = seen.offset
+            if seen.training and current.state == State.STARTING:
+                await move(session, current, State.RUNNING, "Fine-tuning job started")
+            await session.flush()
+            await reread(session, job)
+        self._notifier.notify(job.id)
+
+    async def _press(self, job: Job) -> None:
+        """See to it that a running job does what was asked of it."""
+        run, state = self._supervised(job), State(job.state)
+        over = job.max_runtime is not None and job.started_at is not None
+        if over and state in (State.STARTING, State.RUNNING) and _runtime(job) > (job.max_runtime or 0.0):
+            error = {"code": "max_runtime", "message": f"It ran longer than {job.max_runtime:.0f} s.", "param": None}
+            await self._move(job, State.CANCELLING, "Cancelled: its maximum runtime is over", error=error)
+            return
+        mark = (job.id, job.token, state)
+        if state is State.PAUSING and mark not in self._signalled:
+            await asyncio.to_thread(run.ask_to_stop, job.token)
+            self._signalled.add(mark)
+        elif state is State.CANCELLING and mark not in self._signalled:
+            await asyncio.to_thread(run.stop_now, job.token)
+            self._signalled.add(mark)
+        elif state is State.CANCELLING and time.time() - job.state_at > KILL_SECONDS:
+            await asyncio.to_thread(run.kill)
+
+    async def _lost(self, job: Job) -> None:
+        """The supervisor was killed, or this machine went down. Its workers save and leave, or are made to."""
+        run = self._supervised(job)
+        since = self._lost_since.setdefault((job.id, job.token), time.monotonic())
+        waited = time.monotonic() - since
+        patient = job.state != State.CANCELLING and waited < ORPHAN_SECONDS
+        if patient and await asyncio.to_thread(run.is_anyone_left):
+            return
+        await asyncio.to_thread(run.kill)
+        del self._lost_since[job.id, job.token]
+        if job.state == State.CANCELLING:
+            await self._move(job, State.CANCELLED, "Cancelled", **_finished(job))
+        elif job.state == State.PAUSING:
+            await self._move(job, State.PAUSED, "Paused: its processes were gone", **_stopped(job))
+        else:
+            await self._crashed(job, "Its supervisor was killed, or this machine restarted.")
+
+    # Ending -----------------------------------------------------------------------------------------------------------
+
+    async def _ended(self, job: Job, ended: RunExit) -> None:
+        await asyncio.to_thread(self._supervised(job).kill)  # nobody of this start is left when the next one begins
+        state = State(job.state)
+        if state is State.CANCELLING:
+            await self._move(job, State.CANCELLED, "Cancelled", **_finished(job))
+        elif ended.status == "succeeded":
+            await self._succeeded(job)
+        elif ended.status == "failed":
+            await self._failed(job, ended)
+        elif state is State.PAUSING:
+            await self._move(job, State.PAUSED, "Paused; its state is saved", **_stopped(job))
+        else:
+            await self._crashed(job, ended.what or "Its processes ended without a word.")
+
+    async def _succeeded(self, job: Job) -> None:
+        trained = self._supervised(job).run_dir.trained()
+        async with self._database.read() as session:
+            kinds = Event.kind.in_(["train.step", "eval.done"])
+            steps = (await session.scalars(select(Event).where(Event.job_id == job.id, kinds).order_by(Event.id))).all()
+        files = await asyncio.to_thread(write_results, self._settings.files, job.owner, steps, trained)
+        latest = {event.step: event.data for event in steps if event.kind == "train.step"}
+        tokens = sum(int(data.get("tokens") or 0) for data in latest.values())
+        async with self._database.write() as session:
+            if job.state == State.STARTING:
+                await move(session, job, State.RUNNING, "Fine-tuning job started")
+            session.add_all(files)
+            changes = {
+                **_finished(job),
+                "result_files": [file.id for file in files],
+                "fine_tuned_model": model_name(job),
+                "trained_tokens": tokens,
+            }
+            await move(session, job, State.SUCCEEDED, f"New fine-tuned model created: {model_name(job)}", **changes)
+        self._done(job)
+
+    async def _failed(self, job: Job, ended: RunExit) -> None:
+        message = self.hide(" ".join(part for part in (ended.what, ended.fix) if part))
+        error = {"code": ended.error or "failed", "message": message, "param": None}
+        await self._move(job, State.FAILED, self.hide(f"Failed: {ended.what}"), error=error, **_finished(job))
+
+    async def _crashed(self, job: Job, why: str) -> None:
+        """Count the crash; one after a new checkpoint is the first again."""
+        step = await asyncio.to_thread(self._supervised(job).run_dir.last_checkpoint)
+        crashes = 1 if step != job.crashed_at_step else job.crashes + 1
+        changes = {**_stopped(job), "crashes": crashes, "crashed_at_step": step}
+        await self._move(job, State.CRASHED, self.hide(why), **changes)
+        await self._retry(job)
+
+    async def _retry(self, job: Job) -> None:
+        if job.crashes < self._settings.max_attempts:
+            step = "the beginning" if job.crashed_at_step is None else f"step {job.crashed_at_step}"
+            await self._move(job, State.QUEUED, f"Queued again; it continues from {step}")
+            return
+        message = f"It crashed {job.crashes} times in a row without a new checkpoint."
+        error = {"code": "crashed", "message": message, "param": None}
+        await self._move(job, State.FAILED, message, error=error, finished_at=time.time())
+
+    async def _move(self, job: Job, to: State, message: str, **changes: Any) -> None:
+        async with self._database.write() as session:
+            await move(session, job, to, message, **changes)
+        self._done(job)
+
+    def _done(self, job: Job) -> None:
+        self._queue_changed = True
+        self._notifier.notify(job.id)
+        if State(job.state) in ENDED:
+            self._signalled = {mark for mark in self._signalled if mark[0] != job.id}
+
+
+def _expected_end(job: Job) -> float | None:
+    if job.predicted_seconds is None or job.started_at is None:
+        return None
+    return job.started_at + job.predicted_seconds
+
+
+def _runtime(job: Job) -> float:
+    return job.seconds_run + (0.0 if job.started_at is None else time.time() - job.started_at)
+
+
+def _stopped(job: Job) -> dict[str, Any]:
+    return {"seconds_run": _runtime(job), "started_at": None}
+
+
+def _finished(job: Job) -> dict[str, Any]:
+    return {"finished_at": time.time(), "seconds_run": _runtime(job)}

@@ -1,0 +1,40 @@
+"""Remove files that have expired, and content that no row knows: a service that was killed may leave it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from sqlalchemy import select
+
+from pantheraml.service.store.database import Database
+from pantheraml.service.store.files import content_of, job_that_reads
+from pantheraml.service.store.tables import File
+
+EVERY_SECONDS = 60.0
+_YOUNG_SECONDS = 3600.0
+"""Content is written before its row is: what is younger may be about to get one."""
+
+
+async def tidy(database: Database, folder: Path) -> list[str]:
+    """Tidy the folder of files. Return the ids of the files that have expired; those of unfinished jobs stay."""
+    expired: list[File] = []
+    async with database.write() as session:
+        for file in (await session.scalars(select(File).where(File.expires_at <= time.time()))).all():
+            if await job_that_reads(session, file.id) is None:
+                await session.delete(file)
+                expired.append(file)
+    async with database.read() as session:
+        known = {content_of(file, folder).name for file in (await session.scalars(select(File))).all()}
+    await asyncio.to_thread(_remove, folder, known, [content_of(file, folder).name for file in expired])
+    return [file.id for file in expired]
+
+
+def _remove(folder: Path, known: set[str], expired: Iterable[str]) -> None:
+    for name in expired:
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.name not in known and time.time() - path.stat().st_mtime > _YOUNG_SECONDS:
+            path.unlink(missing_ok=True)

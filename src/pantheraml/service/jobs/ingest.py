@@ -1,0 +1,95 @@
+"""From the events of a run to the events of a job: what a person wants to read, and the figures of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base import events as run_events
+from pantheraml.base.events import EventBase
+from pantheraml.base.text import printable
+from pantheraml.service.store.tables import Event
+
+_ENVELOPE = ("v", "clock", "rank", "kind", "time")
+_METRICS = (
+    *("loss", "learning_rate", "grad_norm", "epoch", "tokens", "target_tokens", "seconds"),
+    *("tokens_per_second", "memory_bytes"),
+)
+
+Say = Callable[[Any], str]
+
+_MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
+    run_events.DataReady: ("info", lambda e: f"Data ready ({e.split}): {e.rows} rows, {e.target_tokens} target tokens"),
+    run_events.ModelReady: ("info", lambda e: f"Model ready: {e.trainable_parameters:,} trainable parameters"),
+    run_events.TrainStarted: (
+        "info",
+        lambda e: f"Training from step {e.first_step} to {e.total_steps} on {e.world_size} {e.device} process(es)",
+    ),
+    run_events.TrainStep: ("info", lambda e: f"Step {e.step}: training loss={e.loss:.4f}"),
+    run_events.EvalDone: ("info", lambda e: f"Step {e.step}: validation loss={e.loss:.4f}"),
+    run_events.CheckpointSaved: ("info", lambda e: f"Checkpoint of step {e.step} saved"),
+    run_events.CheckpointRemoved: ("info", lambda e: f"Checkpoint of step {e.step} removed"),
+    run_events.ModelSaved: ("info", lambda e: "Trained weights saved"),
+    run_events.RunRestarted: ("warn", lambda e: e.message),
+    run_events.RunFallback: ("warn", lambda e: e.message),
+    run_events.VerdictReached: ("warn", lambda e: f"Step {e.step}: {e.action} ({e.cause})"),
+    run_events.IncidentRecorded: ("warn", lambda e: f"Step {e.step}: {e.finding}"),
+    run_events.Notice: ("info", lambda e: e.message),
+    run_events.WarningIssued: ("warn", lambda e: e.message),
+    run_events.ErrorRaised: ("error", lambda e: e.what),
+}
+
+
+class PathHider:
+    """Replaces this machine's folders in texts that users read: they are for its operator."""
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        """Folder of each word that stands for it."""
+        names = {str(path): word for word, folder in folders.items() for path in (folder.absolute(), folder.resolve())}
+        self._words = {name: names[name] for name in sorted(names, key=len, reverse=True)}
+
+    def __call__(self, text: str) -> str:
+        for name, word in self._words.items():
+            text = text.replace(name, word)
+        return text
+
+
+def to_job_event(job_id: str, event: EventBase, hide: Callable[[str], str]) -> Event | None:
+    """The job's event for one of its run; None for those that only readers of the run folder need."""
+    known = _MESSAGES.get(type(event))
+    if known is None or event.rank not in (0, None):
+        return None
+    level, say = known
+    values = event.model_dump()
+    return Event(
+        job_id=job_id,
+        created_at=event.time,
+        level=level,
+        kind=event.kind,
+        message=printable(hide(say(event)))[:2000],
+        step=values.get("step"),
+        data=_data(event, values),
+    )
+
+
+def _data(event: EventBase, values: dict[str, Any]) -> dict[str, Any]:
+    """Figures alone: paths and tracebacks of this machine are for its operator."""
+    if isinstance(event, run_events.TrainStep):
+        chosen = {name: values[name] for name in _METRICS}
+        return {"step": event.step, "train_loss": _finite(event.loss), **{k: _finite(v) for k, v in chosen.items()}}
+    if isinstance(event, run_events.EvalDone):
+        return {"step": event.step, "valid_loss": _finite(event.loss), "perplexity": _finite(event.perplexity)}
+    if isinstance(event, run_events.CheckpointSaved):
+        return {"step": event.step, "bytes": event.bytes, "best": event.best}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _ENVELOPE and isinstance(value, int | float | bool) and _finite(value) is not None
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither NaN nor infinity."""
+    return value if not isinstance(value, float) or math.isfinite(value) else None

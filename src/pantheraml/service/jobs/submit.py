@@ -1,0 +1,128 @@
+"""Take in a request for a job: look up what its ids mean, plan it, and put it into the queue, or refuse it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pantheraml.base.errors import PantheraError
+from pantheraml.service.auth import Principal
+from pantheraml.service.context import ServiceContext
+from pantheraml.service.errors import ApiError, refusal
+from pantheraml.service.ids import new_id
+from pantheraml.service.jobs.configure import Inputs, JobPlan, configure
+from pantheraml.service.jobs.states import ENDED, State
+from pantheraml.service.schemas.fine_tuning import CreateJob
+from pantheraml.service.store.files import content_of, find_file
+from pantheraml.service.store.jobs import add_job, count_jobs, move
+from pantheraml.service.store.tables import File, Job
+
+
+async def plan_job(body: CreateJob, principal: Principal, context: ServiceContext, seed: int) -> JobPlan:
+    """What the request means here. ApiError with the parameter that is to blame if it cannot run."""
+    if body.pantheraml.priority > 0 and not principal.allows("admin"):
+        raise ApiError(403, "A priority above 0 needs the scope `admin`.", param="pantheraml.priority")
+    base = context.catalog.models().get(body.model)
+    if base is None:
+        known = ", ".join(sorted(context.catalog.models())[:20]) or "none"
+        message = f"The model `{body.model[:100]}` is not one that can be fine-tuned here: {known}."
+        raise ApiError(400, message, param="model", code="model_not_found")
+    training = await _training_data(body.training_file, "training_file", principal, context)
+    files = context.settings.files.resolve()
+    validation = None
+    if body.validation_file is not None:
+        validation = content_of(
+            await _training_data(body.validation_file, "validation_file", principal, context), files
+        )
+    inputs = Inputs(base.path, content_of(training, files), training.rows or 0, validation)
+    inventory = context.dispatcher.inventory
+    try:
+        planned = await asyncio.to_thread(configure, body, inputs, seed, inventory.spec)
+    except PantheraError as err:
+        refused = refusal(err)
+        raise ApiError(400, context.dispatcher.hide(refused.message), code=refused.code) from err
+    if planned.devices > len(inventory.devices):
+        message = f"It needs {planned.devices} {inventory.kind}s, but there are {len(inventory.devices)}."
+        raise ApiError(400, message, param="pantheraml.processes", code="does_not_fit")
+    return planned
+
+
+async def _training_data(file_id: str, param: str, principal: Principal, context: ServiceContext) -> File:
+    async with context.database.read() as session:
+        file = await find_file(session, file_id, principal.owner)
+    if file is None:
+        raise ApiError(400, f"No such file: {file_id}", param=param, code="file_not_found")
+    if file.format is None:
+        raise ApiError(400, f"{file_id} was not uploaded with the purpose `fine-tune`.", param=param)
+    return file
+
+
+def random_seed() -> int:
+    return secrets.randbelow(1 << 31)
+
+
+async def submit(
+    body: CreateJob,
+    principal: Principal,
+    context: ServiceContext,
+    *,
+    idempotency_key: str | None,
+    record: Callable[[AsyncSession, str], None],
+) -> Job:
+    """Queue a job; the one that an earlier request with this idempotency key made, if there is one."""
+    if idempotency_key is not None and (earlier := await _earlier(principal, idempotency_key, context)) is not None:
+        return earlier
+    seed = random_seed() if body.seed is None else body.seed
+    planned = await plan_job(body, principal, context, seed)
+    job = _row(body, principal, planned, seed, idempotency_key)
+    async with context.database.write() as session:
+        if idempotency_key is not None:
+            query = select(Job).where(Job.owner == principal.user, Job.idempotency_key == idempotency_key)
+            if (earlier := await session.scalar(query)) is not None:
+                return earlier
+        unfinished = [state for state in State if state not in ENDED]
+        if await count_jobs(session, principal.user, unfinished) >= context.settings.max_queued_per_user:
+            message = f"You have {context.settings.max_queued_per_user} unfinished jobs, as many as are allowed."
+            raise ApiError(403, message, code="quota_exceeded")
+        await add_job(session, job)
+        record(session, job.id)
+        await move(session, job, State.QUEUED, "Files validated, job queued", queued_at=time.time())
+        if body.pantheraml.hold:
+            await move(session, job, State.PAUSED, "Submitted on hold")
+    context.dispatcher.wake()
+    return job
+
+
+async def _earlier(principal: Principal, key: str, context: ServiceContext) -> Job | None:
+    query = select(Job).where(Job.owner == principal.user, Job.idempotency_key == key)
+    async with context.database.read() as session:
+        return await session.scalar(query)
+
+
+def _row(body: CreateJob, principal: Principal, planned: JobPlan, seed: int, idempotency_key: str | None) -> Job:
+    return Job(
+        id=new_id("ftjob"),
+        owner=principal.user,
+        model=body.model,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        seed=seed,
+        user_metadata=body.metadata,
+        hyperparameters=planned.hyperparameters,
+        config=planned.config,
+        plan=planned.plan.model_dump(mode="json"),
+        predicted_seconds=planned.plan.predicted_seconds,
+        processes=planned.devices,
+        device=planned.plan.device,
+        priority=body.pantheraml.priority,
+        max_runtime=body.pantheraml.max_runtime_seconds,
+        idempotency_key=idempotency_key,
+        created_at=time.time(),
+        result_files=[],
+    )

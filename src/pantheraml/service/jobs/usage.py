@@ -1,0 +1,25 @@
+"""Device seconds that each user has used lately: what was used half a day ago counts half."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pantheraml.service.store.tables import Job
+
+HALF_LIFE_SECONDS = 12 * 3600.0
+_REMEMBERED = 6 * HALF_LIFE_SECONDS
+
+
+async def device_seconds(session: AsyncSession) -> dict[str, float]:
+    now = time.time()
+    columns = (Job.owner, Job.processes, Job.seconds_run, Job.started_at, Job.finished_at, Job.state_at)
+    recent = (Job.token > 0) & (Job.state_at > now - _REMEMBERED)
+    usage: dict[str, float] = {}
+    for owner, processes, seconds, started, finished, since in await session.execute(select(*columns).where(recent)):
+        running = now - started if finished is None and started is not None else 0.0
+        age = 0.0 if running else now - since
+        usage[owner] = usage.get(owner, 0.0) + processes * (seconds + running) * 0.5 ** (age / HALF_LIFE_SECONDS)
+    return usage

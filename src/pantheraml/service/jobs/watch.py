@@ -1,0 +1,38 @@
+"""What can be seen of a started job from outside: is it running, how did it end, what has it told."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from pantheraml.base.event_stream import EventReader
+from pantheraml.base.events import EventBase, TrainStarted, TrainStep
+from pantheraml.runs.supervised import RunExit, SupervisedRun
+
+MOST_EVENTS = 5000
+"""Read at once, so that a long stream that was written while the service was down does not fill the memory."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    events: list[EventBase]
+    offset: int
+    exit: RunExit | None
+    lost: bool
+    """The supervisor is gone and did not say how the run ended."""
+
+    @property
+    def training(self) -> bool:
+        return any(isinstance(event, TrainStarted | TrainStep) for event in self.events)
+
+
+def observe(folder: Path, job_id: str, token: int, offset: int) -> Observation:
+    """Look at a job; reads files and processes, so not for the event loop."""
+    run = SupervisedRun(folder / job_id, job_id)
+    running = run.is_running(token)  # first: what it wrote before it ended is then read below
+    ended = None if running else run.ending(token)
+    reader = EventReader(run.run_dir.path, offset=offset)
+    events = list(itertools.islice(reader.poll(), MOST_EVENTS))
+    complete = len(events) < MOST_EVENTS
+    return Observation(events, reader.offset, ended if complete else None, not running and ended is None and complete)

@@ -1,0 +1,140 @@
+"""OpenAI's files: upload, list, retrieve, content, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+from sqlalchemy import select
+
+from pantheraml.base.errors import DataError
+from pantheraml.service import audit
+from pantheraml.service.auth import Principal, Reader, Submitter
+from pantheraml.service.context import Context, ServiceContext
+from pantheraml.service.datasets import Dataset, check_jsonl
+from pantheraml.service.errors import ApiError, not_found, refusal
+from pantheraml.service.ids import new_id
+from pantheraml.service.multipart import Upload, received, too_large
+from pantheraml.service.schemas.files import file_object, parse_expiry
+from pantheraml.service.store.files import bytes_of, content_of, find_file, job_that_reads
+from pantheraml.service.store.pages import fetch_page
+from pantheraml.service.store.tables import File
+
+router = APIRouter(prefix="/v1/files", tags=["files"])
+
+
+@router.post("")
+async def create_file(request: Request, principal: Submitter, context: Context) -> dict[str, Any]:
+    """Upload a file as multipart/form-data. Training data is checked row by row before it is accepted."""
+    settings = context.settings
+    async with context.database.read() as session:
+        left = settings.max_user_bytes - await bytes_of(session, principal.user)
+    if left <= 0:
+        raise ApiError(403, "Your files fill your quota; delete some.", code="quota_exceeded")
+    limit = min(settings.max_file_bytes, left)
+    announced = request.headers.get("content-length")
+    if announced is not None and int(announced) > limit + (1 << 20):  # the form around the file is small
+        raise too_large(limit)
+    async with received(request, settings.incoming, file_field="file", limit=limit) as upload:
+        file = await _accept(upload, principal)
+        path = content_of(file, settings.files)
+        upload.path.rename(path)
+        try:
+            async with context.database.write() as session:
+                session.add(file)
+                audit.record(session, principal, "file.create", file.id, request)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    return file_object(file)
+
+
+async def _accept(upload: Upload, principal: Principal) -> File:
+    purpose = upload.fields.get("purpose")
+    if purpose not in ("fine-tune", "user_data"):
+        raise ApiError(400, "`purpose` must be `fine-tune` or `user_data`.", param="purpose")
+    now, dataset = time.time(), None
+    if purpose == "fine-tune":
+        dataset = await _checked(upload)
+    return File(
+        id=new_id("file"),
+        owner=principal.user,
+        purpose=purpose,
+        filename=upload.filename or "upload",
+        bytes=upload.size,
+        sha256=upload.sha256,
+        rows=None if dataset is None else dataset.rows,
+        format=None if dataset is None else dataset.format,
+        created_at=now,
+        expires_at=parse_expiry(upload.fields, now),
+    )
+
+
+async def _checked(upload: Upload) -> Dataset:
+    try:
+        return await asyncio.to_thread(check_jsonl, upload.path)
+    except DataError as err:
+        error = refusal(err, param="file")
+        error.code = "invalid_file_format"
+        raise error from err
+
+
+@router.get("")
+async def list_files(
+    principal: Reader,
+    context: Context,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: Annotated[str | None, Query(max_length=32)] = None,
+) -> dict[str, Any]:
+    async with context.database.read() as session:
+        query = select(File)
+        if principal.owner is not None:
+            query = query.where(File.owner == principal.owner)
+        if purpose is not None:
+            query = query.where(File.purpose == purpose)
+        cursor = None if after is None else await _existing(context, principal, after, param="after")
+        page = await fetch_page(session, query, File, limit=limit, cursor=cursor, order=order)
+    data = [file_object(file) for file in page.rows]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+
+
+@router.get("/{file_id}")
+async def retrieve_file(file_id: str, principal: Reader, context: Context) -> dict[str, Any]:
+    return file_object(await _existing(context, principal, file_id))
+
+
+@router.get("/{file_id}/content", response_class=FileResponse)
+async def file_content(file_id: str, principal: Reader, context: Context) -> FileResponse:
+    """The content; ranges of bytes are possible."""
+    file = await _existing(context, principal, file_id)
+    path = content_of(file, context.settings.files)
+    if not path.is_file():
+        raise ApiError(410, "The content of this file is gone.", code="gone")
+    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+
+
+@router.delete("/{file_id}")
+async def delete_file(file_id: str, request: Request, principal: Submitter, context: Context) -> dict[str, Any]:
+    file = await _existing(context, principal, file_id)
+    async with context.database.write() as session:
+        job = await job_that_reads(session, file.id)
+        if job is not None:
+            raise ApiError(400, f"The job {job} still uses this file.", param="file_id", code="file_in_use")
+        await session.delete(await session.get_one(File, file.id))
+        audit.record(session, principal, "file.delete", file.id, request)
+    content_of(file, context.settings.files).unlink(missing_ok=True)
+    return {"id": file.id, "object": "file", "deleted": True}
+
+
+async def _existing(context: ServiceContext, principal: Principal, file_id: str, *, param: str = "file_id") -> File:
+    async with context.database.read() as session:
+        file = await find_file(session, file_id, principal.owner)
+    if file is None:
+        raise not_found("file", file_id, param=param)
+    return file

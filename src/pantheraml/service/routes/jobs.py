@@ -1,0 +1,140 @@
+"""What OpenAI's wire has no words for: live events, series of figures, logs, artifacts and the plan of a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.responses import FileResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from sqlalchemy import select
+
+from pantheraml.runs.supervised import SupervisedRun
+from pantheraml.service.auth import Reader
+from pantheraml.service.context import Context, ServiceContext
+from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.jobs.artifacts import artifacts_of
+from pantheraml.service.jobs.states import ENDED, State
+from pantheraml.service.jobs.thin import thinned
+from pantheraml.service.routes.fine_tuning import existing_job
+from pantheraml.service.schemas.fine_tuning import event_object
+from pantheraml.service.store.tables import Event, Job
+
+
+async def _readable(job_id: str, principal: Reader, context: Context) -> Job:
+    return await existing_job(context, principal, job_id)
+
+
+ReadableJob = Annotated[Job, Depends(_readable)]
+"""The job of the path, if the principal may see it."""
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
+
+_LOOK_AGAIN_SECONDS = 15.0
+"""Also without a notification, since another process may have written to the database."""
+_BATCH = 500
+POINTS = 2000
+
+
+@router.get("/stream", response_class=EventSourceResponse)
+async def stream_events(
+    job: ReadableJob,
+    context: Context,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job."""
+    last = _event_number(last_event_id)
+    while not context.notifier.closed:
+        with context.notifier.listening(job.id) as news:
+            now, events = await _news(context, job.id, last)
+            for event in events:
+                last = event.id
+                yield ServerSentEvent(data=event_object(event), event=event.kind, id=f"ftevent-{event.id}")
+            if len(events) == _BATCH:
+                continue
+            if State(now.state) in ENDED:
+                yield ServerSentEvent(data={"state": now.state}, event="end")
+                return
+            try:
+                await asyncio.wait_for(news.wait(), _LOOK_AGAIN_SECONDS)
+            except TimeoutError:
+                continue
+
+
+async def _news(context: ServiceContext, job_id: str, last: int) -> tuple[Job, list[Event]]:
+    async with context.database.read() as session:
+        job = await session.get_one(Job, job_id)  # first: what came before its end is then read below
+        query = select(Event).where(Event.job_id == job_id, Event.id > last).order_by(Event.id).limit(_BATCH)
+        return job, list((await session.scalars(query)).all())
+
+
+def _event_number(text: str | None) -> int:
+    number = (text or "ftevent-0").removeprefix("ftevent-")
+    if not number.isdigit() or len(number) > 18:
+        raise ApiError(400, "Last-Event-ID is not the id of an event.", param="Last-Event-ID")
+    return int(number)
+
+
+@router.get("/series")
+async def metric_series(
+    job: ReadableJob,
+    context: Context,
+    metric: Annotated[str, Query(max_length=64)] = "train_loss",
+    after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0,
+    points: Annotated[int, Query(ge=2, le=20_000)] = POINTS,
+) -> dict[str, Any]:
+    """Steps and values of a figure, thinned to about `points` with minima and maxima kept. `after`: a `cursor`."""
+    kinds = Event.kind.in_(["train.step", "eval.done"])
+    query = select(Event.id, Event.step, Event.data).where(Event.job_id == job.id, kinds, Event.id > after)
+    async with context.database.read() as session:
+        rows = (await session.execute(query.order_by(Event.id))).all()
+    found = [(step, data[metric]) for _, step, data in rows if isinstance(data.get(metric), int | float)]
+    kept = thinned(found, points)
+    cursor = rows[-1][0] if rows else after
+    return {
+        "metric": metric,
+        "steps": [step for step, _ in kept],
+        "values": [value for _, value in kept],
+        "total": len(found),
+        "cursor": cursor,
+    }
+
+
+@router.get("/logs", response_class=FileResponse)
+async def logs(job: ReadableJob, context: Context) -> FileResponse:
+    """Output of the job's processes; ranges of bytes are possible (`Range: bytes=-65536` for the end)."""
+    log = _run(context, job).log
+    if not log.is_file():
+        raise not_found("log yet of job", job.id)
+    return FileResponse(log, media_type="text/plain; charset=utf-8")
+
+
+@router.get("/artifacts")
+async def list_artifacts(job: ReadableJob, context: Context) -> dict[str, Any]:
+    """Files that the run has written for its user: the trained weights, the report, the summary."""
+    found = await asyncio.to_thread(artifacts_of, _run(context, job).run_dir)
+    data = [{"name": name, "bytes": path.stat().st_size} for name, path in found.items()]
+    return {"object": "list", "data": data, "has_more": False}
+
+
+@router.get("/artifacts/{name:path}", response_class=FileResponse)
+async def get_artifact(job: ReadableJob, name: str, context: Context) -> FileResponse:
+    """One of them; ranges of bytes are possible."""
+    path: Path | None = (await asyncio.to_thread(artifacts_of, _run(context, job).run_dir)).get(name)
+    if path is None:
+        raise not_found("artifact", name, param="name")
+    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+
+@router.get("/plan")
+async def plan(job: ReadableJob) -> dict[str, Any]:
+    """What the planner chose for the job, with reasons."""
+    return job.plan
+
+
+def _run(context: ServiceContext, job: Job) -> SupervisedRun:
+    """The job's run; only for an id that the database knows."""
+    return SupervisedRun(context.settings.jobs.resolve() / job.id, job.id)

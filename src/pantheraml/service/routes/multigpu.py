@@ -1,0 +1,147 @@
+"""`/multigpu`: this machine's GPUs, and training on texts of the request. Mountable bare or under a prefix.
+
+Training is a job like any other: it waits for devices, survives the service, and has a history.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pantheraml.service import audit
+from pantheraml.service.auth import LOCAL_USER, Principal, Reader, Submitter
+from pantheraml.service.context import Context, ServiceContext
+from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.jobs.gpu_stats import gpu_stats_now
+from pantheraml.service.jobs.states import State
+from pantheraml.service.jobs.text_training import ended, start_training, training_object
+from pantheraml.service.schemas.multigpu import TrainingRequest, TrainingType
+from pantheraml.service.store.jobs import jobs_in, leases, waiting_jobs
+from pantheraml.service.store.tables import Event, Job
+
+router = APIRouter(prefix="/multigpu", tags=["multigpu"])
+
+
+@router.get("/health")
+async def health(principal: Reader, context: Context) -> dict[str, Any]:
+    """Whether jobs can run here, and on what."""
+    spec = context.dispatcher.inventory.spec
+    return {
+        "status": "healthy" if context.dispatcher.is_alive else "unhealthy",
+        "gpu_available": bool(spec.gpus),
+        "gpu_count": len(spec.gpus),
+        "driver": spec.driver,
+        "note": spec.note,
+        "cpu_count": spec.cpu_count,
+    }
+
+
+@router.get("/stats")
+async def stats(principal: Reader, context: Context) -> dict[str, Any]:
+    """Every GPU with its memory, utilization, and the job that holds it. None: the driver does not tell."""
+    return await gpu_stats_now(context, principal)
+
+
+@router.get("/gpu/{gpu_id}/stats")
+async def gpu_stats(gpu_id: int, principal: Reader, context: Context) -> dict[str, Any]:
+    found = [gpu for gpu in (await gpu_stats_now(context, principal))["gpu_info"] if gpu["gpu_id"] == gpu_id]
+    if not found:
+        raise not_found("GPU", str(gpu_id), param="gpu_id")
+    chosen: dict[str, Any] = found[0]
+    return chosen
+
+
+@router.get("/resources/status")
+async def resources_status(principal: Reader, context: Context) -> dict[str, Any]:
+    """Devices of jobs, who holds them, and how long the queue is. Other users' jobs have no names here."""
+    inventory = context.dispatcher.inventory
+    async with context.database.read() as session:
+        held = await leases(session)
+        owned = select(Job.id) if principal.owner is None else select(Job.id).where(Job.owner == principal.owner)
+        holders = [lease.job_id for lease in held.values()]
+        visible = set((await session.scalars(owned.where(Job.id.in_(holders)))).all())
+        queued = len(await waiting_jobs(session))
+    devices = []
+    for name in inventory.devices:
+        lease = held.get(name)
+        job = None if lease is None or lease.job_id not in visible else lease.job_id
+        devices.append({"device": name, "in_use": lease is not None, "job": job})
+    return {"kind": inventory.kind, "devices": devices, "free": len(inventory.devices) - len(held), "queued": queued}
+
+
+@router.get("/performance/metrics")
+async def performance_metrics(principal: Reader, context: Context) -> dict[str, Any]:
+    """Speed of one's running jobs, by their newest step."""
+    async with context.database.read() as session:
+        running = [job for job in await jobs_in(session, [State.RUNNING]) if principal.owner in (None, job.owner)]
+        found = []
+        for job in running:
+            query = select(Event).where(Event.job_id == job.id, Event.kind == "train.step")
+            event = await session.scalar(query.order_by(Event.id.desc()).limit(1))
+            figures = {} if event is None else event.data
+            names = ("step", "train_loss", "tokens_per_second", "memory_bytes")
+            found.append({"training_id": job.id, **{name: figures.get(name) for name in names}})
+    return {"jobs": found, "timestamp": time.time()}
+
+
+@router.get("/training/history")
+async def training_history(
+    principal: Reader, context: Context, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+) -> dict[str, Any]:
+    """One's jobs, newest first."""
+    query = select(Job).order_by(Job.created_at.desc(), Job.id.desc()).limit(limit)
+    if principal.owner is not None:
+        query = query.where(Job.owner == principal.owner)
+    async with context.database.read() as session:
+        jobs = (await session.scalars(query)).all()
+    return {"history": [training_object(job) for job in jobs]}
+
+
+@router.post("/training/auto")
+async def train_auto(
+    body: TrainingRequest, request: Request, principal: Submitter, context: Context, wait: bool = False
+) -> dict[str, Any]:
+    """Train as the planner chooses. `wait=true` answers when the training has ended."""
+    return await _train("auto", body, request, principal, context, wait=wait)
+
+
+@router.post("/training/distributed")
+async def train_distributed(
+    body: TrainingRequest, request: Request, principal: Submitter, context: Context, wait: bool = False
+) -> dict[str, Any]:
+    """Train with one process per device."""
+    return await _train("distributed", body, request, principal, context, wait=wait)
+
+
+@router.post("/training/dataparallel")
+async def train_dataparallel(
+    body: TrainingRequest, request: Request, principal: Submitter, context: Context, wait: bool = False
+) -> dict[str, Any]:
+    """Train with one process that replicates the model on its GPUs; it needs two of them."""
+    return await _train("dataparallel", body, request, principal, context, wait=wait)
+
+
+async def _train(
+    kind: TrainingType,
+    body: TrainingRequest,
+    request: Request,
+    principal: Principal,
+    context: ServiceContext,
+    *,
+    wait: bool,
+) -> dict[str, Any]:
+    if body.training_type not in (None, kind):
+        message = f"training_type is {body.training_type}, but the path says {kind}."
+        raise ApiError(422, message, param="training_type")
+    if body.user_id is not None and principal.user not in (LOCAL_USER, str(body.user_id)):
+        raise ApiError(403, "user_id is not the user of this API key.", param="user_id")
+
+    def record(session: AsyncSession, job_id: str) -> None:
+        audit.record(session, principal, "job.create", job_id, request)
+
+    job = await start_training(kind, body, principal, context, record)
+    return training_object(await ended(job, context) if wait else job)

@@ -1,0 +1,72 @@
+"""Settings of the service: what `pantheraml serve` is told, and the folders that follow from it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    data_dir: Path
+    """Uploaded files, jobs, and the database if it is SQLite."""
+    models_dir: Path
+    """Models that may be fine-tuned are folders below this one."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    database_url: str | None = None
+    """None = SQLite in data_dir."""
+    insecure: bool = False
+    """Serve without keys on an address that others can reach."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names under which the service is reached, as in the header Host."""
+    cpu_slots: int | None = None
+    """Processes of jobs at a time on a machine without GPUs; None = one per core."""
+    max_file_bytes: int = 2 * GIB
+    max_user_bytes: int = 50 * GIB
+    """All files of one user."""
+    max_queued_per_user: int = 1000
+    requests_per_minute: int = 6000
+    """Per key, or per address where there are no keys."""
+    max_attempts: int = 3
+    """Starts of a job whose processes were killed or crashed; a start that reached a new checkpoint does not count."""
+
+    @property
+    def files(self) -> Path:
+        return self.data_dir / "files"
+
+    @property
+    def incoming(self) -> Path:
+        """Uploads that are not complete."""
+        return self.data_dir / "incoming"
+
+    @property
+    def jobs(self) -> Path:
+        return self.data_dir / "jobs"
+
+    @property
+    def cache(self) -> Path:
+        return self.data_dir / "cache"
+
+    @property
+    def url(self) -> str:
+        """SQLAlchemy's URL of the database, with an asynchronous driver."""
+        if self.database_url is None:
+            return f"sqlite+aiosqlite:///{self.data_dir.resolve() / 'service.db'}"
+        for plain in ("postgresql://", "postgres://"):
+            if self.database_url.startswith(plain):
+                return f"postgresql+asyncpg://{self.database_url.removeprefix(plain)}"
+        return self.database_url
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine can reach the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,85 @@
+"""The database: SQLite in WAL mode, or PostgreSQL by its URL; one code for both.
+
+SQLite has one writer. A transaction that will write takes its lock at the beginning (BEGIN IMMEDIATE): one that read
+first and wrote later would fail at once when another has written in between, without waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, event, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+_WRITES = "pantheraml_writes"
+_BUSY_MS = 30_000
+_CLAIM = 0x70616E74
+"""Number of the advisory lock."""
+
+
+class Database:
+    def __init__(self, url: str) -> None:
+        self.is_sqlite = url.startswith("sqlite")
+        self._holder: AsyncConnection | None = None
+        self.engine = create_async_engine(url, pool_size=10, max_overflow=20, pool_pre_ping=not self.is_sqlite)
+        self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
+        """Writers of this process queue here, since SQLite's own waiting is a sleep that may starve one of them."""
+        if self.is_sqlite:
+            event.listen(self.engine.sync_engine, "connect", _prepare_sqlite)
+            event.listen(self.engine.sync_engine, "begin", _begin_sqlite)
+
+    async def migrate(self) -> None:
+        """Bring the tables to the newest version."""
+        async with self.engine.execution_options(**{_WRITES: True}).begin() as connection:
+            await connection.run_sync(upgrade)
+
+    @contextlib.asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        async with AsyncSession(self.engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextlib.asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """A session whose changes are committed at the end of the block, or not at all."""
+        engine = self.engine.execution_options(**{_WRITES: True})
+        async with self._writing, AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    async def claim(self) -> bool:
+        """Hold the database for this service until `close`; False if another one holds it. For SQLite the lock of the
+        data folder does that. Two services that each look at the other's jobs would take them for lost."""
+        if self.is_sqlite:
+            return True
+        self._holder = await self.engine.connect()
+        return bool(await self._holder.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _CLAIM}))
+
+    async def close(self) -> None:
+        if self._holder is not None:
+            await self._holder.close()
+        await self.engine.dispose()
+
+
+def upgrade(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _prepare_sqlite(connection: Any, record: object) -> None:
+    connection.isolation_level = None  # no BEGIN by the driver: `_begin_sqlite` sends it
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", f"busy_timeout={_BUSY_MS}"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(_WRITES) else "BEGIN")

@@ -1,0 +1,33 @@
+"""Files in the database. Their content is `files/<id>` in the data folder, `<id>.jsonl` for training
+data: a path made of the row's id alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pantheraml.service.jobs.states import ENDED
+from pantheraml.service.store.tables import File, Job
+
+
+async def find_file(session: AsyncSession, file_id: str, owner: str | None) -> File | None:
+    """The file of this id; None if there is none, or it is another user's (owner None: of anybody)."""
+    file = await session.get(File, file_id)
+    return file if file is not None and owner in (None, file.owner) else None
+
+
+def content_of(file: File, folder: Path) -> Path:
+    return folder / (file.id if file.format is None else f"{file.id}.jsonl")
+
+
+async def bytes_of(session: AsyncSession, owner: str) -> int:
+    """Bytes of all files of a user."""
+    return int(await session.scalar(select(func.sum(File.bytes)).where(File.owner == owner)) or 0)
+
+
+async def job_that_reads(session: AsyncSession, file_id: str) -> str | None:
+    """A job that has not ended and trains or evaluates on this file."""
+    query = select(Job.id).where((Job.training_file == file_id) | (Job.validation_file == file_id))
+    return await session.scalar(query.where(Job.state.not_in([state.value for state in ENDED])).limit(1))

@@ -1,0 +1,97 @@
+"""Jobs in the database. `move` is the one place where a job's state changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import delete, func, inspect, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm.attributes import set_committed_value
+
+from pantheraml.service.jobs.scheduler import Waiting
+from pantheraml.service.jobs.states import ACTIVE, State, check_transition
+from pantheraml.service.store.tables import Event, Job, Lease
+
+
+class StaleJobError(Exception):
+    """Another transaction has changed the job's state, or started it again, since it was read."""
+
+
+async def add_job(session: AsyncSession, job: Job) -> None:
+    """Add a job in its first state."""
+    job.state, job.state_at = State.VALIDATING, job.created_at
+    session.add(job)
+    await session.flush()
+    session.add(_state_event(job, State.VALIDATING, "Created fine-tuning job"))
+
+
+async def move(session: AsyncSession, job: Job, to: State, message: str, **changes: Any) -> None:
+    """Change a job's state and, with it, other columns. ForbiddenTransitionError if the table does not allow it."""
+    before, now = State(job.state), time.time()
+    check_transition(before, to)
+    values = {"state": to, "state_at": now, **changes}
+    held = (Job.id == job.id, Job.state == before, Job.token == job.token)
+    result = await session.execute(
+        update(Job).where(*held).values(**values).execution_options(synchronize_session=False)
+    )
+    if result.rowcount != 1:  # type: ignore[attr-defined]
+        raise StaleJobError(f"{job.id} is no longer {before}")
+    if to not in ACTIVE:
+        await session.execute(delete(Lease).where(Lease.job_id == job.id))
+    await reread(session, job)
+    session.add(_state_event(job, to, message))
+
+
+async def reread(session: AsyncSession, job: Job) -> None:
+    """Bring a row that was read earlier, perhaps by another session, up to date."""
+    current = await session.get_one(Job, job.id, populate_existing=True)
+    if current is not job:
+        for name in inspect(Job).column_attrs.keys():  # noqa: SIM118 - not a dict
+            set_committed_value(job, name, getattr(current, name))
+
+
+def _state_event(job: Job, state: State, message: str) -> Event:
+    level = "error" if state is State.FAILED else "warn" if state is State.CRASHED else "info"
+    return Event(
+        job_id=job.id,
+        created_at=job.state_at,
+        level=level,
+        kind="state",
+        message=message,
+        step=None,
+        data={"state": state.value, "token": job.token},
+    )
+
+
+async def find_job(session: AsyncSession, job_id: str, owner: str | None) -> Job | None:
+    """The job of this id; None if there is none, or it is another user's (owner None: of anybody)."""
+    job = await session.get(Job, job_id)
+    return job if job is not None and owner in (None, job.owner) else None
+
+
+async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
+    query = select(Job).where(Job.state.in_([state.value for state in states])).order_by(Job.queued_at, Job.id)
+    return list((await session.scalars(query)).all())
+
+
+async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
+    """What the scheduler has to know of each queued job; their configurations are long and not read."""
+    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds)
+    rows = await session.execute(select(*columns).where(Job.state == State.QUEUED.value))
+    return [
+        Waiting(name, owner, priority, queued_at or 0.0, processes, predicted)
+        for name, owner, priority, queued_at, processes, predicted in rows
+    ]
+
+
+async def count_jobs(session: AsyncSession, owner: str, states: Iterable[State]) -> int:
+    query = select(func.count()).select_from(Job)
+    query = query.where(Job.owner == owner, Job.state.in_([state.value for state in states]))
+    return (await session.scalar(query)) or 0
+
+
+async def leases(session: AsyncSession) -> dict[str, Lease]:
+    """Lease of each resource that is held."""
+    return {lease.resource: lease for lease in (await session.scalars(select(Lease))).all()}

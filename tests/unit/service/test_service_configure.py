@@ -1,0 +1,69 @@
+"""From a request to a plan, on machines with and without GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.service.jobs.configure import Inputs, JobPlan, configure
+from pantheraml.service.jobs.inventory import gpu_indices
+from pantheraml.service.schemas.fine_tuning import CreateJob
+from pantheraml.specs.plan import GPU, DeviceSpec
+from tests import toy
+
+GIB = 1 << 30
+
+
+def machine(gpus: int) -> DeviceSpec:
+    cards = tuple(
+        GPU(index=i, name="H200", total_bytes=140 * GIB, free_bytes=139 * GIB, compute_capability=(9, 0))
+        for i in range(gpus)
+    )
+    return DeviceSpec(gpus=cards, cpu_count=4, ram_bytes=64 * GIB, driver="580" if gpus else None)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    root = tmp_path_factory.mktemp("inputs")
+    (root / "tiny").mkdir()
+    model = toy.write_llama(root / "tiny")
+    return Inputs(model, toy.write_jsonl(root / "rows.jsonl", toy.arithmetic(40)), 40, None)
+
+
+def planned(inputs: Inputs, gpus: int, **own: Any) -> JobPlan:
+    body = {"model": "tiny", "training_file": "file-1", "pantheraml": own}
+    return configure(CreateJob.model_validate(body), inputs, 7, machine(gpus))
+
+
+def test_a_job_uses_every_gpu_unless_it_says_how_many(inputs: Inputs) -> None:
+    whole = planned(inputs, 4)
+    assert (whole.plan.device, whole.plan.world_size, whole.devices) == ("cuda", 4, 4)
+    assert whole.config["parallel"]["world_size"] == 4, "so that a resumed job has as many"
+    two = planned(inputs, 4, processes=2)
+    assert (two.plan.world_size, two.devices) == (2, 2)
+
+
+def test_data_parallel_leases_the_gpus_of_its_one_process(inputs: Inputs) -> None:
+    plan = planned(inputs, 4, processes=2, mode="dataparallel")
+    assert (plan.plan.world_size, plan.devices) == (1, 2)
+
+
+def test_more_gpus_than_there_are(inputs: Inputs) -> None:
+    with pytest.raises((ConfigError, DeviceError), match="2 GPU"):
+        planned(inputs, 2, processes=3)
+
+
+def test_settings_reach_the_configuration(inputs: Inputs) -> None:
+    given = {"method": {"kind": "dora", "rank": 4}, "train": {"warmup_steps": 3}, "data": {"seq_len": 32}}
+    config = planned(inputs, 0, config=given).config
+    assert (config["method"]["kind"], config["method"]["rank"]) == ("dora", 4)
+    assert (config["train"]["warmup_steps"], config["data"]["seq_len"]) == (3, 32)
+    assert (config["train"]["seed"], config["data"]["packing"]) == (7, False)
+    assert planned(inputs, 0).config["data"]["seq_len"] == 256, "the positions that the model has"
+
+
+def test_leases_become_gpu_indices() -> None:
+    assert gpu_indices(["gpu:3", "gpu:0"]) == [3, 0]
+    assert gpu_indices(["cpu:0"]) is None
