@@ -72,7 +72,11 @@ def render(tables: Mapping[str, Table], records: Sequence[Mapping[str, Any]]) ->
     known = {name: _newest_first(name, records) for name in tables}
     sections = [_section(name, table, known[name]) for name, table in tables.items() if table.summary is not None]
     rows = [_row(name, table, known[name][0]) for name, table in sorted(tables.items()) if table.summary is None]
-    listed = [*markdown_table(["benchmark", "measured on", "newest", "all results"], rows), ""] if rows else []
+    listed = (
+        [*markdown_table(["benchmark", "measured on", "newest", "all results, in `benchmarks/history/`"], rows), ""]
+        if rows
+        else []
+    )
     return "\n".join([INTRODUCTION, *sections, "## Other benchmarks", "", *listed])
 
 
@@ -107,7 +111,7 @@ def _section(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> s
 
 def _row(name: str, table: Table, newest: Mapping[str, Any]) -> list[str]:
     host, _, _, commit, date = _origin(newest, _measured(newest)[0])
-    return [table.title, host, f"{date}, {commit}", f"`benchmarks/history/{name}.csv`"]
+    return [table.title, host, f"{date}, {commit}", f"`{name}.csv`"]
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -134,7 +138,8 @@ def _origin(record: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     hardware, versions = record["hardware"], record["versions"]
     head, date = (result.get(name) or record[name] for name in ("commit", "date"))
     gpus: list[str] = hardware["gpus"]
-    host = f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware['cores']} cores of {hardware['cpu'] or 'unknown CPU'}"
+    cpu = (hardware["cpu"] or "unknown CPU").replace("(R)", "").replace(" Processor", "")
+    host = f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware['cores']} cores of {cpu}"
     software = f"Python {versions['python']}" + (f", torch {versions['torch']}" if versions["torch"] else "")
     commit = f"`{head[:9]}`" + ("+" if record["dirty"] else "") if head else "–"
     return [host, f"{record['load_before']:.1f}", software, commit, date[:10]]

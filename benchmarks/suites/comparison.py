@@ -32,6 +32,12 @@ COLUMNS = (
 )
 
 
+HEADS = (
+    *("setting", "our case", "tokens/s", "fastest peer", "ratio", "target"),
+    *("peak GiB", "leanest peer", "ratio", "target"),
+)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One of our cases against its peers: speed against the fastest, memory against the leanest."""
@@ -58,16 +64,20 @@ class Targets:
     starts: tuple[StartLimit, ...]
 
     def markdown(self, records: Sequence[Mapping[str, Any]]) -> str:
-        """Render the tables; `records` are newest first. Cells of cases that were not measured say so.
+        """Render the tables; `records` are newest first. Comparisons without a measurement of ours are only counted.
 
         Systems are compared within the newest record that has our case and a peer: hosts differ from day to day.
         """
         runs = [measured_rows(record) for record in records]
         newest = newest_rows(records)
-        compared = [_comparison_row(each, _same_run(each, runs) or newest, newest) for each in self.comparisons]
+        known = [each for each in self.comparisons if each.ours in newest]
+        compared = [_comparison_row(each, _same_run(each, runs) or newest, newest) for each in known]
         started = [_start_row(each, newest) for each in self.starts]
-        heads = ["setting", "our case", "tokens/s", "fastest peer", "ratio", "target", "peak", "leanest peer", "ratio"]
-        lines = markdown_table([*heads, "target"], compared)
+        lines = markdown_table(HEADS, compared)
+        if any("*" in cell for row in compared for cell in row):
+            lines += ["", "\\* measured in another run."]
+        if len(known) < len(self.comparisons):
+            lines += ["", f"{len(self.comparisons) - len(known)} more comparisons have not been measured yet."]
         if started:
             lines += ["", *markdown_table(["time to first step", "our case", "measured", "limit"], started)]
         return "\n".join(lines)
@@ -97,15 +107,18 @@ def _comparison_row(comparison: Comparison, rows: Mapping[str, Row], newest: Map
     ours = rows.get(comparison.ours)
     peers = [{**rows[name], "from": name} for name in comparison.peers if name in rows]
     others = [name for name in comparison.peers if name not in rows]
-    peers += [{**newest[name], "from": f"{name}, another run"} for name in others if name in newest]
+    peers += [{**newest[name], "from": f"{name} *"} for name in others if name in newest]
     yes = "yes" if len(peers) == len(comparison.peers) else "so far yes"
-    cells = [comparison.setting, comparison.ours]
+    cells, fastest = [comparison.setting, comparison.ours], None
     for field, target, best, form in (
         ("tokens_per_second", comparison.speed, max, "{:,.0f}"),
-        ("peak_gib", comparison.memory, min, "{:.1f} GiB"),
+        ("peak_gib", comparison.memory, min, "{:.1f}"),
     ):
         peer = best(peers, key=_by(field)) if peers and target is not None else None
         ratio = _ratio_cells(ours, peer, field, form, target, at_least=best is max, yes=yes)
+        if peer is not None and peer["case"] == fastest:
+            ratio[0] = _figure(peer, field, form)  # the name stands beside its speed
+        fastest = None if peer is None else peer["case"]
         cells += [_figure(ours, field, form), *ratio]
     return cells
 
@@ -120,7 +133,7 @@ def _ratio_cells(
     """Cells: the peer's figure, the ratio to it, and the target with whether it was reached."""
     if target is None:
         return ["–", "–", "–"]
-    bound = f"{'at least' if at_least else 'at most'} {target:g}"
+    bound = f"{'≥' if at_least else '≤'} {target:g}"
     theirs = _figure(peer, field, form) + (f" ({peer['from']})" if peer is not None else "")
     if ours is None or peer is None:
         return [theirs, "–", bound]

@@ -119,7 +119,7 @@ CASES = (
     replace(HF_1B, name="hf-1b-full", method="full"),
 )
 
-QLORA_QUANTIZED = "8B QLoRA 4x2048, lean, calibrated (`pantheraml quantize`)"
+QLORA_QUANTIZED = "8B QLoRA 4x2048, lean, calibrated"
 
 TARGETS = Targets(
     comparisons=(

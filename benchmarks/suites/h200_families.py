@@ -69,7 +69,7 @@ TABLE = Table(
     title="One H200: other families",
     how=(
         "As in the table of Llama, with the shapes of Qwen3-4B, the text part of Gemma-3-4B, Qwen2.5-3B and"
-        " Mistral-7B-v0.3, 4 x 2048 tokens a step. Target: each family as fast and as lean as Llama."
+        " Mistral-7B-v0.3."
     ),
     columns=COLUMNS,
     summary=TARGETS.markdown,

@@ -167,7 +167,7 @@ def trainer_out_of_memory(host: Host) -> None:
 def run_out_of_memory(host: Host) -> None:
     config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}})
     use = MemoryUse(
-        frozen_weights=15 * GIB, second_layout=0, trained_weights=GIB // 8, gradients=GIB // 8,
+        frozen_weights=15 * GIB, trained_weights=GIB // 8, gradients=GIB // 8,
         optimizer_states=GIB // 4, activations=60 * GIB, trainable_params=2**25,
     )  # fmt: skip
     plan = make_plan(config, device="cuda", precision="bf16", micro=8)
