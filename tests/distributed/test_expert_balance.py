@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests import toy
 from tests.distributed.launching import run_ranks
 
 
+@pytest.mark.extended
 def test_experts_on_two_ranks_match_one(tmp_path: Path) -> None:
     toy.write_jsonl(tmp_path / "data.jsonl", toy.arithmetic(80))
     toy.write_mixtral(tmp_path / "mixtral")

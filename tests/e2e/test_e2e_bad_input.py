@@ -97,6 +97,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.extended
 def test_a_full_disk_while_saving_leaves_older_checkpoints_whole(playground: Playground, small_disk: Path) -> None:
     output = small_disk / "run"
     # Not in the background: an event that is written at the same time would be the one that finds no room.

@@ -159,6 +159,7 @@ def evil_run(shared: Playground, ran: Path) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_another_user_cannot_send_ranks_to_a_folder(shared: Playground, port: str) -> None:
     """Ranks by hand meet at a port that every user of the node reaches. A forged value may end the run, no more."""
     ran = shared.root / "ran"

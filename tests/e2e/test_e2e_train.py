@@ -99,6 +99,7 @@ def test_interrupt_saves_and_resume_continues_as_if_nothing_had_happened(playgro
     assert straight.read_bytes() == broken.read_bytes()
 
 
+@pytest.mark.extended
 def test_a_scheduler_may_stop_a_single_worker(playground: Playground) -> None:
     process = playground.start_training("runs/scheduled", "--nproc", "2", "--set", "train.max_steps=100000")
     playground.wait_for_steps("runs/scheduled")
@@ -111,6 +112,7 @@ def test_a_scheduler_may_stop_a_single_worker(playground: Playground) -> None:
     assert list((playground.root / "runs/scheduled/checkpoints").iterdir())
 
 
+@pytest.mark.extended
 def test_workers_of_a_parent_that_was_killed_save_and_end(playground: Playground) -> None:
     endless = ["--set", "train.max_steps=100000", "--set", "train.schedule=constant"]
     process = playground.start_training("runs/orphan", "--nproc", "2", *endless)

@@ -94,7 +94,7 @@ print(table.history("made_up", own, [record, newer]))
 
 def test_tables(python: Python) -> None:
     output = python(TABLES, json.dumps(RECORD)).partition("# Benchmarks")[2]
-    assert "| How fast it is | 2 x A GPU | 2030-01-02, `012345678`+ | `benchmarks/history/made_up.csv` |" in output
+    assert "| How fast it is | 2 x A GPU | 2030-01-02, `012345678`+ | `made_up.csv` |" in output
     assert "## Fast\n\nHow. (`benchmarks/made_up.py`; all results: `benchmarks/history/made_up.csv`)\n\n2.\n" in output
     origin = "2 x A GPU,0.2,Python 3.12.1,`012345678`+"
     assert output.endswith(

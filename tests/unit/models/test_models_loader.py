@@ -97,6 +97,7 @@ def test_config_that_transformers_refuses(folder: Path, wrong: dict[str, Any]) -
     assert raised.value.where == str(folder / "config.json")
 
 
+@pytest.mark.extended
 def test_config_that_takes_gigabytes_to_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_config, "IN_LISTS", 1 << 40)
     (folder / "config.json").write_text(json.dumps(NEO | {"attention_types": [[["global"], 1_000_000_000]]}))

@@ -18,7 +18,7 @@ from pantheraml.base.errors import LaunchError
 from pantheraml.engine.step.pipeline_step import KnownShapesStage
 from pantheraml.parallel.json_gather import all_gather_json
 
-UNPICKLES = re.compile(r"_object(_list)?\(|pickle\.loads?\(|torch\.load\(")
+UNPICKLES = re.compile(r"(gather|broadcast|scatter|send|recv)_object(_list)?\(|pickle\.loads?\(|torch\.load\(")
 
 
 @pytest.fixture
@@ -50,8 +50,7 @@ def test_nothing_from_a_peer_is_unpickled() -> None:
     }
     own_recorder = found.pop("engine/guard/watchdog.py")
     assert len(own_recorder) == 1
-    known_names = re.compile(r"def |_as_object|_not_an_object")
-    found = {name: [line for line in lines if not known_names.search(line)] for name, lines in found.items()}
+    found = {name: [line for line in lines if "def " not in line] for name, lines in found.items()}
     assert json.dumps({name: lines for name, lines in found.items() if lines}) == "{}"
 
 
