@@ -30,7 +30,10 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of processes run once: their database is that of the others."""
-    items[:] = [item for item in items if not ("[postgresql" in item.name and "test_service_control" in item.nodeid)]
+    trains = ("test_service_control", "test_training_on_texts")
+    items[:] = [
+        item for item in items if not ("[postgresql" in item.name and any(name in item.nodeid for name in trains))
+    ]
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))

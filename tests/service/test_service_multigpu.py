@@ -43,8 +43,6 @@ def test_devices_are_shown_as_they_are(server: Server, prefix: str) -> None:
 @pytest.mark.extended
 @pytest.mark.seed("S4-082", "S4-083", "S4-088", "S4-093")
 def test_training_on_texts(server: Server) -> None:
-    if "--database-url" in server.options:
-        pytest.skip("jobs run alike on both databases")
     with server.http(timeout=250) as http:
         answers = []
         for kind in ("auto", "distributed"):
