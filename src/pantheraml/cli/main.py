@@ -68,6 +68,7 @@ def _suggestion(parser: argparse.ArgumentParser, command: str | None, unknown: s
 def build_parser() -> argparse.ArgumentParser:
     from pantheraml.cli import (
         bench,
+        compare,
         demo,
         doctor,
         export,
@@ -78,18 +79,21 @@ def build_parser() -> argparse.ArgumentParser:
         plan,
         quantize,
         replay,
+        report,
         resume,
         schema,
         serve,
         train,
         verify,
+        watch,
     )
 
     parser = _Parser(prog="pantheraml", description="Fine-tune language models on one, several or many GPUs.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     running, results = (demo, train, resume, plan, verify, replay, generate), (export, quantize)
-    for module in (*running, *results, serve, keys, doctor, gpus, schema, import_config, bench):
+    reading = (watch, report, compare)
+    for module in (*running, *reading, *results, serve, keys, doctor, gpus, schema, import_config, bench):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")

@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pantheraml.base.errors import RunDirectoryError
-from pantheraml.base.event_stream import read_events
+from pantheraml.base.errors import ConfigError
 from pantheraml.base.events import (
     CheckpointSaved,
     ChoiceMade,
@@ -31,11 +30,22 @@ from pantheraml.base.events import (
 )
 from pantheraml.base.folders import write_text
 from pantheraml.readers import number_format as figures
-from pantheraml.readers.report_charts import charts
+from pantheraml.readers.recorded_run import RecordedRun, read_run
+from pantheraml.readers.report_charts import SMOOTH_FROM, SMOOTHING, Chart, charts
 from pantheraml.readers.report_hardware import hardware_charts, hardware_part
-from pantheraml.readers.report_page import chart_cards, escape, figure_cards, page, table
+from pantheraml.readers.report_incidents import incidents_part
+from pantheraml.readers.report_page import (
+    OPENING,
+    chart_cards,
+    chart_controls,
+    escape,
+    figure_cards,
+    folded,
+    page,
+    table,
+)
 from pantheraml.readers.report_ranks import ranks_part
-from pantheraml.readers.summary import History, history, summarize
+from pantheraml.readers.summary import History
 
 FILE_NAME = "report.html"
 
@@ -56,38 +66,90 @@ class Section:
 
 
 def write_report(
-    run_dir: Path, *, extra: Sequence[Section] = (), extra_figures: Sequence[tuple[str, str]] = ()
+    run_dir: Path,
+    output: Path | None = None,
+    *,
+    extra: Sequence[Section] = (),
+    extra_figures: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Write `run_dir/report.html`; `extra_figures` (name, value) come before the key figures, `extra` after the charts.
+    """Write the report to `output` (None: `run_dir/report.html`), during the run or after it.
 
-    It can be written during the run, and again at its end.
+    `extra_figures` (name, value) come before the key figures, `extra` after the charts.
     """
-    from plotly.offline import get_plotlyjs  # takes 0.2 s, so only when a report is written
-
-    events = read_events(run_dir)
-    if not events:
-        raise RunDirectoryError(f"{run_dir} contains no events.", where=str(run_dir), fix="Pass a run folder.")
-    summary, past = summarize(events), history(events)
-    drawn, hardware = charts(past), hardware_charts(events)
-    title = run_dir.resolve().name
+    run = read_run(run_dir)
+    events, summary, past = run.events, run.summary, run.past
+    verdicts = [event for event in events if isinstance(event, VerdictReached)]
+    drawn = charts(past, verdicts=verdicts, predicted_memory=predicted_memory(events))
+    hardware, title = hardware_charts(events), run.name
+    smoothing = tuple(SMOOTHING) if len(past.steps) >= SMOOTH_FROM else ()
     parts = [
         _header(title, summary),
         _alert(summary),
         figure_cards([*extra_figures, *_key_figures(summary, past)]),
-        f"<h2>Charts</h2>{chart_cards([(chart.title, chart.note) for chart in drawn])}" if drawn else "",
+        _charts(drawn, smoothing),
         *(_section(section) for section in extra),
         _plan(events),
         ranks_part(events),
         hardware_part(events, hardware, first_chart=len(drawn)),
         _data(summary),
+        incidents_part(run_dir, events),
         _messages(events),
         _checkpoints(events, kept=set(summary["checkpoints"])),
+        _config(run),
         _footer(summary),
     ]
-    data = json.dumps([chart.to_data() for chart in (*drawn, *hardware)], separators=(",", ":")).replace("<", "\\u003c")
-    path = run_dir / FILE_NAME
-    write_text(path, page(f"{title} · PantheraML", "".join(parts), data, get_plotlyjs()))
+    return write_page(output or run_dir / FILE_NAME, title, "".join(parts), [*drawn, *hardware])
+
+
+def write_page(path: Path, title: str, body: str, drawn: Sequence[Chart]) -> Path:
+    """Write a page with charts; a file that is no such page is not replaced."""
+    from plotly.offline import get_plotlyjs  # takes 0.2 s, so only when a page is written
+
+    _require_page(path)
+    data = json.dumps([chart.to_data() for chart in drawn], separators=(",", ":")).replace("<", "\\u003c")
+    write_text(path, page(f"{title} · PantheraML", body, data, get_plotlyjs()))
     return path
+
+
+def _require_page(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder.", fix="Name the file to write.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"There is no folder {path.parent}.", fix="Create it, or choose another file.")
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        ours = file.read(len(OPENING)) in (OPENING, b"")
+    if not ours:
+        raise ConfigError(f"{path} exists and is not a report.", fix="Choose another file, or remove it.")
+
+
+def _charts(drawn: Sequence[Chart], smoothing: Sequence[str]) -> str:
+    if not drawn:
+        return ""
+    cards = chart_cards([(chart.title, chart.note) for chart in drawn])
+    return f"<h2>Charts</h2>{chart_controls(smoothing=smoothing, chosen='medium')}{cards}"
+
+
+def predicted_memory(events: Sequence[EventBase]) -> float | None:
+    """Bytes per device by the newest plan; None if it does not know."""
+    plans = [event.plan for event in events if isinstance(event, PlanMade)]
+    value = plans[-1].get("predicted_memory_bytes") if plans else None
+    return value if isinstance(value, int | float) else None
+
+
+def _config(run: RecordedRun) -> str:
+    """Settings as written; of paths, only the last part, since reports are handed around."""
+    if not run.config:
+        return ""
+    lines = (f"{key}: {_without_folders(value)}" for key, value in run.config.items())
+    return f"<h2>Configuration</h2>{folded(f'{len(run.config)} settings', chr(10).join(lines))}"
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return f".../{Path(value).name}" if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _header(title: str, summary: dict[str, Any]) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pantheraml.base.events import EvalDone, TrainStep
+from pantheraml.base.events import EvalDone, TrainStep, VerdictReached
 from pantheraml.readers.summary import History
 
 BUCKETS = 750
@@ -22,6 +23,9 @@ MARKERS_BELOW = 60
 
 # From this many points on, a smoothed line is drawn over the raw one.
 SMOOTH_FROM = 40
+
+SMOOTHING = {"light": 1 / 100, "medium": 1 / 40, "strong": 1 / 10}
+"""Shares of the run over which the page's choices smooth."""
 
 GIB = 2**30
 
@@ -36,6 +40,32 @@ class Series:
     role: str
     points: Sequence[Point]
     in_legend: bool = True
+    axes: Axes | None = None
+    """Where its steps lie on other axes; None: it has no other."""
+    smoothness: str = ""
+    """Shown when the reader of the page chooses it; empty: always."""
+    labels: Mapping[int, str] | None = None
+    """Texts of single marks, which are drawn without a line."""
+
+
+class Axes:
+    """Epoch, tokens and training time at each step, so that curves can be drawn over any of them."""
+
+    def __init__(self, history: History) -> None:
+        steps = list(history.steps.values())
+        self._steps = [event.step for event in steps]
+        self._columns: dict[str, list[float]] = {
+            "epoch": [event.epoch for event in steps],
+            "tokens": list(itertools.accumulate(event.tokens for event in steps)),
+            "minutes": [round(at / 60, 4) for at in itertools.accumulate(event.seconds for event in steps)],
+        }
+
+    def columns(self, steps: Sequence[float]) -> dict[str, list[float | None]]:
+        """A step that was not logged lies where the last logged one before it does."""
+        places = [bisect_right(self._steps, step) - 1 for step in steps]
+        return {
+            name: [values[place] if place >= 0 else None for place in places] for name, values in self._columns.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -50,28 +80,32 @@ class Chart:
     """What the horizontal axis counts."""
     top: float | None = None
     """Upper end of the axis; None: by the values."""
+    log: bool = False
+    """Whether the page's switch makes its axis logarithmic."""
 
     def to_data(self) -> dict[str, Any]:
         series = [_series_data(series) for series in self.series]
-        shape = {"from_zero": self.from_zero, "ticks": self.ticks, "x": self.x, "top": self.top}
+        shape = {"from_zero": self.from_zero, "ticks": self.ticks, "x": self.x, "top": self.top, "log": self.log}
         return {**shape, "series": series}
 
 
-def charts(history: History) -> list[Chart]:
-    """Return the charts for which the run has data."""
-    steps, evals = list(history.steps.values()), list(history.evals.values())
+def charts(
+    history: History, *, verdicts: Sequence[VerdictReached] = (), predicted_memory: float | None = None
+) -> list[Chart]:
+    """Return the charts for which the run has data. `predicted_memory`: bytes per device, by the plan."""
+    steps, evals, axes = list(history.steps.values()), list(history.evals.values()), Axes(history)
     found = [
-        _loss(_points(steps, "loss"), _points(evals, "loss")),
-        _single("Perplexity on evaluation data", "eval", _points(evals, "perplexity")),
-        _single("Learning rate", "other", _points(steps, "learning_rate"), from_zero=True, ticks="~e"),
-        _single("Gradient norm", "other", _points(steps, "grad_norm"), from_zero=True),
-        _single("Tokens per second", "other", _points(steps, "tokens_per_second"), from_zero=True),
-        _single("Memory per device, GiB", "other", _points(steps, "memory_bytes", scale=1 / GIB), from_zero=True),
+        _loss(points(steps, "loss"), points(evals, "loss"), axes),
+        _single("Perplexity on evaluation data", "eval", points(evals, "perplexity"), axes),
+        _single("Learning rate", "other", points(steps, "learning_rate"), axes, from_zero=True, ticks="~e"),
+        _gradient_norm(points(steps, "grad_norm"), verdicts, axes),
+        _single("Tokens per second", "other", points(steps, "tokens_per_second"), axes, from_zero=True),
+        _memory(points(steps, "memory_bytes", scale=1 / GIB), predicted_memory, axes),
     ]
     return [chart for chart in found if chart is not None]
 
 
-def _points(events: Sequence[TrainStep] | Sequence[EvalDone], name: str, *, scale: float = 1.0) -> list[Point]:
+def points(events: Sequence[TrainStep] | Sequence[EvalDone], name: str, *, scale: float = 1.0) -> list[Point]:
     """Points in order of steps; empty if no event has that metric."""
     values: list[Point] = [(event.step, getattr(event, name)) for event in events]
     if all(value is None for _, value in values):
@@ -79,21 +113,51 @@ def _points(events: Sequence[TrainStep] | Sequence[EvalDone], name: str, *, scal
     return [(step, v * scale if v is not None and math.isfinite(v) else None) for step, v in values]
 
 
-def _single(title: str, role: str, points: list[Point], *, from_zero: bool = False, ticks: str = "") -> Chart | None:
+def _single(
+    title: str, role: str, points: list[Point], axes: Axes, *, from_zero: bool = False, ticks: str = ""
+) -> Chart | None:
     if not points:
         return None
-    return Chart(title, (Series(title, role, points),), _note(points), from_zero=from_zero, ticks=ticks)
+    return Chart(title, (Series(title, role, points, axes=axes),), _note(points), from_zero=from_zero, ticks=ticks)
 
 
-def _loss(train: list[Point], evaluation: list[Point]) -> Chart | None:
+def _loss(train: list[Point], evaluation: list[Point], axes: Axes) -> Chart | None:
     series: list[Series] = []
     if len(train) >= SMOOTH_FROM:
-        series = [Series("training, each step", "faint", train), Series("training, smoothed", "train", smooth(train))]
+        series = [Series("training, each step", "faint", train, axes=axes)]
+        series += [
+            Series("training, smoothed", "train", smooth(train, share=share), axes=axes, smoothness=name)
+            for name, share in SMOOTHING.items()
+        ]
     elif train:
-        series = [Series("training", "train", train)]
+        series = [Series("training", "train", train, axes=axes)]
     if evaluation:
-        series.append(Series("evaluation", "eval", evaluation))
-    return Chart("Loss", tuple(series), _note(train or evaluation)) if series else None
+        series.append(Series("evaluation", "eval", evaluation, axes=axes))
+    return Chart("Loss", tuple(series), _note(train or evaluation), log=True) if series else None
+
+
+def _gradient_norm(norms: list[Point], verdicts: Sequence[VerdictReached], axes: Axes) -> Chart | None:
+    """Steps that the guard did not take as usual are marked; where the norm is not finite, at the top."""
+    if not norms:
+        return None
+    known = {step: value for step, value in norms if value is not None}
+    top = max(known.values(), default=1.0)
+    marks = {verdict.step: f"{verdict.action}: {verdict.cause}" for verdict in verdicts}
+    series = [Series("gradient norm", "other", norms, axes=axes)]
+    if marks:
+        placed: list[Point] = [(step, known.get(step, top)) for step in sorted(marks)]
+        series.append(Series("verdict of the guard", "bad", placed, axes=axes, labels=marks))
+    return Chart("Gradient norm", tuple(series), _note(norms), from_zero=True, log=True)
+
+
+def _memory(measured: list[Point], predicted: float | None, axes: Axes) -> Chart | None:
+    if not measured:
+        return None
+    series = [Series("measured", "other", measured, axes=axes)]
+    if predicted is not None:
+        level = predicted / GIB
+        series.append(Series("predicted", "eval", [(step, level) for step, _ in measured], axes=axes))
+    return Chart("Memory per device, GiB", tuple(series), _note(measured), from_zero=True)
 
 
 def _note(points: Sequence[Point]) -> str:
@@ -106,12 +170,12 @@ def _note(points: Sequence[Point]) -> str:
     return " ".join(notes)
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centered moving average over about a fortieth of the run, which does not lag; gaps stay gaps.
+def smooth(points: Sequence[Point], *, share: float = 1 / 40) -> list[Point]:
+    """Centered moving average over that share of the run, which does not lag; gaps stay gaps.
 
     The window shrinks symmetrically toward the ends; otherwise a falling loss would seem to start lower.
     """
-    half_window = max(2, len(points) // 80)
+    half_window = max(2, int(len(points) * share / 2))
     sums = list(itertools.accumulate((value or 0.0 for _, value in points), initial=0.0))
     counts = list(itertools.accumulate((value is not None for _, value in points), initial=0))
     found: list[Point] = []
@@ -140,11 +204,16 @@ def downsample(points: Sequence[Point]) -> Sequence[Point]:
 
 def _series_data(series: Series) -> dict[str, Any]:
     points = downsample(series.points)
+    steps = [step for step, _ in points]
+    labels = None if series.labels is None else [series.labels.get(int(step), "") for step in steps]
     return {
         "name": series.name,
         "role": series.role,
         "legend": series.in_legend,
         "markers": len(points) < MARKERS_BELOW,
-        "x": [step for step, _ in points],
+        "smoothness": series.smoothness,
+        "labels": labels,
+        "x": steps,
+        "axes": {} if series.axes is None else series.axes.columns(steps),
         "y": [None if value is None else float(f"{value:.6g}") for _, value in points],
     }

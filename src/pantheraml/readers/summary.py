@@ -253,14 +253,15 @@ def _iso(seconds: float | None) -> str | None:
 
 def write_run_json(run_dir: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Summarize the run's events, merge `extra`, and write run.json atomically. NaN becomes the string 'nan'."""
-    summary: dict[str, Any] = _as_json({**summarize(read_events(run_dir)), **(extra or {})})
+    summary: dict[str, Any] = as_json({**summarize(read_events(run_dir)), **(extra or {})})
     write_text(run_dir / FILE_NAME, json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return summary
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """NaN and infinities as the strings 'nan', 'inf' and '-inf', since JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):
-        return {name: _as_json(each) for name, each in value.items()}
-    return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: as_json(each) for name, each in value.items()}
+    return [as_json(each) for each in value] if isinstance(value, list | tuple) else value

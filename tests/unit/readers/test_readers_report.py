@@ -32,7 +32,7 @@ class Page(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "input"):
             self._inside.append((tag, dict(attrs).get("id")))
 
     def handle_endtag(self, tag: str) -> None:
@@ -217,3 +217,64 @@ def test_rank_table_with_unknown_times(fake_run: Any, tmp_path: Path) -> None:
     fake_run.emit("train.ranks", step=1, tokens=[800, 800], seconds=None, memory_bytes=[1024, 1024])
     words = Page(write_report(fake_run.write(tmp_path / "run"))).words
     assert "0 | 800 | – | – | 1 KiB | 1 | 800 | – | – | 1 KiB" in words
+
+
+def test_verdicts_are_marked_on_the_gradient_norm(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    fake_run.train(1, 4, total=10)
+    fake_run.step(5, 10, grad_norm="nan")
+    fake_run.emit("verdict", step=5, action="skip", cause="the gradient norm is nan")
+    fake_run.emit("verdict", step=2, action="retry", cause="spike")
+    chart = next(
+        chart for chart in Page(write_report(fake_run.write(tmp_path / "run"))).charts if len(chart["series"]) == 2
+    )
+    norm, marks = chart["series"]
+    assert marks["labels"] == ["retry: spike", "skip: the gradient norm is nan"]
+    assert marks["x"] == [2, 5]
+    assert marks["y"] == [norm["y"][1], max(value for value in norm["y"] if value is not None)]
+
+
+def test_predicted_memory_is_drawn_beside_the_measured(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    fake_run.events[-1].plan = {**fake_run.events[-1].plan, "predicted_memory_bytes": 3 * 2**30}
+    fake_run.train(1, 3)
+    memory = Page(write_report(fake_run.write(tmp_path / "run"))).charts[-1]["series"]
+    assert [series["name"] for series in memory] == ["measured", "predicted"]
+    assert memory[1]["y"] == [3.0] * 3
+
+
+def test_incidents_name_tensor_rank_and_documents(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    for step in (3, 4):
+        fake_run.emit("incident", step=step, path=f"incidents/step-{step}.json", finding="first not finite", rank=1,
+                      module="layers.0.mlp", tensor="output", samples=[7, 8])  # fmt: skip
+    folder = fake_run.write(tmp_path / "run")
+    (folder / "incidents").mkdir()
+    document = {"file": "/data/rows.jsonl", "unit": "line", "number": 17, "text": "<b>words</b>", "suspect": True}
+    content = {"findings": [{"rank": 1}], "origins": [{"sample": 7, "documents": [document], "count": 1}]}
+    (folder / "incidents" / "step-3.json").write_text(json.dumps(content))
+    (folder / "incidents" / "step-4.json").write_text("[" * 100_000)
+    words = Page(write_report(folder)).words
+    assert "3 | output of layers.0.mlp | 1 | first not finite | [7, 8] | rows.jsonl line 17 <b>words</b>" in words
+    assert "4 | output of layers.0.mlp | – | first not finite | [7, 8] | –" in words, "a damaged file is no error"
+
+
+def test_configuration_is_shown_without_folders(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    folder = fake_run.write(tmp_path / "run")
+    (folder / "config.yaml").write_text("model: {path: /home/someone/secret/llama}\ndata: {path: [/a/b.jsonl, c]}\n")
+    words = Page(write_report(folder)).words
+    assert "model.path: .../llama" in words
+    assert "data.path: ['.../b.jsonl', 'c']" in words
+    assert "secret" not in words
+
+
+def test_every_axis_has_a_place_for_each_point(complete: Any, tmp_path: Path) -> None:
+    loss = Page(write_report(complete.write(tmp_path / "run"))).charts[0]["series"]
+    for series in loss:
+        assert {name: len(values) for name, values in series["axes"].items()} == dict.fromkeys(
+            ("epoch", "tokens", "minutes"), len(series["x"])
+        )
+    assert loss[0]["axes"]["tokens"][-1] == 120 * 32_000
+    evaluation = loss[-1]
+    assert evaluation["axes"]["epoch"] == pytest.approx([0.3, 0.6, 0.9, 1.2])

@@ -1,0 +1,78 @@
+"""A run folder as its readers see it: events, figures and configuration, of a run that may still be going on.
+
+`pantheraml report`, `compare` and `watch` read folders of `pantheraml train`, of the service and of trainers in
+scripts, of which the last have no config.yaml. Nothing of the folder is executed or trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pantheraml.base.errors import RunDirectoryError
+from pantheraml.base.event_stream import FILE_NAME, read_events
+from pantheraml.base.events import EventBase
+from pantheraml.readers.summary import History, history, summarize
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    path: Path
+    events: Sequence[EventBase]
+    summary: dict[str, Any]
+    past: History
+    config: Mapping[str, Any] | None
+    """By dotted key, as written; None where there is no readable config.yaml."""
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+
+def require_run(path: Path) -> None:
+    """RunDirectoryError unless the folder has an event stream."""
+    fix = "Pass a run folder, as `pantheraml train --output` and the trainers write it."
+    if not path.exists():
+        raise RunDirectoryError(f"There is no folder {path}.", fix=fix)
+    if not path.is_dir():
+        raise RunDirectoryError(f"{path} is a file.", fix=fix)
+    if not (path / FILE_NAME).is_file():
+        raise RunDirectoryError(f"{path} contains no events: it has no {FILE_NAME}.", fix=fix)
+
+
+def read_run(path: Path) -> RecordedRun:
+    require_run(path)
+    try:
+        events = read_events(path)
+    except OSError as err:
+        raise RunDirectoryError(f"{FILE_NAME} cannot be read: {err.strerror}.", where=str(path)) from err
+    if not events:
+        raise RunDirectoryError(
+            f"{path} contains no events: {FILE_NAME} is empty or damaged.", fix="Pass another run folder."
+        )
+    return RecordedRun(path, events, summarize(events), history(events), _config(path / "config.yaml"))
+
+
+def _config(path: Path) -> Mapping[str, Any] | None:
+    """A config of an earlier version, or of anybody, is shown as it is written."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            return None
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    return dict(_flat(values)) if isinstance(values, dict) else None
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
