@@ -21,7 +21,7 @@ from typing import Literal
 import pynvml
 
 from pantheraml.devices.nvml import Field, NvmlDevice
-from pantheraml.specs.plan import FrozenModel
+from pantheraml.specs.frozen_model import FrozenModel
 
 Status = Literal["ok", "warn", "fail"]
 

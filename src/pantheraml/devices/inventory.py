@@ -16,7 +16,8 @@ from pantheraml.base.text import printable
 from pantheraml.devices.health import Health, judge_once
 from pantheraml.devices.nvml import NoDriverError, Nvml, ProcessOnGPU
 from pantheraml.devices.probe import VisibleGPU, cpu_count, visible_gpus, why_none
-from pantheraml.specs.plan import GPU, FrozenModel
+from pantheraml.specs.frozen_model import FrozenModel
+from pantheraml.specs.plan import GPU
 
 COMMAND_CHARACTERS = 200
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, computed_field
 
 from pantheraml.base.errors import PantheraError, error_classes
-from pantheraml.specs.plan import FrozenModel
+from pantheraml.specs.frozen_model import FrozenModel
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 

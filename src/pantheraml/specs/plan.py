@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
+from pantheraml.specs.frozen_model import FrozenModel
 from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.prediction import Alternative, Prediction
 from pantheraml.specs.train import Checkpointing, SplitStrategy
-
-
-class FrozenModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class GPU(FrozenModel):
@@ -106,6 +104,10 @@ class Plan(FrozenModel):
     """Settings without effect, and other warnings about the configuration."""
     fits: int | None = None
     """Micro-batch size after reductions because of out-of-memory errors in this run; None: not reduced."""
+    prediction: Prediction | None = None
+    """Memory, time, cost and energy of the run; None: not predicted."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Other plans that were compared, the best first."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,81 @@
+"""Rates of a machine, from which the planner computes times. `pantheraml bench --calibrate` stores them.
+
+A rate that nobody measured or published is None, and so is every time that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from pantheraml.base import env
+from pantheraml.base.errors import ConfigError
+from pantheraml.specs.frozen_model import FrozenModel
+
+
+class MachineRates(FrozenModel):
+    """Achieved rates of one device, by number format."""
+
+    device: str
+    """Name of the GPU as the driver gives it, or `cpu`."""
+    matmul_tflops: dict[str, float] = Field(default_factory=dict)
+    """bf16, fp16, fp8, fp32 -> achieved TFLOP/s of large matmuls."""
+    attention_tflops: float | None = None
+    """Forward and backward of causal attention, counting the multiplications below the diagonal."""
+    copy_gb_s: float | None = None
+    """Device memory, bytes read plus bytes written."""
+    host_gb_s: float | None = None
+    """Between pinned host memory and the device, one direction."""
+    launch_us: float | None = None
+    """Time of the host to launch one kernel."""
+    link_gb_s: float | None = None
+    """Between the GPUs of a node, per direction and GPU."""
+    watts: float | None = None
+    """Power of a device under load."""
+    source: str
+    """Where the figures come from, for a person."""
+
+
+def rates_file(device: str) -> Path:
+    """File of the stored calibration of a device by that name."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in device.lower()).strip("-")
+    return env.cache_root() / "rates" / f"{name}.json"
+
+
+def load_rates(device: str, *, otherwise: MachineRates | None = None) -> MachineRates | None:
+    """Return the stored calibration of a device by that name, else `otherwise`.
+
+    Rates that the calibration leaves out are those of `otherwise`.
+    """
+    path = rates_file(device)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return otherwise
+    try:
+        stored = MachineRates.model_validate_json(text)
+    except ValidationError as err:
+        raise ConfigError(
+            f"The stored rates of {device} cannot be read.",
+            where=str(path),
+            fix="Run `pantheraml bench --calibrate` again, or delete the file.",
+        ) from err
+    if otherwise is None:
+        return stored
+    values, borrowed = stored.model_dump(), []
+    for name, value in otherwise.model_dump(exclude={"device", "source", "matmul_tflops"}).items():
+        if values[name] is None and value is not None:
+            values[name] = value
+            borrowed.append(name)
+    borrowed += sorted(f"matmul_tflops.{each}" for each in otherwise.matmul_tflops.keys() - stored.matmul_tflops.keys())
+    values["matmul_tflops"] = otherwise.matmul_tflops | stored.matmul_tflops
+    if borrowed:
+        values["source"] = f"{stored.source}; {', '.join(borrowed)}: {otherwise.source}"
+    return MachineRates.model_validate(values)
+
+
+def rates_as_json(rates: MachineRates) -> str:
+    """Text of the file that `load_rates` reads."""
+    return json.dumps(rates.model_dump(mode="json"), indent=1) + "\n"
