@@ -63,8 +63,11 @@ def live(tmp_path: Path) -> Iterator[tuple[Path, EventWriter]]:
 def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     processes: list[subprocess.Popen[str]] = []
 
+    # A terminal has its own size; COLUMNS of the environment would win over it.
+    environment = {key: value for key, value in child_environment().items() if key not in ("COLUMNS", "LINES")}
+
     def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-        processes.append(subprocess.Popen(command(*arguments), env=child_environment(), text=True, **options))
+        processes.append(subprocess.Popen(command(*arguments), env=environment, text=True, **options))
         return processes[-1]
 
     yield start
