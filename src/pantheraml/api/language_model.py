@@ -41,6 +41,7 @@ from pantheraml.base.env import launched_rank
 from pantheraml.base.errors import ConfigError, UnsupportedModelError
 from pantheraml.data.chat_templates.rendering import plain_tokenizer
 from pantheraml.hooks import peft, trl
+from pantheraml.hooks.trainer_checks import check_trainable_dtype
 from pantheraml.hooks.unsloth_arguments import (
     ADAPTER_NEUTRAL,
     ADAPTER_UNUSED,
@@ -275,6 +276,7 @@ def _check_base_model(model: nn.Module, *, use_dora: bool) -> None:
         raise ConfigError(
             f"get_peft_model needs a model from FastLanguageModel.from_pretrained, not a {type(model).__name__}."
         )
+    check_trainable_dtype(cast(nn.Module, model))
     if use_dora and (formats := quant_formats_of(cast(nn.Module, model))):
         raise ConfigError(
             f"use_dora=True needs unquantized weights, but this model's are in {' and '.join(formats)}.",

@@ -171,8 +171,16 @@ def check_loaded_length(requested: int, config: Any) -> None:
 
 
 def chosen_dtype(requested: torch.dtype | str | None, full: bool, device: torch.device) -> torch.dtype:
-    """Return the dtype of the weights, by the rule of `pantheraml train`; weights to be trained are float32."""
+    """Return the dtype of the weights, by the rule of `pantheraml train`; weights to be trained are float32.
+
+    On a CPU, fp16 is for generating and saving alone: `get_peft_model` and trainers refuse such a model.
+    """
     given = parse_precision(requested)
+    if given == "fp16" and device.type == "cpu" and not full:
+        logger.warning(
+            "fp16 on a CPU: the model can generate and be saved, but not be trained; that needs fp32 or bf16"
+        )
+        return torch.float16
     precision, reason = choose_precision(given, "cuda" if device.type == "cuda" else "cpu", _capabilities(device))
     if full and given is None:
         precision, reason = "fp32", "small weight updates are lost in bf16"

@@ -1,7 +1,7 @@
 """What transformers' `Trainer` assumes of a model, and does not hold for ours.
 
 A model loaded without adapters is frozen. With activation checkpointing the trainer would run to its end, with a
-gradient norm of 0, and train nothing.
+gradient norm of 0, and train nothing. A model in fp16 on a CPU was loaded to generate or to be saved.
 
 With several visible GPUs in one process the trainer wraps the model in `nn.DataParallel`, raises the batch size to
 match, and divides losses accordingly. Replicas of fused layers would use the original's weights.
@@ -16,12 +16,26 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+
 from pantheraml.base import log
-from pantheraml.base.errors import ConfigError
+from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.models.causal_lm import fast_model
 
 logger = log.get(__name__)
+
+
+def check_trainable_dtype(model: nn.Module) -> None:
+    """Refuse to train a model in fp16 on a CPU, where no trainer scales the loss and small gradients become 0."""
+    halves = (parameter for parameter in model.parameters() if parameter.dtype == torch.float16)
+    if (found := next(halves, None)) is not None and found.device.type == "cpu":
+        raise DeviceError(
+            "fp16 training needs a GPU, and this model is in fp16 on a CPU.",
+            fix="Load it with dtype=torch.float32 or torch.bfloat16 to train it. For 16-bit weights in fp16, load the "
+            "trained adapter with dtype=torch.float16 and call save_pretrained_merged.",
+        )
 
 
 def _if_trainable(train: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +48,8 @@ def _if_trainable(train: Callable[..., Any]) -> Callable[..., Any]:
                 fix="Add adapters with FastLanguageModel.get_peft_model(model) or the trainer's peft_config, or load "
                 "the model with full_finetuning=True.",
             )
+        if fast_model(model) is not None:
+            check_trainable_dtype(model)
         return train(self, *args, **kwargs)
 
     return checked_train

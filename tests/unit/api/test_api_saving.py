@@ -15,10 +15,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from pantheraml import FastLanguageModel
-from pantheraml.base.errors import ConfigError, ModelError
+from pantheraml.base.errors import ConfigError, DeviceError, ModelError
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.saving import merged_tensors
 from pantheraml.models.saving.merged_folder import write_merged
@@ -83,11 +83,11 @@ def test_merged_tensors_are_exactly_the_trained_ones(
             torch.testing.assert_close(tensor, merged.state_dict()[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("quant_format", "dtype"), [("plain", torch.bfloat16), ("nf4", torch.bfloat16)])
+@pytest.mark.parametrize("quant_format", ["plain", "nf4"])
 def test_merged_16bit(
-    tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, quant_format: str, dtype: torch.dtype
+    tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, quant_format: str
 ) -> None:
-    model, tokenizer = adapted(tiny_model("llama"), quant_format, dtype)
+    model, tokenizer = adapted(tiny_model("llama"), quant_format, torch.bfloat16)
     model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with caplog.at_level(logging.WARNING, "pantheraml"):
@@ -102,7 +102,7 @@ def test_merged_16bit(
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "lora_" in name)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert read.dtype == dtype
+    assert read.dtype == torch.bfloat16
     assert relative_error(logits(read), logits(model)) <= 0.03
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -112,10 +112,32 @@ def test_merged_16bit(
     assert saved("12 ü")["input_ids"] == tokenizer("12 ü")["input_ids"]
 
 
-def test_fp16_models_are_saved_in_fp16(tiny_model: TinyModel, tmp_path: Path) -> None:
-    model, tokenizer = adapted(tiny_model("llama"))  # the loader refuses fp16 on a CPU
-    model.half().save_pretrained_merged(tmp_path / "out", tokenizer)
+@pytest.mark.parametrize("quant_format", ["plain", "nf4"])
+def test_adapters_are_merged_and_saved_in_fp16_on_a_cpu(
+    tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, quant_format: str
+) -> None:
+    """Trained in float32; loaded in fp16 to generate and to be saved, but not to be trained, by a loop or a trainer."""
+    trained, tokenizer = adapted(tiny_model("llama"), quant_format)
+    trained.save_lora(tmp_path / "adapter")
+    with caplog.at_level(logging.WARNING, "pantheraml"):
+        model, _ = loaded(tmp_path / "adapter", quant_format, torch.float16)
+    assert "fp16 on a CPU" in caplog.text
+    model.save_pretrained_merged(tmp_path / "out", tokenizer)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}
+    expected = logits(trained)
+    assert relative_error(logits(model), expected) <= 0.005
+    assert relative_error(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected) <= 0.005
+    base, _ = loaded(tiny_model("llama"), quant_format, torch.float16)
+    with pytest.raises(DeviceError, match=r"fp16 training needs a GPU(?s:.*)torch\.float32"):
+        FastLanguageModel.get_peft_model(base)
+    trainer = Trainer(model=model, args=TrainingArguments(str(tmp_path / "run"), use_cpu=True), train_dataset=[])
+    with pytest.raises(DeviceError, match="fp16 training needs a GPU"):
+        trainer.train()
+
+
+def test_fp16_weights_are_not_finetuned_on_a_cpu(tiny_model: TinyModel) -> None:
+    with pytest.raises(DeviceError, match="fp16 needs a GPU"):
+        FastLanguageModel.from_pretrained(str(tiny_model("llama")), dtype="float16", full_finetuning=True)
 
 
 def test_float32_models_are_saved_in_bf16(tiny_model: TinyModel, tmp_path: Path) -> None:
