@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pantheraml.cli.main import build_parser, main
@@ -253,18 +254,22 @@ from suites.process import Process
 folder = Path(sys.argv[1])
 reader = "import pathlib, sys; pathlib.Path('read').write_text(repr(sys.stdin.readline()))"
 Process([sys.executable, "-c", reader], folder / "log", dict(os.environ), cwd=folder)
-Process(["sleep", "5"], folder / "sleep", dict(os.environ))
+other = Process(["sleep", "1000"], folder / "sleep", dict(os.environ))
+print(other._process.pid, flush=True)
 os._exit(0)
 """
 
 
 def test_waiting_process_notices_the_end_of_the_suite(python: Python, tmp_path: Path) -> None:
-    python(DEATH, str(tmp_path))
-    deadline = time.monotonic() + 4
-    while not (tmp_path / "read").exists() or not (tmp_path / "read").read_text():
-        assert time.monotonic() < deadline, "another process of the suite keeps its stdin open"
-        time.sleep(0.05)
-    assert (tmp_path / "read").read_text() == "''"
+    other = psutil.Process(int(python(DEATH, str(tmp_path))))
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "read").exists() or not (tmp_path / "read").read_text():
+            assert time.monotonic() < deadline, "another process of the suite keeps its stdin open"
+            time.sleep(0.05)
+        assert (tmp_path / "read").read_text() == "''"
+    finally:
+        other.kill()
 
 
 def test_listing_runs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
