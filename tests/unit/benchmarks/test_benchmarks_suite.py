@@ -108,7 +108,6 @@ def test_cases_beyond_the_time_budget_have_a_reason(tmp_path: Path) -> None:
     assert record["results"][0]["reason"] == "no time left of 0.5 minutes"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     first = bench(tmp_path / "results", "--only", "ours-tiny-lora")
@@ -122,7 +121,6 @@ def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_preference_and_group_cases_of_both_systems(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -160,7 +158,6 @@ def test_quantize_command_is_valid(python: Python, tmp_path: Path) -> None:
     assert Path(data).name.startswith("tiny-full"), "same data as other models of that shape"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_cases_through_trl_prepare_ahead_of_their_turn(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -198,7 +195,6 @@ with CaseLauncher(SuiteFolder(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))) as l
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_failures_and_timeouts_are_results(python: Python, tmp_path: Path) -> None:
     for package in ("unsloth", "unsloth_zoo", "bitsandbytes", "trl", "datasets"):
