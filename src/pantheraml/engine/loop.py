@@ -384,8 +384,8 @@ class TrainingLoop:
             what,
             where=self._judge.incident
             or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
-            fix=f"Inspect the samples of that step; in a new run, lower train.learning_rate{wider[self.job.plan.precision]}; if it was the first"
-            " step, check that the model's own weights are finite."
+            fix="Inspect the samples of that step; in a new run, lower train.learning_rate"
+            f"{wider[self.job.plan.precision]}; if it was the first step, check that the model's own weights are finite."
             f" {self._resume_hint('stability.on_nonfinite=skip')}",
         )
 
