@@ -385,7 +385,7 @@ class TrainingLoop:
             where=self._judge.incident
             or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
             fix="Inspect the samples of that step; in a new run, lower train.learning_rate"
-            f"{wider[self.job.plan.precision]}; if it was the first step, check that the model's own weights are finite."
+            f"{wider[self.job.plan.precision]}; if it was the first step, check that the model's weights are finite."
             f" {self._resume_hint('stability.on_nonfinite=skip')}",
         )
 
