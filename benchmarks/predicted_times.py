@@ -17,7 +17,6 @@ from typing import Any
 from inputs import FAMILY, SHAPES
 
 from pantheraml.planner.known_rates import H200
-from pantheraml.planner.layer_sizes import layer_sizes
 from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
 from pantheraml.planner.setting import Setting
 from pantheraml.planner.step_time import TimeInputs, predict_time
@@ -110,10 +109,9 @@ def shapes_of(name: str) -> ModelShapes:
 
 
 def _row(case: str, model: str, setting: Setting, tokens_per_second: float) -> TimeRow:
-    shapes = shapes_of(model)
-    sizes = layer_sizes(shapes)
-    assert sizes is not None
-    time = predict_time(setting, TimeInputs(sizes, shapes, H200))
+    given = TimeInputs.of(shapes_of(model), setting, H200)
+    assert given is not None
+    time = predict_time(setting, given)
     assert time is not None
     return TimeRow(case, setting, setting.tokens / tokens_per_second, time.seconds, time.limited_by, USED.get(case))
 

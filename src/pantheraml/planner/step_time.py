@@ -67,9 +67,21 @@ class TimeInputs:
     """What the time of a step depends on, besides the setting."""
 
     sizes: LayerSizes
-    shapes: ModelShapes
+    parameters: int
+    trained: int
+    """Parameters."""
     rates: MachineRates
     links: Links | None = None
+
+    @classmethod
+    def of(
+        cls, shapes: ModelShapes, setting: Setting, rates: MachineRates, links: Links | None = None
+    ) -> TimeInputs | None:
+        """None: the sizes of the layers are not known."""
+        sizes = layer_sizes(shapes)
+        if sizes is None:
+            return None
+        return cls(sizes, shapes.parameters, trained_parameters(setting, shapes), rates, links)
 
 
 @dataclass
@@ -82,16 +94,17 @@ class _Count:
     backward_bytes: float = 0.0
 
 
-def why_no_time(shapes: ModelShapes, setting: Setting, rates: MachineRates | None, links: Links | None) -> str | None:
+NO_RATES = "the rates of this GPU are not known: run `pantheraml bench --calibrate` on it"
+NO_SIZES = "the layers of this model are not alike, or its weights have unknown names"
+
+
+def why_no_time(setting: Setting, given: TimeInputs) -> str | None:
     """Why the time of a step is not known; None: it is predicted."""
+    rates, links = given.rates, given.links
     if setting.device == "cpu":
         return "times are predicted for GPUs only"
     if setting.devices_per_process > 1:
         return "one process uses several devices"
-    if layer_sizes(shapes) is None:
-        return "the layers of this model are not alike, or its weights have unknown names"
-    if rates is None:
-        return "the rates of this GPU are not known: run `pantheraml bench --calibrate` on it"
     needed = {"matmul_tflops." + _format(setting): rates.matmul_tflops.get(_format(setting))}
     needed |= {"attention_tflops": rates.attention_tflops, "copy_gb_s": rates.copy_gb_s}
     missing = [name for name, value in needed.items() if value is None]
@@ -105,7 +118,7 @@ def why_no_time(shapes: ModelShapes, setting: Setting, rates: MachineRates | Non
 
 def predict_time(setting: Setting, given: TimeInputs) -> StepTime | None:
     """Seconds of a step of the slowest rank by part; None: not known, see `why_no_time`."""
-    if why_no_time(given.shapes, setting, given.rates, given.links) is not None:
+    if why_no_time(setting, given) is not None:
         return None
     rates, sizes, dims = given.rates, given.sizes, setting.dims
     assert rates.attention_tflops is not None
@@ -141,7 +154,7 @@ def predict_time(setting: Setting, given: TimeInputs) -> StepTime | None:
         "communication": _communication(setting, given, one),
         "bubble": _bubble(setting) * passes * one,
         "launch": passes * launch,
-        "optimizer": _optimizer_bytes(setting, given.shapes) / copy,
+        "optimizer": _optimizer_bytes(setting, given.trained) / copy,
     }
     return StepTime(parts, _sources(setting, given))
 
@@ -260,8 +273,7 @@ def _head_work(setting: Setting, sizes: LayerSizes) -> tuple[float, float]:
     return (6.0 if trained else 4.0) * logits * sizes.hidden, LOGIT_BYTES * logits
 
 
-def _optimizer_bytes(setting: Setting, shapes: ModelShapes) -> float:
-    trained = trained_parameters(setting, shapes)
+def _optimizer_bytes(setting: Setting, trained: int) -> float:
     dtype = setting.trained_weights if setting.method == "full" else "fp32"
     each = EIGHT_BIT_BYTES if setting.optimizer == "adamw8bit" else OPTIMIZER_BYTES[setting.optimizer, dtype]
     return each * trained / (setting.dims.shard * setting.dims.tensor * setting.dims.pipeline)
@@ -289,6 +301,15 @@ def _unknown_link(setting: Setting, links: Links) -> str | None:
     return next((name for name in used if links.bandwidth(dims, name) is None), None)
 
 
+def _gathered_bytes(setting: Setting, given: TimeInputs) -> float:
+    """Weights of a pass that ranks gather from each other, as they are stored."""
+    if setting.method == "full":
+        return given.parameters * (4.0 if setting.trained_weights == "fp32" else 2.0) / setting.dims.tensor
+    stored = {None: 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.53}[setting.frozen_weights]
+    linear = given.sizes.linear_parameters * given.sizes.layers
+    return (stored * linear + 2.0 * (given.parameters - linear)) / setting.dims.tensor
+
+
 def _communication(setting: Setting, given: TimeInputs, compute: float) -> float:
     """Seconds of a step in which a rank waits for others; `compute`: seconds of a micro-batch's work."""
     dims, links, sizes = setting.dims, given.links, given.sizes
@@ -298,7 +319,7 @@ def _communication(setting: Setting, given: TimeInputs, compute: float) -> float
     again = 1 if setting.activation_checkpointing in ("full", "offload") else 0
     passes, rows = setting.accumulation, setting.tokens * 2.0  # bytes of one value per token
     layers = sizes.layers / dims.pipeline
-    trained = trained_parameters(setting, given.shapes) / (dims.tensor * dims.pipeline)
+    trained = given.trained / (dims.tensor * dims.pipeline)
     gradient_bytes = trained * (2 if setting.method == "full" and setting.trained_weights == "bf16" else 4)
     waits = 0.0
     if dims.tensor > 1:
@@ -315,11 +336,11 @@ def _communication(setting: Setting, given: TimeInputs, compute: float) -> float
         each = links.latency(dims, "pipeline") + rows * sizes.hidden / bandwidth
         waits += 2 * passes * setting.stages_per_process * each
     if dims.shard > 1:
-        gathered = 2.0 * given.shapes.parameters / dims.tensor
-        each = 2 * (links.gather_seconds(dims, "shard", gathered) or 0.0)
-        each += links.gather_seconds(dims, "shard", gradient_bytes) or 0.0
-        started = 3 * layers * links.latency(dims, "shard")
-        waits += passes * max(started, each + started - compute)  # gathered while other layers are at work
+        each = 2 * (links.gather_seconds(dims, "shard", _gathered_bytes(setting, given)) or 0.0)
+        each += 2 * layers * links.latency(dims, "shard")
+        scattered = links.gather_seconds(dims, "shard", gradient_bytes) or 0.0
+        first = each / (2 * layers)  # nothing is at work while the first layer is gathered
+        waits += (passes - 1) * max(first, each - compute) + max(first, each + scattered - compute)
     if dims.replicate > 1:
         reduced = links.reduce_seconds(dims, "replicate", gradient_bytes / dims.shard) or 0.0
         backward = compute * 2 / 3

@@ -30,13 +30,17 @@ BASE = Setting(frozen_weights="fp8", fused=True, cuda_graph=True, micro_batch=4,
 NODE = Links(ranks_per_node=8, link_gb_s=345.0)
 
 
+def inputs(setting: Setting, rates: MachineRates, links: Links | None) -> TimeInputs:
+    given = TimeInputs.of(shapes_of_config(LLAMA_8B), setting, rates, links)
+    assert given is not None
+    return given
+
+
 def predict(
     setting: Setting = BASE, rates: MachineRates = H200, links: Links | None = NODE, **changes: Any
 ) -> StepTime:
-    shapes = shapes_of_config(LLAMA_8B)
-    sizes = layer_sizes(shapes)
-    assert sizes is not None
-    time = predict_time(setting.model_copy(update=changes), TimeInputs(sizes, shapes, rates, links))
+    setting = setting.model_copy(update=changes)
+    time = predict_time(setting, inputs(setting, rates, links))
     assert time is not None
     return time
 
@@ -87,13 +91,11 @@ def test_rates_that_nobody_measured_stay_unknown() -> None:
         if model.name not in ("A100", "H100", "H200", "B200", "MI300X"):
             assert rates.matmul_tflops == {}
             assert rates.attention_tflops is None
-    shapes = shapes_of_config(LLAMA_8B)
-    reason = why_no_time(shapes, BASE, known_rates(by_text("RTX 4090")), None)
+    reason = why_no_time(BASE, inputs(BASE, known_rates(by_text("RTX 4090")), None))
     assert reason is not None
     assert "matmul_tflops.fp8" in reason
     assert "--calibrate" in reason
     assert "fp8" not in peak_rates(by_text("A100")).matmul_tflops
-    assert why_no_time(shapes, BASE, None, None) is not None
     assert rates_of("Some future GPU") is None
 
 
@@ -128,7 +130,7 @@ def test_every_kind_of_parallelism_waits(dimension: str) -> None:
     assert time.parts["communication"] > 0
     assert (time.parts["bubble"] > 0) == (dimension == "pipeline")
     setting = BASE.model_copy(update={"dims": dims})
-    reason = why_no_time(shapes_of_config(LLAMA_8B), setting, H200, Links(ranks_per_node=8, link_gb_s=None))
+    reason = why_no_time(setting, inputs(setting, H200, Links(ranks_per_node=8, link_gb_s=None)))
     assert reason is not None
     assert dimension in reason
 
