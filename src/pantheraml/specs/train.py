@@ -181,9 +181,9 @@ class TrainSettings(ConfigSection):
     """Clip gradients to this norm; 0 = no clipping."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed for sample order, adapter initialization and dropout."""
-    activation_checkpointing: Checkpointing = "none"
-    """Recompute activations in the backward. selective: cheap ops; full: whole layers; offload: full, with the layers'
-    inputs in host memory."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full", "offload"] = "auto"
+    """Recompute activations in the backward. auto: none, unless the planner predicts that memory is short. selective:
+    cheap ops; full: whole layers; offload: full, with the layers' inputs in host memory."""
     fused: Switch = "auto"
     """Fused kernels for decoder layers of supported families. auto: on GPUs, for LoRA without dropout, and for full
     fine-tunes with bf16 weights that use fp8 matmuls or `offload` activation checkpointing."""
