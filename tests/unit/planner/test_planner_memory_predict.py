@@ -60,7 +60,7 @@ def by_mode(shapes: ModelShapes, setting: Setting) -> dict[Checkpointing, int]:
 
 def test_leaner_checkpointing_needs_less(llama: ModelShapes) -> None:
     sizes = by_mode(llama, FULL.model_copy(update={"micro_batch": 16}))
-    assert sizes["none"] > sizes["selective"] > sizes["full"] > sizes["offload"]
+    assert sizes["none"] > sizes["selective"] > sizes["full"] >= sizes["offload"]
 
 
 def test_selective_checkpointing_of_fused_layers_saves_nothing(llama: ModelShapes) -> None:

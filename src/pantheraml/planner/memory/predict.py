@@ -100,6 +100,8 @@ class _Layer:
     """Held from the start of its backward on, besides `stored`."""
     backward: int
     """Held at the fullest moment of its backward."""
+    prefetched: int = 0
+    """Of the next layer in the backward, if there is one."""
 
 
 class _Rank:
@@ -131,7 +133,8 @@ class _Rank:
         else:
             head_gradient = 0
         layer = self.layer
-        last = self._at(kept + layer.recomputed + layer.backward, max(earlier, head_gradient), buffers)
+        held = kept + layer.recomputed + layer.backward + layer.prefetched
+        last = self._at(held, max(earlier, head_gradient), buffers)
         found["backward of the last layer"] = last
         first = self._at(layer.stored * (1 + self.stage.layers * (self.in_flight - 1)), self._all_gradients(), buffers)
         first["activations"] += layer.recomputed + layer.backward
@@ -184,8 +187,8 @@ class _Rank:
         inputs = block_bytes(sizes.tokens * sizes.hidden * self._residual_bytes())
         if mode == "full":
             return _Layer(inputs, kept, backward)
-        if mode == "offload":  # this layer's input and that of the next one in the backward
-            return _Layer(0, kept + 2 * inputs, backward)
+        if mode == "offload":
+            return _Layer(0, kept + inputs, backward, prefetched=inputs)
         outputs = blocks_bytes(_matmul_outputs(sizes))
         return _Layer(inputs + outputs, max(0, kept - outputs) + blocks_bytes(_unused_outputs(sizes)), backward)
 
