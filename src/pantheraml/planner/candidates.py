@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import PantheraError
@@ -122,7 +123,7 @@ def with_micro_batch(found: Candidate, size: int) -> Candidate:
 def alternatives_to(base: Candidate, *, quantized: bool = False) -> Iterator[Candidate]:
     """Every other plan that the configuration leaves open. `quantized`: those with frozen weights in 4 bits."""
     problem = base.problem
-    formats = ("nf4",) if quantized else (None,)
+    formats: tuple[Literal["int8", "nf4"] | None, ...] = ("nf4",) if quantized else (base.decided.frozen_weights,)
     if quantized and not may_quantize(problem.config, base.setting):
         return
     for dims in _dims(problem, base.plan):
@@ -131,7 +132,7 @@ def alternatives_to(base: Candidate, *, quantized: bool = False) -> Iterator[Can
                 decided = Decided(
                     dims=None if dims == base.plan.dims else dims,
                     checkpointing=None if mode == base.setting.activation_checkpointing else mode,
-                    frozen_weights=frozen,  # type: ignore[arg-type]
+                    frozen_weights=frozen,
                 )
                 found = candidate(problem, decided)
                 if found is not None and found.plan.world_size == base.plan.world_size:
