@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 from pantheraml.base.text import printable
+from pantheraml.planner.candidates import needed_bytes
 from pantheraml.planner.facts import ModelFacts
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.prediction import Alternative, MemoryPrediction, Prediction
@@ -50,14 +51,13 @@ def _choices(plan: Plan) -> None:
 
 
 def _memory(memory: MemoryPrediction, plan: Plan) -> None:
-    needed = memory.device_bytes or memory.reserved_bytes or memory.allocated_bytes
+    needed = needed_bytes(memory)
     rank = "the rank that needs most" if plan.world_size > 1 else "the GPU"
     of = "" if memory.capacity_bytes is None else f" of {_gib(memory.capacity_bytes)}"
     at = f", at its peak ({memory.instant})" if memory.instant else ""
     _line(f"Memory   {_gib(needed)}{of} on {rank}{at}")
     parts = {name: size for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]) if size > 0}
-    if memory.device_bytes is not None and memory.device_bytes > memory.allocated_bytes:
-        parts["allocator, CUDA"] = memory.device_bytes - memory.allocated_bytes
+    parts["allocator and CUDA"] = round(needed) - memory.allocated_bytes
     whole = max(memory.capacity_bytes or needed, needed)
     width = min(BAR, shutil.get_terminal_size().columns - 12)
     bar = "".join(fill * round(width * size / whole) for fill, size in zip(FILLS, parts.values(), strict=False))
@@ -91,7 +91,7 @@ def _alternatives(alternatives: tuple[Alternative, ...]) -> None:
     _line("Not chosen:")
     width = max(len(each.name) for each in alternatives)
     for each in alternatives:
-        memory = "" if each.memory is None else _gib(each.memory.device_bytes or each.memory.allocated_bytes)
+        memory = "" if each.memory is None else _gib(needed_bytes(each.memory))
         time = "" if each.step_seconds is None else _duration(each.step_seconds)
         limit = "" if each.limited_by is None else f" (limited by {each.limited_by})"
         _line(f"  {each.name:{width}}  {memory:>10}  {time:>8}  {each.reason}{limit}")

@@ -15,6 +15,7 @@ from pantheraml.planner.candidates import (
     Problem,
     alternatives_to,
     candidate,
+    needed_bytes,
     of_plan,
 )
 from pantheraml.planner.choose import choose
@@ -129,7 +130,7 @@ def _best(base: Candidate, compared: list[Candidate]) -> Candidate | None:
 
 
 def _needed(memory: MemoryPrediction | None) -> float:
-    return math.inf if memory is None else memory.device_bytes or memory.allocated_bytes
+    return math.inf if memory is None else needed_bytes(memory)
 
 
 def _decided(base: Candidate, best: Candidate) -> Candidate:
