@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import PantheraError
@@ -29,6 +30,10 @@ CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full", "offloa
 """From the fastest to the leanest."""
 SAFE_SHARE = 0.95
 """Of the memory; a plan that is predicted to need more is not chosen, as predictions err."""
+ALLOCATOR_SHARE = 1.07
+"""Memory that torch reserves, over what it allocates at the peak: typically 1.05 to 1.07."""
+CONTEXT_BYTES = 1268 << 20
+"""A CUDA context on an A100, the largest that is known."""
 DEGREES = (2, 4, 8, 16)
 
 
@@ -42,6 +47,11 @@ class Problem:
     shapes: ModelShapes
     model: ModelFacts
     hardware: DeviceFacts
+
+    def memory(self, setting: Setting) -> MemoryPrediction | None:
+        capability = self.devices.gpus[0].compute_capability if self.devices.gpus else None
+        capacity = self.hardware.capacity_bytes
+        return predict_memory(self.shapes, setting, capacity_bytes=capacity, capability=capability)
 
     def plan(self, decided: Decided) -> Plan | None:
         """None: the rules do not allow it."""
@@ -67,8 +77,7 @@ class Candidate:
     @property
     def memory(self) -> MemoryPrediction | None:
         if self._memory is None:
-            capacity = self.problem.hardware.capacity_bytes
-            self._memory = (predict_memory(self.problem.shapes, self.setting, capacity_bytes=capacity),)
+            self._memory = (self.problem.memory(self.setting),)
         return self._memory[0]
 
     @property
@@ -85,9 +94,16 @@ class Candidate:
 
 def fits(memory: MemoryPrediction | None) -> bool | None:
     """Whether it fits with a margin; None: not known."""
-    if memory is None or memory.capacity_bytes is None or memory.device_bytes is None:
+    if memory is None or memory.capacity_bytes is None:
         return None
-    return memory.device_bytes <= SAFE_SHARE * memory.capacity_bytes
+    return needed_bytes(memory) <= SAFE_SHARE * memory.capacity_bytes
+
+
+def needed_bytes(memory: MemoryPrediction) -> float:
+    """Memory of the device that a run needs; with typical shares for the allocator and CUDA if these are not known."""
+    if memory.device_bytes is not None:
+        return memory.device_bytes
+    return (memory.reserved_bytes or ALLOCATOR_SHARE * memory.allocated_bytes) + CONTEXT_BYTES
 
 
 def candidate(problem: Problem, decided: Decided) -> Candidate | None:
@@ -122,7 +138,7 @@ def with_micro_batch(found: Candidate, size: int) -> Candidate:
 def alternatives_to(base: Candidate, *, quantized: bool = False) -> Iterator[Candidate]:
     """Every other plan that the configuration leaves open. `quantized`: those with frozen weights in 4 bits."""
     problem = base.problem
-    formats = ("nf4",) if quantized else (None,)
+    formats: tuple[Literal["int8", "nf4"] | None, ...] = ("nf4",) if quantized else (base.decided.frozen_weights,)
     if quantized and not may_quantize(problem.config, base.setting):
         return
     for dims in _dims(problem, base.plan):
@@ -131,7 +147,7 @@ def alternatives_to(base: Candidate, *, quantized: bool = False) -> Iterator[Can
                 decided = Decided(
                     dims=None if dims == base.plan.dims else dims,
                     checkpointing=None if mode == base.setting.activation_checkpointing else mode,
-                    frozen_weights=frozen,  # type: ignore[arg-type]
+                    frozen_weights=frozen,
                 )
                 found = candidate(problem, decided)
                 if found is not None and found.plan.world_size == base.plan.world_size:

@@ -49,10 +49,11 @@ def known_rates(model: GPUModel) -> MachineRates:
         matmul_tflops=matmul,
         attention_tflops=None if bf16 is None else bf16 * of_matmul,
         copy_gb_s=None if bandwidth is None else bandwidth * H200.copy_gb_s / H200_BANDWIDTH,
+        launch_us=H200.launch_us,
         link_gb_s=None if nvlink is None else nvlink * H200.link_gb_s / H200_NVLINK,
         watts=None if model.watts is None else float(model.watts),
         source=f"{model.text}: {'no achieved matmul rate is known' if bf16 is None else 'published bf16 matmul rate'};"
-        " the rest as the H200's shares of its own",
+        " the rest as the H200's shares of its own, and launches as on its host",
     )
 
 

@@ -15,6 +15,7 @@ from pantheraml.planner.candidates import (
     Problem,
     alternatives_to,
     candidate,
+    needed_bytes,
     of_plan,
 )
 from pantheraml.planner.choose import choose
@@ -58,12 +59,16 @@ def plan_run(
     model: ModelFacts | None = None,
     hardware: DeviceFacts | None = None,
     outlook: Outlook = NOTHING,
+    resumed: Plan | None = None,
 ) -> Plan:
     """Plan a run. `model`, `hardware`: facts that are not read from the configured model folder or from `devices`.
 
+    `resumed`: plan of the run that is continued, whose frozen weights keep their format.
+
     OutOfMemoryError, with the cheapest changes that would fit, if no plan can fit into the GPUs' memory.
     """
-    rules = choose(config, devices, place)
+    start = _as_before(config, resumed)
+    rules = choose(config, devices, place, start)
     if rules.device == "cpu":
         return rules
     model = model or model_facts(config.model)
@@ -75,12 +80,12 @@ def plan_run(
     if model.shapes is None:
         return _unpredicted(rules, f"memory and time are not predicted: {model.why_unknown}")
     problem = Problem(config, devices, place, model.shapes, model, hardware)
-    base = of_plan(problem, Decided(), rules)
+    base = of_plan(problem, start, rules)
     unknown = why_not_predicted(model.shapes, base.setting)
     if base.fits is None or unknown is not None:
         why = unknown or "the memory of the GPU is not known"
         return _finished(base, (), outlook, (f"memory is not predicted, so the rules decide: {why}",))
-    compared = _compared(base)
+    compared = _compared(base, may_quantize=resumed is None)
     best = _best(base, compared)
     if best is None:
         _refuse_if_certain(base, compared)
@@ -92,10 +97,19 @@ def plan_run(
     return finished.model_copy(update={"warnings": (*finished.warnings, *warnings)}) if warnings else finished
 
 
-def _compared(base: Candidate) -> list[Candidate]:
+def _as_before(config: TrainConfig, resumed: Plan | None) -> Decided:
+    if resumed is None or config.model.precision != "auto" or config.method.kind != "lora":
+        return Decided()
+    if resumed.frozen_weights not in ("int8", "nf4"):
+        return Decided()
+    reasons = {"frozen_weights": "as before the run was interrupted"}
+    return Decided(frozen_weights=resumed.frozen_weights, reasons=reasons)
+
+
+def _compared(base: Candidate, *, may_quantize: bool) -> list[Candidate]:
     """All plans with the frozen weights as the rules have them; with 4-bit ones if none of those fits."""
     found = [base, *(each for each in alternatives_to(base) if not _same(each, base))]
-    if not any(each.fits for each in found):
+    if may_quantize and not any(each.fits for each in found):
         found += alternatives_to(base, quantized=True)
     return [each for each in found if each.memory is not None]
 
@@ -116,7 +130,7 @@ def _best(base: Candidate, compared: list[Candidate]) -> Candidate | None:
 
 
 def _needed(memory: MemoryPrediction | None) -> float:
-    return math.inf if memory is None else memory.device_bytes or memory.allocated_bytes
+    return math.inf if memory is None else needed_bytes(memory)
 
 
 def _decided(base: Candidate, best: Candidate) -> Candidate:

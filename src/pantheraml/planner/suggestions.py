@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from pantheraml.planner.candidates import Candidate, fits
-from pantheraml.planner.memory import predict_memory
+from pantheraml.planner.candidates import Candidate, fits, needed_bytes
 from pantheraml.planner.setting import Setting
 
 NAMED = 3
@@ -34,12 +33,10 @@ def suggestions(leanest: Candidate) -> list[str]:
                 continue
             update = {name: value for change in chosen for name, value in change.update.items()}
             setting = leanest.setting.model_copy(update=update)
-            capacity = leanest.problem.hardware.capacity_bytes
-            memory = predict_memory(leanest.problem.shapes, setting, capacity_bytes=capacity)
-            if fits(memory):
-                assert memory is not None and memory.device_bytes is not None  # noqa: PT018
+            memory = leanest.problem.memory(setting)
+            if memory is not None and fits(memory):
                 words = " and ".join(change.text for change in chosen)
-                found.append(f"{words} ({memory.device_bytes / 2**30:.1f} GiB)")
+                found.append(f"{words} ({needed_bytes(memory) / 2**30:.1f} GiB)")
             if len(found) == NAMED:
                 break
         if found:

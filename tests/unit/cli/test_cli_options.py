@@ -25,6 +25,7 @@ OPTIONS = {
         "--node-rank",
         "--output",
         "--overwrite",
+        "--plan",
         "--rdzv",
         "--resume",
     ],
@@ -39,7 +40,7 @@ OPTIONS = {
         "--set",
         "run_dir",
     ],
-    "plan": [*CONFIG, "--json"],
+    "plan": [*CONFIG, "--explain", "--gpus", "--json", "--price"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
     "replay": [*CONSENT, "--device", "--json", "incident"],
     "generate": [
