@@ -36,6 +36,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--price-per-gpu-hour", type=float, metavar="PRICE", help="show what jobs cost (no costs are shown)"
     )
+    parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_running_per_user=arguments.max_running_per_user,
         max_hours_per_user=arguments.max_hours_per_user,
         price_per_gpu_hour=arguments.price_per_gpu_hour,
+        open_metrics=arguments.open_metrics,
     )
     return serve(settings)
 
@@ -89,7 +91,16 @@ def require_service() -> None:
     """MissingExtraError unless the extra is installed."""
     from importlib.util import find_spec
 
-    names = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "aiosqlite", "python_multipart", "limits")
+    names = (
+        "fastapi",
+        "uvicorn",
+        "sqlalchemy",
+        "alembic",
+        "aiosqlite",
+        "python_multipart",
+        "limits",
+        "prometheus_client",
+    )
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise MissingExtraError(

@@ -26,7 +26,8 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu, overview, usage
+from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
+from pantheraml.service.routes import files, fine_tuning, health, jobs, metrics, models, multigpu, overview, usage
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -43,7 +44,9 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models, overview, usage):
+    app.state.request_metrics = RequestMetrics()
+    app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
+    for module in (health, files, jobs, fine_tuning, models, overview, usage, metrics):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
