@@ -28,6 +28,12 @@ def add(commands: Any) -> argparse.ArgumentParser:
         metavar="NAME",
         help="further name of the service; may be repeated",
     )
+    parser.add_argument(
+        "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
+    )
+    parser.add_argument(
+        "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
+    )
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -46,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--cpu-slots must be at least 1.")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535.")
+    if not arguments.chat_idle_seconds > 0:
+        raise ConfigError("--chat-idle-seconds must be above 0.")
     settings = Settings(
         data_dir=Path(arguments.data_dir),
         models_dir=Path(arguments.models_dir),
@@ -55,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         insecure=arguments.insecure,
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
+        chat_idle_seconds=arguments.chat_idle_seconds,
+        inference_url=arguments.inference_url,
     )
     return serve(settings)
 

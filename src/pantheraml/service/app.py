@@ -20,12 +20,13 @@ from pantheraml.base.private import open_private, private_files, private_folder
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu
+from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, models, multigpu
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -42,7 +43,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models):
+    for module in (health, files, jobs, fine_tuning, models, chat):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -67,14 +68,15 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     """The service without its routes: all they share, and the dispatcher at work."""
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
-        dispatching = asyncio.create_task(prepared.dispatcher.run())
+        tasks = [asyncio.create_task(each) for each in (prepared.dispatcher.run(), prepared.chat.run())]
         try:
             yield prepared
         finally:
-            prepared.notifier.close()
-            dispatching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await dispatching
+            prepared.end_waiting()
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +95,8 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
             dispatcher = Dispatcher(database, settings, inventory, notifier)
             catalog = Catalog(settings.models_dir)
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator)
+            chat = ChatQueue(settings, dispatcher)
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, chat)
         finally:
             await database.close()
 

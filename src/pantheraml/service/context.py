@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.settings import Settings
@@ -23,6 +24,12 @@ class ServiceContext:
     dispatcher: Dispatcher
     notifier: Notifier
     authenticator: Authenticator
+    chat: ChatQueue
+
+    def end_waiting(self) -> None:
+        """Answer everybody who waits for something: the service is ending."""
+        self.notifier.close()
+        self.chat.close()
 
 
 def _context(request: Request) -> ServiceContext:

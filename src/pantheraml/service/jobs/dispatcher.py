@@ -10,6 +10,7 @@ import contextlib
 import logging
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sqlalchemy import select
@@ -60,6 +61,9 @@ class Dispatcher:
         self._queue_changed, self._scheduled = True, 0.0
         self._ticked = time.monotonic()
         self._tidied = -EVERY_SECONDS
+        self._allotting = asyncio.Lock()
+        self._lent: tuple[str, Callable[[], Awaitable[None]]] | None = None
+        """Device that no job holds and chat uses, and how to get it back."""
 
     def wake(self) -> None:
         """Look at once: something was asked for."""
@@ -100,10 +104,34 @@ class Dispatcher:
                 logger.info("%s: %s; it is looked at again", job.id, err)
         if self._queue_changed or time.monotonic() - self._scheduled > SCHEDULE_SECONDS:
             self._queue_changed, self._scheduled = False, time.monotonic()
-            await self._schedule()
+            async with self._allotting:
+                await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
             await tidy(self._database, self._settings.files)
             self._tidied = time.monotonic()
+
+    # Lending ----------------------------------------------------------------------------------------------------------
+
+    async def borrow(self, give_back: Callable[[], Awaitable[None]]) -> str | None:
+        """Lend a device that no job holds, for `returned` or until a job needs it: then `give_back` is called, and the
+        job starts when it returns. None: jobs hold all of them."""
+        async with self._allotting:
+            async with self._database.read() as session:
+                held = await leases(session)
+            free = [name for name in self.inventory.devices if name not in held]
+            if not free:
+                return None
+            self._lent = free[-1], give_back
+            return free[-1]
+
+    def returned(self, name: str) -> None:
+        if self._lent is not None and self._lent[0] == name:
+            self._lent = None
+
+    async def _take_back(self, devices: list[str]) -> None:
+        if self._lent is not None and self._lent[0] in devices:
+            await self._lent[1]()
+            self._lent = None
 
     # Starting ---------------------------------------------------------------------------------------------------------
 
@@ -117,13 +145,16 @@ class Dispatcher:
             held = {name: lease.job_id for name, lease in (await leases(session)).items()}
             usage = await device_seconds(session)
         active = [Running(job.id, job.processes, _expected_end(job)) for job in running]
-        decision = decide(queue, active, self.inventory.devices, held, usage, time.time())
+        lent = None if self._lent is None else self._lent[0]
+        devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
+        decision = decide(queue, active, devices, held, usage, time.time())
         self._reasons = decision.waiting
-        for job_id, devices in decision.starts.items():
+        for job_id, chosen in decision.starts.items():
             async with self._database.read() as session:
                 job = await session.get_one(Job, job_id)
             if job.state == State.QUEUED:
-                await self._start(job, devices)
+                await self._take_back(chosen)
+                await self._start(job, chosen)
 
     async def _start(self, job: Job, devices: list[str]) -> None:
         """Lease the devices, then start the supervisor. Killed in between, the next dispatcher finds nothing running
