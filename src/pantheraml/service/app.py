@@ -21,13 +21,14 @@ from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
-from pantheraml.service.routes import files, fine_tuning, health, jobs, metrics, models, multigpu, overview, usage
+from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, metrics, models, multigpu, overview, usage
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -46,7 +47,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(Gate, settings=settings)
     app.state.request_metrics = RequestMetrics()
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
-    for module in (health, files, jobs, fine_tuning, models, overview, usage, metrics):
+    for module in (health, files, jobs, fine_tuning, models, chat, overview, usage, metrics):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -72,14 +73,15 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
         stack.enter_context(prepared.sampler)
-        dispatching = asyncio.create_task(prepared.dispatcher.run())
+        tasks = [asyncio.create_task(each) for each in (prepared.dispatcher.run(), prepared.chat.run())]
         try:
             yield prepared
         finally:
-            prepared.notifier.close()
-            dispatching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await dispatching
+            prepared.end_waiting()
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +101,8 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             dispatcher = Dispatcher(database, settings, inventory, notifier)
             catalog = Catalog(settings.models_dir)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler)
+            chat = ChatQueue(settings, dispatcher)
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler, chat)
         finally:
             await database.close()
 

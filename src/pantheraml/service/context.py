@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.settings import Settings
@@ -26,6 +27,12 @@ class ServiceContext:
     authenticator: Authenticator
     sampler: BackgroundSampler
     """Of the GPUs that jobs may be given, and of the host."""
+    chat: ChatQueue
+
+    def end_waiting(self) -> None:
+        """Answer everybody who waits for something: the service is ending."""
+        self.notifier.close()
+        self.chat.close()
 
 
 def _context(request: Request) -> ServiceContext:

@@ -46,9 +46,13 @@ def refusal(err: PantheraError, *, param: str | None = None) -> ApiError:
     return ApiError(400, printable(message), param=param, code=type(err).__name__)
 
 
-def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
+    body = error_object(status, message, param=param, code=code)
     return JSONResponse(body, status, {"x-should-retry": "true" if status in (429, 503) else "false"})
 
 
