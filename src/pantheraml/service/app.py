@@ -25,7 +25,7 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu
+from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu, page, session
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -42,7 +42,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models):
+    for module in (health, session, files, jobs, fine_tuning, models, page):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)

@@ -101,11 +101,11 @@ def _parallel(own: OwnSettings, devices: DeviceSpec) -> dict[str, Any]:
     return {"mode": own.mode, "world_size": own.processes}
 
 
-_OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
+OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
 
 
 def _conflicts(train: dict[str, Any]) -> str:
-    return ", ".join(f"train.{name}" for name in (*_OF_THE_REQUEST, "seed") if name in train)
+    return ", ".join(f"train.{name}" for name in (*OF_THE_REQUEST, "seed") if name in train)
 
 
 def _seq_len(model: Path) -> int:
