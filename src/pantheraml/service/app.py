@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
 from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
@@ -25,7 +26,18 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu, page, session
+from pantheraml.service.routes import (
+    files,
+    fine_tuning,
+    health,
+    jobs,
+    models,
+    multigpu,
+    overview,
+    page,
+    session,
+    usage,
+)
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -42,7 +54,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, session, files, jobs, fine_tuning, models, page):
+    for module in (health, session, files, jobs, fine_tuning, models, overview, usage, page):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -67,6 +79,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     """The service without its routes: all they share, and the dispatcher at work."""
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
+        stack.enter_context(prepared.sampler)
         dispatching = asyncio.create_task(prepared.dispatcher.run())
         try:
             yield prepared
@@ -93,7 +106,8 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
             dispatcher = Dispatcher(database, settings, inventory, notifier)
             catalog = Catalog(settings.models_dir)
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator)
+            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler)
         finally:
             await database.close()
 

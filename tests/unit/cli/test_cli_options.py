@@ -61,7 +61,8 @@ OPTIONS = {
     "quantize": [*INPUTS, "--json", "--output", "--tokens"],
     "serve": [
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
-        *("--host", "--insecure", "--models-dir", "--port"),
+        *("--host", "--insecure", "--max-hours-per-user", "--max-running-per-user", "--models-dir", "--port"),
+        "--price-per-gpu-hour",
     ],
     "keys": ["action"],
     "doctor": ["--json"],

@@ -146,17 +146,20 @@ export class Chart {
   }
 }
 
+/** plotly.js reads a few tags in texts; a job's name is none. @param {string} text */
+const plain = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
 const css = (/** @type {string} */ name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 /** @param {Drawing} drawing */
 function traces({ lines, x }) {
   return lines.filter(line => line.y.length).map(line => ({
-    x: line.x, y: line.y, name: line.name, type: "scatter", connectgaps: false,
-    showlegend: !line.hidden && lines.length > 1, text: line.labels,
+    x: line.x, y: line.y, name: plain(line.name), type: "scatter", connectgaps: false,
+    showlegend: !line.hidden && lines.length > 1, text: line.labels?.map(plain),
     mode: line.labels ? "markers" : line.y.length < 40 ? "lines+markers" : "lines",
     line: { color: css(line.color), width: line.faint ? 1 : 2, dash: line.dashed ? "dash" : "solid", shape: line.steps ? "hv" : "linear" },
     marker: { color: css(line.color), size: line.labels ? 10 : 5, symbol: line.labels ? "x-thin" : "circle", line: { width: line.labels ? 2.5 : 0, color: css(line.color) } },
-    hovertemplate: `${x} %{x:,}<br>${line.labels ? "%{text}" : "%{y:.5g}"}<extra>${lines.length > 1 ? line.name : ""}</extra>`,
+    hovertemplate: `${x} %{x:,}<br>${line.labels ? "%{text}" : "%{y:.5g}"}<extra>${lines.length > 1 ? "%{fullData.name}" : ""}</extra>`,
   }));
 }
 

@@ -23,7 +23,7 @@ POINTS = 1000
 
 
 def timeline(folder: Path, after: int) -> dict[str, Any]:
-    """Samples in the stream beyond the byte `after`, and the byte to go on from. `gpus`: of the host; None: not told."""
+    """Samples beyond the byte `after` of the stream, and where to go on. `gpus`: those of the host; None: not told."""
     samples: list[dict[str, Any]] = []
     gpus: list[dict[str, Any]] | None = None
     cursor = after

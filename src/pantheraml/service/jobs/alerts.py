@@ -1,0 +1,5 @@
+"""Alerts of a running job."""
+
+from __future__ import annotations
+
+PREFIX = "alert."
