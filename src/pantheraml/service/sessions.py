@@ -36,7 +36,7 @@ def refuse_forgery(request: Request) -> None:
         raise ApiError(403, message, code="missing_header")
 
 
-def key_of(cookie: str) -> Select[tuple[Key]]:
+def key_of(cookie: str) -> Select[Key]:
     """Query for the key that a session stands for."""
     live = (PageSession.hash == _hash(cookie)) & (PageSession.expires_at > time.time())
     return select(Key).join(PageSession, PageSession.key_id == Key.id).where(live)

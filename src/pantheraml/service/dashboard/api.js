@@ -7,7 +7,11 @@
  * @property {string} id
  * @property {string} model
  * @property {string | null} fine_tuned_model
- * @property {string | null} [suffix]
+ * @property {string | null} [user_provided_suffix]
+ * @property {number} gpu_hours
+ * @property {number} cpu_slot_hours
+ * @property {number | null} energy_joules
+ * @property {number | null} cost
  * @property {string} state
  * @property {string} status
  * @property {string} organization_id

@@ -46,6 +46,7 @@ export class Figures {
     this.epoch = /** @type {number | null} */ (null);
     this.tokens = 0;
     this.seconds = 0;
+    this.totalSteps = /** @type {number | null} */ (null);
   }
 
   /** Read everything anew. @param {AbortSignal} [signal] */
@@ -54,6 +55,8 @@ export class Figures {
     this.traces = new Map(Object.entries(found.metrics));
     this.smoothed = new Map(Object.entries(found.smoothed).map(([span, trace]) => [Number(span), /** @type {Trace} */ (trace)]));
     ({ step: this.step, epoch: this.epoch, tokens: this.tokens, seconds: this.seconds, cursor: this.cursor } = found);
+    this.totalSteps = found.total_steps;
+    this.verdicts = new Map(found.verdicts.map((/** @type {any} */ each) => [each.step, { step: each.step, action: each.action, text: `${each.action}: ${each.cause}` }]));
     return this;
   }
 
@@ -75,12 +78,9 @@ export class Figures {
   /** Take in an event of the stream; false if it has no figures. @param {any} event @returns {boolean} */
   take(event) {
     const data = event.data ?? {};
-    if (event.kind === "verdict" || event.kind === "incident") {
-      if (typeof data.step === "number" && !(event.kind === "incident" && this.verdicts.has(data.step)))
-        this.verdicts.set(data.step, { step: data.step, action: data.action ?? event.kind, text: event.message });
-      return true;
-    }
-    if (event.kind === "train.step") this.#step(data);
+    if (event.kind === "verdict") this.verdicts.set(data.step, { step: data.step, action: data.action, text: `${data.action}: ${data.cause}` });
+    else if (event.kind === "train.started") this.totalSteps = data.total_steps;
+    else if (event.kind === "train.step") this.#step(data);
     else if (event.kind === "eval.done") for (const name of OF_EVALS) this.#add(this.#own(name), data.step, data[name]);
     else return false;
     return true;

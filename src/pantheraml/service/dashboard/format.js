@@ -66,7 +66,7 @@ export function tone(state) {
   return { succeeded: "good", failed: "bad", crashed: "bad", running: "now", starting: "now", paused: "warn", pausing: "warn", cancelling: "warn" }[state] ?? "";
 }
 
-/** Short name of a job. @param {{ id: string, suffix?: string | null, model: string, fine_tuned_model?: string | null, metadata?: Record<string, string> | null }} job */
+/** Short name of a job. @param {{ id: string, model: string, user_provided_suffix?: string | null }} job */
 export function jobName(job) {
-  return job.metadata?.name || job.suffix || `${job.model} ${job.id.slice(-6)}`;
+  return job.user_provided_suffix || `${job.model} ${job.id.slice(-6)}`;
 }

@@ -17,6 +17,8 @@ from pantheraml.service.jobs.thin import Point, thinned
 
 METRICS = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
 EVAL_METRICS = ("valid_loss", "perplexity")
+KINDS = ("train.started", "train.step", "eval.done", "verdict")
+MOST_VERDICTS = 500
 SMOOTHING_STEPS = (10, 50, 250)
 
 Row = tuple[int, str, int, str]
@@ -30,13 +32,18 @@ class _Step:
 
 
 def curves(rows: Iterable[Row], points: int) -> dict[str, Any]:
-    """`rows`: the events `train.step` and `eval.done` in order."""
+    """`rows`: the events of KINDS in order."""
     steps: dict[int, _Step] = {}
-    cursor = 0
+    verdicts: dict[int, dict[str, Any]] = {}
+    cursor, total_steps = 0, None
     for event, kind, step, data in rows:
         cursor = event
         values = json.loads(data)
-        if kind == "eval.done":
+        if kind == "train.started":
+            total_steps = values.get("total_steps")
+        elif kind == "verdict":
+            verdicts[step] = values
+        elif kind == "eval.done":
             steps.setdefault(step, _Step({})).evaluated = values
         else:
             steps[step] = _Step(values)
@@ -67,6 +74,8 @@ def curves(rows: Iterable[Row], points: int) -> dict[str, Any]:
     return {
         "metrics": {name: found for name, found in metrics.items() if found["total"]},
         "smoothed": smoothed if losses else {},
+        "verdicts": list(verdicts.values())[-MOST_VERDICTS:],
+        "total_steps": total_steps,
         "step": order[-1] if order else None,
         "epoch": epochs[-1] if epochs else None,
         "tokens": tokens[-1] if tokens else 0,

@@ -18,6 +18,7 @@ from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
+from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
 from pantheraml.service.jobs.curves import curves
 from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.jobs.thin import thinned
@@ -112,9 +113,8 @@ async def job_curves(
 ) -> dict[str, Any]:
     """All figures over the steps, each thinned to about `points`, with the epoch, tokens and seconds at each point.
     The stream goes on after `cursor` (`Last-Event-ID: ftevent-<cursor>`)."""
-    kinds = Event.kind.in_(["train.step", "eval.done"])
     columns = (Event.id, Event.kind, Event.step, cast(Event.data, Text))  # parsed in a thread
-    query = select(*columns).where(Event.job_id == job.id, kinds, Event.step.is_not(None)).order_by(Event.id)
+    query = select(*columns).where(Event.job_id == job.id, Event.kind.in_(CURVE_KINDS)).order_by(Event.id)
     async with context.database.read() as session:
         rows = [(event, kind, step or 0, data) for event, kind, step, data in await session.execute(query)]
     return await asyncio.to_thread(curves, rows, points)
