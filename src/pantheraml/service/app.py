@@ -25,6 +25,7 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
 from pantheraml.service.routes import (
     files,
@@ -35,6 +36,7 @@ from pantheraml.service.routes import (
     multigpu,
     overview,
     page,
+    preview,
     session,
     usage,
 )
@@ -54,7 +56,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, session, files, jobs, fine_tuning, models, overview, usage, page):
+    for module in (health, session, files, jobs, fine_tuning, models, overview, usage, preview, page):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -107,7 +109,8 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             dispatcher = Dispatcher(database, settings, inventory, notifier)
             catalog = Catalog(settings.models_dir)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler)
+            previewer = Previewer(dispatcher.limits)
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler, previewer)
         finally:
             await database.close()
 

@@ -12,6 +12,7 @@ from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -26,6 +27,7 @@ class ServiceContext:
     authenticator: Authenticator
     sampler: BackgroundSampler
     """Of the GPUs that jobs may be given, and of the host."""
+    previewer: Previewer
 
 
 def _context(request: Request) -> ServiceContext:

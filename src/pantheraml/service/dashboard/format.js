@@ -7,7 +7,7 @@ const GIB = 2 ** 30;
 /** @param {number | null | undefined} value @param {number} [digits] significant digits */
 export function number(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return UNKNOWN;
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(digits - 2).replace("e+", "e");
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return Number(value.toPrecision(digits - 1)).toExponential().replace("e+", "e");
   return value.toLocaleString("en-US", { maximumSignificantDigits: Math.max(digits, Math.trunc(Math.log10(Math.abs(value) || 1)) + 1) });
 }
 

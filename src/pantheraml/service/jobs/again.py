@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pantheraml.service.jobs.configure import OF_THE_REQUEST
+from pantheraml.service.jobs.configure import CHECKPOINT_EVERY_STEPS, OF_THE_REQUEST
 from pantheraml.service.store.tables import Job
-from pantheraml.specs.train import MethodConfig, StabilityConfig, TrainSettings
+from pantheraml.specs.train import CheckpointConfig, MethodConfig, StabilityConfig, TrainSettings
 
-_KEYS = {
-    "data": ("seq_len", "packing", "on_long_row"),
-    "model": ("precision",),
-    "checkpoint": ("every_steps", "keep", "final"),
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "data": {"seq_len": None, "packing": False, "on_long_row": "truncate"},
+    "model": {"precision": "auto"},
+    "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, "keep": CheckpointConfig().keep, "final": "last"},
 }
+"""Keys that a request may set, and what the service takes without them; `seq_len` depends on the model."""
 
 
 def shown_config(value: Any, hide: Callable[[str], str]) -> Any:
@@ -29,7 +30,8 @@ def request_of(job: Job) -> dict[str, Any]:
     """Body of `POST /v1/fine_tuning/jobs` that makes the same job; settings that are defaults are left out."""
     config = job.config
     sections: dict[str, Any] = {
-        name: {key: config[name][key] for key in keys if key in config.get(name, {})} for name, keys in _KEYS.items()
+        name: {key: config[name][key] for key, default in keys.items() if config[name][key] != default}
+        for name, keys in _DEFAULTS.items()
     }
     for name, model in (("method", MethodConfig), ("train", TrainSettings), ("stability", StabilityConfig)):
         defaults = model().model_dump(mode="json")

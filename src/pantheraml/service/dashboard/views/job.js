@@ -129,7 +129,7 @@ class JobPage {
           job.fine_tuned_model && this.place.may("submit") && h("a", { class: "button main", href: `#/playground?model=${encodeURIComponent(job.fine_tuned_model)}`, data: { focus: "try" } }, "Try it"),
           h("a", { class: "button", href: `#/compare?jobs=${job.id}`, data: { focus: "compare" } }, "Compare"),
           this.place.may("submit") && h("a", { class: "button", href: `#/new?from=${job.id}`, data: { focus: "again" } }, "Duplicate"))),
-      h("p", { class: "soft small" }, [`model ${job.model}`, job.id, `by ${job.organization_id}`, `created ${moment(job.created_at)}`, job.fine_tuned_model].filter(Boolean).join(" · ")),
+      h("p", { class: "soft small sub" }, [`model ${job.model}`, job.id, `by ${job.organization_id}`, `created ${moment(job.created_at)}`, job.fine_tuned_model].filter(Boolean).join(" · ")),
       job.error && h("div", { class: "alert", role: "alert" }, job.error.message),
       job.waiting_reason && h("div", { class: "alert warn" }, waiting(job)));
   }
@@ -146,7 +146,7 @@ class JobPage {
       h("div", { class: "figures" },
         figure("training loss", number(figures.latest("train_loss"))), figure("evaluation loss", number(figures.latest("valid_loss"))),
         figure("tokens/s", whole(figures.latest("tokens_per_second"))), figure("learning rate", number(figures.latest("learning_rate"), 3)),
-        figure("gradient norm", number(figures.latest("grad_norm"), 3)), figure("memory per process", size(figures.latest("memory_bytes"))),
+        figure("gradient norm", number(figures.latest("grad_norm"), 3)), figure("memory", size(figures.latest("memory_bytes"))),
         figure("tokens trained", whole(figures.tokens)), this.#usage(figure)));
   }
 
