@@ -26,9 +26,24 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
-from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, metrics, models, multigpu, overview, usage
+from pantheraml.service.routes import (
+    chat,
+    files,
+    fine_tuning,
+    health,
+    jobs,
+    metrics,
+    models,
+    multigpu,
+    overview,
+    page,
+    preview,
+    session,
+    usage,
+)
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -47,7 +62,20 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(Gate, settings=settings)
     app.state.request_metrics = RequestMetrics()
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
-    for module in (health, files, jobs, fine_tuning, models, chat, overview, usage, metrics):
+    for module in (
+        health,
+        session,
+        files,
+        jobs,
+        fine_tuning,
+        models,
+        chat,
+        overview,
+        usage,
+        metrics,
+        preview,
+        page,
+    ):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -102,7 +130,10 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             catalog = Catalog(settings.models_dir)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
             chat = ChatQueue(settings, dispatcher)
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler, chat)
+            previewer = Previewer(dispatcher.limits)
+            yield ServiceContext(
+                settings, database, catalog, dispatcher, notifier, authenticator, sampler, previewer, chat
+            )
         finally:
             await database.close()
 

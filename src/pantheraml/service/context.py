@@ -13,6 +13,7 @@ from pantheraml.service.catalog import Catalog
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -27,6 +28,7 @@ class ServiceContext:
     authenticator: Authenticator
     sampler: BackgroundSampler
     """Of the GPUs that jobs may be given, and of the host."""
+    previewer: Previewer
     chat: ChatQueue
 
     def end_waiting(self) -> None:

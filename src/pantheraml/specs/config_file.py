@@ -49,7 +49,7 @@ def with_overrides(values: dict[str, Any], overrides: Mapping[Key, Any], *, whol
     """Validate the values of a stored configuration with `overrides` applied on top."""
     changed = copy.deepcopy(values)
     for key, value in overrides.items():
-        _put(changed, key, value)
+        put_value(changed, key, value)
     return validate(changed, dict.fromkeys(overrides, "command line"), whole=whole)
 
 

@@ -62,7 +62,7 @@ def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec
             "data": {
                 "path": str(inputs.training),
                 "eval_path": None if inputs.validation is None else str(inputs.validation),
-                "seq_len": _seq_len(inputs.model),
+                "seq_len": default_seq_len(inputs.model),
                 "packing": False,  # on OpenAI's wire a batch counts examples
                 **settings.get("data", {}),
             },
@@ -101,14 +101,14 @@ def _parallel(own: OwnSettings, devices: DeviceSpec) -> dict[str, Any]:
     return {"mode": own.mode, "world_size": own.processes}
 
 
-_OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
+OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
 
 
 def _conflicts(train: dict[str, Any]) -> str:
-    return ", ".join(f"train.{name}" for name in (*_OF_THE_REQUEST, "seed") if name in train)
+    return ", ".join(f"train.{name}" for name in (*OF_THE_REQUEST, "seed") if name in train)
 
 
-def _seq_len(model: Path) -> int:
+def default_seq_len(model: Path) -> int:
     """Our default, or the positions that the model has if they are fewer."""
     try:
         positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")

@@ -52,6 +52,8 @@ class Dispatcher:
         self._database, self._settings = database, settings
         self.inventory = inventory
         self._notifier = notifier
+        self.limits = Limits([settings.models_dir.resolve(), settings.files.resolve()], settings.cache.resolve())
+        """What the processes of jobs may reach."""
         self._wake = asyncio.Event()
         self.hide = PathHider({"[models]": settings.models_dir, "[data]": settings.data_dir})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -186,9 +188,8 @@ class Dispatcher:
         self._notifier.notify(job.id)
         config = dict(job.config)
         config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
-        limits = Limits([self._settings.models_dir, self._settings.files], self._settings.cache)
         try:
-            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, limits)
+            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, self.limits)
         except PantheraError as err:
             await self._crashed(job, err.what)
         else:

@@ -32,13 +32,11 @@ async def plan_job(body: CreateJob, principal: Principal, context: ServiceContex
         known = ", ".join(sorted(context.catalog.models())[:20]) or "none"
         message = f"The model `{body.model[:100]}` is not one that can be fine-tuned here: {known}."
         raise ApiError(400, message, param="model", code="model_not_found")
-    training = await _training_data(body.training_file, "training_file", principal, context)
+    training = await training_data(body.training_file, "training_file", principal, context)
     files = context.settings.files.resolve()
     validation = None
     if body.validation_file is not None:
-        validation = content_of(
-            await _training_data(body.validation_file, "validation_file", principal, context), files
-        )
+        validation = content_of(await training_data(body.validation_file, "validation_file", principal, context), files)
     inputs = Inputs(base.path, content_of(training, files), training.rows or 0, validation)
     inventory = context.dispatcher.inventory
     try:
@@ -52,7 +50,7 @@ async def plan_job(body: CreateJob, principal: Principal, context: ServiceContex
     return planned
 
 
-async def _training_data(file_id: str, param: str, principal: Principal, context: ServiceContext) -> File:
+async def training_data(file_id: str, param: str, principal: Principal, context: ServiceContext) -> File:
     async with context.database.read() as session:
         file = await find_file(session, file_id, principal.owner)
     if file is None:

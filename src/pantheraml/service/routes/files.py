@@ -14,7 +14,7 @@ from pantheraml.base.errors import DataError
 from pantheraml.service import audit
 from pantheraml.service.auth import Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
-from pantheraml.service.datasets import Dataset, check_jsonl
+from pantheraml.service.datasets import Dataset, WrongRowsError, check_jsonl
 from pantheraml.service.errors import ApiError, not_found, refusal
 from pantheraml.service.ids import new_id
 from pantheraml.service.multipart import Upload, received, too_large
@@ -79,6 +79,7 @@ async def _checked(upload: Upload) -> Dataset:
     except DataError as err:
         error = refusal(err, param="file")
         error.code = "invalid_file_format"
+        error.rows = err.rows if isinstance(err, WrongRowsError) else []
         raise error from err
 
 

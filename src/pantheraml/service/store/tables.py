@@ -40,6 +40,17 @@ class Key(Base):
     revoked_at: Mapped[float | None]
 
 
+class PageSession(Base):
+    """A browser that signed in with a key; only the hash of its cookie is kept."""
+
+    __tablename__ = "page_sessions"
+
+    hash: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(ForeignKey("keys.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+
+
 class File(Base):
     """An uploaded or produced file; its content lies in `files/<id>` of the data folder."""
 

@@ -148,7 +148,17 @@ def upgrade() -> None:
     with op.batch_alter_table("stretches", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_stretches_job_id"), ["job_id"], unique=False)
         batch_op.create_index("ix_stretches_period", ["started_at", "ended_at"], unique=False)
+    op.create_table(
+        "page_sessions",
+        sa.Column("hash", sa.String(length=64), nullable=False),
+        sa.Column("key_id", sa.String(length=255), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=False),
+        sa.ForeignKeyConstraint(["key_id"], ["keys.id"], name=op.f("fk_page_sessions_key_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("hash", name=op.f("pk_page_sessions")),
+    )
 
 
 def downgrade() -> None:
+    op.drop_table("page_sessions")
     raise NotImplementedError("the first version has none before it")
