@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from pantheraml.planner.memory.fused_layers import FUSED_FAMILIES
@@ -143,7 +144,12 @@ def held_tensors(shapes: ModelShapes, setting: Setting, place: Place = FIRST_RAN
 
 def _layer_number(weight: Weight) -> int | None:
     """Number of the decoder layer that has this weight."""
-    return next((int(part) for part in weight.name.split(".") if part.isdigit()), None)
+    return _number_in(weight.name)
+
+
+@lru_cache(maxsize=8192)  # asked for every weight of every compared plan
+def _number_in(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def _layer_weights(shapes: ModelShapes) -> list[Weight]:
