@@ -41,7 +41,7 @@ SHOWN = 6
 """Alternatives that a plan keeps."""
 TOO_LARGE_SHOWN = 2
 """Of them that do not fit."""
-LOOKED_AT = 24
+LOOKED_AT = 16
 """Kinds of alternatives that they are taken from."""
 
 
@@ -67,10 +67,12 @@ def plan_run(
     hardware: DeviceFacts | None = None,
     outlook: Outlook = NOTHING,
     resumed: Plan | None = None,
+    total_memory: bool = False,
 ) -> Plan:
     """Plan a run. `model`, `hardware`: facts that are not read from the configured model folder or from `devices`.
 
-    `resumed`: plan of the run that is continued, whose frozen weights keep their format.
+    `resumed`: plan of the run that is continued, whose frozen weights keep their format. `total_memory`: plan for a
+    moment at which nobody else uses the GPUs.
 
     OutOfMemoryError, with the cheapest changes that would fit, if no plan can fit into the GPUs' memory.
     """
@@ -81,7 +83,10 @@ def plan_run(
     model = model or model_facts(config.model)
     used = [gpu for gpu in devices.gpus if gpu.index in rules.device_ids]
     hardware = hardware or device_facts(
-        used, memory_fraction=config.parallel.memory_fraction, shared_plan=place is not None
+        used,
+        memory_fraction=config.parallel.memory_fraction,
+        total_memory=total_memory or place is not None,
+        calibrated=place is None,
     )
     if model.shapes is None:
         return _unpredicted(rules, f"memory and time are not predicted: {model.why_unknown}")
@@ -254,15 +259,17 @@ def _alternatives(chosen: Candidate, others: list[Candidate]) -> tuple[Alternati
     for each in others:
         setting = each.setting
         kinds.setdefault((setting.dims, setting.activation_checkpointing, setting.frozen_weights), []).append(each)
-    shown = []
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
     for members in list(kinds.values())[:LOOKED_AT]:
         best = next((each for each in members if each.fits), members[0])
         if best.memory is not None and not _is_worse(best, chosen):
-            shown.append(best)
-    shown.sort(key=lambda each: (each.ranking_seconds, each.effort))
-    too_large = [each for each in shown if not each.fits][:TOO_LARGE_SHOWN]
-    fitting = [each for each in shown if each.fits][: SHOWN - len(too_large)]
-    return tuple(_alternative(chosen, each) for each in [*fitting, *too_large])
+            (fitting if best.fits else too_large).append(best)
+        if len(fitting) == SHOWN:
+            break
+    fitting.sort(key=lambda each: (each.ranking_seconds, each.effort))
+    too_large = too_large[:TOO_LARGE_SHOWN]
+    return tuple(_alternative(chosen, each) for each in [*fitting[: SHOWN - len(too_large)], *too_large])
 
 
 def _is_worse(each: Candidate, chosen: Candidate) -> bool:

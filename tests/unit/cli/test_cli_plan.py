@@ -197,12 +197,12 @@ def test_time_energy_and_cost_to_the_end(plan: Any, capsys: pytest.CaptureFixtur
 
 
 def test_planning_is_fast(plan: Any) -> None:
-    """One machine in 0.3 s, and 4,096 GPUs in 2 s."""
+    """One machine in 0.3 s, and 4,096 GPUs in 2 s, of a core: other processes do not count."""
     plan("Llama-3.1-8B", "1xH200")  # imports
     for gpus, batch, limit in (("8xH100-80GB", 16, 0.3), ("512x8xH100-80GB nvlink, 3200Gb", 4096, 2.0)):
         took = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             plan("Llama-3.1-70B", gpus, train__global_batch_size=batch)
-            took.append(time.perf_counter() - start)
+            took.append(time.process_time() - start)
         assert min(took) < limit
