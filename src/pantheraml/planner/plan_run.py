@@ -104,9 +104,12 @@ def plan_run(
         best = min(compared, key=lambda each: _needed(each.memory))
     chosen = _decided(base, best)
     others = [each for each in compared if each is not best]
+    faster = _faster_quantized(base, best) if resumed is None else None
     warnings = [] if chosen.fits else [_close_call(chosen.memory)]
     warnings += _told_of_unlike_gpus(rules, devices)
-    finished = _finished(chosen, _alternatives(chosen, others), outlook, (f"sizes of the model: {model.source}",))
+    finished = _finished(
+        chosen, _alternatives(chosen, others, faster), outlook, (f"sizes of the model: {model.source}",)
+    )
     return finished.model_copy(update={"warnings": (*finished.warnings, *warnings)}) if warnings else finished
 
 
@@ -253,7 +256,15 @@ def _unpredicted(plan: Plan, why: str) -> Plan:
 # -- what was not chosen
 
 
-def _alternatives(chosen: Candidate, others: list[Candidate]) -> tuple[Alternative, ...]:
+def _faster_quantized(base: Candidate, best: Candidate) -> Candidate | None:
+    """The fastest plan with 4-bit weights, if the model has to be split only because it is not quantized."""
+    if best.setting.frozen_weights == "nf4" or best.setting.dims == base.setting.dims:
+        return None
+    found = sorted(alternatives_to(base, quantized=True), key=lambda each: (each.ranking_seconds, each.effort))
+    return next((each for each in found if each.ranking_seconds < best.ranking_seconds and each.fits), None)
+
+
+def _alternatives(chosen: Candidate, others: list[Candidate], faster: Candidate | None) -> tuple[Alternative, ...]:
     """The best others, each kind once: with the largest micro-batch that fits, if any does."""
     kinds: dict[tuple[object, ...], list[Candidate]] = {}
     for each in others:
@@ -269,7 +280,9 @@ def _alternatives(chosen: Candidate, others: list[Candidate]) -> tuple[Alternati
             break
     fitting.sort(key=lambda each: (each.ranking_seconds, each.effort))
     too_large = too_large[:TOO_LARGE_SHOWN]
-    return tuple(_alternative(chosen, each) for each in [*fitting[: SHOWN - len(too_large)], *too_large])
+    quantized = [] if faster is None else [faster]
+    kept = [*quantized, *fitting[: SHOWN - len(quantized) - len(too_large)], *too_large]
+    return tuple(_alternative(chosen, each) for each in kept)
 
 
 def _is_worse(each: Candidate, chosen: Candidate) -> bool:
@@ -325,10 +338,12 @@ def _reason(chosen: Candidate, each: Candidate) -> str:
     if not each.ranking_seconds or not chosen.ranking_seconds:
         return "more effort than needed"
     ratio = each.ranking_seconds / chosen.ranking_seconds
+    if each.decided.frozen_weights != chosen.decided.frozen_weights:
+        return f"predicted to take {ratio:.2f} of the time, but rounds the frozen weights to 4 bits"
     if ratio > AS_FAST:
         return f"a step would take {ratio:.2f} times as long"
     if ratio < 1 / AS_FAST:
-        return f"predicted to take {ratio:.2f} of the time, too little to leave what was measured"
+        return f"predicted to take {ratio:.2f} of the time, too close to give up the simpler or measured plan"
     return "about as fast, with more effort"
 
 
