@@ -336,7 +336,7 @@ def _reason(chosen: Candidate, each: Candidate) -> str:
     if not each.fits:
         return f"needs {_gib(_needed(memory))} of {_gib(memory.capacity_bytes or 0)}"
     if not each.ranking_seconds or not chosen.ranking_seconds:
-        return "more effort than needed"
+        return "fits, too; which is faster is not known"
     ratio = each.ranking_seconds / chosen.ranking_seconds
     if each.decided.frozen_weights != chosen.decided.frozen_weights:
         return f"predicted to take {ratio:.2f} of the time, but rounds the frozen weights to 4 bits"
@@ -344,7 +344,12 @@ def _reason(chosen: Candidate, each: Candidate) -> str:
         return f"a step would take {ratio:.2f} times as long"
     if ratio < 1 / AS_FAST:
         return f"predicted to take {ratio:.2f} of the time, too close to give up the simpler or measured plan"
-    return "about as fast, with more effort"
+    before, after = chosen.setting, each.setting
+    if after.dims != before.dims:
+        return "about as fast, with more complicated parallelism"
+    if after.activation_checkpointing != before.activation_checkpointing:
+        return "about as fast, with other recomputation"
+    return "about as fast, with smaller micro-batches"
 
 
 # -- nothing fits
