@@ -93,8 +93,9 @@ def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) ->
     from pantheraml.planner.defaults import learning_rate_choice
 
     decoder = None if facts.shapes is None else facts.shapes.decoder
-    known = (None, None) if decoder is None else (decoder.family, decoder.hidden)
-    return learning_rate_choice(config, *known, steps)
+    if decoder is None:
+        return learning_rate_choice(config, None, None, steps)
+    return learning_rate_choice(config, decoder.family, decoder.hidden, steps)
 
 
 def _checked(config: TrainConfig) -> ModelFacts:
