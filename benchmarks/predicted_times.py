@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import predicted_scaling
 from inputs import FAMILY, SHAPES
 
 from pantheraml.planner.known_rates import H200
@@ -25,6 +26,7 @@ RESULTS = Path(__file__).with_name("results")
 USED = {
     "ours-8b-lora-fp8": "the share of single kernels' rates that a step reaches",
     "ours-8b-lora-bf16": "the share of single kernels' rates that a step reaches",
+    "ours-8b-lora-uneven": "packed documents, which take as long in attention as one row",
     "ablation: 1b without CUDA graph": "the host's time to launch a kernel",
     "ablation: 1b full, 8-bit states": "the bytes of 8-bit states",
 }
@@ -137,6 +139,15 @@ def markdown() -> str:
             f" worst {worst:.1f} % (target 20 %: {_verdict(worst <= 20)}).",
         ]
     return "\n".join(lines)
+
+
+def with_sections(page: str) -> str:
+    """Return docs/planner.md with its tables of times and of predicted plans replaced."""
+    for name, text in (("time", markdown()), ("scaling", predicted_scaling.tables())):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def _verdict(reached: bool) -> str:

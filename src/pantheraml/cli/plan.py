@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pantheraml.base.env import ProcessRank
     from pantheraml.devices.fake import Cluster
     from pantheraml.planner.facts import DeviceFacts, ModelFacts
-    from pantheraml.specs.plan import DeviceSpec, Plan
+    from pantheraml.specs.plan import Choice, DeviceSpec, Plan
     from pantheraml.specs.train import TrainConfig
 
 
@@ -83,9 +83,19 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
     outlook = Outlook(sequences, arguments.price)
     plan = plan_run(config, devices, place, model=facts, hardware=hardware, outlook=outlook)
     steps = total_steps(config, sequences)
+    plan = plan.model_copy(update={"choices": (*plan.choices, _learning_rate(config, facts, steps))})
     if steps is not None and (message := long_warmup(config.train, steps)) is not None:
         plan = plan.model_copy(update={"warnings": (*plan.warnings, message)})
     return plan, facts, devices
+
+
+def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) -> Choice:
+    from pantheraml.planner.defaults import learning_rate_choice
+
+    decoder = None if facts.shapes is None else facts.shapes.decoder
+    if decoder is None:
+        return learning_rate_choice(config, None, None, steps)
+    return learning_rate_choice(config, decoder.family, decoder.hidden, steps)
 
 
 def _checked(config: TrainConfig) -> ModelFacts:

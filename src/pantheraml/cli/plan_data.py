@@ -13,6 +13,8 @@ ROWS = 200
 """Rows that are tokenized."""
 ROW_CHARACTERS = 200_000
 """Of a row; the rest counts in proportion."""
+REST_SHARE = 0.99
+"""Of the bytes; line breaks between chunks are not counted."""
 PER_MESSAGE = 5
 """Tokens that a chat template puts around a message, about."""
 
@@ -47,7 +49,7 @@ def estimate(config: TrainConfig) -> Lengths | None:
     except Exception:  # noqa: BLE001 - the library raises bare Exceptions; a run names what is wrong with the file
         return None
     counts: list[int] = []
-    read = total = 0
+    read, total, rest = 0, 0, False
     try:
         files = find_files(Path(config.data.path).expanduser(), lambda event: None)
         total = sum(file.path.stat().st_size for file in files)
@@ -57,11 +59,15 @@ def estimate(config: TrainConfig) -> Lengths | None:
             taken = rows[: ROWS - len(counts)]
             counts += [_tokens(row, encoder) for row in taken]
             read += round(chunk.size * len(taken) / max(1, len(rows)))
-            if len(counts) >= ROWS:
+            rest = len(taken) < len(rows)
+            if rest or len(counts) == ROWS:
+                rest = rest or read < REST_SHARE * total
                 break
     except PantheraError:
         return None
-    return Lengths(tuple(counts), len(counts) * max(1.0, total / max(1, read))) if counts else None
+    if not counts:
+        return None
+    return Lengths(tuple(counts), len(counts) * max(1.0, total / max(1, read)) if rest else len(counts))
 
 
 def _tokens(row: dict[str, Any], encoder: Any) -> int:

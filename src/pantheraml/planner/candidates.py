@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pantheraml.base.env import ProcessRank
@@ -16,6 +17,7 @@ from pantheraml.base.errors import PantheraError
 from pantheraml.planner.choose import choose
 from pantheraml.planner.decided import Decided
 from pantheraml.planner.facts import DeviceFacts, ModelFacts
+from pantheraml.planner.layer_sizes import layer_sizes
 from pantheraml.planner.memory import predict_memory
 from pantheraml.planner.model_shapes import ModelShapes
 from pantheraml.planner.setting import Setting, setting_of
@@ -24,7 +26,7 @@ from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
 from pantheraml.specs.plan import DeviceSpec, Plan
 from pantheraml.specs.prediction import MemoryPrediction
-from pantheraml.specs.train import Checkpointing, TrainConfig
+from pantheraml.specs.train import Checkpointing, MethodConfig, TrainConfig
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
 """From the fastest to the leanest."""
@@ -52,6 +54,18 @@ class Problem:
         capability = self.devices.gpus[0].compute_capability if self.devices.gpus else None
         capacity = self.hardware.capacity_bytes
         return predict_memory(self.shapes, setting, capacity_bytes=capacity, capability=capability)
+
+    @cached_property
+    def time_inputs(self) -> tuple[TimeInputs | None, TimeInputs | None]:
+        """By the rates that are known, and by peaks."""
+        sizes = layer_sizes(self.shapes)
+        trained = count_trained(self.config.method, self.shapes)
+        rates, links = (self.hardware.rates, self.hardware.bounds), self.hardware.links
+        known, bounds = (
+            None if each is None or sizes is None else TimeInputs(sizes, self.shapes.parameters, trained, each, links)
+            for each in rates
+        )
+        return known, bounds
 
     def plan(self, decided: Decided) -> Plan | None:
         """None: the rules do not allow it."""
@@ -85,11 +99,19 @@ class Candidate:
         return fits(self.memory)
 
     @property
+    def parallel_effort(self) -> int:
+        """How much parallelism asks of links and model: the less, the fewer ways to be slower than predicted."""
+        dims, node = self.setting.dims, self.problem.hardware.links.ranks_per_node
+        splits_layers = dims.world_size > dims.data
+        return (
+            sum(degree > 1 for degree in dims.degrees) + 3 * splits_layers + (dims.shard > 1) + 2 * (dims.shard > node)
+        )
+
+    @property
     def effort(self) -> tuple[int, int, int]:
-        """What to prefer among equals: quantization no more than given, simple parallelism, little recomputation."""
-        dims = self.setting.dims
-        parallel = sum(degree > 1 for degree in dims.degrees) + 2 * (dims.world_size > dims.data) + (dims.shard > 1)
-        return parallel, CHECKPOINTING.index(self.setting.activation_checkpointing), -self.setting.micro_batch
+        """What to prefer among equals: simple parallelism, little recomputation, large micro-batches."""
+        mode = CHECKPOINTING.index(self.setting.activation_checkpointing)
+        return self.parallel_effort, mode, -self.setting.micro_batch
 
 
 def fits(memory: MemoryPrediction | None) -> bool | None:
@@ -117,12 +139,9 @@ def of_plan(problem: Problem, decided: Decided, plan: Plan) -> Candidate:
 
 
 def _timed(problem: Problem, decided: Decided, plan: Plan, setting: Setting) -> Candidate:
-    hardware = problem.hardware
-    times = []
-    for rates in (hardware.rates, hardware.bounds):
-        given = None if rates is None else TimeInputs.of(problem.shapes, setting, rates, hardware.links)
-        times.append(None if given is None else predict_time(setting, given))
-    time, bound = times
+    known, bounds = problem.time_inputs
+    time = None if known is None else predict_time(setting, known)
+    bound = None if bounds is None else predict_time(setting, bounds)
     ranked = time or bound
     return Candidate(problem, decided, plan, setting, time, 0.0 if ranked is None else ranked.seconds)
 
@@ -154,6 +173,11 @@ def alternatives_to(base: Candidate, *, quantized: bool = False) -> Iterator[Can
                     yield from _micro_batches(found)
 
 
+def count_trained(method: MethodConfig, shapes: ModelShapes) -> int:
+    """Parameters that the method trains."""
+    return shapes.parameters if method.kind == "full" else shapes.lora_parameters(method.rank, method.target_modules)
+
+
 def may_quantize(config: TrainConfig, setting: Setting) -> bool:
     return config.model.precision == "auto" and config.method.kind == "lora" and setting.frozen_weights != "nf4"
 
@@ -165,8 +189,12 @@ def _modes(config: TrainConfig) -> tuple[Checkpointing, ...]:
 
 def _micro_batches(found: Candidate) -> Iterator[Candidate]:
     yield found
-    size = found.setting.micro_batch
-    while found.problem.config.train.micro_batch_size == "auto" and size > 1:
+    size, dims = found.setting.micro_batch, found.setting.dims
+    share = math.ceil(found.plan.global_batch_size / dims.data)
+    is_open = found.problem.config.train.micro_batch_size == "auto"
+    if is_open and found.setting.method == "full" and dims.shard > 1 and share > size:
+        yield with_micro_batch(found, share)  # gradients of several passes would be summed before they are sharded
+    while is_open and size > 1:
         size = (size + 1) // 2
         yield with_micro_batch(found, size)
 

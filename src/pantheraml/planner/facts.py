@@ -75,20 +75,22 @@ def device_facts(
     model: GPUModel | None = None,
     links: Links | None = None,
     memory_fraction: float | None = None,
-    shared_plan: bool = False,
+    total_memory: bool = False,
+    calibrated: bool = True,
 ) -> DeviceFacts:
     """Facts of the GPUs of a run.
 
-    `model`, `links`: of GPUs that are only described. `shared_plan`: every node plans for itself, and all must come to
-    the same result, so that nothing that differs between nodes may count.
+    `model`, `links`: of GPUs that are only described. `total_memory`: others will have left by then, so that not only
+    the free memory counts. `calibrated`: rates measured on this machine may count; not where every node plans for
+    itself, and all must come to the same result.
     """
     if not gpus:
         return DeviceFacts(None, None, Links(1, None), None)
     known = model or by_driver_name(gpus[0].name)
-    rates = known_rates(known) if known is not None and (model is not None or shared_plan) else None
-    if rates is None and not shared_plan:
+    rates = None if known is None else known_rates(known)
+    if model is None and calibrated:
         rates = rates_of(gpus[0].name)
-    sizes = [_memory(gpu, memory_fraction, total_only=shared_plan) for gpu in gpus]
+    sizes = [_memory(gpu, memory_fraction, total_only=total_memory) for gpu in gpus]
     known_sizes = [size for size in sizes if size is not None]
     return DeviceFacts(
         rates=rates,

@@ -72,6 +72,7 @@ OPTIONS = {
     "schema": ["--events"],
     "import-config": ["--from", "--json", "--output", "file"],
     "bench": [
+        "--calibrate",
         "--again",
         "--commit",
         "--device",

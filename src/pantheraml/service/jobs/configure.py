@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.planner.choose import choose
+from pantheraml.planner.plan_run import Outlook, plan_run
 from pantheraml.service.schemas.fine_tuning import CreateJob, OwnSettings
 from pantheraml.specs.config_file import validate
 from pantheraml.specs.plan import DeviceSpec, Plan
@@ -80,7 +80,8 @@ def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec
             "device": device,
         }
     )
-    plan = choose(config, devices)
+    sequences = None if config.data.packing else float(inputs.rows)
+    plan = plan_run(config, devices, outlook=Outlook(sequences), total_memory=True)
     config.parallel.world_size = plan.world_size
     return JobPlan(config.to_dict(), plan, hyperparameters)
 

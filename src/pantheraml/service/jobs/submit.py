@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pantheraml.base.errors import PantheraError
+from pantheraml.base.errors import OutOfMemoryError, PantheraError
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.errors import ApiError, refusal
@@ -43,7 +43,8 @@ async def plan_job(body: CreateJob, principal: Principal, context: ServiceContex
         planned = await asyncio.to_thread(configure, body, inputs, seed, inventory.spec)
     except PantheraError as err:
         refused = refusal(err)
-        raise ApiError(400, context.dispatcher.hide(refused.message), code=refused.code) from err
+        code = "does_not_fit" if isinstance(err, OutOfMemoryError) else refused.code
+        raise ApiError(400, context.dispatcher.hide(refused.message), code=code) from err
     if planned.devices > len(inventory.devices):
         message = f"It needs {planned.devices} {inventory.kind}s, but there are {len(inventory.devices)}."
         raise ApiError(400, message, param="pantheraml.processes", code="does_not_fit")
