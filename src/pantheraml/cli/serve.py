@@ -36,6 +36,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--price-per-gpu-hour", type=float, metavar="PRICE", help="show what jobs cost (no costs are shown)"
     )
+    parser.add_argument(
+        "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
+    )
     parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     parser.add_argument(
         "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
@@ -61,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--cpu-slots must be at least 1.")
     if arguments.max_running_per_user is not None and arguments.max_running_per_user < 1:
         raise ConfigError("--max-running-per-user must be at least 1.")
-    for flag in ("--max-hours-per-user", "--price-per-gpu-hour"):
+    for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds"):
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{flag} must be a number from 0.")
@@ -81,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_running_per_user=arguments.max_running_per_user,
         max_hours_per_user=arguments.max_hours_per_user,
         price_per_gpu_hour=arguments.price_per_gpu_hour,
+        stall_seconds=arguments.stall_seconds,
         open_metrics=arguments.open_metrics,
         chat_idle_seconds=arguments.chat_idle_seconds,
         inference_url=arguments.inference_url,

@@ -126,9 +126,9 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             authenticator = Authenticator(database, is_open=await _is_open(settings, database))
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-            dispatcher = Dispatcher(database, settings, inventory, notifier)
-            catalog = Catalog(settings.models_dir)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
+            catalog = Catalog(settings.models_dir)
             chat = ChatQueue(settings, dispatcher)
             previewer = Previewer(dispatcher.limits)
             yield ServiceContext(

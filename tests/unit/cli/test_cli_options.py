@@ -63,7 +63,7 @@ OPTIONS = {
     "serve": [
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
         *("--host", "--insecure", "--max-hours-per-user", "--max-running-per-user", "--models-dir", "--port"),
-        *("--open-metrics", "--price-per-gpu-hour"),
+        *("--open-metrics", "--price-per-gpu-hour", "--stall-seconds"),
     ],
     "jobs": ["action"],
     "keys": ["action"],
