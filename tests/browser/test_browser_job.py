@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,7 +99,13 @@ def _look_through_the_tabs(page: Any, job: str) -> None:
     assert page.url.endswith(f"#/job/{job}?tab=files")
 
 
-def test_the_service_restarts_and_the_page_goes_on(service: Server, proxied: Proxy, page: Any) -> None:
+def test_the_service_restarts_and_the_page_goes_on(own_server: Callable[..., Server], page: Any) -> None:
+    service = own_server("--cpu-slots", "2")
+    with contextlib.closing(Proxy(service)) as proxied:
+        _restart_and_steer(service, proxied, page)
+
+
+def _restart_and_steer(service: Server, proxied: Proxy, page: Any) -> None:
     job = start_job(service, processes=2, epochs=2000)
     open_job(page, proxied.url, job)
     wait_until(lambda: any(len(line["x"]) > 3 for line in drawn(page, "Loss")))
@@ -130,7 +138,7 @@ def test_the_service_restarts_and_the_page_goes_on(service: Server, proxied: Pro
 
 
 def test_a_closed_page_stops_nothing(service: Server, page: Any) -> None:
-    job = start_job(service, epochs=40)
+    job = start_job(service, epochs=10)
     open_job(page, service.url, job)
     page.context.close()
     with service.client() as client:
