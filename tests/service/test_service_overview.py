@@ -141,3 +141,39 @@ def test_others_jobs_have_no_names(own_server: Callable[..., Server], tmp_path: 
         for job in reversed(jobs):
             ann.fine_tuning.jobs.cancel(job)
         wait_for(ann, jobs[0], "cancelled")
+
+
+@pytest.mark.extended
+@pytest.mark.seed("S4-144")
+def test_a_job_that_stalls_raises_an_alert(own_server: Callable[..., Server]) -> None:
+    """Its worker is stopped for a while; the service is restarted meanwhile and tells it once."""
+    server = own_server("--cpu-slots", "1", "--stall-seconds", "3")
+    client = server.client()
+    file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id
+    job = submit(client, file, epochs=10_000)
+
+    def alerts() -> list[tuple[str, str, bool]]:
+        with server.client() as asking:
+            found = asking.fine_tuning.jobs.list_events(job.id, limit=10_000).data
+        told: list[Any] = [event for event in reversed(found) if event.kind.startswith("alert.")]  # type: ignore[attr-defined]
+        return [(each.kind, each.level, each.data["active"]) for each in told if each.kind == "alert.stall"]
+
+    wait_until(lambda: "training loss" in client.fine_tuning.jobs.list_events(job.id, limit=1).data[0].message)
+    workers = [p for p in server.processes(job.id) if "pantheraml.runs.supervisor" not in p.cmdline()]
+    for process in workers:
+        process.suspend()
+    begun = ("alert.stall", "error", True)
+    wait_until(lambda: alerts() == [begun])
+    server.kill()
+    server.start()
+    with server.http() as http:
+        now = wait_until(lambda: http.get("/v1/overview").json()["running"])
+        assert "alert.stall" in now[0]["alerts"]
+        assert "alert.stall" in [each["kind"] for each in http.get("/v1/overview").json()["incidents"]]
+        assert f'pantheraml_job_alert{{alert="stall",job_id="{job.id}"}} 1.0' in http.get("/metrics").text
+    for process in workers:
+        process.resume()
+    wait_until(lambda: begun in alerts() and alerts()[-1][2] is False)
+    client = server.client()
+    client.fine_tuning.jobs.cancel(job.id)
+    wait_for(client, job.id, "cancelled")

@@ -36,6 +36,10 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--price-per-gpu-hour", type=float, metavar="PRICE", help="show what jobs cost (no costs are shown)"
     )
+    parser.add_argument(
+        "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
+    )
+    parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -54,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--cpu-slots must be at least 1.")
     if arguments.max_running_per_user is not None and arguments.max_running_per_user < 1:
         raise ConfigError("--max-running-per-user must be at least 1.")
-    for flag in ("--max-hours-per-user", "--price-per-gpu-hour"):
+    for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds"):
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{flag} must be a number from 0.")
@@ -72,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         max_running_per_user=arguments.max_running_per_user,
         max_hours_per_user=arguments.max_hours_per_user,
         price_per_gpu_hour=arguments.price_per_gpu_hour,
+        stall_seconds=arguments.stall_seconds,
+        open_metrics=arguments.open_metrics,
     )
     return serve(settings)
 
@@ -89,7 +95,16 @@ def require_service() -> None:
     """MissingExtraError unless the extra is installed."""
     from importlib.util import find_spec
 
-    names = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "aiosqlite", "python_multipart", "limits")
+    names = (
+        "fastapi",
+        "uvicorn",
+        "sqlalchemy",
+        "alembic",
+        "aiosqlite",
+        "python_multipart",
+        "limits",
+        "prometheus_client",
+    )
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise MissingExtraError(

@@ -27,11 +27,13 @@ from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
+from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
 from pantheraml.service.routes import (
     files,
     fine_tuning,
     health,
     jobs,
+    metrics,
     models,
     multigpu,
     overview,
@@ -56,7 +58,9 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, session, files, jobs, fine_tuning, models, overview, usage, preview, page):
+    app.state.request_metrics = RequestMetrics()
+    app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
+    for module in (health, session, files, jobs, fine_tuning, models, overview, usage, metrics, preview, page):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -106,9 +110,9 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             authenticator = Authenticator(database, is_open=await _is_open(settings, database))
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-            dispatcher = Dispatcher(database, settings, inventory, notifier)
-            catalog = Catalog(settings.models_dir)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
+            catalog = Catalog(settings.models_dir)
             previewer = Previewer(dispatcher.limits)
             yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler, previewer)
         finally:

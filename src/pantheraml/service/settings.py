@@ -39,6 +39,10 @@ class Settings:
     """Hours of GPUs (of CPU slots, without any) in the last 30 days; None: no limit."""
     price_per_gpu_hour: float | None = None
     """In whatever currency; None: no costs are shown."""
+    stall_seconds: float = 300.0
+    """A running job that shows no sign of life for so long, and for ten steps, raises an alert."""
+    open_metrics: bool = False
+    """Serve `/metrics` without a key."""
     max_attempts: int = 3
     """Starts of a job whose processes were killed or crashed; a start that reached a new checkpoint does not count."""
 

@@ -62,8 +62,9 @@ OPTIONS = {
     "serve": [
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
         *("--host", "--insecure", "--max-hours-per-user", "--max-running-per-user", "--models-dir", "--port"),
-        "--price-per-gpu-hour",
+        *("--open-metrics", "--price-per-gpu-hour", "--stall-seconds"),
     ],
+    "jobs": ["action"],
     "keys": ["action"],
     "doctor": ["--json"],
     "gpus": ["--json", "--watch"],
@@ -107,6 +108,7 @@ def test_commands_are_pinned() -> None:
         "export",
         "quantize",
         "serve",
+        "jobs",
         "keys",
         "doctor",
         "gpus",

@@ -116,3 +116,10 @@ def test_a_user_at_the_limit_waits_and_holds_up_nobody() -> None:
     used = decide(queue, [], devices, {}, {}, NOW, Allowance(hours=10), {"a": 10.0, "b": 9.9})
     assert set(used.starts) == {"other"}
     assert used.waiting["1"].text == "its user has used 10.0 of 10 device hours of the last 30 days"
+
+
+def test_no_job_starts_on_a_gpu_that_failed() -> None:
+    devices = ["gpu:0", "gpu:1"]
+    decision = decide([job("1", at=1), job("2", devices=2, at=2)], [], devices, {}, {}, NOW, unusable=["gpu:0"])
+    assert decision.starts == {"1": ["gpu:1"]}
+    assert decision.waiting["2"].text == "needs 2 of 2 devices; 0 free (gpu:0 not healthy)"

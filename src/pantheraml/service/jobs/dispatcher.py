@@ -18,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
+from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
 from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
@@ -47,8 +48,16 @@ ORPHAN_SECONDS = 20.0
 
 
 class Dispatcher:
-    def __init__(self, database: Database, settings: Settings, inventory: Inventory, notifier: Notifier) -> None:
-        self._database, self._settings = database, settings
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        inventory: Inventory,
+        notifier: Notifier,
+        health: HealthOfGPUs,
+    ) -> None:
+        self._database, self._settings, self._health = database, settings, health
+        self._alarm = Alarm(database, settings.stall_seconds, health)
         self.inventory = inventory
         self._notifier = notifier
         self.limits = Limits([settings.models_dir.resolve(), settings.files.resolve()], settings.cache.resolve())
@@ -135,9 +144,15 @@ class Dispatcher:
             allowance = self._settings.allowance
             hours = {} if allowance.hours is None else await device_hours(session, USAGE_DAYS)
         active = [Running(job.id, job.owner, job.processes, _expected_end(job)) for job in running]
-        decision = decide(queue, active, self.inventory.devices, held, usage, time.time(), allowance, hours)
+        decision = decide(
+            queue, active, self.inventory.devices, held, usage, time.time(), allowance, hours, self._failed_gpus()
+        )
         self._reasons = decision.waiting
         return decision.starts
+
+    def _failed_gpus(self) -> list[str]:
+        """Devices on which no job is started; those that only warn are used."""
+        return [f"gpu:{index}" for index, health in self._health().items() if health.status == "fail"]
 
     async def _start(self, job: Job, devices: list[str]) -> None:
         """Lease the devices, then start the supervisor. Killed in between, the next dispatcher finds nothing running
@@ -180,6 +195,8 @@ class Dispatcher:
         elif seen.lost:
             await self._lost(job)
         else:
+            if job.state == State.RUNNING and await self._alarm.look(job, seen.events):
+                self._notifier.notify(job.id)
             await self._press(job)
 
     async def _record(self, job: Job, seen: Observation) -> None:
@@ -307,6 +324,7 @@ class Dispatcher:
         self._queue_changed = True
         self._notifier.notify(job.id)
         if State(job.state) in ENDED:
+            self._alarm.forget(job.id)
             self._signalled = {mark for mark in self._signalled if mark[0] != job.id}
 
 

@@ -37,7 +37,6 @@ _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
     run_events.ModelSaved: ("info", lambda e: "Trained weights saved"),
     run_events.RunRestarted: ("warn", lambda e: e.message),
     run_events.RunFallback: ("warn", lambda e: e.message),
-    run_events.GPUHealthChanged: ("warn", lambda e: e.message),
     run_events.VerdictReached: ("warn", lambda e: f"Step {e.step}: {e.action} ({e.cause})"),
     run_events.IncidentRecorded: ("warn", lambda e: f"Step {e.step}: {e.finding}"),
     run_events.Notice: ("info", lambda e: e.message),

@@ -13,7 +13,7 @@ from pantheraml.devices.health import Health
 from pantheraml.devices.sampler import GPUSnapshot
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
-from pantheraml.service.jobs.alerts import PREFIX as ALERT
+from pantheraml.service.jobs.alarm import active_alerts
 from pantheraml.service.jobs.states import ACTIVE, State
 from pantheraml.service.store.jobs import leases
 from pantheraml.service.store.tables import Event, Job
@@ -153,7 +153,7 @@ async def _running(session: AsyncSession, job: Job, devices: list[str]) -> Runni
         train_loss=None if last is None else last.data.get("train_loss"),
         tokens_per_second=None if last is None else last.data.get("tokens_per_second"),
         seconds_left=_seconds_left(this_start, total, time.time()),
-        alerts=await alerts_on(session, job.id),
+        alerts=await active_alerts(session, job.id),
     )
 
 
@@ -167,13 +167,6 @@ def _seconds_left(steps: list[Event], total: int | None, now: float) -> float | 
         return None
     left = (total - (last.step or 0)) * elapsed / gained
     return max(0.0, left - max(0.0, now - last.created_at))
-
-
-async def alerts_on(session: AsyncSession, job_id: str) -> list[str]:
-    """Kinds of a job's alerts that were raised and have not ended."""
-    query = select(Event.kind, Event.data).where(Event.job_id == job_id, Event.kind.startswith(ALERT))
-    active = {kind: bool(data.get("active")) for kind, data in await session.execute(query.order_by(Event.id))}
-    return sorted(kind for kind, is_on in active.items() if is_on)
 
 
 async def incidents_now(session: AsyncSession, principal: Principal, limit: int) -> list[Incident]:

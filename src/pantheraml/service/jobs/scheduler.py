@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 USAGE_DAYS = 30
@@ -121,10 +121,12 @@ def decide(
     now: float,
     allowance: Allowance = UNLIMITED,
     hours: Mapping[str, float] | None = None,
+    unusable: Collection[str] = (),
 ) -> Decision:
     """`devices`: all there are; `held`: device -> job that holds it; `hours`: device hours of each user that count
-    against the allowance."""
-    free = [device for device in devices if device not in held]
+    against the allowance; `unusable`: devices that no job is started on."""
+    free = [device for device in devices if device not in held and device not in unusable]
+    broken = f" ({', '.join(sorted(unusable))} not healthy)" if unusable else ""
     active = list(running)
     running_of = Counter(job.owner for job in running)
     starts: dict[str, list[str]] = {}
@@ -141,11 +143,11 @@ def decide(
             pass
         elif first is None:
             first, reserved_at = job, _when_free(job.devices, len(free), active)
-            text = f"needs {job.devices} of {len(devices)} devices; {len(free)} free"
+            text = f"needs {job.devices} of {len(devices)} devices; {len(free)} free{broken}"
             waiting[job.id] = Reason(text, position, reserved_at)
             continue
         elif job.devices > len(free):
-            text = f"needs {job.devices} of {len(devices)} devices, {len(free)} free; {position - 1} before it"
+            text = f"needs {job.devices} of {len(devices)} devices, {len(free)} free{broken}; {position - 1} before it"
             waiting[job.id] = Reason(text, position, None)
             continue
         elif not _ends_before(job, reserved_at, now):
