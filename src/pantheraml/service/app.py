@@ -26,7 +26,7 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, models, multigpu
+from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, models, multigpu, uploads
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -43,7 +43,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models, chat):
+    for module in (health, files, jobs, fine_tuning, models, chat, uploads):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -115,7 +115,14 @@ async def _is_open(settings: Settings, database: Database) -> bool:
 @contextlib.contextmanager
 def _claimed(settings: Settings) -> Iterator[None]:
     """The data folder, private and held by this service alone."""
-    for folder in (settings.data_dir, settings.files, settings.incoming, settings.jobs, settings.cache):
+    for folder in (
+        settings.data_dir,
+        settings.files,
+        settings.incoming,
+        settings.uploads,
+        settings.jobs,
+        settings.cache,
+    ):
         private_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")

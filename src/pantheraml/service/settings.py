@@ -51,6 +51,11 @@ class Settings:
         return self.data_dir / "incoming"
 
     @property
+    def uploads(self) -> Path:
+        """Parts of uploads that are not complete."""
+        return self.data_dir / "uploads"
+
+    @property
     def jobs(self) -> Path:
         return self.data_dir / "jobs"
 

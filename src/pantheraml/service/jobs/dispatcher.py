@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
-from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
+from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
 from pantheraml.service.jobs.ingest import PathHider, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
@@ -107,7 +107,7 @@ class Dispatcher:
             async with self._allotting:
                 await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
-            await tidy(self._database, self._settings.files)
+            await keep_house(self._database, self._settings)
             self._tidied = time.monotonic()
 
     # Lending ----------------------------------------------------------------------------------------------------------
