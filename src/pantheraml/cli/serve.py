@@ -34,6 +34,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
     )
+    parser.add_argument(
+        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
+    )
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -64,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
         chat_idle_seconds=arguments.chat_idle_seconds,
+        allow_private_webhooks=arguments.allow_private_webhooks,
         inference_url=arguments.inference_url,
     )
     return serve(settings)

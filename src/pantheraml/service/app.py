@@ -26,9 +26,10 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, models, multigpu, uploads
+from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, models, multigpu, uploads, webhooks
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.webhooks.sender import WebhookSender
 
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
@@ -43,7 +44,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models, chat, uploads):
+    for module in (health, files, jobs, fine_tuning, models, chat, uploads, webhooks):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -68,7 +69,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     """The service without its routes: all they share, and the dispatcher at work."""
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
-        tasks = [asyncio.create_task(each) for each in (prepared.dispatcher.run(), prepared.chat.run())]
+        tasks = [asyncio.create_task(each) for each in prepared.loops()]
         try:
             yield prepared
         finally:
@@ -96,7 +97,8 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             dispatcher = Dispatcher(database, settings, inventory, notifier)
             catalog = Catalog(settings.models_dir)
             chat = ChatQueue(settings, dispatcher)
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, chat)
+            sender = WebhookSender(database, settings)
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, chat, sender)
         finally:
             await database.close()
 

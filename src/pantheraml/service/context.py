@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -14,6 +15,7 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.webhooks.sender import WebhookSender
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class ServiceContext:
     notifier: Notifier
     authenticator: Authenticator
     chat: ChatQueue
+    webhooks: WebhookSender
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the routes, as long as the service does."""
+        return [self.dispatcher.run(), self.chat.run(), self.webhooks.run()]
 
     def end_waiting(self) -> None:
         """Answer everybody who waits for something: the service is ending."""

@@ -41,6 +41,9 @@ class Settings:
     inference_url: str | None = None
     """Server of the operator that answers chat instead, such as vLLM: `http://127.0.0.1:8001/v1`."""
 
+    allow_private_webhooks: bool = False
+    """Send webhooks to loopback and private addresses, and without TLS."""
+
     @property
     def files(self) -> Path:
         return self.data_dir / "files"

@@ -13,17 +13,23 @@ from pantheraml.service.jobs.delete_model import finish_deletions
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.files import content_of, job_that_reads
-from pantheraml.service.store.tables import File, Upload, UploadPart
+from pantheraml.service.store.tables import File, Upload, UploadPart, WebhookDelivery
 
 EVERY_SECONDS = 60.0
 _YOUNG_SECONDS = 3600.0
 """Content is written before its row is: what is younger may be about to get one."""
+
+_TOLD_SECONDS = 7 * 86_400.0
+"""How long deliveries that have ended are kept, for whoever wants to know."""
 
 
 async def keep_house(database: Database, settings: Settings) -> None:
     await tidy(database, settings.files)
     await tidy_uploads(database, settings.uploads)
     await finish_deletions(database, settings)
+    async with database.write() as session:
+        told = WebhookDelivery.next_at.is_(None) & (WebhookDelivery.created_at < time.time() - _TOLD_SECONDS)
+        await session.execute(delete(WebhookDelivery).where(told))
 
 
 async def tidy_uploads(database: Database, folder: Path) -> None:

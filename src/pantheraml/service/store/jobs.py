@@ -13,6 +13,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 from pantheraml.service.jobs.scheduler import Waiting
 from pantheraml.service.jobs.states import ACTIVE, State, check_transition
 from pantheraml.service.store.tables import Event, Job, Lease
+from pantheraml.service.store.webhooks import announce
 
 
 class StaleJobError(Exception):
@@ -41,7 +42,9 @@ async def move(session: AsyncSession, job: Job, to: State, message: str, **chang
     if to not in ACTIVE:
         await session.execute(delete(Lease).where(Lease.job_id == job.id))
     await reread(session, job)
-    session.add(_state_event(job, to, message))
+    event = _state_event(job, to, message)
+    session.add(event)
+    await announce(session, job, event)
 
 
 async def reread(session: AsyncSession, job: Job) -> None:
