@@ -49,6 +49,11 @@ def refusal(err: PantheraError, *, param: str | None = None) -> ApiError:
     return ApiError(400, printable(message), param=param, code=type(err).__name__)
 
 
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 def error_response(
     status: int,
     message: str,
@@ -57,8 +62,7 @@ def error_response(
     code: str | None = None,
     rows: Sequence[dict[str, Any]] = (),
 ) -> JSONResponse:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    body = error_object(status, message, param=param, code=code)
     if rows:
         body["error"]["rows"] = list(rows)
     return JSONResponse(body, status, {"x-should-retry": "true" if status in (429, 503) else "false"})
