@@ -33,6 +33,7 @@ FLAGS = (
 PATIENCE_MS = 90_000
 """For something that is about to come; generous, for busy hosts."""
 HERE = Path(__file__).parent
+OPTIONS = ("--cpu-slots", "2", "--chat-idle-seconds", "1")
 EXPECTED = ("net::ERR_", "the server responded with a status of 4")
 """What Chromium itself says of a lost connection or a refusal, which the page shows in its own words."""
 
@@ -144,7 +145,7 @@ def page(new_page: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="module")
 def service(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:  # noqa: F811
     """A service without keys and with two CPU slots, for one module's tests."""
-    shared = Server(tmp_path_factory.mktemp("page") / "data", models, ("--cpu-slots", "2")).start()
+    shared = Server(tmp_path_factory.mktemp("page") / "data", models, OPTIONS).start()
     yield shared
     assert not shared.clean_up(), "a test left processes behind"
 
