@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from openai import OpenAI
 
 from tests import toy
 from tests.service.conftest import Server, jsonl, wait_for, wait_until
@@ -75,8 +76,33 @@ def test_tuned_models_share_their_base(alone: Server) -> None:
     log = (alone.data / "chat/worker.log").read_text()
     assert log.count("loading a base model") == 1, log
     assert answer(client, model=full.fine_tuned_model).choices[0].message.content == "three"
+    deleting(alone, client, job)
     assert alone.stop() is not None
     wait_until(lambda: not workers(alone))
+
+
+def deleting(server: Server, client: OpenAI, job: Any) -> None:
+    """The weights go, what the job tells stays."""
+    name = job.fine_tuned_model
+    deleted = client.models.delete(name)
+    assert (deleted.id, deleted.deleted) == (name, True)
+    assert name not in [model.id for model in client.models.list()]
+    for call in (client.models.retrieve, client.models.delete, lambda name: answer(client, model=name)):
+        with pytest.raises(openai.NotFoundError):
+            call(name)
+    with pytest.raises(openai.PermissionDeniedError, match="base model"):
+        client.models.delete("tiny")
+    kept = client.fine_tuning.jobs.retrieve(job.id)
+    assert (kept.status, kept.fine_tuned_model) == ("succeeded", name)
+    (metrics,) = kept.result_files
+    assert client.files.content(metrics).read().startswith(b"step,train_loss")
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(job.result_files[1])
+    assert not list((server.data / "jobs" / job.id).rglob("*.safetensors"))
+    with server.http() as http:
+        artifacts = http.get(f"/v1/fine_tuning/jobs/{job.id}/artifacts").json()["data"]
+    assert [each["name"] for each in artifacts] == ["report.html", "run.json"]
+    assert client.fine_tuning.jobs.checkpoints.list(job.id).data == []
 
 
 def test_a_job_gets_the_device_at_once(alone: Server) -> None:

@@ -46,6 +46,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
     )
+    parser.add_argument(
+        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
+    )
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -87,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         stall_seconds=arguments.stall_seconds,
         open_metrics=arguments.open_metrics,
         chat_idle_seconds=arguments.chat_idle_seconds,
+        allow_private_webhooks=arguments.allow_private_webhooks,
         inference_url=arguments.inference_url,
     )
     return serve(settings)

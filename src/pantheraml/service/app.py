@@ -42,10 +42,13 @@ from pantheraml.service.routes import (
     page,
     preview,
     session,
+    uploads,
     usage,
+    webhooks,
 )
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.webhooks.sender import WebhookSender
 
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
@@ -62,20 +65,9 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(Gate, settings=settings)
     app.state.request_metrics = RequestMetrics()
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
-    for module in (
-        health,
-        session,
-        files,
-        jobs,
-        fine_tuning,
-        models,
-        chat,
-        overview,
-        usage,
-        metrics,
-        preview,
-        page,
-    ):
+    for module in (health, session, files, uploads, jobs, fine_tuning, models, chat, webhooks):
+        app.include_router(module.router)
+    for module in (overview, usage, metrics, preview, page):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -101,7 +93,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
         stack.enter_context(prepared.sampler)
-        tasks = [asyncio.create_task(each) for each in (prepared.dispatcher.run(), prepared.chat.run())]
+        tasks = [asyncio.create_task(each) for each in prepared.loops()]
         try:
             yield prepared
         finally:
@@ -129,10 +121,17 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
-            chat = ChatQueue(settings, dispatcher)
-            previewer = Previewer(dispatcher.limits)
             yield ServiceContext(
-                settings, database, catalog, dispatcher, notifier, authenticator, sampler, previewer, chat
+                settings=settings,
+                database=database,
+                catalog=catalog,
+                dispatcher=dispatcher,
+                notifier=notifier,
+                authenticator=authenticator,
+                sampler=sampler,
+                previewer=Previewer(dispatcher.limits),
+                chat=ChatQueue(settings, dispatcher),
+                webhooks=WebhookSender(database, settings),
             )
         finally:
             await database.close()
@@ -152,7 +151,14 @@ async def _is_open(settings: Settings, database: Database) -> bool:
 @contextlib.contextmanager
 def _claimed(settings: Settings) -> Iterator[None]:
     """The data folder, private and held by this service alone."""
-    for folder in (settings.data_dir, settings.files, settings.incoming, settings.jobs, settings.cache):
+    for folder in (
+        settings.data_dir,
+        settings.files,
+        settings.incoming,
+        settings.uploads,
+        settings.jobs,
+        settings.cache,
+    ):
         private_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -16,6 +17,7 @@ from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.webhooks.sender import WebhookSender
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class ServiceContext:
     """Of the GPUs that jobs may be given, and of the host."""
     previewer: Previewer
     chat: ChatQueue
+    webhooks: WebhookSender
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the routes, as long as the service does."""
+        return [self.dispatcher.run(), self.chat.run(), self.webhooks.run()]
 
     def end_waiting(self) -> None:
         """Answer everybody who waits for something: the service is ending."""

@@ -49,17 +49,9 @@ def refusal(err: PantheraError, *, param: str | None = None) -> ApiError:
     return ApiError(400, printable(message), param=param, code=type(err).__name__)
 
 
-def error_object(
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    rows: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
-    return {"error": {**body, "rows": list(rows)} if rows else body}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(
@@ -70,7 +62,9 @@ def error_response(
     code: str | None = None,
     rows: Sequence[dict[str, Any]] = (),
 ) -> JSONResponse:
-    body = error_object(status, message, param=param, code=code, rows=rows)
+    body = error_object(status, message, param=param, code=code)
+    if rows:
+        body["error"]["rows"] = list(rows)
     return JSONResponse(body, status, {"x-should-retry": "true" if status in (429, 503) else "false"})
 
 

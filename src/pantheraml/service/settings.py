@@ -53,6 +53,9 @@ class Settings:
     inference_url: str | None = None
     """Server of the operator that answers chat instead, such as vLLM: `http://127.0.0.1:8001/v1`."""
 
+    allow_private_webhooks: bool = False
+    """Send webhooks to loopback and private addresses, and without TLS."""
+
     @property
     def allowance(self) -> Allowance:
         return Allowance(self.max_running_per_user, self.max_hours_per_user)
@@ -65,6 +68,11 @@ class Settings:
     def incoming(self) -> Path:
         """Uploads that are not complete."""
         return self.data_dir / "incoming"
+
+    @property
+    def uploads(self) -> Path:
+        """Parts of uploads that are not complete."""
+        return self.data_dir / "uploads"
 
     @property
     def jobs(self) -> Path:

@@ -64,6 +64,7 @@ OPTIONS = {
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
         *("--host", "--insecure", "--max-hours-per-user", "--max-running-per-user", "--models-dir", "--port"),
         *("--open-metrics", "--price-per-gpu-hour", "--stall-seconds"),
+        *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url"),
     ],
     "jobs": ["action"],
     "keys": ["action"],

@@ -20,7 +20,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
-from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
+from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
 from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
@@ -124,7 +124,7 @@ class Dispatcher:
             async with self._allotting:
                 await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
-            await tidy(self._database, self._settings.files)
+            await keep_house(self._database, self._settings)
             self._tidied = time.monotonic()
 
     # Lending ----------------------------------------------------------------------------------------------------------
@@ -175,8 +175,7 @@ class Dispatcher:
         active = [Running(job.id, job.owner, job.processes, _expected_end(job)) for job in running]
         lent = None if self._lent is None else self._lent[0]
         devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
-        failed = self._failed_gpus()
-        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, failed)
+        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, self._failed_gpus())
         self._reasons = decision.waiting
         return decision.starts
 

@@ -10,7 +10,7 @@ from pantheraml.service.store.tables import Job
 
 async def find_tuned(session: AsyncSession, name: str, owner: str | None) -> Job | None:
     """The job that made the model; None if there is none, or it is another user's (owner None: of anybody)."""
-    query = select(Job).where(Job.fine_tuned_model == name)
+    query = select(Job).where(Job.fine_tuned_model == name, Job.model_deleted_at.is_(None))
     if owner is not None:
         query = query.where(Job.owner == owner)
     found: Job | None = await session.scalar(query.limit(1))
