@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs/service.md").read_text()
 
 @pytest.mark.extended
 def test_every_block_runs(own_server: Callable[..., Server], tmp_path: Path) -> None:
-    (installing, *shell), (program,) = (
+    (installing, *shell), (program, chatting) = (
         re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("bash", "python")
     )
     started = parse(shlex.split(installing.splitlines()[-1])[1:])
@@ -31,7 +31,8 @@ def test_every_block_runs(own_server: Callable[..., Server], tmp_path: Path) -> 
     toy.write_jsonl(tmp_path / "train.jsonl", toy.arithmetic(24))
     scripts = Path(sys.executable).parent
     environment = child_environment(PATH=f"{scripts}:/usr/bin:/bin")
-    commands = [[sys.executable, "-c", program], *(["bash", "-euo", "pipefail", "-c", code] for code in shell)]
+    programs = [[sys.executable, "-c", code] for code in (program, chatting)]
+    commands = [*programs, *(["bash", "-euo", "pipefail", "-c", code] for code in shell)]
     output = ""
     for command in commands:
         command[-1] = command[-1].replace("http://localhost:8000", server.url)
@@ -41,6 +42,10 @@ def test_every_block_runs(own_server: Callable[..., Server], tmp_path: Path) -> 
         assert done.returncode == 0, done
         output += done.stdout
     assert "succeeded ft:tiny:local:first:" in output
+    assert re.search(r"^ft:tiny:local:first:\w+ says ", output, re.MULTILINE)
+    assert '"object":"chat.completion"' in output
+    assert '"object":"upload"' in output
+    assert '"status":"completed"' in output
     assert '"status":"ok"' in output
     assert re.search(r"pml-[\w-]{43}\n", output)
     assert (tmp_path / "adapter.tar").stat().st_size > 0

@@ -196,6 +196,11 @@ def database_url() -> str | None:
     return os.environ.get(DATABASE_URL) or None
 
 
+def inference_key() -> str | None:
+    """`PANTHERAML_INFERENCE_KEY`: key of the server that `pantheraml serve --inference-url` hands chat on to."""
+    return os.environ.get("PANTHERAML_INFERENCE_KEY") or None
+
+
 NO_FOREIGN_CODE = "PANTHERAML_NO_FOREIGN_CODE"
 
 

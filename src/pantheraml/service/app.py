@@ -20,6 +20,7 @@ from pantheraml.base.private import open_private, private_files, private_folder
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
@@ -44,8 +45,9 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models, chat, uploads, webhooks):
+    for module in (health, files, jobs, fine_tuning, models, uploads, webhooks):
         app.include_router(module.router)
+    app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
     return app
@@ -84,6 +86,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
     with private_files(), _claimed(settings):
+        stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
         try:
             if not await database.claim():
@@ -98,8 +101,14 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             catalog = Catalog(settings.models_dir)
             chat = ChatQueue(settings, dispatcher)
             sender = WebhookSender(database, settings)
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, chat, sender)
+            forwarder = None
+            if settings.inference_url is not None:
+                forwarder = await stack.enter_async_context(Forwarder(settings.inference_url, settings.inference_key))
+            yield ServiceContext(
+                settings, database, catalog, dispatcher, notifier, authenticator, chat, sender, forwarder
+            )
         finally:
+            await stack.aclose()
             await database.close()
 
 

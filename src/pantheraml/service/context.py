@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
@@ -28,6 +29,8 @@ class ServiceContext:
     authenticator: Authenticator
     chat: ChatQueue
     webhooks: WebhookSender
+    forwarder: Forwarder | None
+    """To the operator's inference server; None: `chat` answers."""
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the routes, as long as the service does."""

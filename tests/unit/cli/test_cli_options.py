@@ -60,7 +60,8 @@ OPTIONS = {
     "export": [*CONSENT, "--base", "--gguf", "--json", "--merge", "--output", "--precision", "run_dir"],
     "quantize": [*INPUTS, "--json", "--output", "--tokens"],
     "serve": [
-        *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
+        *("--allow-host", "--allow-private-webhooks", "--chat-idle-seconds", "--cpu-slots"),
+        *("--data-dir", "--database-url", "--inference-url"),
         *("--host", "--insecure", "--models-dir", "--port"),
     ],
     "keys": ["action"],

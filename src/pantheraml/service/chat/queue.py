@@ -156,7 +156,7 @@ class ChatQueue:
         try:
             if not ticket.cancelled:
                 await self._answer(ticket)
-            ticket.tell(_cancelled())  # unless it was answered
+            ticket.tell(cancelled())  # unless it was answered
         except ApiError as err:
             ticket.tell(err)
         except PantheraError as err:
@@ -269,7 +269,7 @@ def unavailable(message: str, seconds: float, *, status: int = 503, code: str = 
     return err
 
 
-def _cancelled() -> ApiError:
+def cancelled() -> ApiError:
     return ApiError(499, "The client has closed the connection.", code="cancelled")
 
 

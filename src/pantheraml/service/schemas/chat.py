@@ -89,6 +89,16 @@ class ChatCompletion(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class ForwardedCompletion(BaseModel):
+    """A body that the operator's server judges."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Annotated[str, Field(max_length=1024)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    stream: bool | None = None
+
+
 class Answer:
     """The answer to one request, whole or in chunks."""
 
