@@ -82,6 +82,15 @@ def test_settings_of_the_answer(client: OpenAI) -> None:
     assert answer(client, messages=[{"role": "user", "content": parts}]).choices[0].message.content == text
 
 
+def test_an_answer_may_be_sent_back(client: OpenAI) -> None:
+    first = answer(client)
+    more: Any = [*ASK, first.choices[0].message, {"role": "user", "content": "3+4="}]
+    second = answer(client, messages=more, response_format={"type": "text"}, tools=[], user="ann")
+    assert second.usage.prompt_tokens > first.usage.total_tokens
+    system: Any = [{"role": "developer", "content": "Add."}, *ASK]
+    assert answer(client, messages=system).usage.prompt_tokens > first.usage.prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -90,6 +99,8 @@ def test_settings_of_the_answer(client: OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "role"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "parts other",
