@@ -21,6 +21,7 @@ from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
@@ -65,10 +66,11 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(Gate, settings=settings)
     app.state.request_metrics = RequestMetrics()
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
-    for module in (health, session, files, uploads, jobs, fine_tuning, models, chat, webhooks):
+    for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
         app.include_router(module.router)
     for module in (overview, usage, metrics, preview, page):
         app.include_router(module.router)
+    app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
     return app
@@ -108,6 +110,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
     with private_files(), _claimed(settings):
+        stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
         try:
             if not await database.claim():
@@ -121,6 +124,9 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
+            forwarder = None
+            if settings.inference_url is not None:
+                forwarder = await stack.enter_async_context(Forwarder(settings.inference_url, settings.inference_key))
             yield ServiceContext(
                 settings=settings,
                 database=database,
@@ -132,8 +138,10 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 previewer=Previewer(dispatcher.limits),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),
+                forwarder=forwarder,
             )
         finally:
+            await stack.aclose()
             await database.close()
 
 
