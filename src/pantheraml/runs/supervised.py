@@ -112,7 +112,7 @@ class SupervisedRun:
             HF_HUB_OFFLINE="1",
             HF_TOKEN=None,
             HUGGING_FACE_HUB_TOKEN=None,
-            **{env.DATABASE_URL: None},
+            **{env.DATABASE_URL: None, **env.outside_of_launch()},
         )
         with open(open_private(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
             try:

@@ -30,6 +30,7 @@ from pantheraml.service.jobs.watch import Observation, observe
 from pantheraml.service.schemas.fine_tuning import model_name
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.store.devices import disabled_devices
 from pantheraml.service.store.jobs import StaleJobError, jobs_in, leases, move, reread, waiting_jobs
 from pantheraml.service.store.tables import Event, Job, Lease
 
@@ -116,8 +117,11 @@ class Dispatcher:
             running = await jobs_in(session, ACTIVE)
             held = {name: lease.job_id for name, lease in (await leases(session)).items()}
             usage = await device_seconds(session)
+            disabled = await disabled_devices(session)
         active = [Running(job.id, job.processes, _expected_end(job)) for job in running]
-        decision = decide(queue, active, self.inventory.devices, held, usage, time.time())
+        usable = [name for name in self.inventory.devices if name not in disabled]
+        others = len(self.inventory.devices) - len(usable)
+        decision = decide(queue, active, usable, held, usage, time.time(), disabled=others)
         self._reasons = decision.waiting
         for job_id, devices in decision.starts.items():
             async with self._database.read() as session:
@@ -135,14 +139,21 @@ class Dispatcher:
                 session.add_all(Lease(resource=name, job_id=job.id, token=token, created_at=now) for name in devices)
                 await session.flush()
                 await move(
-                    session, job, State.STARTING, f"Starting on {', '.join(devices)}", token=token, started_at=now
+                    session,
+                    job,
+                    State.STARTING,
+                    f"Starting on {', '.join(devices)}",
+                    token=token,
+                    started_at=now,
+                    leased=devices,
                 )
         except (IntegrityError, StaleJobError, ForbiddenTransitionError):
             return  # taken by another service, or changed by its user
         self._notifier.notify(job.id)
         config = dict(job.config)
         config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
-        limits = Limits([self._settings.models_dir, self._settings.files], self._settings.cache)
+        folders = (self._settings.models_dir, self._settings.files)  # the run is in a folder of its own
+        limits = Limits([folder.resolve() for folder in folders], self._settings.cache.resolve())
         try:
             process = await asyncio.to_thread(self._supervised(job).start, config, job.token, limits)
         except PantheraError as err:
@@ -243,7 +254,9 @@ class Dispatcher:
         async with self._database.read() as session:
             kinds = Event.kind.in_(["train.step", "eval.done"])
             steps = (await session.scalars(select(Event).where(Event.job_id == job.id, kinds).order_by(Event.id))).all()
-        files = await asyncio.to_thread(write_results, self._settings.files, job.owner, steps, trained)
+        files = []
+        if not job.is_test:
+            files = await asyncio.to_thread(write_results, self._settings.files, job.owner, steps, trained)
         latest = {event.step: event.data for event in steps if event.kind == "train.step"}
         tokens = sum(int(data.get("tokens") or 0) for data in latest.values())
         async with self._database.write() as session:
@@ -253,10 +266,11 @@ class Dispatcher:
             changes = {
                 **_finished(job),
                 "result_files": [file.id for file in files],
-                "fine_tuned_model": model_name(job),
+                "fine_tuned_model": None if job.is_test else model_name(job),
                 "trained_tokens": tokens,
             }
-            await move(session, job, State.SUCCEEDED, f"New fine-tuned model created: {model_name(job)}", **changes)
+            message = "Test passed" if job.is_test else f"New fine-tuned model created: {model_name(job)}"
+            await move(session, job, State.SUCCEEDED, message, **changes)
         self._done(job)
 
     async def _failed(self, job: Job, ended: RunExit) -> None:

@@ -78,11 +78,13 @@ async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
 
 async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
     """What the scheduler has to know of each queued job; their configurations are long and not read."""
-    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds)
+    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds, Job.gpu_ids)
     rows = await session.execute(select(*columns).where(Job.state == State.QUEUED.value))
     return [
-        Waiting(name, owner, priority, queued_at or 0.0, processes, predicted)
-        for name, owner, priority, queued_at, processes, predicted in rows
+        Waiting(
+            name, owner, priority, queued_at or 0.0, processes, predicted, None if gpus is None else gpu_names(gpus)
+        )
+        for name, owner, priority, queued_at, processes, predicted, gpus in rows
     ]
 
 
@@ -90,6 +92,11 @@ async def count_jobs(session: AsyncSession, owner: str, states: Iterable[State])
     query = select(func.count()).select_from(Job)
     query = query.where(Job.owner == owner, Job.state.in_([state.value for state in states]))
     return (await session.scalar(query)) or 0
+
+
+def gpu_names(indices: Iterable[int]) -> frozenset[str]:
+    """Names under which GPUs are leased."""
+    return frozenset(f"gpu:{index}" for index in indices)
 
 
 async def leases(session: AsyncSession) -> dict[str, Lease]:
