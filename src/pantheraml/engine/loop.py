@@ -29,6 +29,7 @@ from pantheraml.engine.guard.decide import StepJudge
 from pantheraml.engine.guard.policy import Verdict, first_nonfinite
 from pantheraml.engine.guard.watchdog import StopFlag, Watchdog
 from pantheraml.engine.memory.oom import explain_out_of_memory, pass_too_large
+from pantheraml.engine.memory.usage import max_reserved_bytes
 from pantheraml.engine.optim.schedule import learning_rate
 from pantheraml.engine.state.capture import (
     RunProgress,
@@ -186,7 +187,8 @@ class TrainingLoop:
         concern = None if stopped_by == "request" else job.stepper.guard.policy.trend.concern()
         orphaned = stopped_by == "request" and job.stop.lost_parent
         cause = "the end of its parent process" if orphaned else stopped_by
-        job.emit(TrainFinished(steps=self.progress.step, stopped_by=cause, concern=concern))
+        reserved = max_reserved_bytes(job.stepper.world.device)
+        job.emit(TrainFinished(steps=self.progress.step, stopped_by=cause, concern=concern, reserved_bytes=reserved))
         return stopped_by
 
     def _plan_in_use(self) -> Plan:
