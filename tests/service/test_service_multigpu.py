@@ -141,7 +141,7 @@ def test_devices_are_tested_and_taken_out_of_use(own_server: Callable[..., Serve
         body = {**BODY, "training_config": {"epochs": 1, "batch_size_per_gpu": 1}}
         job = http.post("/multigpu/training/distributed", json=body).raise_for_status().json()
         path = f"/v1/fine_tuning/jobs/{job['training_id']}"
-        wait_until(lambda: http.get(path).json()["waiting_reason"] == "needs 2 of 1 devices (1 disabled); 1 free")
+        wait_until(lambda: http.get(path).json()["waiting_reason"] == "needs 2 of 2 devices; 1 free (cpu:0 disabled)")
         alone = http.post("/multigpu/gpu/test").raise_for_status().json()
         assert (alone["status"], alone["devices"]) == ("passed", ["cpu:1"])
         http.post("/multigpu/resources/manage", json={**out, "action": "enable"}).raise_for_status()

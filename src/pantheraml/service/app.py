@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
 from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
@@ -25,7 +26,8 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import files, fine_tuning, health, jobs, models, multigpu
+from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
+from pantheraml.service.routes import files, fine_tuning, health, jobs, metrics, models, multigpu, overview, usage
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 
@@ -42,7 +44,9 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models):
+    app.state.request_metrics = RequestMetrics()
+    app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
+    for module in (health, files, jobs, fine_tuning, models, overview, usage, metrics):
         app.include_router(module.router)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
@@ -67,6 +71,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     """The service without its routes: all they share, and the dispatcher at work."""
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
+        stack.enter_context(prepared.sampler)
         dispatching = asyncio.create_task(prepared.dispatcher.run())
         try:
             yield prepared
@@ -93,9 +98,10 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             )
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-            dispatcher = Dispatcher(database, settings, inventory, notifier)
+            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator)
+            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler)
         finally:
             await database.close()
 

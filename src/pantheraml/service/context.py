@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
 from pantheraml.service.jobs.dispatcher import Dispatcher
@@ -23,6 +24,8 @@ class ServiceContext:
     dispatcher: Dispatcher
     notifier: Notifier
     authenticator: Authenticator
+    sampler: BackgroundSampler
+    """Of the GPUs that jobs may be given, and of the host."""
 
 
 def _context(request: Request) -> ServiceContext:
