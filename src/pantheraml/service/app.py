@@ -118,7 +118,9 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                     "Another service is using this database.", fix="Stop it, or choose another --database-url."
                 )
             await database.migrate()
-            authenticator = Authenticator(database, is_open=await _is_open(settings, database))
+            authenticator = Authenticator(
+                database, is_open=await _is_open(settings, database), insecure=settings.insecure
+            )
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
