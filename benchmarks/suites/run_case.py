@@ -29,6 +29,13 @@ PATIENCE = 3.0
 """Timeout of a case, as a multiple of its expected time."""
 
 
+EXPERTS = {
+    "method.target_modules": "q_proj,k_proj,v_proj,o_proj",
+    "method.target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+}
+"""As `trl_run.LORA_EXPERTS`."""
+
+
 class CaseLauncher:
     """Starts cases, one of them ahead of its turn. On exit, a process that still waits is killed."""
 
@@ -114,6 +121,7 @@ def cli_command(case: Case, model: Path, data: Path, output: Path, device: str |
         "method.alpha": 16,
         "report.html": "false",
         "model.precision": case.precision,
+        **(EXPERTS if case.experts else {}),
         **case.settings,
     }
     places = ["--model", str(model), "--data", str(data), "--output", str(output / "run"), "--method", case.method]
