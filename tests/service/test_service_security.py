@@ -36,6 +36,7 @@ def held(client: openai.OpenAI, file: str) -> str:
     return client.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body=body).id
 
 
+@pytest.mark.seed("S4-135", "S4-137", "C25")
 def test_keys_scopes_and_users(own_server: Callable[..., Server], tmp_path: Path) -> None:
     data = tmp_path / "data"
     made = {
@@ -192,6 +193,7 @@ def test_a_models_folder_hides_what_lies_elsewhere(
     assert server.client().models.retrieve("org/real").id == "org/real"
 
 
+@pytest.mark.seed("S4-136")
 def test_too_many_requests_are_refused_for_a_while(models: Path, tmp_path: Path) -> None:
     async def ask() -> list[httpx.Response]:
         app = create_app(Settings(tmp_path / "data", models, requests_per_minute=3))
@@ -209,6 +211,7 @@ def test_too_many_requests_are_refused_for_a_while(models: Path, tmp_path: Path)
     assert of_another_key.status_code == 200
 
 
+@pytest.mark.seed("S4-166")
 def test_an_unexpected_failure_shows_no_more_than_its_request(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

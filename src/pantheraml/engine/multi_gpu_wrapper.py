@@ -88,6 +88,11 @@ class MultiGPUWrapper:
     # -- ranks
 
     @property
+    def gpus(self) -> list[int]:
+        """Indices of the GPUs of this process; DeviceError for a requested one that is not there."""
+        return self._own_gpus
+
+    @property
     def _gpus(self) -> list[int]:
         """Indices of the GPUs to use on this node."""
         visible = list(range(torch.cuda.device_count()))

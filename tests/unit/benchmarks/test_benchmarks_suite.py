@@ -61,7 +61,9 @@ def test_commands_of_the_suite_are_valid(python: Python) -> None:
         config = config_from(build_parser().parse_args(words))
         assert config.train.max_steps is not None, name
         assert config.method.rank == 16, name
-        assert config.train.global_batch_size * config.data.seq_len == 8192, name
+        tokens = config.train.global_batch_size * config.data.seq_len
+        assert tokens == config.data.seq_len if name.endswith("k") else tokens == 8192, name
+        assert bool(config.method.target_parameters) == name.endswith("-experts"), name
 
 
 NAMES = """
@@ -308,7 +310,9 @@ small = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
              num_key_value_heads=1, head_dim=16)
 for shape in json.loads(sys.argv[2]):
     folder = Path(sys.argv[1]) / shape
-    layers = {"layer_types": inputs.SHAPES[shape]["layer_types"][4:6]} if "layer_types" in inputs.SHAPES[shape] else {}
+    lists = {name: value[2:4] for name, value in inputs.SHAPES[shape].items() if isinstance(value, list)}
+    experts = {name: 4 for name in ("num_experts", "num_local_experts") if name in inputs.SHAPES[shape]}
+    layers = lists | experts | {name: 2 for name in ("num_experts_per_tok",) if name in inputs.SHAPES[shape]}
     inputs.SHAPES["small"] = inputs.SHAPES[shape] | small | layers
     inputs.write_model(folder, "small")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -319,14 +323,26 @@ print(json.dumps(found))
 """
 
 
+MORE_SHAPES = {
+    "8b-long": ("LlamaForCausalLM", False),
+    "olmo3-7b": ("Olmo3ForCausalLM", False),
+    "granite-8b": ("GraniteForCausalLM", True),
+    "smollm3-3b": ("SmolLM3ForCausalLM", True),
+    "qwen3-32b-half": ("Qwen3ForCausalLM", False),
+    "gpt-oss-20b": ("GptOssForCausalLM", False),
+    "qwen3-30b-a3b-half": ("Qwen3MoeForCausalLM", False),
+}
+
+
 def test_models_of_other_families_are_written(python: Python, tmp_path: Path) -> None:
-    shapes = ["8b", "qwen3-4b", "qwen2.5-3b", "gemma3-4b", "mistral-7b"]
+    shapes = ["8b", "qwen3-4b", "qwen2.5-3b", "gemma3-4b", "mistral-7b", *MORE_SHAPES]
     assert json.loads(python(FAMILIES, str(tmp_path), json.dumps(shapes)).splitlines()[-1]) == {
         "8b": ["LlamaForCausalLM", "torch.bfloat16", False, True],
         "qwen3-4b": ["Qwen3ForCausalLM", "torch.bfloat16", True, True],
         "qwen2.5-3b": ["Qwen2ForCausalLM", "torch.bfloat16", True, True],
         "gemma3-4b": ["Gemma3ForCausalLM", "torch.bfloat16", True, True],
         "mistral-7b": ["MistralForCausalLM", "torch.bfloat16", False, True],
+        **{shape: [name, "torch.bfloat16", tied, True] for shape, (name, tied) in MORE_SHAPES.items()},
     }
 
 
@@ -337,6 +353,52 @@ def test_unknown_names_are_rejected_with_the_known_ones(capfd: pytest.CaptureFix
     assert "no case of smoke matches nothing" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--peers", "no/such/folder"]) == 2
     assert "no such folder: no/such/folder" in capfd.readouterr().err
+
+
+ROOM = """
+import json
+from pathlib import Path
+from suites.workshop import SuiteFolder
+folder = SuiteFolder(Path(sys.argv[1]))
+for name in ("8b", "1b", "1b-quantized"):
+    folder.model(name).mkdir(parents=True)
+log = folder.log("model")
+found = []
+for text in ("OutOfMemoryError", "OSError: [Errno 28] No space left on device"):
+    log.write_text(text)
+    removed, models = folder._make_room(log, keep="1b"), folder.folder / "models"
+    found.append([removed, sorted(path.name for path in models.iterdir())])
+print(json.dumps(found))
+"""
+
+
+def test_other_models_are_removed_when_the_disk_is_full(python: Python, tmp_path: Path) -> None:
+    assert json.loads(python(ROOM, str(tmp_path))) == [[False, ["1b", "1b-quantized", "8b"]], [True, ["1b"]]]
+
+
+LONGEST = """
+import json
+from suites.comparison import Longest, Targets
+names = "a", "b", "c"
+targets = Targets((), (), (Longest("8B", names, ("peer-a", "peer-b"), 1.3),))
+print(targets.markdown([{"results": json.loads(sys.argv[1])}]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "line"),
+    [
+        ({"a": 4096, "b": 8192, "peer-a": 4096}, "| 8B | 8,192 | 4,096 | 2.00 | ≥ 1.3: yes |"),
+        ({"a": 4096, "peer-a": 4096}, "| 8B | 4,096 | 4,096 | 1.00 | ≥ 1.3: no |"),
+        ({"a": 4096}, "| 8B | 4,096 | not measured | – | ≥ 1.3 |"),
+    ],
+)
+def test_the_longest_sequences_are_compared(lengths: dict[str, int], line: str, python: Python) -> None:
+    rows = [
+        {"case": name, "seq": lengths.get(name, 1 << 20), "status": "measured" if name in lengths else "out of memory"}
+        for name in ("a", "b", "c", "peer-a", "peer-b")
+    ]
+    assert line in python(LONGEST, json.dumps(rows))
 
 
 COMPARED = """
