@@ -116,7 +116,8 @@ def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
         (LLAMA_8B, {"devices_per_process": 2}, "several devices"),
         (LLAMA_8B, {"device": "cpu"}, "GPUs"),
         (LLAMA_8B, {"precision": "fp32"}, "fp32"),
-        (LLAMA_8B, {"compile": True}, "compiled"),
+        (LLAMA_8B, {"compile": True, "frozen_weights": "nf4"}, "compiled"),
+        ({**LLAMA_8B, "model_type": "phi3"}, {"compile": True}, "compiled layers of phi3"),
         (LLAMA_8B, {"method": "dora", "lora_dropout": 0.1}, "DoRA with dropout"),
     ],
 )

@@ -58,10 +58,7 @@ def why_not_predicted(
     if setting.method == "dora" and setting.lora_dropout > 0:
         return "what DoRA with dropout keeps is not known"
     if setting.compile and not runs_fused(shapes, setting):
-        if setting.method != "full" or setting.trained_weights != setting.precision:
-            return "what compiled layers keep is known only for full fine-tunes in bf16"
-        if decoder.family not in ("llama", "mistral"):
-            return f"what compiled layers of {decoder.family} keep is not known"
+        return plain_layers.why_not_compiled(step_sizes(decoder, setting))
     return None
 
 
