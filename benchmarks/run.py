@@ -47,6 +47,8 @@ NOT_BENCHMARKS = {
         "line_chart",
         "performance_page",
         "planner_page",
+        "predicted_scaling",
+        "predicted_times",
         "recorded_calls",
         "run",
         "stability_page",
@@ -60,6 +62,7 @@ sys.path.insert(0, str(HERE))  # benchmarks are scripts next to this one, not a 
 
 import performance_page  # noqa: E402
 import planner_page  # noqa: E402
+import predicted_times  # noqa: E402
 import readme_table  # noqa: E402
 import stability_page  # noqa: E402
 from table import Table, history, plain_table, render  # noqa: E402
@@ -197,7 +200,8 @@ def write_pages() -> list[Path]:
     found = records()
     texts = {PAGE: page(), PERFORMANCE: performance_page.page(found), STABILITY: stability_page.page(found)}
     texts |= histories() | {README: readme_table.with_ratios(README.read_text("utf-8"), found)}
-    texts |= {PLANNER: planner_page.with_section(PLANNER.read_text("utf-8"), found)}
+    planner = planner_page.with_section(PLANNER.read_text("utf-8"), found)
+    texts |= {PLANNER: predicted_times.with_sections(planner)}
     texts |= {STABILITY.parent / "images" / name: svg for name, svg in stability_page.pictures(found).items()}
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
