@@ -35,7 +35,7 @@ WORTH_ITS_EFFORT = 1.15
 """More complicated parallelism must be predicted to be that much faster."""
 AS_FAST = 1.03
 """Among plans about as fast as the fastest, the simplest is taken."""
-CERTAIN_SHARE = 0.9
+CERTAIN_SHARE = 0.94
 """Of a prediction that is certainly needed; if not even that is there, the run is refused."""
 SHOWN = 6
 """Alternatives that a plan keeps."""

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pantheraml.base import env
-from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.base.errors import ConfigError, DeviceError, RunDirectoryError
 from pantheraml.devices.select import devices_for_run
 from pantheraml.planner.plan_run import plan_run
 from pantheraml.specs.gpu_table import by_driver_name, by_text
@@ -41,8 +41,15 @@ def plan_here(
     if planned is not None:
         check_replayable(planned, config, devices, place)
         return planned.model_copy(update={"made_for": None})
-    before = resumed.plan() if resumed is not None and resumed.plan_file.is_file() else None
-    return plan_run(config, devices, place, resumed=before)
+    return plan_run(config, devices, place, resumed=None if resumed is None else _stored(resumed))
+
+
+def _stored(run: RunDir) -> Plan | None:
+    """The run's last plan; None: there is none, or it cannot be read, which a new one mends."""
+    try:
+        return run.plan() if run.plan_file.is_file() else None
+    except RunDirectoryError:
+        return None
 
 
 def inputs_of(config: TrainConfig, devices: DeviceSpec) -> PlanInputs:

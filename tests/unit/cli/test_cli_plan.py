@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.cli.main import main
 from pantheraml.planner import plan_run
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
@@ -117,6 +118,21 @@ def test_cluster_8_nodes_replicate_what_a_node_shards(plan: Any) -> None:
         assert each.world_size == 512
         assert each.global_batch_size == 1024
         assert each.prediction.time_parts["communication"] >= 0
+
+
+@pytest.mark.seed("S4-033", "S4-157")
+def test_micro_batches_follow_the_memory_that_is_free() -> None:
+    given = config("Llama-3.1-8B", activation_checkpointing="none")
+    given.model.precision = "bf16"
+    sizes = []
+    for free in (30, 40, 80):
+        gpu = laptop(80).gpus[0].model_copy(update={"free_bytes": free << 30})
+        found = plan_run.plan_run(given, laptop(80).model_copy(update={"gpus": (gpu,)}))
+        assert found.global_batch_size == 16
+        sizes.append(found.micro_batch_size)
+    assert sizes == [1, 2, 4]
+    with pytest.raises(OutOfMemoryError, match=r"activation_checkpointing=full|at least"):
+        plan_run.plan_run(given, laptop(20))
 
 
 def test_what_the_user_set_stays(plan: Any) -> None:
