@@ -50,10 +50,13 @@ class Problem:
     model: ModelFacts
     hardware: DeviceFacts
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        return self.devices.gpus[0].compute_capability if self.devices.gpus else None
+
     def memory(self, setting: Setting) -> MemoryPrediction | None:
-        capability = self.devices.gpus[0].compute_capability if self.devices.gpus else None
         capacity = self.hardware.capacity_bytes
-        return predict_memory(self.shapes, setting, capacity_bytes=capacity, capability=capability)
+        return predict_memory(self.shapes, setting, capacity_bytes=capacity, capability=self.capability)
 
     @cached_property
     def time_inputs(self) -> tuple[TimeInputs | None, TimeInputs | None]:

@@ -6,6 +6,7 @@ headers name every tensor. Sizes of quantized layers are those of `models.quanti
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -92,6 +93,16 @@ class ModelShapes:
     def parameters(self) -> int:
         return sum(weight.size for weight in self.weights)
 
+    @functools.cached_property
+    def outside(self) -> tuple[Weight, ...]:
+        """Weights outside of decoder layers."""
+        return tuple(weight for weight in self.weights if _layer_number(weight.name) is None)
+
+    @functools.cached_property
+    def of_layer(self) -> tuple[Weight, ...]:
+        """Weights of the first decoder layer; the others have the same if the model is known by its configuration."""
+        return tuple(weight for weight in self.weights if _layer_number(weight.name) == 0)
+
     def by_part(self) -> dict[Part, int]:
         """Parameters of each part. A tied head counts as embedding."""
         return {part: sum(each.size for each in self.weights if each.part == part) for part in PARTS}
@@ -123,6 +134,11 @@ class ModelShapes:
                 fix=f"Choose from {', '.join(known)}, or use all-linear.",
             )
         return chosen
+
+
+def _layer_number(name: str) -> int | None:
+    """Number of the decoder layer that has the tensor of this name."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def is_target(weight: Weight, targets: str | Sequence[str]) -> bool:

@@ -93,7 +93,10 @@ def plan_run(
     problem = Problem(config, devices, place, model.shapes, model, hardware)
     base = of_plan(problem, start, rules)
     if base.fits is None and _fits_uncompiled(base) is not False:
-        why = why_not_predicted(model.shapes, base.setting) or "the memory of the GPU is not known"
+        why = (
+            why_not_predicted(model.shapes, base.setting, capability=problem.capability)
+            or "the memory of the GPU is not known"
+        )
         if _fits_uncompiled(base):
             why += ", but it would fit even without compiling"
         return _finished(base, (), outlook, (f"memory is not predicted, so the rules decide: {why}",))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from pantheraml.planner.memory import predict_memory, why_not_predicted
 from pantheraml.planner.memory.blocks import MIB, block_bytes
-from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
+from pantheraml.planner.model_shapes import ModelShapes, read_shapes, shapes_of_config
 from pantheraml.planner.setting import Setting
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.prediction import MemoryPrediction
@@ -111,6 +115,7 @@ def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
         ({**LLAMA_8B, "model_type": "gemma2"}, {}, "gemma2"),
         (LLAMA_8B, {"devices_per_process": 2}, "several devices"),
         (LLAMA_8B, {"device": "cpu"}, "GPUs"),
+        (LLAMA_8B, {"precision": "fp32"}, "fp32"),
         (LLAMA_8B, {"compile": True}, "compiled"),
         (LLAMA_8B, {"method": "dora", "lora_dropout": 0.1}, "DoRA with dropout"),
     ],
@@ -119,6 +124,30 @@ def test_what_is_not_known_is_not_predicted(model: dict[str, Any], setting: dict
     shapes, wanted = shapes_of_config(model), Setting(**setting)
     assert reason in (why_not_predicted(shapes, wanted) or "")
     assert predict_memory(shapes, wanted) is None
+
+
+def test_gpus_without_kernels_for_packed_documents_are_not_predicted(llama: ModelShapes) -> None:
+    setting = LORA.model_copy(update={"precision": "fp16", "fused": False})
+    assert predict_memory(llama, setting, capability=(7, 5)) is None
+    assert "before compute capability 8.0" in (why_not_predicted(llama, setting, capability=(7, 5)) or "")
+    assert predict_memory(llama, setting, capability=(8, 0)) is not None
+
+
+def test_loading_is_the_peak_of_a_tiny_step(llama: ModelShapes) -> None:
+    found = predicted(llama, LORA, micro_batch=1, seq_len=8, activation_checkpointing="full")
+    assert found.instant == "loading"
+    assert found.parts["loading"] == 128_256 * 4096 * 2  # the head before it is quantized
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3", "mamba"])
+def test_experts_vision_parts_and_others_are_known_by_their_files_alone(kind: str, tmp_path: Path) -> None:
+    """Their sizes are known from the headers of the weights, but not what their layers keep."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({"model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((8, 4), np.float32)}, tmp_path / "m.safetensors")
+    shapes = read_shapes(tmp_path)
+    assert shapes.parameters == 32
+    assert predict_memory(shapes, LORA) is None
+    assert "decoder layers are not known" in (why_not_predicted(shapes, LORA) or "")
 
 
 def test_models_known_by_their_files_alone_are_not_predicted() -> None:

@@ -36,9 +36,13 @@ TOKEN_BYTES = 3 * 8
 HOPPER_WORKSPACE, OTHER_WORKSPACE = 32 * MIB, 8 * MIB + 128 * 1024
 """cuBLAS's workspace for each host thread that multiplies, by torch's defaults: forward and backward run in two."""
 HOPPER = (9, 0)
+FAST_ATTENTION = (8, 0)
+"""models.attention: older GPUs have no kernel for packed documents, and attend with masks."""
 
 
-def why_not_predicted(shapes: ModelShapes, setting: Setting) -> str | None:
+def why_not_predicted(
+    shapes: ModelShapes, setting: Setting, *, capability: tuple[int, int] | None = None
+) -> str | None:
     """Why the memory of this setting is not known; None: it is predicted."""
     decoder = shapes.decoder
     if decoder is None:
@@ -47,6 +51,8 @@ def why_not_predicted(shapes: ModelShapes, setting: Setting) -> str | None:
         return "one process uses several devices"
     if setting.device == "cpu":
         return "only the memory of GPUs is predicted"
+    if setting.precision == "fp32" or (capability is not None and capability < FAST_ATTENTION):
+        return "attention in fp32, or on GPUs before compute capability 8.0, uses other kernels"
     if decoder.family not in plain_layers.PLAIN_FAMILIES:
         return f"what the layers of {decoder.family} keep for the backward is not known"
     if setting.method == "dora" and setting.lora_dropout > 0:
@@ -70,7 +76,7 @@ def predict_memory(
 
     `capability`: compute capability of the GPU; None: not known, as for the newest.
     """
-    if why_not_predicted(shapes, setting) is not None:
+    if why_not_predicted(shapes, setting, capability=capability) is not None:
         return None
     ranks = range(setting.dims.pipeline)
     workspace = HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
@@ -142,7 +148,17 @@ class _Rank:
         if self.stage.embedding and self.setting.method == "full":
             found["backward of the embedding"] = self._embedding_backward(buffers)
         found["optimizer"] = self._at(0, self.gradients + self._bucket_copies(), 0)
+        found["loading"] = self._loading()
         return found
+
+    def _loading(self) -> Parts:
+        """Before the first step: a head that is quantized is there in both formats, as is a layer that is fused."""
+        dense = self.sizes.vocabulary * self.sizes.hidden * self.sizes.compute
+        head = dense if self.stage.head and not self.shapes.tied and has_fp8_head(self.shapes, self.setting) else 0
+        fused = self.fused and self.setting.method != "full" and self.setting.frozen_weights != "nf4"
+        group = max(group.height * group.width * self.sizes.operand for group in self.sizes.groups) if fused else 0
+        own = {name: size for name, size in self.persistent.items() if name in ("weights", "adapters")}
+        return own | {"loading": max(head, group)}
 
     def _embedding_backward(self, buffers: int) -> Parts:
         """Autograd adds the gradients of a tied embedding and head into a third tensor."""

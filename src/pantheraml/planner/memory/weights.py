@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from pantheraml.planner.memory.fused_layers import FUSED_FAMILIES
@@ -99,7 +98,7 @@ def stage_layers(shapes: ModelShapes, setting: Setting, pipeline: int) -> StageL
     assert decoder is not None
     if ranks == 1:
         return StageLayers(decoder.layers, embedding=True, head=True)
-    per_layer = sum(each.size for each in _layer_weights(shapes)) + shapes_lora(shapes, setting) // decoder.layers
+    per_layer = sum(each.size for each in shapes.of_layer) + shapes_lora(shapes, setting) // decoder.layers
     head_cost = decoder.vocabulary * decoder.hidden / per_layer
     stages = ranks * setting.stages_per_process
     shares = assign_layers(decoder.layers, stages, first=EMBEDDING_COST, last=head_cost)
@@ -122,13 +121,11 @@ def held_tensors(shapes: ModelShapes, setting: Setting, place: Place = FIRST_RAN
     """Weights and adapters of a rank, after quantization, fusing and sharding."""
     stage = stage_layers(shapes, setting, place.pipeline)
     found: list[Held] = []
-    for weight in shapes.weights:
-        layer = _layer_number(weight)
-        if layer is None:
-            if stage.embedding if weight.part == "embedding" else stage.head:
-                found += _tensors_of(weight, shapes, setting, place)
-        elif layer == 0:
-            found += (replace(each, times=stage.layers) for each in _tensors_of(weight, shapes, setting, place))
+    for weight in shapes.outside:
+        if stage.embedding if weight.part == "embedding" else stage.head:
+            found += _tensors_of(weight, shapes, setting, place)
+    for weight in shapes.of_layer:
+        found += (replace(each, times=stage.layers) for each in _tensors_of(weight, shapes, setting, place))
     if stage.head and has_fp8_head(shapes, setting):
         decoder = shapes.decoder
         assert decoder is not None
@@ -140,20 +137,6 @@ def held_tensors(shapes: ModelShapes, setting: Setting, place: Place = FIRST_RAN
         found += (replace(each, times=stage.layers) for each in buffers)
     ranks = shard_degree(setting)
     return found if ranks == 1 else [_sharded(each, ranks, place.shard) for each in found]
-
-
-def _layer_number(weight: Weight) -> int | None:
-    """Number of the decoder layer that has this weight."""
-    return _number_in(weight.name)
-
-
-@lru_cache(maxsize=8192)  # asked for every weight of every compared plan
-def _number_in(name: str) -> int | None:
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
-
-
-def _layer_weights(shapes: ModelShapes) -> list[Weight]:
-    return [weight for weight in shapes.weights if _layer_number(weight) == 0]
 
 
 def _tensors_of(weight: Weight, shapes: ModelShapes, setting: Setting, place: Place) -> Iterator[Held]:
