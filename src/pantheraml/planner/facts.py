@@ -32,6 +32,8 @@ class ModelFacts:
     heads: int | None = None
     kv_heads: int | None = None
     source: str = "its config.json"
+    invalid: bool = False
+    """Its config.json has sizes that no model has."""
 
     @property
     def heads_divide(self) -> int:
@@ -60,6 +62,10 @@ def model_facts(model: ModelConfig, folder: Path | None = None) -> ModelFacts:
             values, shapes = read_hf_config(path), read_shapes(path)
         except PantheraError as err:
             return ModelFacts(None, err.what)
+        except (ValueError, TypeError, ArithmeticError, AttributeError) as err:
+            return ModelFacts(None, f"its config.json has an impossible value ({err})", invalid=True)
+        if any(size < 1 for weight in shapes.weights for size in weight.shape):
+            return ModelFacts(None, "its config.json has sizes of zero or less", invalid=True)
         return _facts(values, shapes, "its config.json" if values.get("model_type") in FAMILIES else "its weight files")
     values = known_config(model.path)
     if values is None:

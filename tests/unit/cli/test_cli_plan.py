@@ -12,6 +12,7 @@ import pytest
 from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.cli.main import main
 from pantheraml.planner import plan_run
+from pantheraml.planner.known_models import known_config
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -173,6 +174,26 @@ def test_bad_input_is_told(arguments: list[str], told: str, capsys: pytest.Captu
 def test_a_model_without_a_config_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(tmp_path), "--gpus", "1xH200"]) == 4
     assert "has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 0},
+        {"num_hidden_layers": -1, "vocab_size": -5},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"hidden_size": "x"},
+        {"intermediate_size": None},
+        {"num_key_value_heads": [8]},
+    ],
+)
+def test_impossible_sizes_are_told(change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps((known_config("llama-3.2-1b") or {}) | change))
+    assert main(["plan", "--model", str(tmp_path), "--gpus", "1xH200"]) == 4
+    error = capsys.readouterr().err
+    assert "ModelError: The model cannot be planned: its config.json has" in error
+    given = TrainConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"path": "d"}})
+    assert plan_run.plan_run(given, laptop(8)).predicted_memory_bytes is None, "the run itself says what is wrong"
 
 
 def test_an_uneven_global_batch_stays_what_it_is(plan: Any) -> None:
