@@ -194,19 +194,25 @@ def _micro_batches(found: Candidate) -> Iterator[Candidate]:
     yield found
     size, dims = found.setting.micro_batch, found.setting.dims
     share = math.ceil(found.plan.global_batch_size / dims.data)
-    is_open = found.problem.config.train.micro_batch_size == "auto"
-    if is_open and found.setting.method == "full" and dims.shard > 1 and share > size:
+    auto = found.problem.config.train.micro_batch_size == "auto"
+    if auto and found.setting.method == "full" and dims.shard > 1 and share > size:
         yield with_micro_batch(found, share)  # gradients of several passes would be summed before they are sharded
-    while is_open and size > 1:
+    while auto and size > 1:
         size = (size + 1) // 2
         yield with_micro_batch(found, size)
 
 
+def is_open(config: TrainConfig) -> bool:
+    """Whether the configuration leaves the parallel degrees open."""
+    parallel = config.parallel
+    free = parallel.mode is MultiGPUMode.AUTO and all(getattr(parallel, name) is None for name in DIMENSIONS)
+    return free and parallel.batch_shares == "even" and parallel.aggregation == "mean"
+
+
 def _dims(problem: Problem, plan: Plan) -> list[ParallelDims]:
     """Parallel degrees that use all processes, the planned ones first."""
-    parallel, n = problem.config.parallel, plan.world_size
-    is_open = parallel.mode is MultiGPUMode.AUTO and all(getattr(parallel, name) is None for name in DIMENSIONS)
-    if n == 1 or not is_open or parallel.batch_shares != "even" or parallel.aggregation != "mean":
+    n = plan.world_size
+    if n == 1 or not is_open(problem.config):
         return [plan.dims]
     node, heads = problem.hardware.links.ranks_per_node, problem.model.heads_divide
     found = [plan.dims, ParallelDims(replicate=n), ParallelDims(shard=n)]

@@ -16,6 +16,7 @@ from pantheraml.planner.candidates import (
     alternatives_to,
     candidate,
     fits,
+    is_open,
     needed_bytes,
     of_plan,
 )
@@ -298,7 +299,7 @@ def _is_worse(each: Candidate, chosen: Candidate) -> bool:
 def _alternative(chosen: Candidate, each: Candidate) -> Alternative:
     return Alternative(
         name=describe(each),
-        changes=_changes(chosen, each),
+        changes=_changes(each),
         fits=each.fits,
         step_seconds=None if each.time is None else each.time.seconds,
         memory=each.memory,
@@ -320,14 +321,13 @@ def describe(each: Candidate) -> str:
     return ", ".join(words).replace(", x ", " x ")
 
 
-def _changes(chosen: Candidate, each: Candidate) -> dict[str, object]:
-    """Settings that make the run this plan, whatever was chosen."""
+def _changes(each: Candidate) -> dict[str, object]:
+    """All open settings, so that the run is this plan whatever the planner would choose."""
+    setting, train = each.setting, each.problem.config.train
     full = Decided(
-        dims=each.setting.dims if each.setting.dims != chosen.setting.dims else None,
-        checkpointing=each.setting.activation_checkpointing
-        if each.setting.activation_checkpointing != chosen.setting.activation_checkpointing
-        else None,
-        micro_batch=each.setting.micro_batch if each.setting.micro_batch != chosen.setting.micro_batch else None,
+        dims=setting.dims if setting.dims.world_size > 1 and is_open(each.problem.config) else None,
+        checkpointing=setting.activation_checkpointing if train.activation_checkpointing == "auto" else None,
+        micro_batch=setting.micro_batch if train.micro_batch_size == "auto" else None,
         frozen_weights=each.decided.frozen_weights,
     )
     return full.changes()

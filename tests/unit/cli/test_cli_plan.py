@@ -145,6 +145,17 @@ def test_what_the_user_set_stays(plan: Any) -> None:
     assert dims(sharded) == "replicate 4 x tensor 2"
 
 
+@pytest.mark.parametrize(("model", "gpus"), [("Llama-3.1-8B", "1xRTX4090"), ("Llama-3.1-70B", "8xH100-80GB")])
+def test_the_settings_of_an_alternative_lead_to_it(model: str, gpus: str, plan: Any) -> None:
+    alternatives = [each for each in plan(model, gpus).alternatives if each.fits]
+    assert alternatives
+    for each in alternatives:
+        changes = {name.replace(".", "__"): value for name, value in each.changes.items()}
+        found = plan(model, gpus, **changes)
+        assert found.prediction.step_seconds == each.step_seconds
+        assert found.prediction.memory == each.memory
+
+
 def test_what_cannot_fit_is_refused_with_changes_that_would(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "Llama-3.1-70B", "--method", "full", "--gpus", "1xH200"]
     assert main(arguments) != 0
