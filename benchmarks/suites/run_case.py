@@ -29,6 +29,13 @@ PATIENCE = 3.0
 """Timeout of a case, as a multiple of its expected time."""
 
 
+EXPERTS = {
+    "method.target_modules": "q_proj,k_proj,v_proj,o_proj",
+    "method.target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+}
+"""As `trl_run.LORA_EXPERTS`."""
+
+
 class CaseLauncher:
     """Starts cases, one of them ahead of its turn. On exit, a process that still waits is killed."""
 
@@ -126,6 +133,7 @@ def cli_settings(row: Mapping[str, Any]) -> dict[str, Any]:
         "method.rank": 16,
         "method.alpha": 16,
         "model.precision": row["precision"],
+        **(EXPERTS if row.get("experts") else {}),
         **(row["settings"] or {}),
     }
 

@@ -37,6 +37,11 @@ Revision = Annotated[str, Field(pattern=r"^[\w+@=-]+([./][\w+@=-]+)*$", max_leng
 """A git revision: no `..` and no leading `/`, which would escape the hub cache."""
 
 
+def _as_names(value: Any) -> Any:
+    """Accept one name, or names with commas, as on the command line."""
+    return (value.split(",") if value else ()) if isinstance(value, str) else value
+
+
 def _as_switch(value: Any) -> Any:
     """Accept booleans: YAML parses `on` and `off` as true and false."""
     return ("on" if value else "off") if isinstance(value, bool) else value
@@ -143,6 +148,8 @@ class MethodConfig(ConfigSection):
     """Dropout on the adapter's input. With dropout, N processes no longer match one process bit for bit."""
     target_modules: Annotated[str | list[str], BeforeValidator(split_commas)] = "all-linear"
     """Layers that get an adapter: names (`q_proj`), or all-linear (every linear layer except the output head)."""
+    target_parameters: Annotated[tuple[str, ...], BeforeValidator(_as_names)] = ()
+    """Stacked experts that get an adapter, too: names of weights (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
     rslora: bool = False
     """Rank-stabilized scaling, alpha/sqrt(rank)."""
 
