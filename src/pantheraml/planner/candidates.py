@@ -37,6 +37,8 @@ ALLOCATOR_SHARE = 1.07
 CONTEXT_BYTES = 1268 << 20
 """A CUDA context on an A100, the largest that is known."""
 DEGREES = (2, 4, 8, 16)
+MANY_NODES = 16
+"""Weights are rather not gathered over more nodes than these, if replicas of shards are an alternative."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,9 @@ class Candidate:
     def parallel_effort(self) -> int:
         """How much parallelism asks of links and model: the less, the fewer ways to be slower than predicted."""
         dims, node = self.setting.dims, self.problem.hardware.links.ranks_per_node
-        splits_layers = dims.world_size > dims.data
-        return (
-            sum(degree > 1 for degree in dims.degrees) + 3 * splits_layers + (dims.shard > 1) + 2 * (dims.shard > node)
-        )
+        used = sum(degree > 1 for degree in dims.degrees)
+        far = 2 * (dims.shard > node) + 2 * (dims.shard > MANY_NODES * node)
+        return used + 3 * (dims.world_size > dims.data) + (dims.shard > 1) + far
 
     @property
     def effort(self) -> tuple[int, int, int]:
