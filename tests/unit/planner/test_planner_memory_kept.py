@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.engine.step.loss import LossModel
@@ -76,6 +77,11 @@ def build(family: str, layers: int, setting: Setting) -> torch.nn.Module:
     apply_checkpointing(model, setting.activation_checkpointing)
     if setting.fused:
         enable_layer_chain(model)
+    if setting.compile:
+        torch.compiler.reset()
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compile(dynamic=False, backend="aot_eager_decomp_partition")
     return model.train()
 
 
@@ -140,6 +146,33 @@ def test_kept_bytes_of_a_layer_are_exact(name: str) -> None:
     assert decoder is not None
     kind = fused_layers if setting.fused else plain_layers
     assert sum(kind.kept_tensors(step_sizes(decoder, setting))) == measured
+
+
+TRAINED: dict[str, Any] = {**FULL, **BF16}
+COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
+    "full bf16": ("llama", {**TRAINED, "trained_weights": "bf16"}),
+    "full fp32 weights": ("mistral", TRAINED),
+    "lora": ("qwen2", BF16),
+    "lora, head norms": ("qwen3", BF16),
+    "full, head norms": ("qwen3", {**TRAINED, "trained_weights": "bf16"}),
+    "full gemma": ("gemma", TRAINED),
+    "full gemma3": ("gemma3_text", {**TRAINED, "trained_weights": "bf16"}),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own code
+@pytest.mark.parametrize("name", COMPILED)
+def test_kept_bytes_of_a_compiled_layer_are_exact(name: str) -> None:
+    """By torch.compile's own choice of what to keep, with plain kernels: no compiler of the machine is involved."""
+    family, changes = COMPILED[name]
+    setting = Setting(device="cpu", lora_rank=4, micro_batch=ROWS, seq_len=LENGTH, compile=True, **changes)
+    measured = (kept_bytes(family, 4, setting) - kept_bytes(family, 2, setting)) / 2
+    decoder = shapes_of_config({"model_type": family, "num_hidden_layers": 2, **CONFIG}).decoder
+    assert decoder is not None
+    sizes = step_sizes(decoder, setting)
+    assert plain_layers.why_not_compiled(sizes) is None
+    assert sum(plain_layers.compiled_tensors(sizes)) == measured
 
 
 @pytest.mark.parametrize("mode", ["full", "offload"])

@@ -95,6 +95,24 @@ def test_more_ranks_need_less_each(llama: ModelShapes, name: str) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_fsdp_makes_two_layers_and_the_rest_whole(llama: ModelShapes) -> None:
+    layer, embeddings = 218_112_000, 2 * 128_256 * 4096 + 4096
+    eight = ParallelDims(shard=8)
+    lora = predicted(llama, LORA, frozen_weights=None, fused=False, dims=eight)
+    adapters = llama.lora_parameters(16) // 32
+    reduced = adapters * 4 + adapters * 4 // 8  # float32 gradients of a layer, and this rank's sum
+    whole = 2 * (layer * 2 + adapters * 4) + embeddings * 2
+    assert lora.parts["communication"] == whole + adapters * 4 + reduced
+    full = predicted(llama, FULL, dims=eight, micro_batch=1, seq_len=64, activation_checkpointing="full")
+    assert full.instant == "reduction of embedding and head"
+    assert full.parts["communication"] == embeddings * (2 + 2 + 4) + embeddings * 4 // 8
+
+
+def test_fsdp_keeps_whole_gradients_until_the_last_pass(llama: ModelShapes) -> None:
+    found = predicted(llama, FULL, dims=ParallelDims(shard=8), accumulation=4, micro_batch=1)
+    assert found.parts["gradients"] == llama.parameters * 2
+
+
 def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
     replicas = ParallelDims(replicate=8)
     alone, one_of_eight = predicted(llama, LORA), predicted(llama, LORA, dims=replicas)
@@ -116,7 +134,8 @@ def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
         (LLAMA_8B, {"devices_per_process": 2}, "several devices"),
         (LLAMA_8B, {"device": "cpu"}, "GPUs"),
         (LLAMA_8B, {"precision": "fp32"}, "fp32"),
-        (LLAMA_8B, {"compile": True}, "compiled"),
+        (LLAMA_8B, {"compile": True, "frozen_weights": "nf4"}, "compiled"),
+        ({**LLAMA_8B, "model_type": "phi3"}, {"compile": True}, "compiled layers of phi3"),
         (LLAMA_8B, {"method": "dora", "lora_dropout": 0.1}, "DoRA with dropout"),
     ],
 )

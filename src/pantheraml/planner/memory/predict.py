@@ -7,7 +7,7 @@ What layers keep shrinks during the backward while gradients grow, both evenly, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pantheraml.planner.memory import fused_layers, plain_layers
@@ -15,6 +15,7 @@ from pantheraml.planner.memory.blocks import MIB, block_bytes, blocks_bytes
 from pantheraml.planner.memory.head import head_use
 from pantheraml.planner.memory.step_sizes import DTYPE_BYTES, FLOAT32, StepSizes, step_sizes
 from pantheraml.planner.memory.weights import (
+    Held,
     Place,
     StageLayers,
     gradient_bytes,
@@ -24,6 +25,7 @@ from pantheraml.planner.memory.weights import (
     runs_fused,
     shard_degree,
     stage_layers,
+    whole_tensors,
 )
 from pantheraml.planner.model_shapes import ModelShapes
 from pantheraml.planner.setting import Setting
@@ -58,10 +60,7 @@ def why_not_predicted(
     if setting.method == "dora" and setting.lora_dropout > 0:
         return "what DoRA with dropout keeps is not known"
     if setting.compile and not runs_fused(shapes, setting):
-        if setting.method != "full" or setting.trained_weights != setting.precision:
-            return "what compiled layers keep is known only for full fine-tunes in bf16"
-        if decoder.family not in ("llama", "mistral"):
-            return f"what compiled layers of {decoder.family} keep is not known"
+        return plain_layers.why_not_compiled(step_sizes(decoder, setting))
     return None
 
 
@@ -123,12 +122,15 @@ class _Rank:
         self.layer = self._layer()
         self.persistent = self._persistent(workspace)
         self.gradients = gradient_bytes(self.held)
+        self.sharded = self._unsharded()
 
     def instants(self) -> dict[str, Parts]:
         """Bytes by part at the moments of a step that may be its peak."""
         kept = self.layer.stored * self.stage.layers * self.in_flight
         earlier = self._earlier_gradients()
-        buffers = self._communication()
+        buffers = (
+            0 if self.sharded is None else self.sharded[0].bytes + self.sharded[0].weights + self.sharded[1].weights
+        )
         found: dict[str, Parts] = {}
         if self.stage.head:
             head = head_use(self.sizes, fp8_head=has_fp8_head(self.shapes, self.setting), fused_norm=self.fused)
@@ -138,15 +140,17 @@ class _Rank:
             head_gradient = head.gradient
         else:
             head_gradient = 0
-        layer = self.layer
-        held = kept + layer.recomputed + layer.backward + layer.prefetched
+        own = self.layer
+        held = kept + own.recomputed + own.backward + own.prefetched
         last = self._at(held, max(earlier, head_gradient), buffers)
         found["backward of the last layer"] = last
-        first = self._at(layer.stored * (1 + self.stage.layers * (self.in_flight - 1)), self._all_gradients(), buffers)
-        first["activations"] += layer.recomputed + layer.backward
+        first = self._at(own.stored * (1 + self.stage.layers * (self.in_flight - 1)), self._all_gradients(), buffers)
+        first["activations"] += own.recomputed + own.backward
         found["backward of the first layer"] = first
         if self.stage.embedding and self.setting.method == "full":
             found["backward of the embedding"] = self._embedding_backward(buffers)
+        if self.sharded is not None and self.sharded[1].gradients:
+            found["reduction of embedding and head"] = self._at(0, self.gradients, self.sharded[1].bytes)
         found["optimizer"] = self._at(0, self.gradients + self._bucket_copies(), 0)
         found["loading"] = self._loading()
         return found
@@ -219,34 +223,46 @@ class _Rank:
     def _all_gradients(self) -> int:
         """Gradients at the end of a pass, before they are reduced."""
         if shard_degree(self.setting) > 1 and self.setting.accumulation > 1:
-            return _unsharded_gradients(self.shapes, self.setting)
+            return gradient_bytes(whole_tensors(self.shapes, self.setting))
         return self.gradients + self._bucket_copies()
 
     def _has_buckets(self) -> bool:
         dims = self.setting.dims
         return dims.world_size > 1 and dims.world_size == dims.replicate * dims.context
 
+    def _unsharded(self) -> tuple[_Unsharded, _Unsharded] | None:
+        """A layer, of which the weights of the next one are there as well, and all outside of layers; None: no FSDP."""
+        ranks = shard_degree(self.setting)
+        if ranks == 1:
+            return None
+        whole = whole_tensors(self.shapes, self.setting)
+        layer, rest = ([each for each in whole if each.outside == outside] for outside in (False, True))
+        return _Unsharded.of(layer, ranks), _Unsharded.of(rest, ranks)
+
     def _bucket_copies(self) -> int:
         """DDP's buckets, unless gradients are views of them."""
         return self.gradients if self._has_buckets() and not self.setting.gradient_as_bucket_view else 0
 
-    def _communication(self) -> int:
-        """FSDP: unsharded weights of two layers and of all outside of layers, and a layer's gradients in float32."""
-        ranks = shard_degree(self.setting)
-        if ranks == 1:
-            return 0
-        dims = self.setting.dims.model_copy(update={"shard": 1, "context": 1})
-        whole = held_tensors(self.shapes, self.setting.model_copy(update={"dims": dims}))
-        layers = self.stage.layers
-        layer = sum(each.bytes for each in whole if each.times == layers)
-        rest = sum(each.bytes for each in whole if each.times == 1 and layers != 1)
-        reduced = sum(each.size * FLOAT32 for each in whole if each.trained and each.times == layers)
-        return 2 * layer + rest + reduced + reduced // ranks
 
+@dataclass(frozen=True)
+class _Unsharded:
+    """What FSDP makes whole on a rank: bytes of one layer, or of all outside of layers."""
 
-def _unsharded_gradients(shapes: ModelShapes, setting: Setting) -> int:
-    dims = setting.dims.model_copy(update={"shard": 1, "context": 1})
-    return gradient_bytes(held_tensors(shapes, setting.model_copy(update={"dims": dims})))
+    weights: int
+    gradients: int
+    """In the weights' dtype."""
+    reduced: int
+    """The same in float32, to be sent, and this rank's sum."""
+
+    @classmethod
+    def of(cls, held: Sequence[Held], ranks: int) -> _Unsharded:
+        trained = [each for each in held if each.trained]
+        wide = sum(each.size * FLOAT32 for each in trained)
+        return cls(sum(each.bytes for each in held), sum(each.bytes for each in trained), wide + wide // ranks)
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.gradients + self.reduced
 
 
 def _micro_batches_in_flight(setting: Setting, pipeline: int) -> int:
