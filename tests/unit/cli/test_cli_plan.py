@@ -136,6 +136,17 @@ def test_micro_batches_follow_the_memory_that_is_free() -> None:
         plan_run.plan_run(given, laptop(20))
 
 
+def test_weights_that_do_not_fit_are_seen_where_nothing_else_is_predicted(plan: Any) -> None:
+    """A T4 attends in other ways, whose memory is not known."""
+    small, large = plan("Qwen2.5-1.5B", "1xT4"), plan("Llama-3.1-8B", "1xT4")
+    assert small.prediction.memory is None
+    assert (small.frozen_weights, small.activation_checkpointing) == (None, "none")
+    assert (large.frozen_weights, large.activation_checkpointing) == ("nf4", "full")
+    assert large.reason("frozen_weights") == "the weights alone need 15.0 GiB of 14.9 GiB"
+    assert main(["plan", "--model", "Llama-3.1-70B", "--gpus", "1xT4"]) != 0
+    assert main(["plan", "--model", "Llama-3.1-8B", "--gpus", "1xT4", "--method", "full"]) != 0
+
+
 def test_what_the_user_set_stays(plan: Any) -> None:
     found = plan("Llama-3.1-8B", "1xRTX4090", train__micro_batch_size=1, train__activation_checkpointing="offload")
     assert (found.micro_batch_size, found.activation_checkpointing) == (1, "offload")
