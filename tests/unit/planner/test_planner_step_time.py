@@ -11,7 +11,7 @@ from pantheraml.planner.known_rates import H200, known_rates, peak_rates, rates_
 from pantheraml.planner.layer_sizes import LayerSizes, layer_sizes
 from pantheraml.planner.links import Links
 from pantheraml.planner.model_shapes import ModelShapes, Weight, shapes_of_config
-from pantheraml.planner.rates import MachineRates
+from pantheraml.planner.rates import MachineRates, rates_as_json, rates_file
 from pantheraml.planner.setting import Setting
 from pantheraml.planner.step_time import StepTime, TimeInputs, predict_time, why_no_time
 from pantheraml.specs.gpu_table import TABLE, by_text
@@ -165,3 +165,16 @@ def test_nodes_that_plan_for_themselves_see_the_same_memory() -> None:
         assert len(shared) == 1
         assert device_facts([gpus[0]]).capacity_bytes == totals[0] // 2
         assert device_facts([gpus[0]], memory_fraction=0.25).capacity_bytes == totals[0] // 4
+
+
+def test_a_calibration_of_this_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))
+    path = rates_file("NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    slow = MachineRates(device="NVIDIA H200", matmul_tflops={"fp8": 697.0}, source="measured here")
+    path.write_text(rates_as_json(slow))
+    rates = rates_of("NVIDIA H200")
+    assert rates is not None
+    assert rates.matmul_tflops == {"bf16": 700.0, "fp8": 697.0}
+    assert predict(rates=rates).parts["matmul"] == pytest.approx(2 * predict().parts["matmul"])
+    assert any("measured here" in source for source in predict(rates=rates).sources)
