@@ -15,6 +15,7 @@ from pantheraml.planner.memory.blocks import MIB, block_bytes, blocks_bytes
 from pantheraml.planner.memory.head import head_use
 from pantheraml.planner.memory.step_sizes import DTYPE_BYTES, FLOAT32, StepSizes, step_sizes
 from pantheraml.planner.memory.weights import (
+    FIRST_RANK,
     Held,
     Place,
     StageLayers,
@@ -77,10 +78,11 @@ def predict_memory(
     """
     if why_not_predicted(shapes, setting, capability=capability) is not None:
         return None
-    ranks = range(setting.dims.pipeline)
-    workspace = HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
-    peaks = [_peak(_Rank(shapes, setting, Place(pipeline=rank), workspace)) for rank in ranks]
-    instant, parts = max(peaks, key=lambda peak: sum(peak[1].values()))
+    peaks = [
+        max(instants(shapes, setting, Place(pipeline=rank), capability=capability).items(), key=_total)
+        for rank in range(setting.dims.pipeline)
+    ]
+    instant, parts = max(peaks, key=_total)
     return MemoryPrediction(
         parts=parts,
         instant=instant,
@@ -91,8 +93,18 @@ def predict_memory(
     )
 
 
-def _peak(rank: _Rank) -> tuple[str, Parts]:
-    return max(rank.instants().items(), key=lambda instant: sum(instant[1].values()))
+def _total(instant: tuple[str, Parts]) -> int:
+    return sum(instant[1].values())
+
+
+def instants(
+    shapes: ModelShapes, setting: Setting, place: Place = FIRST_RANK, *, capability: tuple[int, int] | None = None
+) -> dict[str, Parts]:
+    """Bytes of a rank by part, at each moment of a step that may be its peak."""
+    workspace = 0
+    if setting.device == "cuda":
+        workspace = HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
+    return _Rank(shapes, setting, place, workspace).instants()
 
 
 @dataclass(frozen=True)
@@ -144,7 +156,8 @@ class _Rank:
         held = kept + own.recomputed + own.backward + own.prefetched
         last = self._at(held, max(earlier, head_gradient), buffers)
         found["backward of the last layer"] = last
-        first = self._at(own.stored * (1 + self.stage.layers * (self.in_flight - 1)), self._all_gradients(), buffers)
+        others = self.stage.layers * (self.in_flight - 1)
+        first = self._at(own.stored * (1 + others), max(earlier, self._gradients_before_first_layer()), buffers)
         first["activations"] += own.recomputed + own.backward
         found["backward of the first layer"] = first
         if self.stage.embedding and self.setting.method == "full":
@@ -167,8 +180,7 @@ class _Rank:
     def _embedding_backward(self, buffers: int) -> Parts:
         """Autograd adds the gradients of a tied embedding and head into a third tensor."""
         sizes = self.sizes
-        weight = sizes.vocabulary * sizes.hidden * DTYPE_BYTES[self.setting.trained_weights]
-        extra = 2 * block_bytes(weight) if self.shapes.tied and self.stage.head else 0
+        extra = 2 * block_bytes(self._embedding_bytes()) if self.shapes.tied and self.stage.head else 0
         rows = block_bytes(sizes.tokens * sizes.hidden * self._residual_bytes())
         return self._at(rows, self._all_gradients() + extra, buffers)
 
@@ -210,7 +222,7 @@ class _Rank:
         if mode == "offload":
             return _Layer(0, kept + inputs, backward, prefetched=inputs)
         outputs = blocks_bytes(_matmul_outputs(sizes))
-        return _Layer(inputs + outputs, max(0, kept - outputs) + blocks_bytes(_unused_outputs(sizes)), backward)
+        return _Layer(inputs + outputs, max(0, kept - outputs), backward)
 
     def _earlier_gradients(self) -> int:
         """Gradients that are there before the backward of a step's last pass."""
@@ -225,6 +237,16 @@ class _Rank:
         if shard_degree(self.setting) > 1 and self.setting.accumulation > 1:
             return gradient_bytes(whole_tensors(self.shapes, self.setting))
         return self.gradients + self._bucket_copies()
+
+    def _gradients_before_first_layer(self) -> int:
+        """All but those of the first layer itself and of an embedding of its own, which come last."""
+        late = sum(each.bytes for each in self.held if each.trained and not each.outside)
+        if self.setting.method == "full" and self.stage.embedding and not self.shapes.tied:
+            late += self._embedding_bytes() // shard_degree(self.setting)
+        return self._all_gradients() - late
+
+    def _embedding_bytes(self) -> int:
+        return self.sizes.vocabulary * self.sizes.hidden * DTYPE_BYTES[self.setting.trained_weights]
 
     def _has_buckets(self) -> bool:
         dims = self.setting.dims
@@ -285,8 +307,3 @@ def _matmul_outputs(sizes: StepSizes) -> Iterable[int]:
         yield sizes.tokens * group.height * sizes.compute
     yield sizes.tokens * sizes.queries * sizes.compute
     yield sizes.tokens * sizes.heads * FLOAT32
-
-
-def _unused_outputs(sizes: StepSizes) -> Iterable[int]:
-    """Stored outputs that no backward reads: those added to the residual stream."""
-    yield from [sizes.tokens * sizes.hidden * sizes.compute] * 2
