@@ -97,7 +97,7 @@ export class Chart {
     this.details = h("details", { on: { toggle: () => this.#tabulate() } }, h("summary", {}, "Data table"));
     this.box = h("div", { class: "tablebox", tabindex: 0, role: "region", "aria-label": `${title}: data` });
     this.details.append(this.box);
-    this.element = h("section", { class: `card chart${wide ? " wide" : ""}`, "aria-label": title }, h("h3", {}, title), this.plot, this.sentence, this.details);
+    this.element = h("section", { class: `card chart${wide ? " wide" : ""}`, "aria-label": title }, h("h2", { class: "title" }, title), this.plot, this.sentence, this.details);
     Chart.of.set(this.plot, this);
     watcher.observe(this.plot);
     Chart.all.add(new WeakRef(this));

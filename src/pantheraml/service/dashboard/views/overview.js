@@ -82,7 +82,7 @@ function hostTile(now) {
   return h("div", { class: "grid wide" },
     h("article", { class: "card", "aria-label": "This machine" },
       h("div", { class: "row" }, h("h3", {}, "No GPU: jobs run on the CPU"), h("span", { class: "pill" }, plural(host.cpu_count, "core"))),
-      h("p", { class: "soft small" }, host.note ?? ""),
+      h("p", { class: "soft small" }, sentence(host.note ?? "")),
       h("div", { class: "row small" }, h("span", {}, "CPU"), h("span", { class: "number" }, unit(host.cpu_percent, "%", 2))),
       meter((host.cpu_percent ?? 0) / 100, "CPU of this machine"),
       h("div", { class: "row small" }, h("span", {}, "Memory"), h("span", { class: "number" }, `${size(used)} of ${size(total)}`)),
@@ -127,7 +127,7 @@ function queuePart(now) {
     entry.waiting_reason, entry.estimated_start === null ? UNKNOWN : moment(entry.estimated_start), ago(entry.queued_at),
   ]);
   const more = now.queued - now.queue.length;
-  return h("div", { class: "card scroll" }, table("Jobs that wait", ["#", "Job", "Why it waits", "Starts about", "Queued"], rows, { cards: true }),
+  return h("div", { class: "card scroll" }, table("Jobs that wait", ["#", "Job", "Why it waits", "Starts about", "Queued"], rows, { optional: [3], cards: true }),
     more > 0 && h("p", { class: "soft small" }, `and ${whole(more)} more`));
 }
 
@@ -161,4 +161,9 @@ async function learn(running, signal) {
 /** @param {{ job: string, model: string, suffix: string | null }} entry */
 function nameOf({ job, model, suffix }) {
   return jobName({ id: job, model, user_provided_suffix: suffix });
+}
+
+/** @param {string} text */
+function sentence(text) {
+  return text && `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
 }
