@@ -12,6 +12,7 @@ from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
 from pantheraml.service.chat.queue import ChatQueue
+from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
@@ -31,6 +32,7 @@ class ServiceContext:
     sampler: BackgroundSampler
     """Of the GPUs that jobs may be given, and of the host."""
     previewer: Previewer
+    curves: CurveCache
     chat: ChatQueue
     webhooks: WebhookSender
 
