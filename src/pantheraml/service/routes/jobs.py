@@ -118,7 +118,7 @@ async def job_curves(
         newest = await session.scalar(select(func.max(Event.id)).where(*chosen)) or 0
         content = context.curves.get(job.id, points, newest)
         query = select(*columns).where(*chosen, Event.id <= newest).order_by(Event.id)
-        found = [] if content is not None else await session.execute(query)
+        found = (await session.execute(query)).all() if content is None else ()
         rows = [(event, kind, step or 0, data) for event, kind, step, data in found]
     if content is None:
         content = await asyncio.to_thread(context.curves.make, job.id, points, newest, rows)

@@ -65,7 +65,7 @@ function gpuTile(gpu, now) {
     meter(used && total ? used / total : 0, `Memory of ${gpu.device}`, total && used / total > 0.95 ? "warn" : ""),
     h("div", { class: "row small soft" }, h("span", { class: hot ? "pill warn" : "number" }, unit(gpu.temperature_celsius, "°C")), h("span", { class: "number" }, unit(gpu.power_watts, "W"))),
     h("p", { class: "small" }, holder(gpu, now)),
-    gpu.health_reasons.length > 0 && h("p", { class: "alert warn small" }, gpu.health_reasons.join("; ")));
+    gpu.health_reasons.length > 0 && h("p", { class: `alert small ${gpu.health === "fail" ? "" : "warn"}` }, gpu.health_reasons.join("; ")));
 }
 
 /** Who uses a device. @param {any} device @param {any} now */
