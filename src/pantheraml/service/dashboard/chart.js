@@ -154,7 +154,8 @@ const css = (/** @type {string} */ name) => getComputedStyle(document.documentEl
 /** @param {Drawing} drawing */
 function traces({ lines, x }) {
   return lines.filter(line => line.y.length).map(line => ({
-    x: line.x, y: line.y, name: plain(line.name), type: "scatter", connectgaps: false,
+    x: [...line.x], y: [...line.y], // copies: plotly.js takes the same array for the same figures
+    name: plain(line.name), type: "scatter", connectgaps: false,
     showlegend: !line.hidden && lines.length > 1, text: line.labels?.map(plain),
     mode: line.labels ? "markers" : line.y.length < 40 ? "lines+markers" : "lines",
     line: { color: css(line.color), width: line.faint ? 1 : 2, dash: line.dashed ? "dash" : "solid", shape: line.steps ? "hv" : "linear" },

@@ -112,10 +112,10 @@ function runningCard(job) {
     meter(job.progress ?? 0, "Progress"),
     h("div", { class: "row small" },
       h("span", {}, job.step === null ? "loading the model and the data" : `step ${whole(job.step)} of ${whole(job.total_steps)}`),
-      h("span", { class: "number" }, job.seconds_left === null ? "" : `${duration(job.seconds_left)} left`)),
+      h("span", { class: "number" }, job.seconds_left === null ? "" : job.step >= job.total_steps ? "finishing" : `${duration(job.seconds_left)} left`)),
     losses.length > 1 ? sparkline(losses, `Loss from ${number(losses[0])} to ${number(losses.at(-1))}`) : h("div", { class: "spark" }),
     h("div", { class: "row small" }, h("span", {}, "Loss ", h("b", { class: "number" }, number(job.train_loss))), h("span", { class: "soft number" }, job.tokens_per_second === null ? "" : `${whole(job.tokens_per_second)} tokens/s`)),
-    job.alerts.map((/** @type {string} */ alert) => h("p", { class: "alert warn small" }, alert.replace("alert.", "Alert: "))));
+    job.alerts.map((/** @type {string} */ alert) => h("p", { class: "alert warn small" }, `Alert: ${alert.replace("alert.", "").replaceAll("_", " ")}`)));
 }
 
 /** @param {any} now */
