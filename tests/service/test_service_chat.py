@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.service.conftest import Server
+from tests.service.test_service_security import keys
 
 ASK: Any = [{"role": "user", "content": "1+2="}]
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
@@ -79,6 +82,15 @@ def test_settings_of_the_answer(client: OpenAI) -> None:
     assert answer(client, messages=[{"role": "user", "content": parts}]).choices[0].message.content == text
 
 
+def test_an_answer_may_be_sent_back(client: OpenAI) -> None:
+    first = answer(client)
+    more: Any = [*ASK, first.choices[0].message, {"role": "user", "content": "3+4="}]
+    second = answer(client, messages=more, response_format={"type": "text"}, tools=[], user="ann")
+    assert second.usage.prompt_tokens > first.usage.total_tokens
+    system: Any = [{"role": "developer", "content": "Add."}, *ASK]
+    assert answer(client, messages=system).usage.prompt_tokens > first.usage.prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -87,6 +99,8 @@ def test_settings_of_the_answer(client: OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "role"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "parts other",
@@ -107,3 +121,42 @@ def test_unknown_models(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             answer(client, model=name)
         assert caught.value.code == "model_not_found"
+
+
+def test_another_server_may_answer(server: Server, own_server: Callable[..., Server]) -> None:
+    """The one that is asked hands the body on, and nothing else: without a key of its own it is refused."""
+    front = own_server("--inference-url", f"{server.url}/v1").client("secret-of-the-user")
+    with server.client() as client:
+        direct = answer(client)
+    assert answer(front).choices[0].message.content == direct.choices[0].message.content
+    chunks = list(answer(front, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == direct.choices[0].message.content
+    assert chunks[-1].usage == direct.usage
+    with pytest.raises(openai.BadRequestError, match="`n` must be 1"):
+        answer(front, n=2)
+    with pytest.raises(openai.NotFoundError):
+        answer(front, model="none")
+
+
+@pytest.mark.extended
+def test_the_other_server_gets_its_own_key_alone(
+    own_server: Callable[..., Server], models: Path, tmp_path: Path
+) -> None:
+    key = keys(tmp_path / "behind", "create", "front", "--scope", "submit")["key"]
+    behind = own_server("--cpu-slots", "1", data=tmp_path / "behind")
+    front = Server(tmp_path / "front", models, ("--inference-url", f"{behind.url}/v1"))
+    try:
+        with pytest.raises(openai.APIStatusError) as caught:
+            answer(front.start().client("of-the-user"))
+        assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
+        assert "does not serve this service" in caught.value.message
+        front.stop()
+        front.environment = {"PANTHERAML_INFERENCE_KEY": key}
+        client = front.start().client("of-the-user")
+        assert answer(client).choices[0].message.content
+        behind.stop()
+        with pytest.raises(openai.APIStatusError, match="does not answer") as caught:
+            answer(client)
+        assert caught.value.response.headers["retry-after"] == "10"
+    finally:
+        front.clean_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,20 @@ def run(arguments: argparse.Namespace) -> int:
         open_metrics=arguments.open_metrics,
         chat_idle_seconds=arguments.chat_idle_seconds,
         allow_private_webhooks=arguments.allow_private_webhooks,
-        inference_url=arguments.inference_url,
+        inference_url=_checked_url(arguments.inference_url),
+        inference_key=env.inference_key(),
     )
     return serve(settings)
+
+
+def _checked_url(url: str | None) -> str | None:
+    """Return it. ConfigError unless it is one of http or https."""
+    if url is not None and not re.fullmatch(r"https?://[^/@\s?#]+(/[^\s?#]*)?", url):
+        raise ConfigError(
+            "--inference-url must be a URL such as http://127.0.0.1:8001/v1.",
+            fix="A key of that server belongs into PANTHERAML_INFERENCE_KEY.",
+        )
+    return url
 
 
 def checked_database_url(url: str | None) -> str | None:

@@ -50,6 +50,7 @@ class ChatWorkerProcess:
             CUDA_VISIBLE_DEVICES="" if device.gpu is None else str(device.gpu),
             OMP_NUM_THREADS=str(device.threads),
             PYTHONUNBUFFERED="1",
+            TORCHINDUCTOR_CACHE_DIR=str(limits.cache / "inductor"),
         )
         kind = "cpu" if device.gpu is None else "cuda"
         with open(open_private(folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as log:

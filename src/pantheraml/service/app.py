@@ -21,6 +21,7 @@ from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.curves import CurveCache
@@ -66,10 +67,11 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(Gate, settings=settings)
     app.state.request_metrics = RequestMetrics()
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
-    for module in (health, session, files, uploads, jobs, fine_tuning, models, chat, webhooks):
+    for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
         app.include_router(module.router)
     for module in (overview, usage, metrics, preview, page):
         app.include_router(module.router)
+    app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
     return app
@@ -109,6 +111,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
     with private_files(), _claimed(settings):
+        stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
         try:
             if not await database.claim():
@@ -116,12 +119,17 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                     "Another service is using this database.", fix="Stop it, or choose another --database-url."
                 )
             await database.migrate()
-            authenticator = Authenticator(database, is_open=await _is_open(settings, database))
+            authenticator = Authenticator(
+                database, is_open=await _is_open(settings, database), insecure=settings.insecure
+            )
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
+            forwarder = None
+            if settings.inference_url is not None:
+                forwarder = await stack.enter_async_context(Forwarder(settings.inference_url, settings.inference_key))
             yield ServiceContext(
                 settings=settings,
                 database=database,
@@ -134,8 +142,10 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 curves=CurveCache(),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),
+                forwarder=forwarder,
             )
         finally:
+            await stack.aclose()
             await database.close()
 
 

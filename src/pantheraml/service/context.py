@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
@@ -35,6 +36,8 @@ class ServiceContext:
     curves: CurveCache
     chat: ChatQueue
     webhooks: WebhookSender
+    forwarder: Forwarder | None
+    """To the operator's inference server; None: `chat` answers."""
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the routes, as long as the service does."""

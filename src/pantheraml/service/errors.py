@@ -8,12 +8,13 @@ something never answers 409.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from pantheraml.base import log
@@ -66,6 +67,25 @@ def error_response(
     if rows:
         body["error"]["rows"] = list(rows)
     return JSONResponse(body, status, {"x-should-retry": "true" if status in (429, 503) else "false"})
+
+
+class AnsweringRoute(APIRoute):
+    """A route that answers its errors in this form in any application, also in one that has not called `install`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except ApiError as err:
+                return await _refused(request, err)
+            except RequestValidationError as err:
+                return await _invalid(request, err)
+            except PantheraError as err:
+                return await _library(request, err)
+
+        return answer
 
 
 def install(app: FastAPI) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pantheraml.service.jobs.scheduler import Allowance
@@ -52,6 +52,8 @@ class Settings:
     """Chat requests in the queue; more are refused."""
     inference_url: str | None = None
     """Server of the operator that answers chat instead, such as vLLM: `http://127.0.0.1:8001/v1`."""
+    inference_key: str | None = field(default=None, repr=False)
+    """Of that server."""
 
     allow_private_webhooks: bool = False
     """Send webhooks to loopback and private addresses, and without TLS."""
@@ -106,3 +108,8 @@ class Settings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def default_settings() -> Settings:
+    """For a service inside another program."""
+    return Settings(Path("service-data"), Path("models"))

@@ -58,8 +58,6 @@ class ChatLoaded(_Message):
     """The model is in memory."""
 
     kind: Literal["loaded"] = "loaded"
-    base_loads: int
-    """Bases that this worker has loaded so far: an adapter is put onto the one that is there."""
 
 
 class ChatText(_Message):

@@ -84,6 +84,7 @@ class LoadedModel:
         self._base: PreTrainedModel | None = None
         self._adapter: tuple[Path, contextlib.ExitStack] | None = None
         self.base_loads = 0
+        """How many bases were loaded so far."""
 
     def model(self, wanted: ChatModel) -> PreTrainedModel:
         """Return the model with its adapter; whatever is in the way is dropped."""
@@ -144,7 +145,7 @@ class ChatWorker:
         tokenizer = self._tokenizer(request.model)
         prompt = _encoded(tokenizer, request.messages)
         model = self._loaded.model(request.model)
-        self._send(ChatLoaded(id=request.id, base_loads=self._loaded.base_loads))
+        self._send(ChatLoaded(id=request.id))
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,

@@ -42,7 +42,8 @@ class Ticket:
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
         self.cancelled = False
-        self.loaded = False
+        self.loaded = self.told = False
+        """The model is in memory; some of the answer was told."""
         self.ended = False
         """The last reply was told."""
         self._replies: asyncio.Queue[Reply | ApiError] = asyncio.Queue()
@@ -156,7 +157,7 @@ class ChatQueue:
         try:
             if not ticket.cancelled:
                 await self._answer(ticket)
-            ticket.tell(_cancelled())  # unless it was answered
+            ticket.tell(cancelled())  # unless it was answered
         except ApiError as err:
             ticket.tell(err)
         except PantheraError as err:
@@ -171,18 +172,21 @@ class ChatQueue:
             self._seconds += 0.2 * (time.monotonic() - begin - self._seconds)
 
     async def _answer(self, ticket: Ticket) -> None:
-        """A worker that dies before it has said anything is replaced once."""
-        for _ in range(2):
+        """Before anything of it was told, a worker that has died is replaced once, and one that was taken away is
+        replaced on another device, if there is one."""
+        deaths = 0
+        while deaths < 2:
             worker = await self._ready_worker()
             if await self._exchange(ticket, worker) or ticket.cancelled:
                 return
             await self._unload()
             if self._closed:
                 raise _closing()
-            if self._preempted:
+            if self._preempted and ticket.told:
                 raise unavailable("A job needs the device that chat was using.", BUSY_SECONDS, code="chat_preempted")
-            if ticket.loaded:
+            if ticket.told:
                 break
+            deaths += not self._preempted
         logger.warning("the chat worker died; see %s", self._settings.chat / "worker.log")
         raise ApiError(500, "The chat worker died while it worked on this request.", code="chat_worker_died")
 
@@ -197,6 +201,7 @@ class ChatQueue:
             if isinstance(reply, ChatLoaded):
                 ticket.loaded = True
                 continue
+            ticket.told = True
             ticket.tell(reply)
             if isinstance(reply, ChatDone):
                 return True
@@ -269,7 +274,7 @@ def unavailable(message: str, seconds: float, *, status: int = 503, code: str = 
     return err
 
 
-def _cancelled() -> ApiError:
+def cancelled() -> ApiError:
     return ApiError(499, "The client has closed the connection.", code="cancelled")
 
 

@@ -15,10 +15,12 @@ from pantheraml.service.chat.models import chat_model
 from pantheraml.service.chat.queue import Reply
 from pantheraml.service.context import Context
 from pantheraml.service.errors import ApiError, error_object
-from pantheraml.service.schemas.chat import Answer, ChatCompletion, usage_object
+from pantheraml.service.schemas.chat import Answer, ChatCompletion, ForwardedCompletion, usage_object
 from pantheraml.specs.chat import ChatDone, ChatRequest, ChatText
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"])
+forwarding = APIRouter(prefix="/v1/chat", tags=["chat"])
+"""Instead of `router`, for a service with `--inference-url`."""
 
 DEFAULT_TOKENS = 2048
 """Most tokens of an answer whose request does not say."""
@@ -54,6 +56,16 @@ async def create_chat_completion(
         context.chat.cancel(ticket)
         raise
     return StreamingResponse(_events(answer, first, replies, body.include_usage), media_type="text/event-stream")
+
+
+@forwarding.post("/completions")
+async def forward_chat_completion(
+    body: ForwardedCompletion, request: Request, principal: Submitter, context: Context
+) -> Response:
+    """Answer with a base model or one of your tuned models, as the operator's inference server does."""
+    await chat_model(body.model, principal, context)
+    assert context.forwarder is not None
+    return await context.forwarder.answer(body.model_dump(exclude_unset=True), request.is_disconnected)
 
 
 async def _whole(answer: Answer, replies: AsyncIterator[Reply]) -> dict[str, Any]:

@@ -34,7 +34,12 @@ def _as_text(value: Any) -> Any:
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_as_text)]
-    name: str | None = None
+    # as in an answer that is sent back with the next question
+    refusal: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, str]:
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
@@ -43,6 +48,10 @@ class Message(_Body):
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: bool | None = None
+
+
+class PlainFormat(_Body):
+    type: Literal["text"]
 
 
 class ChatCompletion(_Body):
@@ -69,6 +78,13 @@ class ChatCompletion(_Body):
     logprobs: Literal[False, None] = None
     store: Literal[False, None] = None
     service_tier: Literal["auto", "default", None] = None
+    top_logprobs: None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", None] = None
+    parallel_tool_calls: bool | None = None
+    response_format: PlainFormat | None = None
+    modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatCompletion:
@@ -87,6 +103,16 @@ class ChatCompletion(_Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ForwardedCompletion(BaseModel):
+    """A body that the operator's server judges."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Annotated[str, Field(max_length=1024)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    stream: bool | None = None
 
 
 class Answer:
