@@ -18,7 +18,9 @@ import uvicorn
 
 from pantheraml.devices import nvml
 from pantheraml.devices.fake_nvml import FakeNvml
+from pantheraml.planner.known_models import known_config
 from pantheraml.service import Settings, create_app
+from tests import toy
 from tests.browser.conftest import shoot, start_job
 from tests.service.conftest import Server, wait_until
 
@@ -149,12 +151,16 @@ def test_a_phone(service: Server, new_page: Callable[..., Any], long_job: str) -
 
 
 @pytest.fixture
-def gpu_service(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def gpu_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A service in this process, on two GPUs that a driver only plays; the second one is ill."""
     driver = FakeNvml("2xH100-80GB")
     driver.gpus[1].ecc = (0, 3)
     monkeypatch.setattr(nvml, "binding", driver)
-    app = create_app(Settings(tmp_path / "data", models))
+    folder = tmp_path / "models" / "llama-3.1-8b"  # of which only the sizes are here
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(known_config("llama-3.1-8b")))
+    (folder / "model.safetensors").touch()
+    app = create_app(Settings(tmp_path / "data", folder.parent))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -179,6 +185,21 @@ def test_gpus_are_tiles(gpu_service: str, page: Any) -> None:
     assert page.get_by_text("0 of 2 GPUs in use").is_visible()
     assert page.get_by_text("1 GPU not healthy").is_visible()
     shoot(page, "overview-gpus")
+
+
+def test_the_plan_shows_memory_and_time(gpu_service: str, page: Any, tmp_path: Path) -> None:
+    page.goto(f"{gpu_service}/#/new")
+    page.get_by_label("Upload training data").wait_for(state="attached")
+    page.set_input_files("#upload", toy.write_jsonl(tmp_path / "rows.jsonl", toy.arithmetic(40)))
+    page.get_by_text("Memory per device").wait_for()
+    shown = page.locator(".stackbar").get_attribute("aria-label")
+    assert shown.startswith("Predicted memory ")
+    assert "weights" in shown
+    assert page.get_by_text("not known").count() == 0, "the time is predicted, too"
+    page.get_by_label("Method").select_option("full")
+    wait_until(lambda: page.locator(".stackbar").get_attribute("aria-label") != shown)
+    page.get_by_text("There is no tokenizer in [models]/llama-3.1-8b").wait_for()
+    shoot(page, "new-job-gpus")
 
 
 def test_nothing_there_is_said(service: Server, page: Any) -> None:
