@@ -24,6 +24,7 @@ from pantheraml.service.catalog import Catalog
 from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
+from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
@@ -138,6 +139,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 authenticator=authenticator,
                 sampler=sampler,
                 previewer=Previewer(dispatcher.limits),
+                curves=CurveCache(),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),
                 forwarder=forwarder,
