@@ -26,6 +26,7 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
+from pantheraml.service.openapi import DescribedAPI
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
 from pantheraml.service.routes import files, fine_tuning, health, jobs, metrics, models, multigpu, overview, usage
 from pantheraml.service.settings import Settings
@@ -34,7 +35,7 @@ from pantheraml.service.store.database import Database
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
     """`context`: already prepared by the caller; None: prepared when the application starts."""
-    app = FastAPI(
+    app = DescribedAPI(
         title="PantheraML",
         version=__version__,
         description="Fine-tune language models: OpenAI's fine-tuning API, served by this machine.",
