@@ -201,6 +201,16 @@ def inference_key() -> str | None:
     return os.environ.get("PANTHERAML_INFERENCE_KEY") or None
 
 
+def service_url() -> str | None:
+    """`PANTHERAML_URL`: where clients find the service; None: on this machine."""
+    return os.environ.get("PANTHERAML_URL") or None
+
+
+def api_key() -> str | None:
+    """`PANTHERAML_API_KEY`: key of clients of the service. Other users of the host can read flags, but not this."""
+    return os.environ.get("PANTHERAML_API_KEY") or None
+
+
 NO_FOREIGN_CODE = "PANTHERAML_NO_FOREIGN_CODE"
 
 

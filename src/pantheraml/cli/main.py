@@ -75,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         generate,
         gpus,
         import_config,
+        jobs,
         keys,
         plan,
         quantize,
@@ -93,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     running, results = (demo, train, resume, plan, verify, replay, generate), (export, quantize)
     reading = (watch, report, compare)
-    for module in (*running, *reading, *results, serve, keys, doctor, gpus, schema, import_config, bench):
+    for module in (*running, *reading, *results, serve, jobs, keys, doctor, gpus, schema, import_config, bench):
         command = module.add(commands)
         command.set_defaults(run=module.run)
         command.add_argument("--debug", action="store_true", help="show tracebacks and the full log")

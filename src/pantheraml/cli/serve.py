@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,17 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
     )
+    parser.add_argument("--max-running-per-user", type=int, metavar="N", help="jobs of a user at a time (no limit)")
+    parser.add_argument(
+        "--max-hours-per-user", type=float, metavar="HOURS", help="device hours of a user in 30 days (no limit)"
+    )
+    parser.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="PRICE", help="show what jobs cost (no costs are shown)"
+    )
+    parser.add_argument(
+        "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
+    )
+    parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -54,6 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.cpu_slots is not None and arguments.cpu_slots < 1:
         raise ConfigError("--cpu-slots must be at least 1.")
+    if arguments.max_running_per_user is not None and arguments.max_running_per_user < 1:
+        raise ConfigError("--max-running-per-user must be at least 1.")
+    for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} must be a number from 0.")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535.")
     if not arguments.chat_idle_seconds > 0:
@@ -71,6 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         allow_private_webhooks=arguments.allow_private_webhooks,
         inference_url=_checked_url(arguments.inference_url),
         inference_key=env.inference_key(),
+        max_running_per_user=arguments.max_running_per_user,
+        max_hours_per_user=arguments.max_hours_per_user,
+        price_per_gpu_hour=arguments.price_per_gpu_hour,
+        stall_seconds=arguments.stall_seconds,
+        open_metrics=arguments.open_metrics,
     )
     return serve(settings)
 
@@ -98,7 +121,16 @@ def require_service() -> None:
     """MissingExtraError unless the extra is installed."""
     from importlib.util import find_spec
 
-    names = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "aiosqlite", "python_multipart", "limits")
+    names = (
+        "fastapi",
+        "uvicorn",
+        "sqlalchemy",
+        "alembic",
+        "aiosqlite",
+        "python_multipart",
+        "limits",
+        "prometheus_client",
+    )
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise MissingExtraError(

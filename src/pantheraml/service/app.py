@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
 from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
@@ -27,7 +28,22 @@ from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.middleware import Gate
-from pantheraml.service.routes import chat, files, fine_tuning, health, jobs, models, multigpu, uploads, webhooks
+from pantheraml.service.openapi import DescribedAPI
+from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
+from pantheraml.service.routes import (
+    chat,
+    files,
+    fine_tuning,
+    health,
+    jobs,
+    metrics,
+    models,
+    multigpu,
+    overview,
+    uploads,
+    usage,
+    webhooks,
+)
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
@@ -35,7 +51,7 @@ from pantheraml.service.webhooks.sender import WebhookSender
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
     """`context`: already prepared by the caller; None: prepared when the application starts."""
-    app = FastAPI(
+    app = DescribedAPI(
         title="PantheraML",
         version=__version__,
         description="Fine-tune language models: OpenAI's fine-tuning API, served by this machine.",
@@ -45,7 +61,9 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     )
     errors.install(app)
     app.add_middleware(Gate, settings=settings)
-    for module in (health, files, jobs, fine_tuning, models, uploads, webhooks):
+    app.state.request_metrics = RequestMetrics()
+    app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
+    for module in (health, files, uploads, jobs, fine_tuning, models, webhooks, overview, usage, metrics):
         app.include_router(module.router)
     app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
@@ -71,6 +89,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     """The service without its routes: all they share, and the dispatcher at work."""
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
+        stack.enter_context(prepared.sampler)
         tasks = [asyncio.create_task(each) for each in prepared.loops()]
         try:
             yield prepared
@@ -97,7 +116,8 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             authenticator = Authenticator(database, is_open=await _is_open(settings, database))
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-            dispatcher = Dispatcher(database, settings, inventory, notifier)
+            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
             chat = ChatQueue(settings, dispatcher)
             sender = WebhookSender(database, settings)
@@ -105,7 +125,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             if settings.inference_url is not None:
                 forwarder = await stack.enter_async_context(Forwarder(settings.inference_url, settings.inference_key))
             yield ServiceContext(
-                settings, database, catalog, dispatcher, notifier, authenticator, chat, sender, forwarder
+                settings, database, catalog, dispatcher, notifier, authenticator, sampler, chat, sender, forwarder
             )
         finally:
             await stack.aclose()

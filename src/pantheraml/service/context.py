@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
 from pantheraml.service.chat.forward import Forwarder
@@ -27,6 +28,8 @@ class ServiceContext:
     dispatcher: Dispatcher
     notifier: Notifier
     authenticator: Authenticator
+    sampler: BackgroundSampler
+    """Of the GPUs that jobs may be given, and of the host."""
     chat: ChatQueue
     webhooks: WebhookSender
     forwarder: Forwarder | None

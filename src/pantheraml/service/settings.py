@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pantheraml.service.jobs.scheduler import Allowance
+
 GIB = 1 << 30
 
 
@@ -31,6 +33,16 @@ class Settings:
     max_queued_per_user: int = 1000
     requests_per_minute: int = 6000
     """Per key, or per address where there are no keys."""
+    max_running_per_user: int | None = None
+    """Jobs at a time; None: no limit."""
+    max_hours_per_user: float | None = None
+    """Hours of GPUs (of CPU slots, without any) in the last 30 days; None: no limit."""
+    price_per_gpu_hour: float | None = None
+    """In whatever currency; None: no costs are shown."""
+    stall_seconds: float = 300.0
+    """A running job that shows no sign of life for so long, and for ten steps, raises an alert."""
+    open_metrics: bool = False
+    """Serve `/metrics` without a key."""
     max_attempts: int = 3
     """Starts of a job whose processes were killed or crashed; a start that reached a new checkpoint does not count."""
 
@@ -45,6 +57,10 @@ class Settings:
 
     allow_private_webhooks: bool = False
     """Send webhooks to loopback and private addresses, and without TLS."""
+
+    @property
+    def allowance(self) -> Allowance:
+        return Allowance(self.max_running_per_user, self.max_hours_per_user)
 
     @property
     def files(self) -> Path:

@@ -39,7 +39,7 @@ def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -
     values, lines = ({}, {}) if path is None else read_yaml(path)
     sources: dict[Key, str] = {key: f"{path}, line {line}" for key, line in lines.items()}
     for key, value in (overrides or {}).items():
-        _put(values, key, value)
+        put_value(values, key, value)
         sources[key] = "command line"
     return validate(values, sources, whole=str(path) if path else "command line")
 
@@ -137,7 +137,8 @@ def parse_overrides(settings: Iterable[str]) -> dict[Key, Any]:
     return overrides
 
 
-def _put(values: dict[str, Any], key: Key, value: Any) -> None:
+def put_value(values: dict[str, Any], key: Key, value: Any) -> None:
+    """Set a value of nested sections, which are made where they are missing."""
     for part in key[:-1]:
         inner = values.setdefault(part, {})
         if not isinstance(inner, dict):

@@ -227,8 +227,9 @@ class ChatQueue:
             message = f"All {len(inventory.devices)} {inventory.kind}s are used by jobs; chat waits for a free one."
             raise unavailable(message, BUSY_SECONDS, code="no_free_device")
         try:
-            limits = Limits([self._settings.models_dir, self._settings.jobs], self._settings.cache)
-            worker = await ChatWorkerProcess.start(self._settings.chat.resolve(), self._device(name), limits)
+            settings = self._settings
+            limits = Limits([settings.models_dir.resolve(), settings.jobs.resolve()], settings.cache.resolve())
+            worker = await ChatWorkerProcess.start(settings.chat.resolve(), self._device(name), limits)
         except BaseException:
             self._dispatcher.returned(name)
             raise

@@ -19,12 +19,13 @@ from sqlalchemy.exc import IntegrityError
 from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
+from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
-from pantheraml.service.jobs.ingest import PathHider, to_job_event
+from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.results import write_results
-from pantheraml.service.jobs.scheduler import Reason, Running, decide
+from pantheraml.service.jobs.scheduler import USAGE_DAYS, Reason, Running, decide
 from pantheraml.service.jobs.states import ACTIVE, ENDED, ForbiddenTransitionError, State
 from pantheraml.service.jobs.usage import device_seconds
 from pantheraml.service.jobs.watch import Observation, observe
@@ -33,6 +34,7 @@ from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.jobs import StaleJobError, jobs_in, leases, move, reread, waiting_jobs
 from pantheraml.service.store.tables import Event, Job, Lease
+from pantheraml.service.store.usage import add_energy, device_hours, open_stretch
 
 logger: logging.Logger = log.get(__name__)
 
@@ -47,8 +49,16 @@ ORPHAN_SECONDS = 20.0
 
 
 class Dispatcher:
-    def __init__(self, database: Database, settings: Settings, inventory: Inventory, notifier: Notifier) -> None:
-        self._database, self._settings = database, settings
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        inventory: Inventory,
+        notifier: Notifier,
+        health: HealthOfGPUs,
+    ) -> None:
+        self._database, self._settings, self._health = database, settings, health
+        self._alarm = Alarm(database, settings.stall_seconds, health)
         self.inventory = inventory
         self._notifier = notifier
         self._wake = asyncio.Event()
@@ -69,6 +79,11 @@ class Dispatcher:
         """Look at once: something was asked for."""
         self._queue_changed = True
         self._wake.set()
+
+    async def reschedule(self) -> None:
+        """Look through the queue now, so that answers tell its new order; start nothing yet."""
+        await self._decide()
+        self.wake()
 
     def reason(self, job_id: str) -> Reason | None:
         """Why a queued job waits; None before the first look."""
@@ -118,7 +133,8 @@ class Dispatcher:
         async with self._allotting:
             async with self._database.read() as session:
                 held = await leases(session)
-            free = [name for name in self.inventory.devices if name not in held]
+            out = {*held, *self._failed_gpus()}
+            free = [name for name in self.inventory.devices if name not in out]
             if not free:
                 return None
             self._lent = free[-1], give_back
@@ -136,25 +152,35 @@ class Dispatcher:
     # Starting ---------------------------------------------------------------------------------------------------------
 
     async def _schedule(self) -> None:
-        async with self._database.read() as session:
-            queue = await waiting_jobs(session)
-            if not queue:
-                self._reasons = {}
-                return
-            running = await jobs_in(session, ACTIVE)
-            held = {name: lease.job_id for name, lease in (await leases(session)).items()}
-            usage = await device_seconds(session)
-        active = [Running(job.id, job.processes, _expected_end(job)) for job in running]
-        lent = None if self._lent is None else self._lent[0]
-        devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
-        decision = decide(queue, active, devices, held, usage, time.time())
-        self._reasons = decision.waiting
-        for job_id, chosen in decision.starts.items():
+        for job_id, chosen in (await self._decide()).items():
             async with self._database.read() as session:
                 job = await session.get_one(Job, job_id)
             if job.state == State.QUEUED:
                 await self._take_back(chosen)
                 await self._start(job, chosen)
+
+    async def _decide(self) -> dict[str, list[str]]:
+        """Devices of each job that can start now; also why the others wait."""
+        async with self._database.read() as session:
+            queue = await waiting_jobs(session)
+            if not queue:
+                self._reasons = {}
+                return {}
+            running = await jobs_in(session, ACTIVE)
+            held = {name: lease.job_id for name, lease in (await leases(session)).items()}
+            usage = await device_seconds(session)
+            allowance = self._settings.allowance
+            hours = {} if allowance.hours is None else await device_hours(session, USAGE_DAYS)
+        active = [Running(job.id, job.owner, job.processes, _expected_end(job)) for job in running]
+        lent = None if self._lent is None else self._lent[0]
+        devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
+        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, self._failed_gpus())
+        self._reasons = decision.waiting
+        return decision.starts
+
+    def _failed_gpus(self) -> list[str]:
+        """Devices on which no job is started; those that only warn are used."""
+        return [f"gpu:{index}" for index, health in self._health().items() if health.status == "fail"]
 
     async def _start(self, job: Job, devices: list[str]) -> None:
         """Lease the devices, then start the supervisor. Killed in between, the next dispatcher finds nothing running
@@ -164,6 +190,7 @@ class Dispatcher:
             async with self._database.write() as session:
                 token = job.token + 1
                 session.add_all(Lease(resource=name, job_id=job.id, token=token, created_at=now) for name in devices)
+                open_stretch(session, job, token, len(devices), now)
                 await session.flush()
                 await move(
                     session, job, State.STARTING, f"Starting on {', '.join(devices)}", token=token, started_at=now
@@ -197,6 +224,8 @@ class Dispatcher:
         elif seen.lost:
             await self._lost(job)
         else:
+            if job.state == State.RUNNING and await self._alarm.look(job, seen.events):
+                self._notifier.notify(job.id)
             await self._press(job)
 
     async def _record(self, job: Job, seen: Observation) -> None:
@@ -212,6 +241,9 @@ class Dispatcher:
                 event for each in seen.events if (event := to_job_event(job.id, each, self.hide)) is not None
             )
             current.events_offset = job.events_offset = seen.offset
+            joules = energy_of(seen.events)
+            if joules is not None:
+                await add_energy(session, current, joules)
             if seen.training and current.state == State.STARTING:
                 await move(session, current, State.RUNNING, "Fine-tuning job started")
             await session.flush()
@@ -321,6 +353,7 @@ class Dispatcher:
         self._queue_changed = True
         self._notifier.notify(job.id)
         if State(job.state) in ENDED:
+            self._alarm.forget(job.id)
             self._signalled = {mark for mark in self._signalled if mark[0] != job.id}
 
 

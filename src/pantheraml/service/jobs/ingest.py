@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,13 @@ def to_job_event(job_id: str, event: EventBase, hide: Callable[[str], str]) -> E
         step=values.get("step"),
         data=_data(event, values),
     )
+
+
+def energy_of(events: Iterable[EventBase]) -> float | None:
+    """What the GPUs of a run have used, in joules; None: the driver does not tell, or there is none."""
+    samples = [each for each in events if isinstance(each, run_events.HardwareSampled)]
+    known = [joules for sample in samples for joules in sample.energy_joules if joules is not None]
+    return sum(known) if known else None
 
 
 def _data(event: EventBase, values: dict[str, Any]) -> dict[str, Any]:

@@ -220,7 +220,7 @@ async def existing_job(
 
 
 def _shown(job: Job, context: ServiceContext) -> dict[str, Any]:
-    return job_object(job, _waiting(job, context))
+    return job_object(job, _waiting(job, context), context.settings.price_per_gpu_hour)
 
 
 def _waiting(job: Job, context: ServiceContext) -> Waiting | None:

@@ -10,9 +10,10 @@ from sqlalchemy import delete, func, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm.attributes import set_committed_value
 
-from pantheraml.service.jobs.scheduler import Waiting
+from pantheraml.service.jobs.scheduler import Place, Waiting
 from pantheraml.service.jobs.states import ACTIVE, State, check_transition
 from pantheraml.service.store.tables import Event, Job, Lease
+from pantheraml.service.store.usage import close_stretches
 from pantheraml.service.store.webhooks import announce
 
 
@@ -41,6 +42,7 @@ async def move(session: AsyncSession, job: Job, to: State, message: str, **chang
         raise StaleJobError(f"{job.id} is no longer {before}")
     if to not in ACTIVE:
         await session.execute(delete(Lease).where(Lease.job_id == job.id))
+        await close_stretches(session, job.id, now)
     await reread(session, job)
     event = _state_event(job, to, message)
     session.add(event)
@@ -81,11 +83,11 @@ async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
 
 async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
     """What the scheduler has to know of each queued job; their configurations are long and not read."""
-    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds)
+    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds, Job.place)
     rows = await session.execute(select(*columns).where(Job.state == State.QUEUED.value))
     return [
-        Waiting(name, owner, priority, queued_at or 0.0, processes, predicted)
-        for name, owner, priority, queued_at, processes, predicted in rows
+        Waiting(name, owner, priority, queued_at or 0.0, processes, predicted, place and Place(**place))
+        for name, owner, priority, queued_at, processes, predicted, place in rows
     ]
 
 

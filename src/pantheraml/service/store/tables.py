@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, MetaData, String, Text
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, MetaData, String, Text, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 _NAMES = {
@@ -16,6 +16,9 @@ _NAMES = {
     "fk": "fk_%(table_name)s_%(column_0_name)s",
     "pk": "pk_%(table_name)s",
 }
+
+
+_INCIDENT = "level <> 'info'"
 
 
 class Base(DeclarativeBase):
@@ -79,6 +82,8 @@ class Job(Base):
     processes: Mapped[int]
     device: Mapped[str]
     priority: Mapped[int] = mapped_column(default=0)
+    place: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """Where an administrator has put it in the queue (`scheduler.Place`); None: where it belongs by itself."""
     max_runtime: Mapped[float | None]
     """Seconds of running, over all starts."""
     idempotency_key: Mapped[str | None]
@@ -91,6 +96,8 @@ class Job(Base):
     state_at: Mapped[float]
     seconds_run: Mapped[float] = mapped_column(default=0.0)
     """Of all starts that have ended."""
+    energy_joules: Mapped[float | None]
+    """Of its GPUs, over all starts; None: not known."""
     token: Mapped[int] = mapped_column(default=0)
     """Of the current start; every start has a larger one."""
     crashes: Mapped[int] = mapped_column(default=0)
@@ -127,7 +134,32 @@ class Event(Base):
     step: Mapped[int | None]
     data: Mapped[dict[str, Any]]
 
-    __table_args__ = (Index("ix_events_job", "job_id", "id"), Index("ix_events_kind", "job_id", "kind", "id"))
+    __table_args__ = (
+        Index("ix_events_job", "job_id", "id"),
+        Index("ix_events_kind", "job_id", "kind", "id"),
+        Index("ix_events_incidents", "id", sqlite_where=text(_INCIDENT), postgresql_where=text(_INCIDENT)),
+    )
+
+
+class Stretch(Base):
+    """One start of a job and the devices that it held: what accounts are made of. Kept when the job is gone."""
+
+    __tablename__ = "stretches"
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(index=True)
+    token: Mapped[int]
+    owner: Mapped[str]
+    model: Mapped[str] = mapped_column(Text)
+    device: Mapped[str]
+    """cuda or cpu."""
+    devices: Mapped[int]
+    started_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    """None: it goes on."""
+    energy_joules: Mapped[float | None]
+
+    __table_args__ = (Index("ix_stretches_period", "started_at", "ended_at"),)
 
 
 class Lease(Base):

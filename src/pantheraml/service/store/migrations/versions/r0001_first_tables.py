@@ -56,6 +56,7 @@ def upgrade() -> None:
         sa.Column("processes", sa.Integer(), nullable=False),
         sa.Column("device", sa.String(length=255), nullable=False),
         sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("place", sa.JSON(none_as_null=True), nullable=True),
         sa.Column("max_runtime", sa.Float(), nullable=True),
         sa.Column("idempotency_key", sa.String(length=255), nullable=True),
         sa.Column("created_at", sa.Float(), nullable=False),
@@ -64,6 +65,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.Float(), nullable=True),
         sa.Column("state_at", sa.Float(), nullable=False),
         sa.Column("seconds_run", sa.Float(), nullable=False),
+        sa.Column("energy_joules", sa.Float(), nullable=True),
         sa.Column("token", sa.Integer(), nullable=False),
         sa.Column("crashes", sa.Integer(), nullable=False),
         sa.Column("crashed_at_step", sa.Integer(), nullable=True),
@@ -113,6 +115,10 @@ def upgrade() -> None:
     with op.batch_alter_table("events", schema=None) as batch_op:
         batch_op.create_index("ix_events_job", ["job_id", "id"], unique=False)
         batch_op.create_index("ix_events_kind", ["job_id", "kind", "id"], unique=False)
+        incident = sa.text("level <> 'info'")
+        batch_op.create_index(
+            "ix_events_incidents", ["id"], unique=False, sqlite_where=incident, postgresql_where=incident
+        )
 
     op.create_table(
         "leases",
@@ -125,6 +131,24 @@ def upgrade() -> None:
     )
     with op.batch_alter_table("leases", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_leases_job_id"), ["job_id"], unique=False)
+
+    op.create_table(
+        "stretches",
+        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("job_id", sa.String(length=255), nullable=False),
+        sa.Column("token", sa.Integer(), nullable=False),
+        sa.Column("owner", sa.String(length=255), nullable=False),
+        sa.Column("model", sa.Text(), nullable=False),
+        sa.Column("device", sa.String(length=255), nullable=False),
+        sa.Column("devices", sa.Integer(), nullable=False),
+        sa.Column("started_at", sa.Float(), nullable=False),
+        sa.Column("ended_at", sa.Float(), nullable=True),
+        sa.Column("energy_joules", sa.Float(), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_stretches")),
+    )
+    with op.batch_alter_table("stretches", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_stretches_job_id"), ["job_id"], unique=False)
+        batch_op.create_index("ix_stretches_period", ["started_at", "ended_at"], unique=False)
 
     op.create_table(
         "uploads",
