@@ -228,7 +228,7 @@ class ChatQueue:
             raise unavailable(message, BUSY_SECONDS, code="no_free_device")
         try:
             settings = self._settings
-            limits = Limits([settings.models_dir.resolve(), settings.jobs.resolve()], settings.cache.resolve())
+            limits = Limits([settings.models_dir, settings.jobs], settings.cache)
             worker = await ChatWorkerProcess.start(settings.chat.resolve(), self._device(name), limits)
         except BaseException:
             self._dispatcher.returned(name)
