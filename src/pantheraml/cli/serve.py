@@ -30,15 +30,6 @@ def add(commands: Any) -> argparse.ArgumentParser:
         metavar="NAME",
         help="further name of the service; may be repeated",
     )
-    parser.add_argument(
-        "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
-    )
-    parser.add_argument(
-        "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
-    )
-    parser.add_argument(
-        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
-    )
     parser.add_argument("--max-running-per-user", type=int, metavar="N", help="jobs of a user at a time (no limit)")
     parser.add_argument(
         "--max-hours-per-user", type=float, metavar="HOURS", help="device hours of a user in 30 days (no limit)"
@@ -50,6 +41,15 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
     )
     parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
+    parser.add_argument(
+        "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
+    )
+    parser.add_argument(
+        "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
+    )
+    parser.add_argument(
+        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
+    )
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -85,15 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
         insecure=arguments.insecure,
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
-        chat_idle_seconds=arguments.chat_idle_seconds,
-        allow_private_webhooks=arguments.allow_private_webhooks,
-        inference_url=_checked_url(arguments.inference_url),
-        inference_key=env.inference_key(),
         max_running_per_user=arguments.max_running_per_user,
         max_hours_per_user=arguments.max_hours_per_user,
         price_per_gpu_hour=arguments.price_per_gpu_hour,
         stall_seconds=arguments.stall_seconds,
         open_metrics=arguments.open_metrics,
+        chat_idle_seconds=arguments.chat_idle_seconds,
+        allow_private_webhooks=arguments.allow_private_webhooks,
+        inference_url=_checked_url(arguments.inference_url),
+        inference_key=env.inference_key(),
     )
     return serve(settings)
 

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.base.errors import DataError
 from pantheraml.service.context import ServiceContext
-from pantheraml.service.datasets import Dataset, check_jsonl
+from pantheraml.service.datasets import Dataset, WrongRowsError, check_jsonl
 from pantheraml.service.errors import ApiError, refusal
 from pantheraml.service.ids import new_id
 from pantheraml.service.store.files import content_of
@@ -66,4 +66,5 @@ async def _checked(path: Path) -> Dataset:
     except DataError as err:
         error = refusal(err, param="file")
         error.code = "invalid_file_format"
+        error.rows = err.rows if isinstance(err, WrongRowsError) else []
         raise error from err

@@ -27,6 +27,7 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
 from pantheraml.service.openapi import DescribedAPI
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
@@ -40,6 +41,9 @@ from pantheraml.service.routes import (
     models,
     multigpu,
     overview,
+    page,
+    preview,
+    session,
     uploads,
     usage,
     webhooks,
@@ -63,7 +67,9 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(Gate, settings=settings)
     app.state.request_metrics = RequestMetrics()
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
-    for module in (health, files, uploads, jobs, fine_tuning, models, webhooks, overview, usage, metrics):
+    for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
+        app.include_router(module.router)
+    for module in (overview, usage, metrics, preview, page):
         app.include_router(module.router)
     app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
@@ -113,19 +119,29 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                     "Another service is using this database.", fix="Stop it, or choose another --database-url."
                 )
             await database.migrate()
-            authenticator = Authenticator(database, is_open=await _is_open(settings, database))
+            authenticator = Authenticator(
+                database, is_open=await _is_open(settings, database), insecure=settings.insecure
+            )
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
-            chat = ChatQueue(settings, dispatcher)
-            sender = WebhookSender(database, settings)
             forwarder = None
             if settings.inference_url is not None:
                 forwarder = await stack.enter_async_context(Forwarder(settings.inference_url, settings.inference_key))
             yield ServiceContext(
-                settings, database, catalog, dispatcher, notifier, authenticator, sampler, chat, sender, forwarder
+                settings=settings,
+                database=database,
+                catalog=catalog,
+                dispatcher=dispatcher,
+                notifier=notifier,
+                authenticator=authenticator,
+                sampler=sampler,
+                previewer=Previewer(dispatcher.limits),
+                chat=ChatQueue(settings, dispatcher),
+                webhooks=WebhookSender(database, settings),
+                forwarder=forwarder,
             )
         finally:
             await stack.aclose()

@@ -15,6 +15,7 @@ from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
@@ -30,6 +31,7 @@ class ServiceContext:
     authenticator: Authenticator
     sampler: BackgroundSampler
     """Of the GPUs that jobs may be given, and of the host."""
+    previewer: Previewer
     chat: ChatQueue
     webhooks: WebhookSender
     forwarder: Forwarder | None

@@ -108,3 +108,8 @@ class Settings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def default_settings() -> Settings:
+    """For a service inside another program."""
+    return Settings(Path("service-data"), Path("models"))

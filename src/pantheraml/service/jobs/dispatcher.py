@@ -32,6 +32,7 @@ from pantheraml.service.jobs.watch import Observation, observe
 from pantheraml.service.schemas.fine_tuning import model_name
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.store.devices import disabled_devices
 from pantheraml.service.store.jobs import StaleJobError, jobs_in, leases, move, reread, waiting_jobs
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import add_energy, device_hours, open_stretch
@@ -61,6 +62,8 @@ class Dispatcher:
         self._alarm = Alarm(database, settings.stall_seconds, health)
         self.inventory = inventory
         self._notifier = notifier
+        self.limits = Limits([settings.models_dir.resolve(), settings.files.resolve()], settings.cache.resolve())
+        """What the processes of jobs may reach."""
         self._wake = asyncio.Event()
         self.hide = PathHider({"[models]": settings.models_dir, "[data]": settings.data_dir})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -120,6 +123,7 @@ class Dispatcher:
         if self._queue_changed or time.monotonic() - self._scheduled > SCHEDULE_SECONDS:
             self._queue_changed, self._scheduled = False, time.monotonic()
             async with self._allotting:
+                await self._take_back_unusable()
                 await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
             await keep_house(self._database, self._settings)
@@ -129,11 +133,10 @@ class Dispatcher:
 
     async def borrow(self, give_back: Callable[[], Awaitable[None]]) -> str | None:
         """Lend a device that no job holds, for `returned` or until a job needs it: then `give_back` is called, and the
-        job starts when it returns. None: jobs hold all of them."""
+        job starts when it returns. None: jobs hold all of them, or they are out of use."""
         async with self._allotting:
             async with self._database.read() as session:
-                held = await leases(session)
-            out = {*held, *self._failed_gpus()}
+                out = {*await leases(session), *await disabled_devices(session), *self._failed_gpus()}
             free = [name for name in self.inventory.devices if name not in out]
             if not free:
                 return None
@@ -148,6 +151,11 @@ class Dispatcher:
         if self._lent is not None and self._lent[0] in devices:
             await self._lent[1]()
             self._lent = None
+
+    async def _take_back_unusable(self) -> None:
+        if self._lent is not None:
+            async with self._database.read() as session:
+                await self._take_back([*await disabled_devices(session), *self._failed_gpus()])
 
     # Starting ---------------------------------------------------------------------------------------------------------
 
@@ -169,12 +177,14 @@ class Dispatcher:
             running = await jobs_in(session, ACTIVE)
             held = {name: lease.job_id for name, lease in (await leases(session)).items()}
             usage = await device_seconds(session)
+            disabled = await disabled_devices(session)
             allowance = self._settings.allowance
             hours = {} if allowance.hours is None else await device_hours(session, USAGE_DAYS)
         active = [Running(job.id, job.owner, job.processes, _expected_end(job)) for job in running]
         lent = None if self._lent is None else self._lent[0]
         devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
-        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, self._failed_gpus())
+        unusable = dict.fromkeys(self._failed_gpus(), "not healthy") | dict.fromkeys(disabled, "disabled")
+        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, unusable)
         self._reasons = decision.waiting
         return decision.starts
 
@@ -193,16 +203,21 @@ class Dispatcher:
                 open_stretch(session, job, token, len(devices), now)
                 await session.flush()
                 await move(
-                    session, job, State.STARTING, f"Starting on {', '.join(devices)}", token=token, started_at=now
+                    session,
+                    job,
+                    State.STARTING,
+                    f"Starting on {', '.join(devices)}",
+                    token=token,
+                    started_at=now,
+                    leased=devices,
                 )
         except (IntegrityError, StaleJobError, ForbiddenTransitionError):
             return  # taken by another service, or changed by its user
         self._notifier.notify(job.id)
         config = dict(job.config)
         config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
-        limits = Limits([self._settings.models_dir, self._settings.files], self._settings.cache)
         try:
-            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, limits)
+            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, self.limits)
         except PantheraError as err:
             await self._crashed(job, err.what)
         else:
@@ -306,7 +321,9 @@ class Dispatcher:
         async with self._database.read() as session:
             kinds = Event.kind.in_(["train.step", "eval.done"])
             steps = (await session.scalars(select(Event).where(Event.job_id == job.id, kinds).order_by(Event.id))).all()
-        files = await asyncio.to_thread(write_results, self._settings.files, job.owner, steps, trained)
+        files = []
+        if not job.is_test:
+            files = await asyncio.to_thread(write_results, self._settings.files, job.owner, steps, trained)
         latest = {event.step: event.data for event in steps if event.kind == "train.step"}
         tokens = sum(int(data.get("tokens") or 0) for data in latest.values())
         async with self._database.write() as session:
@@ -316,10 +333,11 @@ class Dispatcher:
             changes = {
                 **_finished(job),
                 "result_files": [file.id for file in files],
-                "fine_tuned_model": model_name(job),
+                "fine_tuned_model": None if job.is_test else model_name(job),
                 "trained_tokens": tokens,
             }
-            await move(session, job, State.SUCCEEDED, f"New fine-tuned model created: {model_name(job)}", **changes)
+            message = "Test passed" if job.is_test else f"New fine-tuned model created: {model_name(job)}"
+            await move(session, job, State.SUCCEEDED, message, **changes)
         self._done(job)
 
     async def _failed(self, job: Job, ended: RunExit) -> None:

@@ -40,6 +40,17 @@ class Key(Base):
     revoked_at: Mapped[float | None]
 
 
+class PageSession(Base):
+    """A browser that signed in with a key; only the hash of its cookie is kept."""
+
+    __tablename__ = "page_sessions"
+
+    hash: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(ForeignKey("keys.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+
+
 class File(Base):
     """An uploaded or produced file; its content lies in `files/<id>` of the data folder."""
 
@@ -81,6 +92,12 @@ class Job(Base):
     """By the plan; None: not known."""
     processes: Mapped[int]
     device: Mapped[str]
+    gpu_ids: Mapped[list[int] | None] = mapped_column(JSON(none_as_null=True))
+    """GPUs that it may have; None: all."""
+    leased: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    """Devices of the current or last start."""
+    is_test: Mapped[bool] = mapped_column(default=False)
+    """Of `/multigpu/gpu/test`: it makes no model."""
     priority: Mapped[int] = mapped_column(default=0)
     place: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """Where an administrator has put it in the queue (`scheduler.Place`); None: where it belongs by itself."""
@@ -238,6 +255,29 @@ class WebhookDelivery(Base):
     """When it is tried next; None: it has arrived, or was given up."""
     outcome: Mapped[str | None] = mapped_column(Text)
     """Of the last attempt."""
+
+
+class MultiGPUSettings(Base):
+    """What a user has set under `/multigpu`."""
+
+    __tablename__ = "multigpu_settings"
+
+    user: Mapped[str] = mapped_column(primary_key=True)
+    gpus: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """Fields of a GPUConfig."""
+    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """Fields of a TrainingConfig that its trainings have unless they set them."""
+
+
+class DisabledDevice(Base):
+    """A device or CPU slot that no job is given."""
+
+    __tablename__ = "disabled_devices"
+
+    resource: Mapped[str] = mapped_column(primary_key=True)
+    user: Mapped[str]
+    reason: Mapped[str | None] = mapped_column(Text)
+    created_at: Mapped[float]
 
 
 class Audit(Base):

@@ -55,6 +55,9 @@ def upgrade() -> None:
         sa.Column("predicted_seconds", sa.Float(), nullable=True),
         sa.Column("processes", sa.Integer(), nullable=False),
         sa.Column("device", sa.String(length=255), nullable=False),
+        sa.Column("gpu_ids", sa.JSON(none_as_null=True), nullable=True),
+        sa.Column("leased", sa.JSON(none_as_null=True), nullable=True),
+        sa.Column("is_test", sa.Boolean(), nullable=False),
         sa.Column("priority", sa.Integer(), nullable=False),
         sa.Column("place", sa.JSON(none_as_null=True), nullable=True),
         sa.Column("max_runtime", sa.Float(), nullable=True),
@@ -133,6 +136,21 @@ def upgrade() -> None:
         batch_op.create_index(batch_op.f("ix_leases_job_id"), ["job_id"], unique=False)
 
     op.create_table(
+        "multigpu_settings",
+        sa.Column("user", sa.String(length=255), nullable=False),
+        sa.Column("gpus", sa.JSON(none_as_null=True), nullable=True),
+        sa.Column("training", sa.JSON(none_as_null=True), nullable=True),
+        sa.PrimaryKeyConstraint("user", name=op.f("pk_multigpu_settings")),
+    )
+    op.create_table(
+        "disabled_devices",
+        sa.Column("resource", sa.String(length=255), nullable=False),
+        sa.Column("user", sa.String(length=255), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("resource", name=op.f("pk_disabled_devices")),
+    )
+    op.create_table(
         "stretches",
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
         sa.Column("job_id", sa.String(length=255), nullable=False),
@@ -149,7 +167,15 @@ def upgrade() -> None:
     with op.batch_alter_table("stretches", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_stretches_job_id"), ["job_id"], unique=False)
         batch_op.create_index("ix_stretches_period", ["started_at", "ended_at"], unique=False)
-
+    op.create_table(
+        "page_sessions",
+        sa.Column("hash", sa.String(length=64), nullable=False),
+        sa.Column("key_id", sa.String(length=255), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=False),
+        sa.ForeignKeyConstraint(["key_id"], ["keys.id"], name=op.f("fk_page_sessions_key_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("hash", name=op.f("pk_page_sessions")),
+    )
     op.create_table(
         "uploads",
         sa.Column("id", sa.String(length=255), nullable=False),
@@ -222,4 +248,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.drop_table("page_sessions")
     raise NotImplementedError("the first version has none before it")
