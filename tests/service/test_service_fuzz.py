@@ -82,8 +82,10 @@ def test_a_method_that_a_path_does_not_have(server: Server) -> None:
     with server.http() as http:
         answer = http.put("/v1/files")
         model = http.put("/v1/models/tiny")
+        both = [http.delete(f"{prefix}/multigpu/config").headers["allow"] for prefix in ("", "/api/v1")]
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
     assert (model.status_code, model.headers["allow"]) == (405, "DELETE, GET")
+    assert both == ["GET, POST"] * 2
 
 
 def test_texts_that_make_no_job_are_refused(server: Server) -> None:

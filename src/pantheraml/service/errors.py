@@ -8,6 +8,7 @@ something never answers 409.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -128,10 +129,21 @@ async def _http(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, HTTPException)
     response = error_response(err.status_code, str(err.detail))
     response.headers.update(err.headers or {})
-    described = request.app.openapi()["paths"].get(getattr(request.scope.get("route"), "path_format", None))
-    if err.status_code == 405 and described is not None:  # the framework names the methods of one of the routes alone
-        response.headers["allow"] = ", ".join(sorted(method.upper() for method in described))
+    if err.status_code == 405:  # the framework names the methods of one of the routes alone
+        methods = _methods(request)
+        if methods:
+            response.headers["allow"] = ", ".join(methods)
     return response
+
+
+def _methods(request: Request) -> list[str]:
+    """Methods of all routes with the path of this request's route, which may be the end of the path alone."""
+    own = getattr(request.scope.get("route"), "path_format", None)
+    for path, operations in request.app.openapi()["paths"].items():
+        pattern = re.sub(r"\\\{\w+\\\}", ".+", re.escape(path))
+        if own is not None and path.endswith(own) and re.fullmatch(pattern, request.url.path):
+            return sorted(method.upper() for method in operations)
+    return []
 
 
 async def _library(request: Request, err: Exception) -> JSONResponse:

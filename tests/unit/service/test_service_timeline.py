@@ -44,6 +44,8 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     later = timeline(tmp_path, first["cursor"])
     assert [each["utilization_percent"] for each in later["samples"]] == [[70.0]]
     assert later["gpus"] is None
+    beyond = timeline(tmp_path, (1 << 62) - 1)
+    assert (beyond["samples"], beyond["cursor"]) == ([], stream.stat().st_size), "whatever a client sends"
 
 
 def test_many_are_thinned_and_long_streams_come_in_pieces(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
