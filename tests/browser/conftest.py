@@ -185,4 +185,4 @@ def keys_command(data: Path, *arguments: str) -> Any:
 def shoot(page: Any, name: str) -> None:
     folder = os.environ.get("PANTHERAML_SCREENSHOTS")
     if folder:
-        page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
+        (Path(folder) / f"{name}.png").write_bytes(page.screenshot(full_page=True))  # by a path, a thread would stay

@@ -94,7 +94,7 @@ def _look_through_the_tabs(page: Any, job: str) -> None:
     page.get_by_label("Find a setting").fill("data.path")
     page.get_by_text("[data]/files/").wait_for()
     page.get_by_role("tab", name="Log").click()
-    page.get_by_role("tabpanel").get_by_label("Log").wait_for()
+    page.get_by_role("log").wait_for()
     page.get_by_role("tab", name="Log").press("ArrowRight")
     assert page.url.endswith(f"#/job/{job}?tab=files")
 

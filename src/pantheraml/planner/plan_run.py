@@ -156,7 +156,7 @@ def _as_before(config: TrainConfig, resumed: Plan | None) -> Decided:
         return Decided()
     if resumed.frozen_weights not in ("int8", "nf4"):
         return Decided()
-    reasons = {"frozen_weights": "as before the run was interrupted"}
+    reasons = dict.fromkeys(("model.precision", "frozen_weights"), "as before the run was interrupted")
     return Decided(frozen_weights=resumed.frozen_weights, reasons=reasons)
 
 
@@ -206,6 +206,7 @@ def _decided(base: Candidate, best: Candidate) -> Candidate:
         "parallel": best.decided.dims,
         "train.activation_checkpointing": best.decided.checkpointing,
         "train.micro_batch_size": best.decided.micro_batch,
+        "model.precision": best.decided.frozen_weights,
         "frozen_weights": best.decided.frozen_weights,
     }
     reasons = {name: why for name, value in names.items() if value is not None}

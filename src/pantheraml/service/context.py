@@ -13,6 +13,7 @@ from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
 from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
+from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
@@ -32,6 +33,7 @@ class ServiceContext:
     sampler: BackgroundSampler
     """Of the GPUs that jobs may be given, and of the host."""
     previewer: Previewer
+    curves: CurveCache
     chat: ChatQueue
     webhooks: WebhookSender
     forwarder: Forwarder | None

@@ -113,6 +113,12 @@ def test_fsdp_keeps_whole_gradients_until_the_last_pass(llama: ModelShapes) -> N
     assert found.parts["gradients"] == llama.parameters * 2
 
 
+def test_adapters_of_named_layers_are_fewer(llama: ModelShapes) -> None:
+    attention = predicted(llama, LORA, lora_targets=("self_attn.q_proj", "v_proj"))
+    assert attention.parts["optimizer"] < predicted(llama, LORA).parts["optimizer"] / 4
+    assert attention.allocated_bytes < predicted(llama, LORA).allocated_bytes
+
+
 def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
     replicas = ParallelDims(replicate=8)
     alone, one_of_eight = predicted(llama, LORA), predicted(llama, LORA, dims=replicas)
@@ -134,6 +140,8 @@ def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
         (LLAMA_8B, {"devices_per_process": 2}, "several devices"),
         (LLAMA_8B, {"device": "cpu"}, "GPUs"),
         (LLAMA_8B, {"precision": "fp32"}, "fp32"),
+        (LLAMA_8B, {"lora_targets": ("q_proj", "lm_head")}, "names lm_head"),
+        (LLAMA_8B, {"lora_targets": ("layers.3.self_attn.q_proj",)}, "by their number"),
         (LLAMA_8B, {"compile": True, "frozen_weights": "nf4"}, "compiled"),
         ({**LLAMA_8B, "model_type": "phi3"}, {"compile": True}, "compiled layers of phi3"),
         (LLAMA_8B, {"method": "dora", "lora_dropout": 0.1}, "DoRA with dropout"),

@@ -28,7 +28,7 @@ from pantheraml.planner.memory.weights import (
     stage_layers,
     whole_tensors,
 )
-from pantheraml.planner.model_shapes import ModelShapes
+from pantheraml.planner.model_shapes import ModelShapes, is_target
 from pantheraml.planner.setting import Setting
 from pantheraml.specs.prediction import MemoryPrediction
 
@@ -54,6 +54,8 @@ def why_not_predicted(
         return "one process uses several devices"
     if setting.device == "cpu":
         return "only the memory of GPUs is predicted"
+    if setting.method != "full" and (problem := _why_not_targets(shapes, setting)) is not None:
+        return problem
     if setting.precision == "fp32" or (capability is not None and capability < FAST_ATTENTION):
         return "attention in fp32, or on GPUs before compute capability 8.0, uses other kernels"
     if decoder.family not in plain_layers.PLAIN_FAMILIES:
@@ -63,6 +65,19 @@ def why_not_predicted(
     if setting.compile and not runs_fused(shapes, setting):
         return plain_layers.why_not_compiled(step_sizes(decoder, setting))
     return None
+
+
+def _why_not_targets(shapes: ModelShapes, setting: Setting) -> str | None:
+    """Why it is not known which layers get an adapter; None: the same in each decoder layer."""
+    targets = setting.lora_targets
+    if targets == "all-linear":
+        return None
+    names = [targets] if isinstance(targets, str) else targets
+    if any(part.isdigit() for name in names for part in name.split(".")):
+        return "method.target_modules names layers by their number"
+    linears = [weight for weight in shapes.of_layer if weight.linear]
+    missing = [name for name in names if not any(is_target(weight, name) for weight in linears)]
+    return f"method.target_modules names {', '.join(missing)}, which decoder layers do not have" if missing else None
 
 
 def predict_memory(

@@ -97,7 +97,7 @@ export class Chart {
     this.details = h("details", { on: { toggle: () => this.#tabulate() } }, h("summary", {}, "Data table"));
     this.box = h("div", { class: "tablebox", tabindex: 0, role: "region", "aria-label": `${title}: data` });
     this.details.append(this.box);
-    this.element = h("section", { class: `card chart${wide ? " wide" : ""}`, "aria-label": title }, h("h3", {}, title), this.plot, this.sentence, this.details);
+    this.element = h("section", { class: `card chart${wide ? " wide" : ""}`, "aria-label": title }, h("h2", { class: "title" }, title), this.plot, this.sentence, this.details);
     Chart.of.set(this.plot, this);
     watcher.observe(this.plot);
     Chart.all.add(new WeakRef(this));
@@ -154,7 +154,8 @@ const css = (/** @type {string} */ name) => getComputedStyle(document.documentEl
 /** @param {Drawing} drawing */
 function traces({ lines, x }) {
   return lines.filter(line => line.y.length).map(line => ({
-    x: line.x, y: line.y, name: plain(line.name), type: "scatter", connectgaps: false,
+    x: [...line.x], y: [...line.y], // copies: plotly.js takes the same array for the same figures
+    name: plain(line.name), type: "scatter", connectgaps: false,
     showlegend: !line.hidden && lines.length > 1, text: line.labels?.map(plain),
     mode: line.labels ? "markers" : line.y.length < 40 ? "lines+markers" : "lines",
     line: { color: css(line.color), width: line.faint ? 1 : 2, dash: line.dashed ? "dash" : "solid", shape: line.steps ? "hv" : "linear" },

@@ -1,6 +1,8 @@
 // @ts-check
 // Building elements. Text goes in as text nodes alone, so what a job, a file or a model says is never markup.
 
+import { UNKNOWN } from "./format.js";
+
 /** @typedef {Node | string | number | null | undefined | false} Child */
 /** @typedef {Record<string, any>} Props */
 
@@ -75,17 +77,20 @@ export function field(label, control, hint) {
 field.count = 0;
 
 /**
- * A table. Cells are texts or nodes; numbers are the right-aligned columns.
+ * A table. Cells are texts or nodes; numbers are the right-aligned columns, optional those that are left out if nothing is
+ * known of any row.
  * @param {string} caption @param {string[]} columns @param {Child[][]} rows
- * @param {{ numbers?: number[], cards?: boolean }} [options]
+ * @param {{ numbers?: number[], optional?: number[], cards?: boolean }} [options]
  */
-export function table(caption, columns, rows, { numbers = [], cards = false } = {}) {
+export function table(caption, columns, rows, { numbers = [], optional = [], cards = false } = {}) {
+  const kept = columns.map((_, index) => index).filter(index => !optional.includes(index) || rows.some(row => row[index] !== UNKNOWN));
   const kind = (/** @type {number} */ index) => (numbers.includes(index) ? "number" : "");
+  const cell = (/** @type {Child[]} */ row, /** @type {number} */ index) =>
+    h("td", { class: columns[index] ? kind(index) : "actions", data: cards && columns[index] ? { label: columns[index] } : {} }, row[index]);
   return h("table", { class: cards ? "cards" : "" },
     h("caption", { class: "only-read" }, caption),
-    h("thead", {}, h("tr", {}, columns.map((name, index) => h("th", { class: kind(index), scope: "col" }, name || h("span", { class: "only-read" }, "actions"))))),
-    h("tbody", {}, rows.map(row => h("tr", {}, row.map((cell, index) =>
-      h("td", { class: columns[index] ? kind(index) : "actions", data: cards && columns[index] ? { label: columns[index] } : {} }, cell))))));
+    h("thead", {}, h("tr", {}, kept.map(index => h("th", { class: kind(index), scope: "col" }, columns[index] || h("span", { class: "only-read" }, "actions"))))),
+    h("tbody", {}, rows.map(row => h("tr", {}, kept.map(index => cell(row, index))))));
 }
 
 /** A bar between 0 and 1. @param {number} share @param {string} label @param {string} [kind] */

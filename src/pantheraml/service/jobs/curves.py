@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ METRICS = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second", "mem
 EVAL_METRICS = ("valid_loss", "perplexity")
 KINDS = ("train.started", "train.step", "eval.done", "verdict")
 MOST_VERDICTS = 500
+_CACHED = 32
 SMOOTHING_STEPS = (10, 50, 250)
 
 Row = tuple[int, str, int, str]
@@ -82,6 +84,26 @@ def curves(rows: Iterable[Row], points: int) -> dict[str, Any]:
         "seconds": _short(seconds[-1]) if seconds else 0.0,
         "cursor": cursor,
     }
+
+
+class CurveCache:
+    """The newest answers, as JSON: reading the events of a long run again takes seconds, and nothing is new in one that
+    has ended."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, int], tuple[int, bytes]] = OrderedDict()
+
+    def get(self, job_id: str, points: int, newest: int) -> bytes | None:
+        """`newest`: id of the job's last event of KINDS."""
+        at, content = self._known.get((job_id, points), (-1, b""))
+        return content if at == newest else None
+
+    def make(self, job_id: str, points: int, newest: int, rows: Sequence[Row]) -> bytes:
+        content = json.dumps(curves(rows, points), allow_nan=False, separators=(",", ":")).encode()
+        self._known[job_id, points] = (newest, content)
+        while len(self._known) > _CACHED:
+            self._known.popitem(last=False)
+        return content
 
 
 def _known(order: Sequence[int], rows: Sequence[dict[str, Any]], name: str) -> list[Point]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
-from sqlalchemy import Text, cast, select
+from sqlalchemy import Text, cast, func, select
 
 from pantheraml.runs.supervised import SupervisedRun
 from pantheraml.service.auth import Reader
@@ -19,7 +19,6 @@ from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
 from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
-from pantheraml.service.jobs.curves import curves
 from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.jobs.thin import thinned
 from pantheraml.service.jobs.timeline import timeline
@@ -110,14 +109,20 @@ async def metric_series(
 @router.get("/curves")
 async def job_curves(
     job: ReadableJob, context: Context, points: Annotated[int, Query(ge=2, le=20_000)] = POINTS
-) -> dict[str, Any]:
+) -> Response:
     """All figures over the steps, each thinned to about `points`, with the epoch, tokens and seconds at each point.
     The stream goes on after `cursor` (`Last-Event-ID: ftevent-<cursor>`)."""
     columns = (Event.id, Event.kind, Event.step, cast(Event.data, Text))  # parsed in a thread
-    query = select(*columns).where(Event.job_id == job.id, Event.kind.in_(CURVE_KINDS)).order_by(Event.id)
+    chosen = (Event.job_id == job.id, Event.kind.in_(CURVE_KINDS))
     async with context.database.read() as session:
-        rows = [(event, kind, step or 0, data) for event, kind, step, data in await session.execute(query)]
-    return await asyncio.to_thread(curves, rows, points)
+        newest = await session.scalar(select(func.max(Event.id)).where(*chosen)) or 0
+        content = context.curves.get(job.id, points, newest)
+        query = select(*columns).where(*chosen, Event.id <= newest).order_by(Event.id)
+        found = (await session.execute(query)).all() if content is None else ()
+        rows = [(event, kind, step or 0, data) for event, kind, step, data in found]
+    if content is None:
+        content = await asyncio.to_thread(context.curves.make, job.id, points, newest, rows)
+    return Response(content, media_type="application/json")
 
 
 @router.get("/hardware")
@@ -135,11 +140,11 @@ async def job_config(job: ReadableJob, context: Context) -> dict[str, Any]:
 
 
 @router.get("/logs", response_class=FileResponse)
-async def logs(job: ReadableJob, context: Context) -> FileResponse:
+async def logs(job: ReadableJob, context: Context) -> Response:
     """Output of the job's processes; ranges of bytes are possible (`Range: bytes=-65536` for the end)."""
     log = _run(context, job).log
     if not log.is_file():
-        raise not_found("log yet of job", job.id)
+        return PlainTextResponse("")  # nothing was written yet
     return FileResponse(log, media_type="text/plain; charset=utf-8")
 
 

@@ -139,7 +139,7 @@ class JobPage {
     const progress = job.state === "succeeded" ? 1 : total && step !== null ? step / total : 0;
     const epochs = job.hyperparameters.n_epochs;
     const where = step === null ? "no step yet" : `step ${whole(step)}${total ? ` of ${whole(total)}` : ""}${figures.epoch === null ? "" : ` · epoch ${number(figures.epoch, 3)} of ${epochs}`}`;
-    const left = !this.ended && total && step ? `about ${duration(((total - step) * figures.seconds) / step)} left` : job.finished_at ? `ended ${ago(job.finished_at)}` : "";
+    const left = job.state === "running" && total && step && step < total ? `about ${duration(((total - step) * figures.seconds) / step)} left` : job.finished_at ? `ended ${ago(job.finished_at)}` : "";
     const figure = (/** @type {string} */ name, /** @type {string} */ value) => h("div", { class: "figure" }, h("b", {}, value), h("span", {}, name));
     fill(this.now, meter(progress, "Progress", job.state === "succeeded" ? "good" : job.state === "failed" ? "bad" : ""),
       h("div", { class: "row small soft" }, h("span", { class: "number" }, where), h("span", { class: "number" }, left)),

@@ -76,7 +76,7 @@ function explanation(event) {
  * The log, which follows while the job runs. @param {string} id @param {() => boolean} running @param {AbortSignal} signal
  */
 export function logPart(id, running, signal) {
-  const text = h("pre", { class: "log", tabindex: 0, "aria-label": "Log" });
+  const text = h("pre", { class: "log", role: "log", tabindex: 0, "aria-label": "Output of its processes" });
   const follow = h("input", { type: "checkbox", checked: true, id: "follow" });
   const note = h("span", { class: "soft small" });
   let at = -1; // bytes shown so far; -1: nothing yet

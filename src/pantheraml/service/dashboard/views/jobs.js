@@ -38,7 +38,7 @@ export async function jobs(main, { signal, may, query }) {
       job.energy_joules === null ? UNKNOWN : unit(job.energy_joules / 3.6e6, "kWh"), number(job.cost, 3), ago(job.created_at),
     ]);
     fill(list, rows.length
-      ? h("div", { class: "card scroll" }, table("Jobs", ["Select", "Job", "State", "Model", "User", "Device hours", "Energy", "Cost", "Created"], rows, { numbers: [5, 6, 7], cards: true }))
+      ? h("div", { class: "card scroll" }, table("Jobs", ["Select", "Job", "State", "Model", "User", "Device hours", "Energy", "Cost", "Created"], rows, { numbers: [5, 6, 7], optional: [5, 6, 7], cards: true }))
       : h("div", { class: "card empty" }, known.length ? "No job fits that." : "No job yet."));
     more.hidden = !rest;
   };
@@ -86,7 +86,7 @@ function queueTable(queue, mayMove, onMoved) {
     entry.user ?? "", whole(entry.devices), entry.waiting_reason, entry.estimated_start === null ? UNKNOWN : moment(entry.estimated_start),
     ...(mayMove ? [entry.job && [button("↑", "Move up", entry, index > 0, entries[index - 1]?.job), " ", button("↓", "Move down", entry, index < entries.length - 1, entries[index + 2]?.job ?? null)]] : []),
   ]);
-  return h("div", { class: "card scroll" }, table("Queue", ["#", "Job", "User", "Devices", "Why it waits", "Starts about", ...(mayMove ? [""] : [])], rows, { numbers: [3], cards: true }));
+  return h("div", { class: "card scroll" }, table("Queue", ["#", "Job", "User", "Devices", "Why it waits", "Starts about", ...(mayMove ? [""] : [])], rows, { numbers: [3], optional: [5], cards: true }));
 }
 
 /** @param {any} used */
@@ -96,6 +96,6 @@ function usageTable(used) {
     each.user, plural(each.jobs, "job"), number(each.gpu_hours, 3), number(each.cpu_slot_hours, 3),
     each.energy_joules === null ? UNKNOWN : unit(each.energy_joules / 3.6e6, "kWh"), number(each.cost, 3),
   ]);
-  return h("div", {}, h("div", { class: "card scroll" }, table("Used by user", ["User", "Jobs", "GPU-hours", "CPU slot hours", "Energy", "Cost"], rows, { numbers: [2, 3, 4, 5], cards: true })),
-    used.price_per_gpu_hour === null && h("p", { class: "soft small" }, "No cost: the service was started without --price-per-gpu-hour."));
+  return h("div", {}, h("div", { class: "card scroll" }, table("Used by user", ["User", "Jobs", "GPU-hours", "CPU slot hours", "Energy", "Cost"], rows, { numbers: [2, 3, 4, 5], optional: [4, 5], cards: true })),
+    used.price_per_gpu_hour === null && used.data.some((/** @type {any} */ each) => each.gpu_hours > 0) && h("p", { class: "soft small" }, "No cost: the service was started without --price-per-gpu-hour."));
 }

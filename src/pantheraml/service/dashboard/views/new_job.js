@@ -77,9 +77,9 @@ class Form {
     const drop = this.#drop();
     const form = h("form", { class: "stack", novalidate: true, on: { submit: (/** @type {Event} */ event) => { event.preventDefault(); void this.#send(); } } },
       models.length === 0 && h("div", { class: "alert warn" }, "There is no model that can be tuned. Put the folder of one (config.json and safetensors) into the folder that --models-dir names."),
-      h("fieldset", { class: "card stack" }, h("legend", { class: "only-read" }, "Data and model"), h("h3", {}, "1. Data and model"),
+      h("fieldset", { class: "card stack" }, h("legend", { class: "only-read" }, "Data and model"), h("h2", { class: "title" }, "1. Data and model"),
         field("Model", this.model), drop, h("div", { class: "fields" }, field("Training data", this.training), field("Evaluation data (optional)", this.validation))),
-      h("fieldset", { class: "card stack" }, h("legend", { class: "only-read" }, "Method"), h("h3", {}, "2. Method"),
+      h("fieldset", { class: "card stack" }, h("legend", { class: "only-read" }, "Method"), h("h2", { class: "title" }, "2. Method"),
         h("div", { class: "fields" }, field("Method", this.method), field("Epochs", this.epochs), field("Rows per step", this.batch), field("Name (optional)", this.suffix, "Part of the new model's name")),
         h("details", { open: earlier !== null }, h("summary", {}, "More settings"),
           h("div", { class: "fields", style: { "margin-top": "12px" } },

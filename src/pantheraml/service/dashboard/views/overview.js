@@ -65,7 +65,7 @@ function gpuTile(gpu, now) {
     meter(used && total ? used / total : 0, `Memory of ${gpu.device}`, total && used / total > 0.95 ? "warn" : ""),
     h("div", { class: "row small soft" }, h("span", { class: hot ? "pill warn" : "number" }, unit(gpu.temperature_celsius, "°C")), h("span", { class: "number" }, unit(gpu.power_watts, "W"))),
     h("p", { class: "small" }, holder(gpu, now)),
-    gpu.health_reasons.length > 0 && h("p", { class: "alert warn small" }, gpu.health_reasons.join("; ")));
+    gpu.health_reasons.length > 0 && h("p", { class: `alert small ${gpu.health === "fail" ? "" : "warn"}` }, gpu.health_reasons.join("; ")));
 }
 
 /** Who uses a device. @param {any} device @param {any} now */
@@ -82,7 +82,7 @@ function hostTile(now) {
   return h("div", { class: "grid wide" },
     h("article", { class: "card", "aria-label": "This machine" },
       h("div", { class: "row" }, h("h3", {}, "No GPU: jobs run on the CPU"), h("span", { class: "pill" }, plural(host.cpu_count, "core"))),
-      h("p", { class: "soft small" }, host.note ?? ""),
+      h("p", { class: "soft small" }, sentence(host.note ?? "")),
       h("div", { class: "row small" }, h("span", {}, "CPU"), h("span", { class: "number" }, unit(host.cpu_percent, "%", 2))),
       meter((host.cpu_percent ?? 0) / 100, "CPU of this machine"),
       h("div", { class: "row small" }, h("span", {}, "Memory"), h("span", { class: "number" }, `${size(used)} of ${size(total)}`)),
@@ -112,10 +112,10 @@ function runningCard(job) {
     meter(job.progress ?? 0, "Progress"),
     h("div", { class: "row small" },
       h("span", {}, job.step === null ? "loading the model and the data" : `step ${whole(job.step)} of ${whole(job.total_steps)}`),
-      h("span", { class: "number" }, job.seconds_left === null ? "" : `${duration(job.seconds_left)} left`)),
+      h("span", { class: "number" }, job.seconds_left === null ? "" : job.step >= job.total_steps ? "finishing" : `${duration(job.seconds_left)} left`)),
     losses.length > 1 ? sparkline(losses, `Loss from ${number(losses[0])} to ${number(losses.at(-1))}`) : h("div", { class: "spark" }),
     h("div", { class: "row small" }, h("span", {}, "Loss ", h("b", { class: "number" }, number(job.train_loss))), h("span", { class: "soft number" }, job.tokens_per_second === null ? "" : `${whole(job.tokens_per_second)} tokens/s`)),
-    job.alerts.map((/** @type {string} */ alert) => h("p", { class: "alert warn small" }, alert.replace("alert.", "Alert: "))));
+    job.alerts.map((/** @type {string} */ alert) => h("p", { class: "alert warn small" }, `Alert: ${alert.replace("alert.", "").replaceAll("_", " ")}`)));
 }
 
 /** @param {any} now */
@@ -127,7 +127,7 @@ function queuePart(now) {
     entry.waiting_reason, entry.estimated_start === null ? UNKNOWN : moment(entry.estimated_start), ago(entry.queued_at),
   ]);
   const more = now.queued - now.queue.length;
-  return h("div", { class: "card scroll" }, table("Jobs that wait", ["#", "Job", "Why it waits", "Starts about", "Queued"], rows, { cards: true }),
+  return h("div", { class: "card scroll" }, table("Jobs that wait", ["#", "Job", "Why it waits", "Starts about", "Queued"], rows, { optional: [3], cards: true }),
     more > 0 && h("p", { class: "soft small" }, `and ${whole(more)} more`));
 }
 
@@ -161,4 +161,9 @@ async function learn(running, signal) {
 /** @param {{ job: string, model: string, suffix: string | null }} entry */
 function nameOf({ job, model, suffix }) {
   return jobName({ id: job, model, user_provided_suffix: suffix });
+}
+
+/** @param {string} text */
+function sentence(text) {
+  return text && `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
 }

@@ -52,7 +52,7 @@ class Side {
     this.model = model;
     this.answer = h("div", { class: "answer", "aria-live": "polite", data: { side: title } });
     this.note = h("p", { class: "soft small number" });
-    this.element = h("section", { class: "card stack", "aria-label": title }, h("div", { class: "row" }, h("h3", {}, title), h("div", { style: { "min-width": "0", flex: "0 1 70%" } }, model)), this.answer, this.note);
+    this.element = h("section", { class: "card stack", "aria-label": title }, h("div", { class: "row" }, h("h2", { class: "title" }, title), h("div", { style: { "min-width": "0", flex: "0 1 70%" } }, model)), this.answer, this.note);
   }
 
   /** @param {any} body @param {AbortSignal} signal */

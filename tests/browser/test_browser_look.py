@@ -1,0 +1,211 @@
+"""How the page looks and feels: accessibility, a phone, long runs, GPUs, empty and bad states."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sqlite3
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from pantheraml.devices import nvml
+from pantheraml.devices.fake_nvml import FakeNvml
+from pantheraml.planner.known_models import known_config
+from pantheraml.service import Settings, create_app
+from tests import toy
+from tests.browser.conftest import shoot, start_job
+from tests.service.conftest import Server, wait_until
+
+STEPS = 100_000
+NEW_STEPS = 2_000
+MEDIAN_FRAME_MS = 50.0
+LONGEST_FRAME_MS = 1500.0
+
+FRAMES = """() => {
+  window.frames_ms = [];
+  let last = performance.now();
+  const tick = now => { window.frames_ms.push(now - last); last = now; requestAnimationFrame(tick); };
+  requestAnimationFrame(tick);
+}"""
+TABS = ("charts", "devices", "plan", "events", "log", "files", "config")
+
+
+def add_events(server: Server, job: str, events: list[tuple[str, str, str, int | None, dict[str, Any]]]) -> None:
+    """Write (level, kind, message, step, data) where the service's dispatcher would."""
+    now = time.time()
+    with contextlib.closing(sqlite3.connect(server.data / "service.db", timeout=60)) as database, database:
+        database.executemany(
+            "INSERT INTO events (job_id, created_at, level, kind, message, step, data) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [(job, now, level, kind, text, step, json.dumps(data)) for level, kind, text, step, data in events],
+        )
+
+
+def steps_of_a_run(first: int, last: int) -> list[tuple[str, str, str, int | None, dict[str, Any]]]:
+    """A loss that falls, with noise and one spike."""
+    found: list[tuple[str, str, str, int | None, dict[str, Any]]] = []
+    for step in range(first, last + 1):
+        loss = 0.4 + 2.2 * math.exp(-step / 9_000) + 0.12 * math.sin(step * 1.7) * math.sin(step * 0.31)
+        data = {
+            "step": step,
+            "train_loss": 9.5 if step == 61_803 else loss,
+            "learning_rate": 2e-4 * (1 - step / (STEPS + NEW_STEPS)),
+            "grad_norm": 0.6 + 0.3 * abs(math.sin(step * 0.7)),
+            "epoch": step / 30_000,
+            "tokens": 4096,
+            "seconds": 0.25,
+            "tokens_per_second": 16_000 + 500 * math.sin(step / 50),
+            "memory_bytes": 9 << 30,
+        }
+        found.append(("info", "train.step", f"Step {step}: training loss={loss:.4f}", step, data))
+    return found
+
+
+@pytest.fixture(scope="module")
+def long_job(service: Server) -> str:
+    job = start_job(service, hold=True, suffix="long-run")
+    started = {"first_step": 1, "total_steps": STEPS + NEW_STEPS, "world_size": 1, "global_batch_size": 4}
+    add_events(service, job, [("info", "train.started", "Training", None, started), *steps_of_a_run(1, STEPS)])
+    verdict = {"step": 61_803, "action": "skip", "cause": "spike", "tensor": "model.layers.3.mlp", "ranks": [1]}
+    add_events(service, job, [("warn", "verdict", "Step 61803: skip (spike)", 61_803, verdict)])
+    return job
+
+
+@pytest.mark.extended
+def test_a_hundred_thousand_points_without_lag(service: Server, page: Any, long_job: str) -> None:
+    loss = "() => document.querySelector('section[aria-label=\"Loss\"] .plot')?.data?.map(each => each.x.length)"
+    page.goto(f"{service.url}/#/job/{long_job}")
+    wait_until(lambda: page.evaluate(loss))
+    assert sum(page.evaluate(loss)) <= 6000
+    shoot(page, "job-long")
+    values = "() => document.querySelector('section[aria-label=\"Loss\"] .plot').data[0]"
+    line = page.evaluate(values)
+    assert dict(zip(line["x"], line["y"], strict=True))[61_803] == 9.5, "the spike is not thinned away"
+    page.evaluate(FRAMES)
+    for _ in range(30):  # through all charts, up and down
+        page.mouse.wheel(0, 120)
+        page.wait_for_timeout(30)
+    page.mouse.wheel(0, -9999)
+    page.wait_for_timeout(1000)
+    scrolling = page.evaluate("() => window.frames_ms.splice(0)")
+    add_events(service, long_job, steps_of_a_run(STEPS + 1, STEPS + NEW_STEPS))
+    last = (
+        f"() => document.querySelector('section[aria-label=\"Loss\"] .plot').data[0].x.at(-1) === {STEPS + NEW_STEPS}"
+    )
+    wait_until(lambda: page.evaluate(last))
+    arriving = page.evaluate("() => window.frames_ms.splice(0)")
+    for what, frames in (("scrolling", scrolling), ("2,000 new points", arriving)):
+        median, longest = statistics.median(frames), max(frames)
+        print(f"{what}: {len(frames)} frames, median {median:.0f} ms, longest {longest:.0f} ms")
+        assert median <= MEDIAN_FRAME_MS
+        assert longest <= LONGEST_FRAME_MS
+    norm = page.get_by_role("region", name="Gradient norm", exact=True)
+    assert "The guard judged 1 step" in (norm.locator(".sentence").text_content() or "")
+    page.get_by_role("tab", name="Events").click()
+    page.get_by_text("model.layers.3.mlp").wait_for()
+    shoot(page, "job-events")
+
+
+@pytest.mark.extended
+def test_every_view_is_accessible(service: Server, page: Any, long_job: str) -> None:
+    """axe-core finds nothing against WCAG A and AA; in the dark, nothing about colors."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    looks = {"light": {"runOnly": rules}, "dark": {"runOnly": ["color-contrast"]}}
+    views = ["", "new", "jobs", "playground", f"new?from={long_job}", f"compare?jobs={long_job}"]
+    for view in [*views, *(f"job/{long_job}?tab={tab}" for tab in TABS)]:
+        page.goto("about:blank")
+        page.goto(f"{service.url}/#/{view}")
+        page.locator("h1").wait_for()
+        if view.startswith("job/"):
+            page.locator("[role=tabpanel] > *").first.wait_for()
+        for scheme, options in looks.items():
+            page.emulate_media(color_scheme=scheme)
+            results = Axe().run(page, options=options)
+            assert results.violations_count == 0, f"{view}, {scheme}: {results.generate_report()}"
+
+
+@pytest.mark.extended
+def test_a_phone(service: Server, new_page: Callable[..., Any], long_job: str) -> None:
+    page = new_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2)
+    views = {"overview": "", "new": "new", "jobs": "jobs", "job": f"job/{long_job}", "plan": f"job/{long_job}?tab=plan"}
+    for name, view in views.items():
+        page.goto("about:blank")
+        page.goto(f"{service.url}/#/{view}")
+        page.locator("h1").wait_for()
+        if name == "job":
+            page.locator('section[aria-label="Loss"] .plot.js-plotly-plot').wait_for()
+        width = page.evaluate("() => document.documentElement.scrollWidth")
+        assert width <= 390, f"{name} is {width} pixels wide"
+        shoot(page, f"phone-{name}")
+    nav = page.get_by_role("navigation", name="Pages")
+    assert nav.get_by_role("link", name="Jobs").is_visible()
+
+
+@pytest.fixture
+def gpu_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A service in this process, on two GPUs that a driver only plays; the second one is ill."""
+    driver = FakeNvml("2xH100-80GB")
+    driver.gpus[1].ecc = (0, 3)
+    monkeypatch.setattr(nvml, "binding", driver)
+    folder = tmp_path / "models" / "llama-3.1-8b"  # of which only the sizes are here
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(known_config("llama-3.1-8b")))
+    (folder / "model.safetensors").touch()
+    app = create_app(Settings(tmp_path / "data", folder.parent))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def test_gpus_are_tiles(gpu_service: str, page: Any) -> None:
+    page.goto(gpu_service)
+    page.get_by_role("heading", name="GPU 1").wait_for()
+    good, bad = page.get_by_role("article", name="gpu:0"), page.get_by_role("article", name="gpu:1")
+    good.get_by_text("ok", exact=True).wait_for()
+    good.get_by_text("34 °C").wait_for()
+    assert good.get_by_text("NVIDIA H100 80GB HBM3").is_visible()
+    assert good.get_by_text("Free").is_visible()
+    bad.get_by_text("3 uncorrected ECC error(s)").wait_for()
+    assert bad.get_by_text("fail", exact=True).is_visible()
+    assert page.get_by_text("0 of 2 GPUs in use").is_visible()
+    assert page.get_by_text("1 GPU not healthy").is_visible()
+    shoot(page, "overview-gpus")
+
+
+def test_the_plan_shows_memory_and_time(gpu_service: str, page: Any, tmp_path: Path) -> None:
+    page.goto(f"{gpu_service}/#/new")
+    page.get_by_label("Upload training data").wait_for(state="attached")
+    page.set_input_files("#upload", toy.write_jsonl(tmp_path / "rows.jsonl", toy.arithmetic(40)))
+    page.get_by_text("Memory per device").wait_for()
+    shown = page.locator(".stackbar").get_attribute("aria-label")
+    assert shown.startswith("Predicted memory ")
+    assert "weights" in shown
+    assert page.get_by_text("not known").count() == 0, "the time is predicted, too"
+    page.get_by_label("Method").select_option("full")
+    wait_until(lambda: page.locator(".stackbar").get_attribute("aria-label") != shown)
+    page.get_by_text("There is no tokenizer in [models]/llama-3.1-8b").wait_for()
+    shoot(page, "new-job-gpus")
+
+
+def test_nothing_there_is_said(service: Server, page: Any) -> None:
+    page.goto(f"{service.url}/#/job/ftjob-none")
+    page.get_by_role("alert").get_by_text("No such fine-tuning job: ftjob-none").wait_for()
+    page.goto(f"{service.url}/#/nowhere")
+    page.get_by_role("heading", name="There is no such page").wait_for()
+    page.goto(f"{service.url}/#/compare")
+    page.get_by_role("heading", name="Compare").wait_for()
