@@ -18,6 +18,7 @@ from pantheraml.models.experts import speed_up_experts
 from pantheraml.models.fast import (
     enable_layer_graphs,
     fuse,
+    long_sequence_note,
     quantize_head_like_layers,
 )
 from pantheraml.models.model_kind import vision_parts
@@ -65,6 +66,10 @@ def _speed_up(
     if checkpointing is False:
         return
     apply_checkpointing(full_model, CHECKPOINTING[checkpointing])
+    lean = CHECKPOINTING[checkpointing] in ("full", "offload")
+    note = long_sequence_note(fast, rows=1, width=fast.max_seq_length or 0, lean=lean)
+    if note is not None:
+        logger.info(note)
     fast.lock_checkpointing(CHECKPOINTING[checkpointing])
 
 

@@ -31,7 +31,6 @@ from pantheraml.models.fast.autograd_functions import (
     AfterAttention,
     Heads,
     PendingResidual,
-    after_attention,
     after_attention_deferred,
     attention_input,
     fused_rms_norm,
@@ -58,6 +57,7 @@ from pantheraml.models.fast.part_norms import PartNorms
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
 from pantheraml.models.fast.residual_branch import Branch, Norm
 from pantheraml.models.fast.self_check import why_not_equal
+from pantheraml.models.fast.tiled_mlp import after_attention
 from pantheraml.models.fast.trainable_group import TrainableGroup, is_trainable, weight_of
 
 logger = log.get(__name__)
