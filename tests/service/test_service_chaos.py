@@ -31,6 +31,7 @@ def kill(server: Server, kind: str, rng: random.Random) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.seed("S4-164", "S4-166", "C24")
 def test_jobs_end_right_whatever_is_killed(own_server: Callable[..., Server]) -> None:
     rng = random.Random(1)
     server = own_server("--cpu-slots", "2")

@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs/service.md").read_text()
 
 @pytest.mark.extended
 def test_every_block_runs(own_server: Callable[..., Server], tmp_path: Path) -> None:
-    (installing, *shell), (program,) = (
+    (installing, *shell), programs = (
         re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("bash", "python")
     )
     started = parse(shlex.split(installing.splitlines()[-1])[1:])
@@ -31,7 +31,10 @@ def test_every_block_runs(own_server: Callable[..., Server], tmp_path: Path) -> 
     toy.write_jsonl(tmp_path / "train.jsonl", toy.arithmetic(24))
     scripts = Path(sys.executable).parent
     environment = child_environment(PATH=f"{scripts}:/usr/bin:/bin")
-    commands = [[sys.executable, "-c", program], *(["bash", "-euo", "pipefail", "-c", code] for code in shell)]
+    commands = [
+        *([sys.executable, "-c", program] for program in programs),
+        *(["bash", "-euo", "pipefail", "-c", code] for code in shell),
+    ]
     output = ""
     for command in commands:
         command[-1] = command[-1].replace("http://localhost:8000", server.url)
@@ -41,8 +44,14 @@ def test_every_block_runs(own_server: Callable[..., Server], tmp_path: Path) -> 
         assert done.returncode == 0, done
         output += done.stdout
     assert "succeeded ft:tiny:local:first:" in output
+    assert re.search(r"^ft:tiny:local:first:\w+ says ", output, re.MULTILINE)
+    assert '"object":"chat.completion"' in output
+    assert '"object":"upload"' in output
+    assert '"status":"completed"' in output
     assert '"status":"ok"' in output
     assert re.search(r"pml-[\w-]{43}\n", output)
+    for folder in ("results", "weights"):
+        assert (tmp_path / folder / "adapter/adapter_model.safetensors").stat().st_size > 0
     assert (tmp_path / "adapter.tar").stat().st_size > 0
     assert (tmp_path / "step_metrics.csv").read_text().startswith("step,train_loss")
 

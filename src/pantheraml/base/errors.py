@@ -20,6 +20,8 @@
     ├── RunDirectoryError             9   output folder in use or not empty, or no run in it
     ├── MissingExtraError            10   a required optional dependency is not installed
     ├── InstallationError            11   Python, a package or the driver is missing or too old (`doctor`)
+    ├── ServiceError                 12   the service (`serve`) refused a request
+    │   └── ServiceUnavailableError  22   the service does not answer, or not now
     ├── WorkerError                  70   unexpected exception in a process (a bug)
     │   └── WorkerKilledError        71   a process was killed (host out of memory, crash in native code)
     └── InterruptedRunError         130   stopped by Ctrl-C; the message says what was saved
@@ -132,6 +134,30 @@ class MissingExtraError(PantheraError):
 
 class InstallationError(PantheraError):
     exit_code = 11
+
+
+class ServiceError(PantheraError):
+    """`status`, `code` and `param` are those of the answer; None: there was none, or it did not tell."""
+
+    exit_code = 12
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        fix: str | None = None,
+        status: int | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.status, self.code, self.param, self.request_id = status, code, param, request_id
+
+
+class ServiceUnavailableError(ServiceError):
+    exit_code = 22
 
 
 class WorkerError(PantheraError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,26 @@ def add(commands: Any) -> argparse.ArgumentParser:
         metavar="NAME",
         help="further name of the service; may be repeated",
     )
+    parser.add_argument("--max-running-per-user", type=int, metavar="N", help="jobs of a user at a time (no limit)")
+    parser.add_argument(
+        "--max-hours-per-user", type=float, metavar="HOURS", help="device hours of a user in 30 days (no limit)"
+    )
+    parser.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="PRICE", help="show what jobs cost (no costs are shown)"
+    )
+    parser.add_argument(
+        "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
+    )
+    parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
+    parser.add_argument(
+        "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
+    )
+    parser.add_argument(
+        "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
+    )
+    parser.add_argument(
+        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
+    )
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -44,8 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.cpu_slots is not None and arguments.cpu_slots < 1:
         raise ConfigError("--cpu-slots must be at least 1.")
+    if arguments.max_running_per_user is not None and arguments.max_running_per_user < 1:
+        raise ConfigError("--max-running-per-user must be at least 1.")
+    for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} must be a number from 0.")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535.")
+    if not arguments.chat_idle_seconds > 0:
+        raise ConfigError("--chat-idle-seconds must be above 0.")
     settings = Settings(
         data_dir=Path(arguments.data_dir),
         models_dir=Path(arguments.models_dir),
@@ -55,8 +85,27 @@ def run(arguments: argparse.Namespace) -> int:
         insecure=arguments.insecure,
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
+        max_running_per_user=arguments.max_running_per_user,
+        max_hours_per_user=arguments.max_hours_per_user,
+        price_per_gpu_hour=arguments.price_per_gpu_hour,
+        stall_seconds=arguments.stall_seconds,
+        open_metrics=arguments.open_metrics,
+        chat_idle_seconds=arguments.chat_idle_seconds,
+        allow_private_webhooks=arguments.allow_private_webhooks,
+        inference_url=_checked_url(arguments.inference_url),
+        inference_key=env.inference_key(),
     )
     return serve(settings)
+
+
+def _checked_url(url: str | None) -> str | None:
+    """Return it. ConfigError unless it is one of http or https."""
+    if url is not None and not re.fullmatch(r"https?://[^/@\s?#]+(/[^\s?#]*)?", url):
+        raise ConfigError(
+            "--inference-url must be a URL such as http://127.0.0.1:8001/v1.",
+            fix="A key of that server belongs into PANTHERAML_INFERENCE_KEY.",
+        )
+    return url
 
 
 def checked_database_url(url: str | None) -> str | None:
@@ -72,7 +121,16 @@ def require_service() -> None:
     """MissingExtraError unless the extra is installed."""
     from importlib.util import find_spec
 
-    names = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "aiosqlite", "python_multipart", "limits")
+    names = (
+        "fastapi",
+        "uvicorn",
+        "sqlalchemy",
+        "alembic",
+        "aiosqlite",
+        "python_multipart",
+        "limits",
+        "prometheus_client",
+    )
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise MissingExtraError(

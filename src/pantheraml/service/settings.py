@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from pantheraml.service.jobs.scheduler import Allowance
 
 GIB = 1 << 30
 
@@ -31,8 +33,34 @@ class Settings:
     max_queued_per_user: int = 1000
     requests_per_minute: int = 6000
     """Per key, or per address where there are no keys."""
+    max_running_per_user: int | None = None
+    """Jobs at a time; None: no limit."""
+    max_hours_per_user: float | None = None
+    """Hours of GPUs (of CPU slots, without any) in the last 30 days; None: no limit."""
+    price_per_gpu_hour: float | None = None
+    """In whatever currency; None: no costs are shown."""
+    stall_seconds: float = 300.0
+    """A running job that shows no sign of life for so long, and for ten steps, raises an alert."""
+    open_metrics: bool = False
+    """Serve `/metrics` without a key."""
     max_attempts: int = 3
     """Starts of a job whose processes were killed or crashed; a start that reached a new checkpoint does not count."""
+
+    chat_idle_seconds: float = 300.0
+    """The model in memory for chat leaves it after that long without a request."""
+    chat_max_waiting: int = 32
+    """Chat requests in the queue; more are refused."""
+    inference_url: str | None = None
+    """Server of the operator that answers chat instead, such as vLLM: `http://127.0.0.1:8001/v1`."""
+    inference_key: str | None = field(default=None, repr=False)
+    """Of that server."""
+
+    allow_private_webhooks: bool = False
+    """Send webhooks to loopback and private addresses, and without TLS."""
+
+    @property
+    def allowance(self) -> Allowance:
+        return Allowance(self.max_running_per_user, self.max_hours_per_user)
 
     @property
     def files(self) -> Path:
@@ -44,8 +72,18 @@ class Settings:
         return self.data_dir / "incoming"
 
     @property
+    def uploads(self) -> Path:
+        """Parts of uploads that are not complete."""
+        return self.data_dir / "uploads"
+
+    @property
     def jobs(self) -> Path:
         return self.data_dir / "jobs"
+
+    @property
+    def chat(self) -> Path:
+        """Where the chat worker writes its log."""
+        return self.data_dir / "chat"
 
     @property
     def cache(self) -> Path:
@@ -70,3 +108,8 @@ class Settings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def default_settings() -> Settings:
+    """For a service inside another program."""
+    return Settings(Path("service-data"), Path("models"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
@@ -39,9 +40,17 @@ def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -
     values, lines = ({}, {}) if path is None else read_yaml(path)
     sources: dict[Key, str] = {key: f"{path}, line {line}" for key, line in lines.items()}
     for key, value in (overrides or {}).items():
-        _put(values, key, value)
+        put_value(values, key, value)
         sources[key] = "command line"
     return validate(values, sources, whole=str(path) if path else "command line")
+
+
+def with_overrides(values: dict[str, Any], overrides: Mapping[Key, Any], *, whole: str) -> TrainConfig:
+    """Validate the values of a stored configuration with `overrides` applied on top."""
+    changed = copy.deepcopy(values)
+    for key, value in overrides.items():
+        put_value(changed, key, value)
+    return validate(changed, dict.fromkeys(overrides, "command line"), whole=whole)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
@@ -137,7 +146,8 @@ def parse_overrides(settings: Iterable[str]) -> dict[Key, Any]:
     return overrides
 
 
-def _put(values: dict[str, Any], key: Key, value: Any) -> None:
+def put_value(values: dict[str, Any], key: Key, value: Any) -> None:
+    """Set a value of nested sections, which are made where they are missing."""
     for part in key[:-1]:
         inner = values.setdefault(part, {})
         if not isinstance(inner, dict):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pantheraml.cli.main import build_parser, main
@@ -109,7 +110,6 @@ def test_cases_beyond_the_time_budget_have_a_reason(tmp_path: Path) -> None:
     assert record["results"][0]["reason"] == "no time left of 0.5 minutes"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     first = bench(tmp_path / "results", "--only", "ours-tiny-lora")
@@ -123,7 +123,6 @@ def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_preference_and_group_cases_of_both_systems(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -161,7 +160,6 @@ def test_quantize_command_is_valid(python: Python, tmp_path: Path) -> None:
     assert Path(data).name.startswith("tiny-full"), "same data as other models of that shape"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_cases_through_trl_prepare_ahead_of_their_turn(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -199,7 +197,6 @@ with CaseLauncher(SuiteFolder(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))) as l
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_failures_and_timeouts_are_results(python: Python, tmp_path: Path) -> None:
     for package in ("unsloth", "unsloth_zoo", "bitsandbytes", "trl", "datasets"):
@@ -255,18 +252,22 @@ from suites.process import Process
 folder = Path(sys.argv[1])
 reader = "import pathlib, sys; pathlib.Path('read').write_text(repr(sys.stdin.readline()))"
 Process([sys.executable, "-c", reader], folder / "log", dict(os.environ), cwd=folder)
-Process(["sleep", "5"], folder / "sleep", dict(os.environ))
+other = Process(["sleep", "1000"], folder / "sleep", dict(os.environ))
+print(other._process.pid, flush=True)
 os._exit(0)
 """
 
 
 def test_waiting_process_notices_the_end_of_the_suite(python: Python, tmp_path: Path) -> None:
-    python(DEATH, str(tmp_path))
-    deadline = time.monotonic() + 4
-    while not (tmp_path / "read").exists() or not (tmp_path / "read").read_text():
-        assert time.monotonic() < deadline, "another process of the suite keeps its stdin open"
-        time.sleep(0.05)
-    assert (tmp_path / "read").read_text() == "''"
+    other = psutil.Process(int(python(DEATH, str(tmp_path))))
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "read").exists() or not (tmp_path / "read").read_text():
+            assert time.monotonic() < deadline, "another process of the suite keeps its stdin open"
+            time.sleep(0.05)
+        assert (tmp_path / "read").read_text() == "''"
+    finally:
+        other.kill()
 
 
 def test_listing_runs_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sqlalchemy import select
@@ -18,20 +19,23 @@ from sqlalchemy.exc import IntegrityError
 from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
-from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
-from pantheraml.service.jobs.ingest import PathHider, to_job_event
+from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
+from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
+from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.results import write_results
-from pantheraml.service.jobs.scheduler import Reason, Running, decide
+from pantheraml.service.jobs.scheduler import USAGE_DAYS, Reason, Running, decide
 from pantheraml.service.jobs.states import ACTIVE, ENDED, ForbiddenTransitionError, State
 from pantheraml.service.jobs.usage import device_seconds
 from pantheraml.service.jobs.watch import Observation, observe
 from pantheraml.service.schemas.fine_tuning import model_name
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.store.devices import disabled_devices
 from pantheraml.service.store.jobs import StaleJobError, jobs_in, leases, move, reread, waiting_jobs
 from pantheraml.service.store.tables import Event, Job, Lease
+from pantheraml.service.store.usage import add_energy, device_hours, open_stretch
 
 logger: logging.Logger = log.get(__name__)
 
@@ -46,10 +50,20 @@ ORPHAN_SECONDS = 20.0
 
 
 class Dispatcher:
-    def __init__(self, database: Database, settings: Settings, inventory: Inventory, notifier: Notifier) -> None:
-        self._database, self._settings = database, settings
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        inventory: Inventory,
+        notifier: Notifier,
+        health: HealthOfGPUs,
+    ) -> None:
+        self._database, self._settings, self._health = database, settings, health
+        self._alarm = Alarm(database, settings.stall_seconds, health)
         self.inventory = inventory
         self._notifier = notifier
+        self.limits = Limits([settings.models_dir.resolve(), settings.files.resolve()], settings.cache.resolve())
+        """What the processes of jobs may reach."""
         self._wake = asyncio.Event()
         self.hide = PathHider({"[models]": settings.models_dir, "[data]": settings.data_dir})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -60,11 +74,19 @@ class Dispatcher:
         self._queue_changed, self._scheduled = True, 0.0
         self._ticked = time.monotonic()
         self._tidied = -EVERY_SECONDS
+        self._allotting = asyncio.Lock()
+        self._lent: tuple[str, Callable[[], Awaitable[None]]] | None = None
+        """Device that no job holds and chat uses, and how to get it back."""
 
     def wake(self) -> None:
         """Look at once: something was asked for."""
         self._queue_changed = True
         self._wake.set()
+
+    async def reschedule(self) -> None:
+        """Look through the queue now, so that answers tell its new order; start nothing yet."""
+        await self._decide()
+        self.wake()
 
     def reason(self, job_id: str) -> Reason | None:
         """Why a queued job waits; None before the first look."""
@@ -100,30 +122,69 @@ class Dispatcher:
                 logger.info("%s: %s; it is looked at again", job.id, err)
         if self._queue_changed or time.monotonic() - self._scheduled > SCHEDULE_SECONDS:
             self._queue_changed, self._scheduled = False, time.monotonic()
-            await self._schedule()
+            async with self._allotting:
+                await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
-            await tidy(self._database, self._settings.files)
+            await keep_house(self._database, self._settings)
             self._tidied = time.monotonic()
+
+    # Lending ----------------------------------------------------------------------------------------------------------
+
+    async def borrow(self, give_back: Callable[[], Awaitable[None]]) -> str | None:
+        """Lend a device that no job holds, for `returned` or until a job needs it: then `give_back` is called, and the
+        job starts when it returns. None: jobs hold all of them."""
+        async with self._allotting:
+            async with self._database.read() as session:
+                held = await leases(session)
+            free = [name for name in self.inventory.devices if name not in held]
+            if not free:
+                return None
+            self._lent = free[-1], give_back
+            return free[-1]
+
+    def returned(self, name: str) -> None:
+        if self._lent is not None and self._lent[0] == name:
+            self._lent = None
+
+    async def _take_back(self, devices: list[str]) -> None:
+        if self._lent is not None and self._lent[0] in devices:
+            await self._lent[1]()
+            self._lent = None
 
     # Starting ---------------------------------------------------------------------------------------------------------
 
     async def _schedule(self) -> None:
+        for job_id, chosen in (await self._decide()).items():
+            async with self._database.read() as session:
+                job = await session.get_one(Job, job_id)
+            if job.state == State.QUEUED:
+                await self._take_back(chosen)
+                await self._start(job, chosen)
+
+    async def _decide(self) -> dict[str, list[str]]:
+        """Devices of each job that can start now; also why the others wait."""
         async with self._database.read() as session:
             queue = await waiting_jobs(session)
             if not queue:
                 self._reasons = {}
-                return
+                return {}
             running = await jobs_in(session, ACTIVE)
             held = {name: lease.job_id for name, lease in (await leases(session)).items()}
             usage = await device_seconds(session)
-        active = [Running(job.id, job.processes, _expected_end(job)) for job in running]
-        decision = decide(queue, active, self.inventory.devices, held, usage, time.time())
+            disabled = await disabled_devices(session)
+            allowance = self._settings.allowance
+            hours = {} if allowance.hours is None else await device_hours(session, USAGE_DAYS)
+        active = [Running(job.id, job.owner, job.processes, _expected_end(job)) for job in running]
+        lent = None if self._lent is None else self._lent[0]
+        devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
+        unusable = dict.fromkeys(self._failed_gpus(), "not healthy") | dict.fromkeys(disabled, "disabled")
+        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, unusable)
         self._reasons = decision.waiting
-        for job_id, devices in decision.starts.items():
-            async with self._database.read() as session:
-                job = await session.get_one(Job, job_id)
-            if job.state == State.QUEUED:
-                await self._start(job, devices)
+        return decision.starts
+
+    def _failed_gpus(self) -> list[str]:
+        """Devices on which no job is started; those that only warn are used."""
+        return [f"gpu:{index}" for index, health in self._health().items() if health.status == "fail"]
 
     async def _start(self, job: Job, devices: list[str]) -> None:
         """Lease the devices, then start the supervisor. Killed in between, the next dispatcher finds nothing running
@@ -133,18 +194,24 @@ class Dispatcher:
             async with self._database.write() as session:
                 token = job.token + 1
                 session.add_all(Lease(resource=name, job_id=job.id, token=token, created_at=now) for name in devices)
+                open_stretch(session, job, token, len(devices), now)
                 await session.flush()
                 await move(
-                    session, job, State.STARTING, f"Starting on {', '.join(devices)}", token=token, started_at=now
+                    session,
+                    job,
+                    State.STARTING,
+                    f"Starting on {', '.join(devices)}",
+                    token=token,
+                    started_at=now,
+                    leased=devices,
                 )
         except (IntegrityError, StaleJobError, ForbiddenTransitionError):
             return  # taken by another service, or changed by its user
         self._notifier.notify(job.id)
         config = dict(job.config)
         config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
-        limits = Limits([self._settings.models_dir, self._settings.files], self._settings.cache)
         try:
-            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, limits)
+            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, self.limits)
         except PantheraError as err:
             await self._crashed(job, err.what)
         else:
@@ -166,6 +233,8 @@ class Dispatcher:
         elif seen.lost:
             await self._lost(job)
         else:
+            if job.state == State.RUNNING and await self._alarm.look(job, seen.events):
+                self._notifier.notify(job.id)
             await self._press(job)
 
     async def _record(self, job: Job, seen: Observation) -> None:
@@ -181,6 +250,9 @@ class Dispatcher:
                 event for each in seen.events if (event := to_job_event(job.id, each, self.hide)) is not None
             )
             current.events_offset = job.events_offset = seen.offset
+            joules = energy_of(seen.events)
+            if joules is not None:
+                await add_energy(session, current, joules)
             if seen.training and current.state == State.STARTING:
                 await move(session, current, State.RUNNING, "Fine-tuning job started")
             await session.flush()
@@ -243,7 +315,9 @@ class Dispatcher:
         async with self._database.read() as session:
             kinds = Event.kind.in_(["train.step", "eval.done"])
             steps = (await session.scalars(select(Event).where(Event.job_id == job.id, kinds).order_by(Event.id))).all()
-        files = await asyncio.to_thread(write_results, self._settings.files, job.owner, steps, trained)
+        files = []
+        if not job.is_test:
+            files = await asyncio.to_thread(write_results, self._settings.files, job.owner, steps, trained)
         latest = {event.step: event.data for event in steps if event.kind == "train.step"}
         tokens = sum(int(data.get("tokens") or 0) for data in latest.values())
         async with self._database.write() as session:
@@ -253,10 +327,11 @@ class Dispatcher:
             changes = {
                 **_finished(job),
                 "result_files": [file.id for file in files],
-                "fine_tuned_model": model_name(job),
+                "fine_tuned_model": None if job.is_test else model_name(job),
                 "trained_tokens": tokens,
             }
-            await move(session, job, State.SUCCEEDED, f"New fine-tuned model created: {model_name(job)}", **changes)
+            message = "Test passed" if job.is_test else f"New fine-tuned model created: {model_name(job)}"
+            await move(session, job, State.SUCCEEDED, message, **changes)
         self._done(job)
 
     async def _failed(self, job: Job, ended: RunExit) -> None:
@@ -290,6 +365,7 @@ class Dispatcher:
         self._queue_changed = True
         self._notifier.notify(job.id)
         if State(job.state) in ENDED:
+            self._alarm.forget(job.id)
             self._signalled = {mark for mark in self._signalled if mark[0] != job.id}
 
 

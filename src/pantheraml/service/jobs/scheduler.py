@@ -2,17 +2,31 @@
 
 Order: priority, which grows with waiting; then the user who has used the least device time lately; then who came first.
 The first job that does not fit reserves the devices it needs: later ones go ahead only if they end before these are
-free, by the plan's prediction. So small jobs fill gaps, and no large one starves.
+free, by the plan's prediction, or use devices that it may not have. So small jobs fill gaps, and no large one starves.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+USAGE_DAYS = 30
+"""Over which an allowance of hours counts."""
 AGING_SECONDS = 3600.0
 """A job that has waited this long counts as one priority higher, and so on."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an administrator has put a job: it counts as another one, and comes right before or after it."""
+
+    owner: str
+    priority: int
+    queued_at: float
+    tie: float
+    """Order among those that count as the same job; 0 for the job itself."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +38,23 @@ class Waiting:
     devices: int
     """How many it needs."""
     predicted_seconds: float | None
+    allowed: frozenset[str] | None = None
+    """Devices that it may have; None: all."""
+
+    place: Place | None = None
+
+    def may_have(self, device: str) -> bool:
+        return self.allowed is None or device in self.allowed
+
+    @property
+    def counts_as(self) -> Place:
+        return self.place or Place(self.owner, self.priority, self.queued_at, 0.0)
 
 
 @dataclass(frozen=True)
 class Running:
     id: str
+    owner: str
     devices: int
     expected_end: float | None
 
@@ -45,6 +71,19 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class Allowance:
+    """What a user may use; None: no limit."""
+
+    running: int | None = None
+    """Jobs at a time."""
+    hours: float | None = None
+    """Of devices, in the last 30 days; jobs that run when it is used up go on."""
+
+
+UNLIMITED = Allowance()
+
+
+@dataclass(frozen=True)
 class Decision:
     starts: dict[str, list[str]]
     """Devices of each job to start now, in order."""
@@ -54,11 +93,29 @@ class Decision:
 def ordered(queue: Sequence[Waiting], usage: Mapping[str, float], now: float) -> list[Waiting]:
     """`usage`: recent device seconds of each user."""
 
-    def rank(job: Waiting) -> tuple[float, float, float, str]:
-        aged = job.priority + math.floor(max(0.0, now - job.queued_at) / AGING_SECONDS)
-        return (-aged, usage.get(job.owner, 0.0), job.queued_at, job.id)
+    def rank(job: Waiting) -> tuple[float, float, float, float, str]:
+        place = job.counts_as
+        aged = place.priority + math.floor(max(0.0, now - place.queued_at) / AGING_SECONDS)
+        return (-aged, usage.get(place.owner, 0.0), place.queued_at, place.tie, job.id)
 
     return sorted(queue, key=rank)
+
+
+def place_before(order: Sequence[Waiting], job_id: str, before: str | None) -> Place:
+    """Where a job of the queue has to be put so that it comes right before another one; None: at the end.
+
+    `order`: the queue, in order, with both of them.
+    """
+    others = [job for job in order if job.id != job_id]
+    index = len(others) if before is None else next(i for i, job in enumerate(others) if job.id == before)
+    ahead = others[index - 1].counts_as if index else None
+    if before is None:
+        assert ahead is not None, "a queue of one is not reordered"
+        return replace(ahead, tie=ahead.tie + 1)
+    behind = others[index].counts_as
+    if ahead is not None and replace(ahead, tie=0.0) == replace(behind, tie=0.0):
+        return replace(behind, tie=(ahead.tie + behind.tie) / 2)
+    return replace(behind, tie=behind.tie - 1)
 
 
 def decide(
@@ -68,35 +125,69 @@ def decide(
     held: Mapping[str, str],
     usage: Mapping[str, float],
     now: float,
+    allowance: Allowance = UNLIMITED,
+    hours: Mapping[str, float] | None = None,
+    unusable: Mapping[str, str] | None = None,
 ) -> Decision:
-    """`devices`: all there are; `held`: device -> job that holds it."""
-    free = [device for device in devices if device not in held]
-    active = list(running)
+    """`devices`: all there are; `held`: device -> job that holds it; `hours`: device hours of each user that count
+    against the allowance; `unusable`: why no job is started on a device."""
+    unusable, holders, active = unusable or {}, dict(held), list(running)
+    running_of = Counter(job.owner for job in running)
     starts: dict[str, list[str]] = {}
     waiting: dict[str, Reason] = {}
     first: Waiting | None = None
     reserved_at: float | None = None
     for job in ordered(queue, usage, now):
+        mine = [device for device in devices if job.may_have(device)]
+        usable = [device for device in mine if device not in unusable]
+        free = [device for device in usable if device not in holders]
         position = len(waiting) + 1
-        if first is None and job.devices <= len(free):
-            pass
-        elif first is None:
-            first, reserved_at = job, _when_free(job.devices, len(free), active)
-            text = f"needs {job.devices} of {len(devices)} devices; {len(free)} free"
-            waiting[job.id] = Reason(text, position, reserved_at)
+        refused = _refused(allowance, running_of[job.owner], (hours or {}).get(job.owner, 0.0))
+        if refused is not None:  # it reserves nothing: others are not held up by its user's limit
+            waiting[job.id] = Reason(refused, position, None)
             continue
-        elif job.devices > len(free):
-            text = f"needs {job.devices} of {len(devices)} devices, {len(free)} free; {position - 1} before it"
-            waiting[job.id] = Reason(text, position, None)
+        if len(free) < job.devices:
+            at = None
+            if first is None and len(usable) >= job.devices:  # one that nobody can serve keeps nobody waiting
+                first, reserved_at = job, _when_free(job.devices, len(free), _within(active, holders, job))
+                at = reserved_at
+            text = _shortage(job, len(mine), len(free), {name: unusable[name] for name in mine if name in unusable})
+            waiting[job.id] = Reason(
+                text if first in (None, job) else f"{text}; {position - 1} before it", position, at
+            )
             continue
-        elif not _ends_before(job, reserved_at, now):
-            text = f"would delay {first.id}, which is first in the queue and needs {first.devices} devices"
-            waiting[job.id] = Reason(text, position, None)
-            continue
-        starts[job.id], free = free[: job.devices], free[job.devices :]
+        if first is not None:
+            apart = [device for device in free if not first.may_have(device)]
+            if len(apart) < job.devices and not _ends_before(job, reserved_at, now):
+                text = f"would delay {first.id}, which is first in the queue and needs {first.devices} devices"
+                waiting[job.id] = Reason(text, position, None)
+                continue
+            free = apart if len(apart) >= job.devices else free
+        starts[job.id] = free[: job.devices]
+        holders |= dict.fromkeys(starts[job.id], job.id)
         end = None if job.predicted_seconds is None else now + job.predicted_seconds
-        active.append(Running(job.id, job.devices, end))
+        active.append(Running(job.id, job.owner, job.devices, end))
+        running_of[job.owner] += 1
     return Decision(starts, waiting)
+
+
+def _shortage(job: Waiting, devices: int, free: int, unusable: Mapping[str, str]) -> str:
+    why = ", ".join(f"{name} {reason}" for name, reason in sorted(unusable.items()))
+    return f"needs {job.devices} of {devices} devices; {free} free{f' ({why})' if why else ''}"
+
+
+def _within(active: Sequence[Running], holders: Mapping[str, str], job: Waiting) -> list[Running]:
+    """Running jobs with the devices that `job` could have of them."""
+    counted = Counter(holder for device, holder in holders.items() if job.may_have(device))
+    return [replace(each, devices=counted[each.id]) for each in active]
+
+
+def _refused(allowance: Allowance, running: int, hours: float) -> str | None:
+    if allowance.running is not None and running >= allowance.running:
+        return f"its user runs {running} job(s), as many as are allowed at a time"
+    if allowance.hours is not None and hours >= allowance.hours:
+        return f"its user has used {hours:.1f} of {allowance.hours:g} device hours of the last {USAGE_DAYS} days"
+    return None
 
 
 def _when_free(needed: int, free: int, active: Sequence[Running]) -> float | None:

@@ -1,4 +1,4 @@
-"""Device seconds that each user has used lately: what was used half a day ago counts half."""
+"""Device seconds that each user has used lately: what was used half a day ago counts half. And what use costs."""
 
 from __future__ import annotations
 
@@ -23,3 +23,14 @@ async def device_seconds(session: AsyncSession) -> dict[str, float]:
         age = 0.0 if running else now - since
         usage[owner] = usage.get(owner, 0.0) + processes * (seconds + running) * 0.5 ** (age / HALF_LIFE_SECONDS)
     return usage
+
+
+def device_hours_of(job: Job) -> float:
+    """Hours that a job has held devices, each of them counted."""
+    running = time.time() - job.started_at if job.finished_at is None and job.started_at is not None else 0.0
+    return job.processes * (job.seconds_run + max(0.0, running)) / 3600.0
+
+
+def cost_of(gpu_hours: float, price: float | None) -> float | None:
+    """None: no price was given."""
+    return None if price is None else gpu_hours * price

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from pantheraml.service.jobs.states import OPENAI_STATUS, State
+from pantheraml.service.jobs.usage import cost_of, device_hours_of
 from pantheraml.service.store.tables import Event, Job
 
 
@@ -16,6 +17,8 @@ def _chosen_here(value: Any) -> Any:
 
 
 _Auto = BeforeValidator(_chosen_here)
+METRIC_KINDS = ("train.step", "eval.done")
+"""Kinds of events that carry the figures of a step."""
 FileId = Annotated[str, Field(max_length=64)]
 
 
@@ -135,8 +138,10 @@ class Waiting(BaseModel):
     """Seconds since 1970; None: not known."""
 
 
-def job_object(job: Job, waiting: Waiting | None = None) -> dict[str, Any]:
+def job_object(job: Job, waiting: Waiting | None = None, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
     """A job as OpenAI's wire shows it; our own fields beside."""
+    hours = device_hours_of(job)
+    gpu_hours = hours if job.device == "cuda" else 0.0
     state = State(job.state)
     finish = None
     if state is State.RUNNING and job.started_at is not None and job.predicted_seconds is not None:
@@ -149,6 +154,7 @@ def job_object(job: Job, waiting: Waiting | None = None) -> dict[str, Any]:
         "estimated_finish": finish,
         "model": job.model,
         "fine_tuned_model": job.fine_tuned_model,
+        "user_provided_suffix": job.suffix,
         "organization_id": job.owner,
         "status": OPENAI_STATUS[state],
         "training_file": job.training_file,
@@ -167,6 +173,10 @@ def job_object(job: Job, waiting: Waiting | None = None) -> dict[str, Any]:
         "processes": job.processes,
         "device": job.device,
         "starts": job.token,
+        "gpu_hours": round(gpu_hours, 6),
+        "cpu_slot_hours": round(hours - gpu_hours, 6),
+        "energy_joules": job.energy_joules,
+        "cost": cost_of(gpu_hours, price_per_gpu_hour),
         "waiting_reason": None if waiting is None else waiting.reason,
         "queue_position": None if waiting is None else waiting.queue_position,
         "estimated_start": None if waiting is None else waiting.estimated_start,
@@ -180,7 +190,7 @@ def event_object(event: Event) -> dict[str, Any]:
         "created_at": int(event.created_at),
         "level": event.level,
         "message": event.message,
-        "type": "metrics" if event.kind in ("train.step", "eval.done") else "message",
+        "type": "metrics" if event.kind in METRIC_KINDS else "message",
         "data": event.data,
         "kind": event.kind,
     }

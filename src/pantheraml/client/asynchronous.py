@@ -1,0 +1,282 @@
+"""The client of the service for asyncio; `synchronous` has the same for plain programs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TypeVar
+
+import httpx2
+
+from pantheraml.base.errors import DataError, PantheraError, ServiceError, ServiceUnavailableError
+from pantheraml.client import calls, failures
+from pantheraml.client.answers import Artifact, File, Job, JobEvent, JobPlan, Model, Series
+from pantheraml.client.calls import Call, Submission
+from pantheraml.client.connection import RETRIES, connection
+from pantheraml.client.download import Download
+from pantheraml.specs.service_api import Devices, Overview, Queue, UsageReport
+
+Answer = TypeVar("Answer")
+POLL_SECONDS = 1.0
+_BLOCK = 1 << 20
+
+
+class AsyncClient:
+    """A service (`pantheraml serve`): `Client` with `await`, and `async for` over streams."""
+
+    def __init__(self, url: str | None = None, key: str | None = None, *, retries: int = RETRIES) -> None:
+        self._connection, self._retries = connection(url, key), retries
+        self.url = self._connection.url
+        self.http = httpx2.AsyncClient(**self._connection.options())
+        self.files, self.jobs = AsyncFiles(self), AsyncJobs(self)
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def models(self) -> list[Model]:
+        """Base models that may be fine-tuned, and those that one's jobs have made."""
+        return await self.send(calls.models())
+
+    async def gpus(self) -> Devices:
+        return await self.send(calls.gpus())
+
+    async def queue(self, limit: int = 1000) -> Queue:
+        return await self.send(calls.queue(limit))
+
+    async def move(self, job_id: str, before: str | None) -> Queue:
+        """Put a job of the queue before another one; None: at the end. For administrators."""
+        return await self.send(calls.move(job_id, before))
+
+    async def overview(self) -> Overview:
+        return await self.send(calls.overview())
+
+    async def usage(
+        self, group_by: Literal["user", "job"] = "user", start: float | None = None, end: float | None = None
+    ) -> UsageReport:
+        return await self.send(calls.usage(group_by, start, end))
+
+    async def send(self, call: Call[Answer]) -> Answer:
+        """Send a call, again if it did not arrive: none of them does more when it arrives twice."""
+        for attempt in range(self._retries + 1):
+            wait: str | None = None
+            try:
+                response = await self.http.request(
+                    call.method, call.path, params=call.params, json=call.json, headers=call.headers
+                )
+            except httpx2.HTTPError as err:
+                failure: PantheraError = failures.unreachable(err, self.url)
+            else:
+                if response.is_success:
+                    return failures.parsed(call, response)
+                failure = _refusal(response)
+                wait = response.headers.get("retry-after")
+            if not isinstance(failure, ServiceUnavailableError) or attempt == self._retries:
+                raise failure
+            await asyncio.sleep(failures.pause_before(attempt, wait))
+        raise AssertionError("unreachable")
+
+    async def fetch(self, path: str, target: Path) -> Path:
+        """Fetch content into a file, and go on where an earlier attempt ended."""
+        download, failed = Download(target), 0
+        target.parent.mkdir(parents=True, exist_ok=True)
+        while not download.is_whole:
+            before = download.have
+            try:
+                await self._fetch_more(download, path)
+            except (httpx2.HTTPError, ServiceUnavailableError) as err:
+                failed = 0 if download.have > before else failed + 1
+                if failed > self._retries:
+                    if isinstance(err, httpx2.HTTPError):
+                        raise failures.unreachable(err, self.url) from err
+                    raise
+                await asyncio.sleep(failures.pause_before(failed))
+        return download.finish()
+
+    async def _fetch_more(self, download: Download, path: str) -> None:
+        async with self.http.stream("GET", path, headers=download.headers()) as response:
+            if response.status_code == 416:  # an empty file has no first byte
+                download.etag, download.total = "empty", 0
+                download.part.touch()
+                return
+            if not response.is_success:
+                await response.aread()
+                raise _refusal(response)
+            if download.etag is None:
+                download.learn(response)
+                return
+            offset = download.begin(response)
+            with open(download.part, "ab" if offset else "wb") as file:
+                async for block in response.aiter_bytes(_BLOCK):
+                    file.write(block)
+
+
+def _refusal(response: httpx2.Response) -> PantheraError:
+    return failures.refused(response.status_code, response.content, response.headers.get("x-request-id"))
+
+
+class AsyncFiles:
+    """Training data, and what jobs have written."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def upload(self, path: str | os.PathLike[str], purpose: str = "fine-tune") -> File:
+        """Upload a file; DataError with the line and the reason if a row of it is wrong."""
+        place = Path(path)
+        try:
+            content = open(place, "rb")  # noqa: SIM115 - closed below
+        except OSError as err:
+            raise DataError(f"{place} cannot be read: {err.strerror}.") from err
+        with content:
+            try:
+                response = await self._client.http.post(
+                    "/v1/files", data={"purpose": purpose}, files={"file": (place.name, content)}
+                )
+            except httpx2.HTTPError as err:
+                raise failures.unreachable(err, self._client.url) from err
+        if not response.is_success:
+            raise _refusal(response)
+        return failures.parsed(Call("POST", "/v1/files", File.model_validate), response)
+
+    async def list(self, purpose: str | None = None) -> list[File]:
+        return await self._client.send(calls.list_files(purpose))
+
+    async def get(self, file_id: str) -> File:
+        return await self._client.send(calls.get_file(file_id))
+
+    async def delete(self, file_id: str) -> None:
+        await self._client.send(calls.delete_file(file_id))
+
+    async def download(self, file_id: str, target: str | os.PathLike[str]) -> Path:
+        return await self._client.fetch(calls.content_path(file_id), Path(target))
+
+
+class AsyncJobs:
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def submit(self, submission: Submission) -> Job:
+        return await self._client.send(calls.submit(submission))
+
+    async def plan(self, submission: Submission) -> JobPlan:
+        """What the job would be: devices, memory and time, with reasons. Nothing is queued."""
+        return await self._client.send(calls.plan(submission))
+
+    async def list(self, limit: int | None = None) -> list[Job]:
+        """The newest first; None: all."""
+        found: list[Job] = []
+        more = True
+        while more and calls.take(found, limit) > 0:
+            page = await self._client.send(calls.list_jobs(found[-1].id if found else None, calls.take(found, limit)))
+            found += page.data
+            more = page.has_more
+        return found
+
+    async def get(self, job_id: str) -> Job:
+        return await self._client.send(calls.get_job(job_id))
+
+    async def pause(self, job_id: str) -> Job:
+        """Save its state and free its devices."""
+        return await self._client.send(calls.change_job(job_id, "pause"))
+
+    async def resume(self, job_id: str) -> Job:
+        return await self._client.send(calls.change_job(job_id, "resume"))
+
+    async def cancel(self, job_id: str) -> Job:
+        return await self._client.send(calls.change_job(job_id, "cancel"))
+
+    async def wait(self, job_id: str) -> Job:
+        """The job, when it has ended."""
+        async for _ in self.stream(job_id):
+            pass
+        return await self.get(job_id)
+
+    async def events(self, job_id: str, limit: int = 100) -> Sequence[JobEvent]:
+        """The newest first."""
+        return await self._client.send(calls.events(job_id, limit))
+
+    async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[JobEvent]:
+        """Events as they come, from the first one or after one, until the job has ended. A lost connection is made
+        again, and no event is lost or told twice."""
+        failed = 0
+        while True:
+            try:
+                async with self._client.http.stream(
+                    "GET", calls.stream_path(job_id), headers={} if after is None else {"last-event-id": after}
+                ) as response:
+                    if not response.is_success:
+                        await response.aread()
+                        raise _refusal(response)
+                    async for each in httpx2.EventSource(response):
+                        failed = 0
+                        if each.event == "end":
+                            return
+                        event = JobEvent.model_validate_json(each.data)
+                        after = event.id
+                        yield event
+                failure: PantheraError = ServiceUnavailableError("The service ended the stream before the job ended.")
+            except httpx2.HTTPError as err:
+                failure = failures.unreachable(err, self._client.url)
+            except ServiceUnavailableError as err:
+                failure = err
+            failed += 1
+            if failed > self._client._retries:
+                raise failure
+            await asyncio.sleep(failures.pause_before(failed))
+
+    async def series(
+        self, job_id: str, metric: str = "train_loss", after: int = 0, points: int | None = None
+    ) -> Series:
+        """A figure over the steps, thinned by the service to about `points` (2,000)."""
+        return await self._client.send(calls.series(job_id, metric, after, points))
+
+    async def logs(self, job_id: str, tail: int | None = None) -> str:
+        """Output of the job's processes so far; `tail`: the last bytes alone."""
+        return (await self.read_log(job_id, f"bytes=-{tail}" if tail else "bytes=0-")).decode(errors="replace")
+
+    async def follow_logs(self, job_id: str) -> AsyncIterator[str]:
+        """Output of the job's processes as it comes, until the job has ended."""
+        offset = 0
+        while True:
+            ended = (await self.get(job_id)).has_ended  # first: what it wrote before it ended is then read below
+            content = await self.read_log(job_id, f"bytes={offset}-")
+            offset += len(content)
+            if content:
+                yield content.decode(errors="replace")
+            elif ended:
+                return
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def read_log(self, job_id: str, range: str) -> bytes:
+        """A range of the output; empty if there is none yet."""
+        try:
+            response = await self._client.http.get(calls.logs_path(job_id), headers={"range": range})
+        except httpx2.HTTPError as err:
+            raise failures.unreachable(err, self._client.url) from err
+        if response.status_code == 416:
+            return b""
+        if response.is_success:
+            return response.content
+        failure = _refusal(response)
+        if isinstance(failure, ServiceError) and failure.status == 404 and await self.get(job_id):
+            return b""  # the job is there, its output is not
+        raise failure
+
+    async def artifacts(self, job_id: str) -> Sequence[Artifact]:
+        return await self._client.send(calls.artifacts(job_id))
+
+    async def download(self, job_id: str, name: str, target: str | os.PathLike[str]) -> Path:
+        """Fetch one of a job's artifacts."""
+        return await self._client.fetch(calls.artifact_path(job_id, name), Path(target))

@@ -1,0 +1,89 @@
+"""Fetch a file in pieces: what was there when a connection, or this program, ended is not fetched again.
+
+The piece lies beside the target, in a file named after the version of the content (its ETag), and becomes the target
+when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+
+from pantheraml.base.errors import ServiceError, StorageError
+
+_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
+
+
+@dataclass
+class Download:
+    """A file on its way to `target`."""
+
+    target: Path
+    etag: str | None = None
+    total: int | None = None
+
+    @property
+    def part(self) -> Path:
+        mark = hashlib.sha256((self.etag or "none").encode()).hexdigest()[:12]
+        return self.target.with_name(f".{self.target.name}.{mark}.part")
+
+    @property
+    def have(self) -> int:
+        """Bytes that are there."""
+        return self.part.stat().st_size if self.etag is not None and self.part.is_file() else 0
+
+    def headers(self) -> dict[str, str]:
+        """Of the next request. The first one asks for a byte, to learn which version there is."""
+        if self.etag is None:
+            return {"range": "bytes=0-0"}
+        return {"range": f"bytes={self.have}-", "if-range": self.etag} if self.have and self.etag else {}
+
+    def learn(self, response: httpx2.Response) -> None:
+        """Note version and size from the answer to the first request."""
+        self.etag = response.headers.get("etag") or ""
+        self.total = _total(response)
+        if not self.etag:  # what is there may be of another version
+            self.part.unlink(missing_ok=True)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.total is not None and self.have == self.total
+
+    def begin(self, response: httpx2.Response) -> int:
+        """Where the bytes of this answer belong."""
+        if response.status_code != 206:
+            self.etag, self.total = response.headers.get("etag") or "", _length(response)
+            return 0
+        found = _RANGE.fullmatch(response.headers.get("content-range", ""))
+        if found is None or int(found[1]) != self.have:
+            raise ServiceError("The service sent another range than was asked for.", status=response.status_code)
+        return int(found[1])
+
+    def finish(self) -> Path:
+        """Make it the target. StorageError if it is not whole."""
+        size = self.part.stat().st_size
+        if self.total is not None and size != self.total:
+            raise StorageError(f"{self.target} has {size:,} of {self.total:,} bytes.", fix="Start the download again.")
+        for other in self.target.parent.glob(f".{_literal(self.target.name)}.*.part"):
+            if other != self.part:
+                other.unlink(missing_ok=True)  # of another version
+        self.part.replace(self.target)
+        return self.target
+
+
+def _literal(name: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def _total(response: httpx2.Response) -> int | None:
+    found = _RANGE.fullmatch(response.headers.get("content-range", ""))
+    return int(found[2]) if found else _length(response)
+
+
+def _length(response: httpx2.Response) -> int | None:
+    text = response.headers.get("content-length", "")
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,188 @@
+"""What is going on here: devices and who holds them, the queue, running jobs and how long they take, incidents."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import load_only
+
+from pantheraml.devices.health import Health
+from pantheraml.devices.sampler import GPUSnapshot
+from pantheraml.service.auth import Principal
+from pantheraml.service.context import ServiceContext
+from pantheraml.service.jobs.alarm import active_alerts
+from pantheraml.service.jobs.states import ACTIVE, State
+from pantheraml.service.store.jobs import leases
+from pantheraml.service.store.tables import Event, Job
+from pantheraml.specs.service_api import DeviceStatus, HostStatus, Incident, QueueEntry, RunningJob
+
+PACE_STEPS = 20
+"""Newest steps by whose pace the time left is told."""
+_LATELY_SECONDS = 10.0
+
+
+def host_now(context: ServiceContext) -> HostStatus:
+    spec = context.dispatcher.inventory.spec
+    sample = next(reversed(context.sampler.samples(after=time.monotonic() - _LATELY_SECONDS)), None)
+    return HostStatus(
+        cpu_count=spec.cpu_count,
+        cpu_percent=None if sample is None else sample.cpu_percent,
+        ram_used_bytes=None if sample is None else sample.ram_used_bytes,
+        ram_total_bytes=spec.ram_bytes,
+        driver=spec.driver,
+        note=spec.note,
+    )
+
+
+async def devices_now(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[DeviceStatus]:
+    held = await leases(session)
+    query = select(Job.id, Job.owner).where(Job.id.in_({lease.job_id for lease in held.values()}))
+    owners = {row.id: row.owner for row in await session.execute(query)}
+    sample = next(reversed(context.sampler.samples(after=time.monotonic() - _LATELY_SECONDS)), None)
+    snapshots = {} if sample is None else {each.index: each for each in sample.gpus}
+    health = context.sampler.health()
+    gpus = {f"gpu:{gpu.index}": gpu for gpu in context.dispatcher.inventory.spec.gpus}
+    found = []
+    for name in context.dispatcher.inventory.devices:
+        gpu = gpus.get(name)
+        index = None if gpu is None else gpu.index
+        job = None if name not in held else held[name].job_id
+        visible = job if job is not None and principal.owner in (None, owners.get(job)) else None
+        found.append(
+            DeviceStatus(
+                device=name,
+                kind="cpu" if gpu is None else "gpu",
+                name=None if gpu is None else gpu.name,
+                in_use=job is not None,
+                job=visible,
+                user=None if visible is None else owners.get(visible),
+                **_readings(None if index is None else snapshots.get(index)),
+                **_judgement(None if index is None else health.get(index)),
+            )
+        )
+    return found
+
+
+def _readings(now: GPUSnapshot | None) -> dict[str, Any]:
+    if now is None:
+        return {}
+    return {
+        "memory_total_bytes": now.total_bytes,
+        "memory_used_bytes": now.used_bytes,
+        "utilization_percent": now.utilization_percent,
+        "temperature_celsius": now.temperature_celsius,
+        "power_watts": now.power_watts,
+    }
+
+
+def _judgement(health: Health | None) -> dict[str, Any]:
+    return {} if health is None else {"health": health.status, "health_reasons": list(health.reasons)}
+
+
+async def queue_now(
+    session: AsyncSession, context: ServiceContext, principal: Principal, limit: int | None
+) -> tuple[list[QueueEntry], int]:
+    """The first jobs of the queue, and how long it is."""
+    columns = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
+    query = select(*columns).where(Job.state == State.QUEUED.value).order_by(Job.queued_at, Job.id)
+    rows = {row[0]: row for row in await session.execute(query)}
+    reasons = {name: context.dispatcher.reason(name) for name in rows}
+    order = sorted(rows, key=lambda name: reason.position if (reason := reasons[name]) else len(rows) + 1)
+    found = []
+    for position, name in enumerate(order[:limit], 1):
+        _, owner, model, priority, processes, queued_at, suffix = rows[name]
+        mine, reason = principal.owner in (None, owner), reasons[name]
+        start = None if reason is None else reason.estimated_start
+        found.append(
+            QueueEntry(
+                position=position,
+                job=name if mine else None,
+                user=owner if mine else None,
+                model=model if mine else None,
+                suffix=suffix if mine else None,
+                priority=priority,
+                devices=processes,
+                waiting_reason="it was queued a moment ago" if reason is None else _told(reason.text, mine),
+                estimated_start=None if start is None else int(start),
+                queued_at=None if queued_at is None else int(queued_at),
+            )
+        )
+    return found, len(rows)
+
+
+def _told(reason: str, mine: bool) -> str:
+    return reason if mine else "waits for its turn"
+
+
+async def running_now(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[RunningJob]:
+    query = select(Job).where(Job.state.in_([state.value for state in ACTIVE])).order_by(Job.started_at, Job.id)
+    columns = load_only(Job.id, Job.owner, Job.model, Job.suffix, Job.state, Job.started_at, Job.token)
+    if principal.owner is not None:
+        query = query.where(Job.owner == principal.owner)
+    held = await leases(session)
+    jobs = (await session.scalars(query.options(columns))).all()
+    return [
+        await _running(session, job, sorted(name for name, lease in held.items() if lease.job_id == job.id))
+        for job in jobs
+    ]
+
+
+async def _running(session: AsyncSession, job: Job, devices: list[str]) -> RunningJob:
+    newest = select(Event).where(Event.job_id == job.id).order_by(Event.id.desc())
+    started = await session.scalar(newest.where(Event.kind == "train.started").limit(1))
+    steps = (await session.scalars(newest.where(Event.kind == "train.step").limit(PACE_STEPS))).all()
+    total = None if started is None else started.data.get("total_steps")
+    last = steps[0] if steps else None
+    this_start = [event for event in steps if started is None or event.id > started.id]
+    step = None if last is None else last.step
+    return RunningJob(
+        job=job.id,
+        user=job.owner,
+        model=job.model,
+        suffix=job.suffix,
+        state=job.state,
+        devices=devices,
+        started_at=None if job.started_at is None else int(job.started_at),
+        step=step,
+        total_steps=total,
+        progress=None if not total or step is None else min(1.0, step / total),
+        epoch=None if last is None else last.data.get("epoch"),
+        train_loss=None if last is None else last.data.get("train_loss"),
+        tokens_per_second=None if last is None else last.data.get("tokens_per_second"),
+        seconds_left=_seconds_left(this_start, total, time.time()),
+        alerts=await active_alerts(session, job.id),
+    )
+
+
+def _seconds_left(steps: list[Event], total: int | None, now: float) -> float | None:
+    """By the pace of these steps, the newest first; None: not known."""
+    if total is None or len(steps) < 2:
+        return None
+    last, first = steps[0], steps[-1]
+    gained, elapsed = (last.step or 0) - (first.step or 0), last.created_at - first.created_at
+    if gained <= 0 or elapsed <= 0:
+        return None
+    left = (total - (last.step or 0)) * elapsed / gained
+    return max(0.0, left - max(0.0, now - last.created_at))
+
+
+async def incidents_now(session: AsyncSession, principal: Principal, limit: int) -> list[Incident]:
+    """Warnings and errors of jobs, the newest first."""
+    query = select(Event).where(Event.level != "info").order_by(Event.id.desc()).limit(limit)
+    if principal.owner is not None:
+        query = query.join(Job, Job.id == Event.job_id).where(Job.owner == principal.owner)
+    return [
+        Incident(
+            id=f"ftevent-{event.id}",
+            job=event.job_id,
+            created_at=int(event.created_at),
+            level=event.level,
+            kind=event.kind,
+            message=event.message,
+            step=event.step,
+        )
+        for event in (await session.scalars(query)).all()
+    ]

@@ -1,0 +1,85 @@
+"""Accounts: hours within a period, per user and job, with what is not known left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from pantheraml.base import events
+from pantheraml.service.jobs.ingest import energy_of
+from pantheraml.service.jobs.usage import cost_of
+from pantheraml.service.store.database import Database
+from pantheraml.service.store.tables import Stretch
+from pantheraml.service.store.usage import Used, used
+
+HOUR = 3600.0
+
+
+def stretch(
+    owner: str, job: str, start: float, end: float | None, *, device: str = "cuda", energy: float | None = None
+):  # type: ignore[no-untyped-def]
+    return Stretch(
+        job_id=job,
+        token=1,
+        owner=owner,
+        model="m",
+        device=device,
+        devices=2,
+        started_at=start * HOUR,
+        ended_at=None if end is None else end * HOUR,
+        energy_joules=energy,
+    )
+
+
+def test_hours_are_those_within_the_period(tmp_path: Path) -> None:
+    async def ask(**period: object) -> list[Used]:
+        database = Database(f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+        try:
+            async with database.read() as session:
+                return await used(session, **{"start": None, "owner": None, "by_job": False, **period})  # type: ignore[arg-type]
+        finally:
+            await database.close()
+
+    async def check() -> None:
+        database = Database(f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+        await database.migrate()
+        async with database.write() as session:
+            session.add_all(
+                [
+                    stretch("ann", "j1", 0, 2, energy=5.0),
+                    stretch("ann", "j1", 3, 4),
+                    stretch("ann", "j2", 9, None, energy=2.0),
+                    stretch("bob", "j3", 1, 2, device="cpu"),
+                ]
+            )
+        await database.close()
+        ann, bob = await ask(end=10 * HOUR)
+        assert (ann.jobs, ann.starts, ann.gpu_hours, ann.energy_joules) == (2, 3, pytest.approx(8.0), 7.0)
+        assert (bob.user, bob.gpu_hours, bob.cpu_slot_hours, bob.energy_joules) == (
+            "bob",
+            0.0,
+            pytest.approx(2.0),
+            None,
+        )
+        (part,) = await ask(start=1 * HOUR, end=3.5 * HOUR, owner="ann")
+        assert part.gpu_hours == pytest.approx(2 * (1 + 0.5))
+        jobs = await ask(end=10 * HOUR, owner="ann", by_job=True)
+        assert [(each.job, each.gpu_hours) for each in jobs] == [("j1", pytest.approx(6.0)), ("j2", pytest.approx(2.0))]
+
+    anyio.run(check)
+
+
+def test_energy_is_the_sum_of_what_is_known() -> None:
+    def sample(*joules: float | None) -> events.HardwareSampled:
+        return events.HardwareSampled(seconds=1, samples=1, energy_joules=list(joules), cpu_percent=None, ram_bytes=0)
+
+    assert energy_of([sample(1.0, None), sample(2.0, 3.0)]) == 6.0
+    assert energy_of([sample(None)]) is None
+    assert energy_of([]) is None
+
+
+def test_no_cost_without_a_price() -> None:
+    assert cost_of(2.0, None) is None
+    assert cost_of(2.0, 1.5) == 3.0
