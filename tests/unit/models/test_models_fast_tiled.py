@@ -12,6 +12,7 @@ from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse, long_sequence_note, tiled_mlp
 from pantheraml.models.fast import layers as fast_layers
+from pantheraml.planner.memory import fused_layers
 from tests.unit.models.test_models_fast import (
     LAYERS,
     adapted,
@@ -171,6 +172,10 @@ def test_the_note_says_what_runs_how(monkeypatch: pytest.MonkeyPatch) -> None:
     use_document_attention(unfused.get_base_model())
     text = "2 x 29 tokens: MLPs run whole: tiles need fused layers; attention: torch's, on the CPU"
     assert note(unfused) == text
+
+
+def test_the_planner_knows_the_size_of_a_tile() -> None:
+    assert fused_layers.TILE == tiled_mlp.TILE
 
 
 def test_layers_use_it() -> None:
