@@ -73,6 +73,24 @@ def test_selective_checkpointing_of_fused_layers_saves_nothing(llama: ModelShape
     assert sizes["selective"] > sizes["none"] > sizes["full"] > sizes["offload"]
 
 
+def test_long_sequences_are_predicted_in_tiles(llama: ModelShapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From two tiles on, and only in the modes that recompute whole layers."""
+    changes: dict[str, Any] = {"activation_checkpointing": "offload", "micro_batch": 1, "frozen_weights": "nf4"}
+
+    def activations(seq_len: int, **others: Any) -> int:
+        return predicted(llama, LORA, **{**changes, "seq_len": seq_len, **others}).parts["activations"]
+
+    tiled = [activations(seq_len) for seq_len in (32_767, 32_768, 131_072)]
+    saved = activations(131_072, activation_checkpointing="none")
+    monkeypatch.setattr("pantheraml.planner.memory.fused_layers.TILE", 1 << 30)
+    whole = [activations(seq_len) for seq_len in (32_767, 32_768, 131_072)]
+    assert tiled[0] == whole[0]
+    assert tiled[1] < whole[1]
+    # gate and up with their gradients, in bf16 and e4m3, of all but one tile
+    assert whole[2] - tiled[2] > (131_072 - 16_384) * 28_672 * 3
+    assert saved == activations(131_072, activation_checkpointing="none")
+
+
 def test_leaner_weights_and_states_need_less(llama: ModelShapes) -> None:
     bf16, fp8, nf4 = (predicted(llama, LORA, frozen_weights=each).parts["weights"] for each in (None, "fp8", "nf4"))
     assert bf16 > fp8 > nf4

@@ -221,7 +221,10 @@ class _Rank:
     def _layer(self) -> _Layer:
         sizes, mode = self.sizes, self.setting.activation_checkpointing
         recomputes = mode in ("full", "offload")
-        if self.fused:
+        if self.fused and fused_layers.is_tiled(sizes):
+            kept = blocks_bytes(fused_layers.tiled_kept_tensors(sizes))
+            backward = max(moment.bytes for moment in fused_layers.tiled_backward_transients(sizes))
+        elif self.fused:
             kept = blocks_bytes(fused_layers.kept_tensors(sizes))
             moments = fused_layers.backward_transients(sizes, owns_kept=recomputes)
             backward = max(moment.bytes for moment in moments)

@@ -34,7 +34,7 @@ class JobPage {
     this.job = /** @type {Job} */ (/** @type {unknown} */ (null));
     this.plan = /** @type {any} */ (null);
     this.figures = new Figures(this.id);
-    this.charts = new JobCharts(this.figures, () => this.plan?.prediction?.memory?.device_bytes ?? this.plan?.predicted_memory_bytes ?? null);
+    this.charts = new JobCharts(this.figures, () => this.plan?.predicted_memory_bytes ?? null);
     this.hardware = new HardwareCharts(this.id);
     /** @type {any[]} messages, newest first */
     this.events = [];

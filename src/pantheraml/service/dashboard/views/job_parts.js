@@ -90,6 +90,7 @@ export function logPart(id, running, signal) {
       const fresh = at < 0 ? bytes : bytes.subarray(at > 0 ? 1 : 0);
       if (at < 0 && Number(from) > 0) note.textContent = `from byte ${Number(from).toLocaleString("en-US")} on; Files has the beginning`;
       at = Number(to) + 1;
+      if (at === 0) note.textContent = running() ? "Its processes have written nothing yet." : "Its processes wrote nothing.";
       if (fresh.length) text.append(document.createTextNode(new TextDecoder().decode(fresh)));
       if (follow.checked && fresh.length) text.scrollTop = text.scrollHeight;
     } catch (err) {
