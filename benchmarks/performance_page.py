@@ -218,7 +218,9 @@ OPTIMIZATIONS = (
         "`train.activation_checkpointing=offload`, the memory-lean mode, is `full` with layer inputs in pinned host"
         " memory. They are copied out while the GPU computes, and prefetched one layer ahead. When recomputing, fused"
         " layers skip the MLP's last matmul, and in bf16, if gate and up have no adapters, overwrite them with their"
-        " gradients.",
+        " gradients. From 32,768 tokens on, fused layers run what follows attention in tiles of 16,384 tokens, in"
+        " `offload` and `full`: forward saves nothing of it, and backward recomputes and differentiates one tile after"
+        " the other, the same matmuls in pieces.",
     ),
     Optimization(
         "stochastic_rounding",

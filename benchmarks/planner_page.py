@@ -15,6 +15,7 @@ from inputs import FAMILY, SHAPES
 from suites.run_case import cli_settings
 from table import markdown_table
 
+from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.planner.choose import choose
 from pantheraml.planner.memory import predict_memory, why_not_predicted
 from pantheraml.planner.memory.head import chunk_rows
@@ -38,8 +39,8 @@ H200 = DeviceSpec(
 
 FIRST_COMPARABLE = "2026-11-16T13:30"
 """Before, layers kept other tensors: the rows of the MLP, for example, which are recomputed now."""
-ONE_LAYOUT_COMMITS = ("f293ba1",)
-"""Runs of code with one layout of fp8 weights."""
+ONE_LAYOUT_FROM = "2026-11-18T21:50"
+"""Since then, fp8 weights have one layout."""
 SECOND_LAYOUT_SHARE = 0.75
 """Second layouts took up to this share of the memory of all fp8 weights, of MLPs alone."""
 BIG_CHUNKS_FROM = "2026-11-18T21:27"
@@ -182,7 +183,6 @@ class Compared:
 
 
 def compare(run: Measured) -> Compared:
-    shapes = model_shapes(run.model)
     sections: dict[str, dict[str, object]] = {"model": {"path": "model"}, "data": {"path": "data.jsonl"}}
     for key, value in run.settings.items():
         section, _, name = key.partition(".")
@@ -190,16 +190,20 @@ def compare(run: Measured) -> Compared:
     config = validate(sections)
     setting = setting_of(config, choose(config, H200))
     then = _code_then(run, setting)
+    try:
+        shapes = model_shapes(run.model)
+    except UnsupportedModelError as err:
+        return Compared(run, setting, then, None, None, err.what)
     found = predict_memory(shapes, setting, capability=(9, 0))
     if found is None:
-        return Compared(run, setting, then, None, None, why_not_predicted(shapes, setting))
+        return Compared(run, setting, then, None, None, why_not_predicted(shapes, setting, capability=(9, 0)))
     total = found.allocated_bytes + then.extra_bytes(shapes, setting, found)
     return Compared(run, setting, then, total / GIB, found.instant, None)
 
 
 def _code_then(run: Measured, setting: Setting) -> CodeThen:
     fp8 = setting.frozen_weights == "fp8" and setting.fused
-    two = fp8 and setting.activation_checkpointing == "none" and run.commit not in ONE_LAYOUT_COMMITS
+    two = fp8 and setting.activation_checkpointing == "none" and run.date < ONE_LAYOUT_FROM
     return CodeThen(
         two_layouts=two and not run.case.startswith("fp8_layouts off"), small_chunks=fp8 and run.date < BIG_CHUNKS_FROM
     )

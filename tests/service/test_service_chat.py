@@ -116,6 +116,12 @@ def test_what_cannot_be_done_is_refused(client: OpenAI, changes: dict[str, Any],
         answer(client, **changes)
 
 
+def test_a_body_that_is_no_json(server: Server) -> None:
+    with server.http() as http:
+        answered = http.post("/v1/chat/completions", content=b"{bad", headers={"content-type": "application/json"})
+    assert (answered.status_code, answered.json()["error"]["message"]) == (400, "The body is not valid JSON.")
+
+
 def test_unknown_models(client: OpenAI) -> None:
     for name in ("none", "../tiny", "ft:tiny:local::00000000"):
         with pytest.raises(openai.NotFoundError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -183,3 +184,22 @@ def test_a_trained_model_is_announced(service: Server, receiver: Receiver) -> No
     wait_for(client, job.id, "succeeded")
     wait_until(lambda: receiver.messages)
     assert '"type": "fine_tuning.job.succeeded"' in receiver.messages[0][1]
+
+
+@pytest.mark.extended
+def test_a_stall_is_announced(own_server: Callable[..., Server], receiver: Receiver) -> None:
+    server = own_server("--cpu-slots", "1", "--stall-seconds", "3", "--allow-private-webhooks")
+    client = server.client()
+    client.webhooks.create(name="ours", url=receiver.url, event_types=["fine_tuning.job.stalled"])  # type: ignore[list-item]
+    file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=file, hyperparameters={"n_epochs": 5000})
+    wait_until(lambda: "training loss" in client.fine_tuning.jobs.list_events(job.id, limit=1).data[0].message)
+    for process in server.processes(job.id):
+        if "pantheraml.runs.supervisor" not in process.cmdline():
+            process.suspend()
+    wait_until(lambda: receiver.messages)
+    event = json.loads(receiver.messages[0][1])
+    assert (event["type"], event["data"]["id"]) == ("fine_tuning.job.stalled", job.id)
+    assert "Nothing has moved for" in event["data"]["message"]
+    client.fine_tuning.jobs.cancel(job.id)
+    wait_for(client, job.id, "cancelled")

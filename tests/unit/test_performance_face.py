@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from pantheraml.base.errors import ConfigError, UnsupportedModelError
 from pantheraml.engine import tuning
@@ -135,6 +135,9 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "single samples": lambda **more: DataLoader(TensorDataset(torch.arange(10.0)), batch_size=None, **more),
     "own sampler": lambda **more: DataLoader(TensorDataset(torch.arange(10.0)), sampler=[7, 1, 3], **more),
     "own batches": lambda **more: DataLoader(TensorDataset(torch.arange(10.0)), batch_sampler=[[7, 1], [3]], **more),
+    "torch's batches": lambda **more: DataLoader(
+        TensorDataset(torch.arange(10.0)), batch_sampler=BatchSampler([7, 1, 3], 2, drop_last=False), **more
+    ),
     "stream": lambda **more: DataLoader(Stream(), batch_size=4, drop_last=True, **more),
     "stream of samples": lambda **more: DataLoader(Stream(), batch_size=None, **more),
 }

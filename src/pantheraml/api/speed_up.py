@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from peft import PeftModel, PeftModelForCausalLM
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,11 +20,13 @@ from pantheraml.models.experts import speed_up_experts
 from pantheraml.models.fast import (
     enable_layer_graphs,
     fuse,
+    long_sequence_note,
     quantize_head_like_layers,
 )
 from pantheraml.models.model_kind import vision_parts
 from pantheraml.models.module_walk_cache import use_cached_walk
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
+from pantheraml.models.quantize.int8 import Int8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.quantize.quantized_linear import constant_buffers
 from pantheraml.models.trained_copies import use_float32_copies
@@ -43,6 +47,10 @@ def prepare_adapted(fast: FastCausalLM, adapted: PeftModel, checkpointing: Check
     if type(adapted) is PeftModelForCausalLM:
         use_cached_walk(adapted)
     _speed_up(fast, adapted, checkpointing)
+    on_gpu = cast(PreTrainedModel, fast).device.type == "cuda"
+    on_one_gpu = on_gpu and not is_split(adapted) and not vision_parts(fast)
+    if checkpointing is False and on_one_gpu and _can_compile(adapted):
+        compile_steady_shapes(fast)
     # otherwise a trainer's DDP would broadcast quantized weights before every forward
     ignore_in_ddp(adapted, constant_buffers(adapted))
 
@@ -65,7 +73,24 @@ def _speed_up(
     if checkpointing is False:
         return
     apply_checkpointing(full_model, CHECKPOINTING[checkpointing])
+    lean = CHECKPOINTING[checkpointing] in ("full", "offload")
+    note = long_sequence_note(fast, rows=1, width=fast.max_seq_length or 0, lean=lean)
+    if note is not None:
+        logger.info(note)
     fast.lock_checkpointing(CHECKPOINTING[checkpointing])
+
+
+def _can_compile(adapted: nn.Module) -> bool:
+    """Return whether layers that are not fused are compiled: where our own loop compiles them as well."""
+    return not any(
+        isinstance(module, NF4Linear | Int8Linear | ParamWrapper)
+        or (isinstance(module, LoraLayer) and _has_dropout_or_dora(module))
+        for module in adapted.modules()
+    )
+
+
+def _has_dropout_or_dora(layer: LoraLayer) -> bool:
+    return any(layer.use_dora.values()) or any(type(each) is not nn.Identity for each in layer.lora_dropout.values())
 
 
 def speed_up_full(

@@ -116,7 +116,7 @@ def _parse(raw: bytes) -> EventBase | None:
         ):
             return None
         return parse_event(values)
-    except (ValueError, ValidationError):
+    except (ValueError, ValidationError, RecursionError):
         return None
 
 

@@ -20,15 +20,19 @@ Number = float
 """NaN and infinity are written as strings, since JSON has neither; reading gives floats again."""
 
 
+MAX_TIME = 250e9
+"""In the year 9892: a date that Python can print, wherever a stream came from."""
+
+
 class EventBase(BaseModel):
     """Fields of every event; the writer fills them in."""
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
 
     v: int = SCHEMA_VERSION
-    time: float = 0.0
+    time: Annotated[float, Field(ge=0, le=MAX_TIME, allow_inf_nan=False)] = 0.0
     """Seconds since 1970, by a clock that may be set."""
-    clock: float | None = None
+    clock: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Seconds by the host's monotonic clock; None in streams of early versions."""
     rank: int | None = 0
     kind: str

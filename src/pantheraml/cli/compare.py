@@ -31,9 +31,12 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.base.roots import require_allowed
     from pantheraml.readers.compare import compare
     from pantheraml.readers.summary import as_json
 
+    if arguments.html:
+        require_allowed(arguments.html, key="--html")
     found = compare([Path(name) for name in arguments.runs])
     if arguments.html:
         from pantheraml.readers.compare_page import write_comparison

@@ -35,10 +35,13 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.base.roots import require_allowed
     from pantheraml.specs.import_config.convert import convert_file
 
-    conversion = convert_file(Path(arguments.file), arguments.source)
     output = arguments.output
+    if output is not None:
+        require_allowed(output, key="--output")
+    conversion = convert_file(Path(arguments.file), arguments.source)
     if output is not None:
         _write(Path(output), conversion.text)
     command = conversion.command(output or "run.yaml")

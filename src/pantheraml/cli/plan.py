@@ -118,7 +118,14 @@ def _checked(config: TrainConfig) -> ModelFacts:
         raise ModelError(err.what, where=err.where, fix=fix) from err
     if config.data.path:
         check_data(config)
-    return model_facts(config.model, folder)
+    facts = model_facts(config.model, folder)
+    if facts.invalid:
+        raise ModelError(
+            f"The model cannot be planned: {facts.why_unknown}.",
+            where=str(folder / "config.json"),
+            fix="Correct it, or download the model again.",
+        )
+    return facts
 
 
 def _described(cluster: Cluster, config: TrainConfig) -> tuple[TrainConfig, ProcessRank | None, DeviceFacts | None]:

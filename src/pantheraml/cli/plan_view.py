@@ -24,6 +24,7 @@ def show(plan: Plan, config: TrainConfig, facts: ModelFacts, *, explain: bool) -
         _line(f"Warning: {message}.")
     prediction = plan.prediction
     if prediction is None:
+        _line('Note: memory and time are predicted for GPUs only; describe some with --gpus "1xH100".')
         return
     _line("")
     if facts.shapes is not None:

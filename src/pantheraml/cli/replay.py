@@ -88,4 +88,10 @@ def _plan(run: RunDir, device: str | None, consent: Consent) -> Any:
     if here != original.device:
         changes["model"] = config.model.model_copy(update={"precision": "auto"})
     plan = choose(config.model_copy(update=changes), probe())
-    return plan.model_copy(update={"micro_batch_size": original.micro_batch_size})
+    same: dict[str, Any] = {"micro_batch_size": original.micro_batch_size}
+    if here == original.device:  # chosen by comparing plans, perhaps; these rules alone could choose others
+        same |= {
+            "frozen_weights": original.frozen_weights,
+            "activation_checkpointing": original.activation_checkpointing,
+        }
+    return plan.model_copy(update=same)

@@ -23,12 +23,15 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.base.roots import require_allowed
     from pantheraml.readers import number_format as figures
     from pantheraml.readers.recorded_run import read_run
     from pantheraml.readers.report import write_report
     from pantheraml.readers.summary import as_json
 
     folder = Path(arguments.run_dir)
+    if arguments.output:
+        require_allowed(arguments.output, key="--output")
     recorded = read_run(folder)
     page = write_report(folder, Path(arguments.output) if arguments.output else None)
     summary = recorded.summary

@@ -16,7 +16,7 @@ from typing import Any
 from pantheraml.base import log
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.hooks.old_trl_names import prepare_config_arguments, rename_trainer_arguments
-from pantheraml.hooks.sft_texts import TEXT_FIELD_SET
+from pantheraml.hooks.sft_texts import TEXT_FIELD_SET, no_rows
 from pantheraml.models.causal_lm import fast_model
 
 logger = log.get(__name__)
@@ -66,6 +66,8 @@ def _with_model_length(init: Callable[..., None]) -> Callable[..., None]:
         token = _made_by_trainer.set((length, moved))
         try:
             init(*bound.args, **bound.kwargs)
+        except StopIteration as err:  # the trainer looks at the first row
+            raise no_rows("train") from err
         finally:
             _made_by_trainer.reset(token)
 

@@ -5,7 +5,8 @@
     texts that already begin with the BOS token                              the tokenizer adds a second one
     formatting_func that takes a batch of rows                               TRL passes single rows
 
-Each is done as the script says, with one warning. `dataset_text_field` counts only if the script sets it.
+Each is done as the script says, with one warning. `dataset_text_field` counts only if the script sets it. A data set
+without rows, or without a column to train on, is an error that says so, instead of a StopIteration or a KeyError.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pantheraml.base import log
+from pantheraml.base.errors import DataError
 from pantheraml.hooks.library_patch import LibraryPatch
 
 logger = log.get(__name__)
@@ -31,8 +33,11 @@ def _with_texts_as_set(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_dataset(
         self: Any, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, name: str
     ) -> Any:
-        row = next(iter(dataset))
+        row = next(iter(dataset), None)
+        if row is None:
+            raise no_rows(name)
         if "input_ids" not in row:
+            _check_columns(row, args.dataset_text_field, formatting_func, name)
             if formatting_func is not None:
                 formatting_func = _row_wise(formatting_func, row)
             dataset, formatting_func = _with_one_source(dataset, row, args, formatting_func)
@@ -40,6 +45,19 @@ def _with_texts_as_set(prepare: Callable[..., Any]) -> Callable[..., Any]:
         return prepare(self, dataset, processing_class, args, packing, formatting_func, name)
 
     return prepare_dataset
+
+
+def no_rows(name: str) -> DataError:
+    return DataError(f"The {name} data set has no rows.", fix="Check how it was loaded and filtered.")
+
+
+def _check_columns(row: Mapping[str, Any], field: str, formatting_func: Any, name: str) -> None:
+    if formatting_func is None and field not in row and not _reads_others(row):
+        raise DataError(
+            f"The {name} data set has no column to train on: it has {', '.join(map(repr, row)) or 'none'}.",
+            fix="Name the column of the texts with dataset_text_field in SFTConfig, pass formatting_func, or use the"
+            " columns messages, or prompt and completion.",
+        )
 
 
 def _with_one_source(dataset: Any, row: Mapping[str, Any], args: Any, formatting_func: Any) -> tuple[Any, Any]:

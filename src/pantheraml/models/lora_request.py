@@ -44,11 +44,14 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def requested_adapter(model: Any, request: Any) -> Iterator[None]:
-    """While active, the model has the adapter in the folder `request.path`, and no other."""
+def requested_adapter(model: Any, request: Any, *, float32: bool = False) -> Iterator[None]:
+    """While active, the model has the adapter in the folder `request.path`, and no other.
+
+    `float32`: the adapter computes in float32, as in training; otherwise in the model's dtype.
+    """
     folder = _folder(request)
     with _restored(model):
-        _add(model, folder)
+        _add(model, folder, float32=float32)
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
                 layer._active_adapter, layer._disable_adapters = [_NAME], False
@@ -65,7 +68,7 @@ def _folder(request: Any) -> Path:
     return Path(path)
 
 
-def _add(model: PreTrainedModel, folder: Path) -> None:
+def _add(model: PreTrainedModel, folder: Path, *, float32: bool) -> None:
     config, weights = read_adapter(folder)
     if config.modules_to_save or config.trainable_token_indices:
         raise ConfigError(
@@ -95,6 +98,8 @@ def _add(model: PreTrainedModel, folder: Path) -> None:
             fix="Use the base model that the adapter was trained on.",
         )
     for name, parameter in added.items():
+        if float32:
+            parameter.data = parameter.data.float()  # before it gets values that would be rounded
         parameter.data.copy_(weights[name])
 
 

@@ -37,6 +37,8 @@ ALLOCATOR_SHARE = 1.07
 CONTEXT_BYTES = 1268 << 20
 """A CUDA context on an A100, the largest that is known."""
 DEGREES = (2, 4, 8, 16)
+MANY_NODES = 16
+"""Weights are rather not gathered over more nodes than these, if replicas of shards are an alternative."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,13 @@ class Problem:
     model: ModelFacts
     hardware: DeviceFacts
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        return self.devices.gpus[0].compute_capability if self.devices.gpus else None
+
     def memory(self, setting: Setting) -> MemoryPrediction | None:
-        capability = self.devices.gpus[0].compute_capability if self.devices.gpus else None
         capacity = self.hardware.capacity_bytes
-        return predict_memory(self.shapes, setting, capacity_bytes=capacity, capability=capability)
+        return predict_memory(self.shapes, setting, capacity_bytes=capacity, capability=self.capability)
 
     @cached_property
     def time_inputs(self) -> tuple[TimeInputs | None, TimeInputs | None]:
@@ -102,10 +107,9 @@ class Candidate:
     def parallel_effort(self) -> int:
         """How much parallelism asks of links and model: the less, the fewer ways to be slower than predicted."""
         dims, node = self.setting.dims, self.problem.hardware.links.ranks_per_node
-        splits_layers = dims.world_size > dims.data
-        return (
-            sum(degree > 1 for degree in dims.degrees) + 3 * splits_layers + (dims.shard > 1) + 2 * (dims.shard > node)
-        )
+        used = sum(degree > 1 for degree in dims.degrees)
+        far = 2 * (dims.shard > node) + 2 * (dims.shard > MANY_NODES * node)
+        return used + 3 * (dims.world_size > dims.data) + (dims.shard > 1) + far
 
     @property
     def effort(self) -> tuple[int, int, int]:
@@ -191,19 +195,25 @@ def _micro_batches(found: Candidate) -> Iterator[Candidate]:
     yield found
     size, dims = found.setting.micro_batch, found.setting.dims
     share = math.ceil(found.plan.global_batch_size / dims.data)
-    is_open = found.problem.config.train.micro_batch_size == "auto"
-    if is_open and found.setting.method == "full" and dims.shard > 1 and share > size:
+    auto = found.problem.config.train.micro_batch_size == "auto"
+    if auto and found.setting.method == "full" and dims.shard > 1 and share > size:
         yield with_micro_batch(found, share)  # gradients of several passes would be summed before they are sharded
-    while is_open and size > 1:
+    while auto and size > 1:
         size = (size + 1) // 2
         yield with_micro_batch(found, size)
 
 
+def is_open(config: TrainConfig) -> bool:
+    """Whether the configuration leaves the parallel degrees open."""
+    parallel = config.parallel
+    free = parallel.mode is MultiGPUMode.AUTO and all(getattr(parallel, name) is None for name in DIMENSIONS)
+    return free and parallel.batch_shares == "even" and parallel.aggregation == "mean"
+
+
 def _dims(problem: Problem, plan: Plan) -> list[ParallelDims]:
     """Parallel degrees that use all processes, the planned ones first."""
-    parallel, n = problem.config.parallel, plan.world_size
-    is_open = parallel.mode is MultiGPUMode.AUTO and all(getattr(parallel, name) is None for name in DIMENSIONS)
-    if n == 1 or not is_open or parallel.batch_shares != "even" or parallel.aggregation != "mean":
+    n = plan.world_size
+    if n == 1 or not is_open(problem.config):
         return [plan.dims]
     node, heads = problem.hardware.links.ranks_per_node, problem.model.heads_divide
     found = [plan.dims, ParallelDims(replicate=n), ParallelDims(shard=n)]

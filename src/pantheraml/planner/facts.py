@@ -19,6 +19,9 @@ from pantheraml.specs.hf_config import read_hf_config
 from pantheraml.specs.plan import GPU
 from pantheraml.specs.train import ModelConfig
 
+LIKE_ITS_MODEL = 0.05
+"""Memory of a GPU may differ from its model's by this share."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -29,6 +32,8 @@ class ModelFacts:
     heads: int | None = None
     kv_heads: int | None = None
     source: str = "its config.json"
+    invalid: bool = False
+    """Its config.json has sizes that no model has."""
 
     @property
     def heads_divide(self) -> int:
@@ -57,6 +62,10 @@ def model_facts(model: ModelConfig, folder: Path | None = None) -> ModelFacts:
             values, shapes = read_hf_config(path), read_shapes(path)
         except PantheraError as err:
             return ModelFacts(None, err.what)
+        except (ValueError, TypeError, ArithmeticError, AttributeError) as err:
+            return ModelFacts(None, f"its config.json has an impossible value ({err})", invalid=True)
+        if any(size < 1 for weight in shapes.weights for size in weight.shape):
+            return ModelFacts(None, "its config.json has sizes of zero or less", invalid=True)
         return _facts(values, shapes, "its config.json" if values.get("model_type") in FAMILIES else "its weight files")
     values = known_config(model.path)
     if values is None:
@@ -90,6 +99,8 @@ def device_facts(
     rates = None if known is None else known_rates(known)
     if model is None and calibrated:
         rates = rates_of(gpus[0].name)
+    if not calibrated and model is None:
+        gpus = [_nominal(gpu, known) for gpu in gpus]
     sizes = [_memory(gpu, memory_fraction, total_only=total_memory) for gpu in gpus]
     known_sizes = [size for size in sizes if size is not None]
     return DeviceFacts(
@@ -98,6 +109,15 @@ def device_facts(
         links=links or Links(len(gpus), None if rates is None else rates.link_gb_s),
         capacity_bytes=min(known_sizes) if len(known_sizes) == len(sizes) else None,
     )
+
+
+def _nominal(gpu: GPU, model: GPUModel | None) -> GPU:
+    """The same on every node, whatever a driver keeps for itself."""
+    if gpu.total_bytes is None:
+        return gpu
+    whole = gpu.total_bytes >> 30 << 30
+    alike = model is not None and abs(model.memory_bytes - gpu.total_bytes) < LIKE_ITS_MODEL * gpu.total_bytes
+    return gpu.model_copy(update={"total_bytes": model.memory_bytes if model is not None and alike else whole})
 
 
 def _memory(gpu: GPU, fraction: float | None, *, total_only: bool) -> int | None:

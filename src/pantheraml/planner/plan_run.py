@@ -16,6 +16,8 @@ from pantheraml.planner.candidates import (
     alternatives_to,
     candidate,
     fits,
+    is_open,
+    may_quantize,
     needed_bytes,
     of_plan,
 )
@@ -35,8 +37,10 @@ WORTH_ITS_EFFORT = 1.15
 """More complicated parallelism must be predicted to be that much faster."""
 AS_FAST = 1.03
 """Among plans about as fast as the fastest, the simplest is taken."""
-CERTAIN_SHARE = 0.9
+CERTAIN_SHARE = 0.94
 """Of a prediction that is certainly needed; if not even that is there, the run is refused."""
+WEIGHTS_SHARE = 0.9
+"""Of the memory that weights may take, where nothing else is known of what a run needs."""
 SHOWN = 6
 """Alternatives that a plan keeps."""
 TOO_LARGE_SHOWN = 2
@@ -93,11 +97,15 @@ def plan_run(
     problem = Problem(config, devices, place, model.shapes, model, hardware)
     base = of_plan(problem, start, rules)
     if base.fits is None and _fits_uncompiled(base) is not False:
-        why = why_not_predicted(model.shapes, base.setting) or "the memory of the GPU is not known"
+        why = (
+            why_not_predicted(model.shapes, base.setting, capability=problem.capability)
+            or "the memory of the GPU is not known"
+        )
         if _fits_uncompiled(base):
             why += ", but it would fit even without compiling"
-        return _finished(base, (), outlook, (f"memory is not predicted, so the rules decide: {why}",))
-    compared = _compared(base, may_quantize=resumed is None)
+        chosen = _by_weights_alone(base, may_change=resumed is None)
+        return _finished(chosen, (), outlook, (f"memory is not predicted, so the rules decide: {why}",))
+    compared = _compared(base, quantize=resumed is None)
     best = _best(base, compared)
     if best is None:
         _refuse_if_certain(base, compared)
@@ -121,20 +129,42 @@ def _fits_uncompiled(base: Candidate) -> bool | None:
     return fits(base.problem.memory(base.setting.model_copy(update={"compile": False})))
 
 
+def _by_weights_alone(base: Candidate, *, may_change: bool) -> Candidate:
+    """The rules' plan, or a leaner one if it cannot even hold the weights. For plans whose memory is not predicted."""
+    setting, capacity = base.setting, base.problem.hardware.capacity_bytes
+    if capacity is None or setting.dims.model_is_sharded or setting.devices_per_process > 1:
+        return base
+    weights = base.problem.shapes.frozen_bytes(setting.frozen_weights or "bf16")
+    size = sum(weights.values())
+    if size <= WEIGHTS_SHARE * capacity:
+        return base
+    why = f"the weights alone need {_gib(size)} of {_gib(capacity)}"
+    if not (may_change and may_quantize(base.problem.config, setting)):
+        raise OutOfMemoryError(
+            f"This run does not fit into the GPU's memory: {why}.",
+            fix="Use method.kind=qlora, parallel.shard=N on N GPUs, a larger GPU or a smaller model.",
+        )
+    auto = base.problem.config.train.activation_checkpointing == "auto"
+    reasons = {"frozen_weights": why, "train.activation_checkpointing": why}
+    decided = Decided(frozen_weights="nf4", checkpointing="full" if auto else None, reasons=reasons)
+    leaner = candidate(base.problem, decided)
+    return base if leaner is None else _by_weights_alone(leaner, may_change=False)
+
+
 def _as_before(config: TrainConfig, resumed: Plan | None) -> Decided:
     if resumed is None or config.model.precision != "auto" or config.method.kind != "lora":
         return Decided()
     if resumed.frozen_weights not in ("int8", "nf4"):
         return Decided()
-    reasons = {"frozen_weights": "as before the run was interrupted"}
+    reasons = dict.fromkeys(("model.precision", "frozen_weights"), "as before the run was interrupted")
     return Decided(frozen_weights=resumed.frozen_weights, reasons=reasons)
 
 
-def _compared(base: Candidate, *, may_quantize: bool) -> list[Candidate]:
+def _compared(base: Candidate, *, quantize: bool) -> list[Candidate]:
     """All plans with the frozen weights as the rules have them; with 4-bit ones if none of those fits."""
     found = [base, *(each for each in alternatives_to(base) if each.setting != base.setting)]
     found.sort(key=lambda each: (each.ranking_seconds, each.effort))  # memory is predicted for the first ones only
-    if may_quantize and not any(each.fits for each in found):
+    if quantize and not any(each.fits for each in found):
         found += alternatives_to(base, quantized=True)
     return found
 
@@ -176,6 +206,7 @@ def _decided(base: Candidate, best: Candidate) -> Candidate:
         "parallel": best.decided.dims,
         "train.activation_checkpointing": best.decided.checkpointing,
         "train.micro_batch_size": best.decided.micro_batch,
+        "model.precision": best.decided.frozen_weights,
         "frozen_weights": best.decided.frozen_weights,
     }
     reasons = {name: why for name, value in names.items() if value is not None}
@@ -295,7 +326,7 @@ def _is_worse(each: Candidate, chosen: Candidate) -> bool:
 def _alternative(chosen: Candidate, each: Candidate) -> Alternative:
     return Alternative(
         name=describe(each),
-        changes=_changes(chosen, each),
+        changes=_changes(each),
         fits=each.fits,
         step_seconds=None if each.time is None else each.time.seconds,
         memory=each.memory,
@@ -317,14 +348,13 @@ def describe(each: Candidate) -> str:
     return ", ".join(words).replace(", x ", " x ")
 
 
-def _changes(chosen: Candidate, each: Candidate) -> dict[str, object]:
-    """Settings that make the run this plan, whatever was chosen."""
+def _changes(each: Candidate) -> dict[str, object]:
+    """All open settings, so that the run is this plan whatever the planner would choose."""
+    setting, train = each.setting, each.problem.config.train
     full = Decided(
-        dims=each.setting.dims if each.setting.dims != chosen.setting.dims else None,
-        checkpointing=each.setting.activation_checkpointing
-        if each.setting.activation_checkpointing != chosen.setting.activation_checkpointing
-        else None,
-        micro_batch=each.setting.micro_batch if each.setting.micro_batch != chosen.setting.micro_batch else None,
+        dims=setting.dims if setting.dims.world_size > 1 and is_open(each.problem.config) else None,
+        checkpointing=setting.activation_checkpointing if train.activation_checkpointing == "auto" else None,
+        micro_batch=setting.micro_batch if train.micro_batch_size == "auto" else None,
         frozen_weights=each.decided.frozen_weights,
     )
     return full.changes()

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pantheraml.base.errors import RunDirectoryError
+from pantheraml.base.errors import ConfigError, RunDirectoryError
 from pantheraml.base.event_stream import FILE_NAME, read_events
 from pantheraml.base.events import EventBase
+from pantheraml.base.roots import require_allowed
 from pantheraml.readers.summary import History, history, summarize
-
-MAX_CONFIG_BYTES = 1 << 20
+from pantheraml.specs.config_file import read_yaml
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,8 @@ class RecordedRun:
 
 
 def require_run(path: Path) -> None:
-    """RunDirectoryError unless the folder has an event stream."""
+    """RunDirectoryError unless the folder has an event stream, and is one that may be read here."""
+    require_allowed(path, key="the run folder")
     fix = "Pass a run folder, as `pantheraml train --output` and the trainers write it."
     if not path.exists():
         raise RunDirectoryError(f"There is no folder {path}.", fix=fix)
@@ -62,12 +61,10 @@ def read_run(path: Path) -> RecordedRun:
 def _config(path: Path) -> Mapping[str, Any] | None:
     """A config of an earlier version, or of anybody, is shown as it is written."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            return None
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        values, _ = read_yaml(path)
+    except ConfigError:  # none, not YAML, or beyond the bounds of a config file
         return None
-    return dict(_flat(values)) if isinstance(values, dict) else None
+    return dict(_flat(values))
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

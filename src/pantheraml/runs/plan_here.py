@@ -11,13 +11,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from pantheraml.base import env
-from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.base.errors import ConfigError, DeviceError, RunDirectoryError
 from pantheraml.devices.select import devices_for_run
+from pantheraml.planner.facts import model_facts
 from pantheraml.planner.plan_run import plan_run
 from pantheraml.specs.gpu_table import by_driver_name, by_text
+from pantheraml.specs.paths import is_hub_name
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan, PlanInputs
 from pantheraml.specs.run_dir import RunDir
-from pantheraml.specs.train import TrainConfig
+from pantheraml.specs.train import ModelConfig, TrainConfig
 
 SAMPLED_BYTES = 1 << 20
 """Of each data file that a digest reads."""
@@ -41,8 +43,26 @@ def plan_here(
     if planned is not None:
         check_replayable(planned, config, devices, place)
         return planned.model_copy(update={"made_for": None})
-    before = resumed.plan() if resumed is not None and resumed.plan_file.is_file() else None
-    return plan_run(config, devices, place, resumed=before)
+    facts = model_facts(config.model, _cached(config.model) if place is None else None)
+    return plan_run(config, devices, place, model=facts, resumed=None if resumed is None else _stored(resumed))
+
+
+def _cached(model: ModelConfig) -> Path | None:
+    """Folder of a hub model that was downloaded before; None: a local folder, or not here. Nothing is downloaded."""
+    if Path(model.path).expanduser().exists() or not is_hub_name(model.path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _stored(run: RunDir) -> Plan | None:
+    """The run's last plan; None: there is none, or it cannot be read, which a new one mends."""
+    try:
+        return run.plan() if run.plan_file.is_file() else None
+    except RunDirectoryError:
+        return None
 
 
 def inputs_of(config: TrainConfig, devices: DeviceSpec) -> PlanInputs:

@@ -24,7 +24,7 @@ from pantheraml.base.errors import (
     WorkerKilledError,
 )
 from pantheraml.devices.select import devices_for_run
-from pantheraml.planner.choose import choose
+from pantheraml.planner.plan_run import plan_run
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
@@ -83,7 +83,7 @@ class Restarts:
             parallel = dataclasses.replace(self._config.parallel, world_size=size, device_ids=devices)
             config = self._config.model_copy(update={"parallel": parallel})
             try:
-                plan = choose(config, devices_for_run(config))
+                plan = plan_run(config, devices_for_run(config), resumed=self._plan)
             except (ConfigError, DeviceError):
                 continue  # the configured parallelism does not divide by this world size
             ranks = f"with {size} of {self._plan.world_size} ranks"

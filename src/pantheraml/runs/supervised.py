@@ -78,10 +78,11 @@ class Limits:
 
     def environment(self, folder: Path, **changes: str | None) -> dict[str, str]:
         """Environment of a process that works in `folder` within these limits."""
+        roots = [path.resolve() for path in (*self.roots, folder, self.cache)]  # it has a current folder of its own
         return env.worker_environment(
-            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, (*self.roots, folder, self.cache))),
+            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, roots)),
             PANTHERAML_NO_FOREIGN_CODE="1",
-            PANTHERAML_CACHE=str(self.cache),
+            PANTHERAML_CACHE=str(self.cache.resolve()),
             HF_HUB_OFFLINE="1",
             HF_TOKEN=None,
             HUGGING_FACE_HUB_TOKEN=None,

@@ -41,7 +41,8 @@ class MultiGPUConfig:
     mode: MultiGPUMode = MultiGPUMode.AUTO
     """none: one process; dataparallel: one process that replicates the model on its GPUs per batch (simple, slow);
     distributed: one process per device, DDP unless parallel degrees are set; hybrid: DDP combined with
-    hybrid_strategy; auto: distributed if there is more than one device."""
+    hybrid_strategy; auto: distributed if there is more than one device, with degrees that fit into its memory (see
+    planner.md)."""
     auto_policy: Literal["distributed", "simple"] = "distributed"
     """Meaning of mode=auto. distributed: one process per GPU; simple: dataparallel up to 4 GPUs, then distributed."""
     world_size: Annotated[int, Field(ge=1)] | None = None

@@ -61,6 +61,6 @@ class Alternative(FrozenModel):
     step_seconds: float | None
     memory: MemoryPrediction | None
     limited_by: str | None
-    """memory, compute, bandwidth, communication or bubble; None: not known."""
+    """memory, compute, bandwidth, communication, bubble or launch (the host); None: not known."""
     reason: str
     """Why it was not chosen."""

@@ -94,9 +94,9 @@ class ModelConfig(ConfigSection):
     """Folder or hub name of the tokenizer; None = the one of the model."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8", "nf4"] = "auto"
     """Compute precision. auto: bf16 (fp16 on GPUs without it, fp32 on CPUs), with LoRA's frozen weights in fp8 on
-    compute capability 9.0 or newer. fp8, int8, nf4: quantize LoRA's frozen weights. fp8 in a full fine-tune: fp8
-    matmuls in decoder layers for the forward and input gradients, plus weight gradients when fused; the weights stay in
-    train.weights."""
+    compute capability 9.0 or newer, and in nf4 if nothing else is predicted to fit into memory. fp8, int8, nf4:
+    quantize LoRA's frozen weights. fp8 in a full fine-tune: fp8 matmuls in decoder layers for the forward and input
+    gradients, plus weight gradients when fused; the weights stay in train.weights."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: initialize from `config.json` and ignore the weights (training from scratch)."""
     revision: Revision | None = None

@@ -110,7 +110,7 @@ class LoadedModel:
             stack.close()
         if folder is not None and self._adapter is None:
             stack = contextlib.ExitStack()
-            stack.enter_context(requested_adapter(base, SimpleNamespace(path=folder)))
+            stack.enter_context(requested_adapter(base, SimpleNamespace(path=folder), float32=True))
             self._adapter = folder, stack
 
     def _drop(self) -> None:

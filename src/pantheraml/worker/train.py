@@ -42,7 +42,7 @@ from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import TrainedWeights, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.base_identity import BaseIdentity
 from pantheraml.models.experts import speed_up_experts
-from pantheraml.models.fast import enable_layer_chain, fuse, quantize_head_like_layers
+from pantheraml.models.fast import enable_layer_chain, fuse, long_sequence_note, quantize_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.models.packing_check import isolate_documents, require_packing_support
 from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
@@ -339,6 +339,11 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, pa
     apply_checkpointing(model, plan.activation_checkpointing)
     if plan.fused:
         enable_layer_chain(model)
+    lean = plan.activation_checkpointing in ("full", "offload")
+    text: Any = model if full else model.get_base_model()
+    note = long_sequence_note(text, rows=plan.micro_batch_size, width=config.data.seq_len, lean=lean)
+    if note is not None:
+        emit(Notice(message=note))
     emit(
         ModelReady(
             architecture=type(model).__name__ if full else type(model.get_base_model()).__name__,

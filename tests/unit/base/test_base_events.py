@@ -75,6 +75,20 @@ def test_a_line_cut_by_a_crash_loses_nothing_else(tmp_path: Path) -> None:
     assert reader.damaged_lines == 1
 
 
+def test_lines_that_nobody_wrote_are_damaged(tmp_path: Path) -> None:
+    """Of a stream from somebody else: nesting without end, and times that are no dates."""
+    with EventWriter(tmp_path) as emit:
+        emit(Notice(message="one"))
+    line = '{"v":1,"kind":"notice","message":"x","time":%s,"clock":%s}\n'
+    with open(tmp_path / FILE_NAME, "a") as file:
+        file.write('{"v":1,"kind":"notice","message":' + "[" * 200_000 + "\n")
+        for times in (("1e18", "1"), ("-5", "1"), ("NaN", "1"), ("1", "Infinity")):
+            file.write(line % times)
+    reader = EventReader(tmp_path)
+    assert messages(reader) == ["one"]
+    assert reader.damaged_lines == 5
+
+
 def test_a_reader_sees_each_event_once_while_it_is_written(tmp_path: Path) -> None:
     reader = EventReader(tmp_path)
     assert list(reader.poll()) == []

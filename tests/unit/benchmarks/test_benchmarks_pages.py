@@ -90,3 +90,25 @@ def test_recorded_runs_are_predicted_within_the_targets(python: Python) -> None:
     assert len(errors) >= 12
     assert errors[len(errors) // 2] <= 0.02
     assert errors[-1] <= 0.06
+
+
+def test_runs_of_unknown_families_are_listed_without_a_prediction(python: Python) -> None:
+    code = (
+        "import json, planner_page\n"
+        "from inputs import SHAPES\n"
+        "SHAPES['new'] = {**SHAPES['tiny'], 'family': 'a-new-family'}\n"
+        "print(planner_page.section(json.loads(sys.argv[1])))"
+    )
+    row = {
+        "case": "ours-new", "system": "pantheraml", "path": "cli", "trainer": "sft", "model": "new", "method": "lora",
+        "precision": "fp8", "checkpointing": "none", "batch": 4, "seq": 2048, "settings": {}, "peak_gib": 1.5,
+        "date": "2030-01-02", "commit": "0123456789",
+    }  # fmt: skip
+    record = {
+        "benchmark": "h200",
+        "date": "2030-01-02",
+        "results": [row, {**row, "model": "tiny", "case": "ours-tiny"}],
+    }
+    lines = python(code, json.dumps([record])).splitlines()
+    assert any(line.startswith("| ours-new |") and "not predicted" in line and "a-new-family" in line for line in lines)
+    assert any(line.startswith("| ours-tiny |") and line.endswith("| test |") for line in lines)

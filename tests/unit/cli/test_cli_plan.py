@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.cli.main import main
 from pantheraml.planner import plan_run
+from pantheraml.planner.known_models import known_config
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -119,6 +121,32 @@ def test_cluster_8_nodes_replicate_what_a_node_shards(plan: Any) -> None:
         assert each.prediction.time_parts["communication"] >= 0
 
 
+@pytest.mark.seed("S4-033", "S4-157")
+def test_micro_batches_follow_the_memory_that_is_free() -> None:
+    given = config("Llama-3.1-8B", activation_checkpointing="none")
+    given.model.precision = "bf16"
+    sizes = []
+    for free in (30, 40, 80):
+        gpu = laptop(80).gpus[0].model_copy(update={"free_bytes": free << 30})
+        found = plan_run.plan_run(given, laptop(80).model_copy(update={"gpus": (gpu,)}))
+        assert found.global_batch_size == 16
+        sizes.append(found.micro_batch_size)
+    assert sizes == [1, 2, 4]
+    with pytest.raises(OutOfMemoryError, match=r"activation_checkpointing=full|at least"):
+        plan_run.plan_run(given, laptop(20))
+
+
+def test_weights_that_do_not_fit_are_seen_where_nothing_else_is_predicted(plan: Any) -> None:
+    """A T4 attends in other ways, whose memory is not known."""
+    small, large = plan("Qwen2.5-1.5B", "1xT4"), plan("Llama-3.1-8B", "1xT4")
+    assert small.prediction.memory is None
+    assert (small.frozen_weights, small.activation_checkpointing) == (None, "none")
+    assert (large.frozen_weights, large.activation_checkpointing) == ("nf4", "full")
+    assert large.reason("frozen_weights") == "the weights alone need 15.0 GiB of 14.9 GiB"
+    assert main(["plan", "--model", "Llama-3.1-70B", "--gpus", "1xT4"]) != 0
+    assert main(["plan", "--model", "Llama-3.1-8B", "--gpus", "1xT4", "--method", "full"]) != 0
+
+
 def test_what_the_user_set_stays(plan: Any) -> None:
     found = plan("Llama-3.1-8B", "1xRTX4090", train__micro_batch_size=1, train__activation_checkpointing="offload")
     assert (found.micro_batch_size, found.activation_checkpointing) == (1, "offload")
@@ -126,6 +154,17 @@ def test_what_the_user_set_stays(plan: Any) -> None:
     assert found.alternatives == ()
     sharded = plan("Llama-3.1-8B", "8xH100-80GB", parallel__tensor=2)
     assert dims(sharded) == "replicate 4 x tensor 2"
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("Llama-3.1-8B", "1xRTX4090"), ("Llama-3.1-70B", "8xH100-80GB")])
+def test_the_settings_of_an_alternative_lead_to_it(model: str, gpus: str, plan: Any) -> None:
+    alternatives = [each for each in plan(model, gpus).alternatives if each.fits]
+    assert alternatives
+    for each in alternatives:
+        changes = {name.replace(".", "__"): value for name, value in each.changes.items()}
+        found = plan(model, gpus, **changes)
+        assert found.prediction.step_seconds == each.step_seconds
+        assert found.prediction.memory == each.memory
 
 
 def test_what_cannot_fit_is_refused_with_changes_that_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +196,26 @@ def test_bad_input_is_told(arguments: list[str], told: str, capsys: pytest.Captu
 def test_a_model_without_a_config_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(tmp_path), "--gpus", "1xH200"]) == 4
     assert "has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 0},
+        {"num_hidden_layers": -1, "vocab_size": -5},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"hidden_size": "x"},
+        {"intermediate_size": None},
+        {"num_key_value_heads": [8]},
+    ],
+)
+def test_impossible_sizes_are_told(change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps((known_config("llama-3.2-1b") or {}) | change))
+    assert main(["plan", "--model", str(tmp_path), "--gpus", "1xH200"]) == 4
+    error = capsys.readouterr().err
+    assert "ModelError: The model cannot be planned: its config.json has" in error
+    given = TrainConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"path": "d"}})
+    assert plan_run.plan_run(given, laptop(8)).predicted_memory_bytes is None, "the run itself says what is wrong"
 
 
 def test_an_uneven_global_batch_stays_what_it_is(plan: Any) -> None:

@@ -10,8 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pantheraml.api.speed_up import _can_compile
 from pantheraml.engine.compile import MOST_SHAPES, PASSES_BEFORE, compile_steady_shapes
+from pantheraml.kernels import dispatch
+from pantheraml.models.adapters import apply_method, trainable_parameters
 from pantheraml.models.attention import use_document_attention
+from pantheraml.models.fast.norms import fuse_norms
+from pantheraml.models.quantize.quantized_linear import quantize_linears
+from pantheraml.specs.train import MethodConfig
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -131,3 +137,44 @@ def test_layers_compiled_by_the_user_are_left_alone() -> None:
     for _ in range(PASSES_BEFORE + 2):
         train(model, 8)
     assert [layer._compiled_call_impl for layer in model.model.layers] == theirs
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_adapters_of_layers_that_are_not_fused_are_compiled_with_equal_results(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms in one kernel, which compiled layers leave to the compiler; and switched off in between."""
+    monkeypatch.setattr(dispatch, "_interpreted", lambda: False)  # it cannot be traced, and on a GPU it is not called
+    base = llama()
+    if fp8:
+        quantize_linears(base, "fp8", dtype=torch.float32, device=torch.device("cpu"))
+    theirs: Any = apply_method(base, MethodConfig(rank=4), seed=0).train()
+    for _, parameter in trainable_parameters(theirs):
+        parameter.data.add_(0.05)
+    ours = copy.deepcopy(theirs)
+    inner = ours.get_base_model()
+    assert fuse_norms(inner.modules()) == 5
+    assert compile_steady_shapes(inner) == 2
+    assert _can_compile(ours)
+    ids = torch.arange(16).view(2, 8)
+    for turn in range(PASSES_BEFORE + 2):
+        results = []
+        for model in (ours, theirs):
+            model.zero_grad()
+            with torch.no_grad(), model.disable_adapter():
+                reference = model(input_ids=ids, use_cache=False).logits
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            gradients = [parameter.grad.clone() for _, parameter in trainable_parameters(model)]
+            results.append([reference, loss.detach(), *gradients])
+        assert is_compiled(inner) == (turn >= PASSES_BEFORE)
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-2 if fp8 else 1e-4, atol=1e-5)
+
+
+def test_what_was_not_measured_is_not_compiled() -> None:
+    for method in (MethodConfig(rank=4, dropout=0.1), MethodConfig(rank=4, kind="dora")):
+        assert not _can_compile(apply_method(llama(), method, seed=0))
+    base = llama()
+    quantize_linears(base, "nf4", dtype=torch.float32, device=torch.device("cpu"))
+    assert not _can_compile(apply_method(base, MethodConfig(rank=4), seed=0))

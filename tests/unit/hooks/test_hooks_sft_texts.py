@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pantheraml.base.errors import DataError
 from pantheraml.hooks import trl as hooks
 from pantheraml.hooks.sft_texts import _row_wise
 
@@ -114,3 +115,17 @@ def test_formatting_of_batches() -> None:
     assert _row_wise(single, row) is single
     broken: Any = lambda _: 1 / 0  # noqa: E731
     assert _row_wise(broken, row) is broken
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_data_that_cannot_be_trained_on(rows_of: Callable[..., list[str]], stream: bool) -> None:
+    for rows, message in (
+        ({"text": []}, "The train data set has no rows"),
+        (
+            {"question": ["one"], "answer": ["two"]},
+            r"no column to train on: it has 'question', 'answer'(?s:.*)text_field",
+        ),
+    ):
+        dataset = Dataset.from_dict(rows)
+        with pytest.raises(DataError, match=message):
+            rows_of(IterableDataset.from_generator(dataset.__iter__) if stream else dataset)

@@ -448,7 +448,7 @@ def assert_left_alone(model: nn.Module, reason: str, caplog: pytest.LogCaptureFi
         torch.manual_seed(0)
         actual = results(model)
         torch.manual_seed(0)
-        assert_same(actual, results(twin), tolerance=0)
+        assert_same(actual, results(twin))  # norms run in one kernel, in another order
 
 
 @pytest.mark.parametrize(

@@ -9,32 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.engine.step.loss import LossModel
 from pantheraml.kernels.linear_cross_entropy import head as engine_head
 from pantheraml.kernels.lora_columns import COLUMNS
-from pantheraml.models.adapters import apply_method
-from pantheraml.models.attention import use_document_attention
-from pantheraml.models.fast import enable_layer_chain, fuse
 from pantheraml.models.fast.linear_groups import _PLAIN_COLUMNS
-from pantheraml.models.quantize.fp8_training import use_fp8_matmuls
-from pantheraml.models.quantize.quantized_linear import quantize_linears
 from pantheraml.planner.memory import fused_layers, plain_layers
 from pantheraml.planner.memory import head as predicted_head
 from pantheraml.planner.memory.step_sizes import FP8_COLUMNS, PLAIN_COLUMNS, step_sizes
 from pantheraml.planner.model_shapes import shapes_of_config
 from pantheraml.planner.setting import Setting
-from pantheraml.specs.train import MethodConfig
+from tests.unit.planner.tiny_models import CONFIG, build
 
 ROWS, LENGTH = 2, 64
-# As many key heads as query heads: with fewer, torch's attention on a CPU keeps repeated copies, which GPUs do not.
-CONFIG: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 16, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @contextlib.contextmanager
@@ -51,32 +38,6 @@ def kept_storages(model: torch.nn.Module) -> Iterator[dict[int, Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
-
-
-def build(family: str, layers: int, setting: Setting) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, num_hidden_layers=layers, **CONFIG), attn_implementation="sdpa"
-    )
-    model.config.use_cache = False
-    dtype = DTYPES[setting.trained_weights if setting.method == "full" else setting.precision]
-    model = model.to(dtype)
-    if setting.frozen_weights is not None:
-        quantize_linears(model, setting.frozen_weights, dtype=dtype, device=torch.device("cpu"))
-    assert use_document_attention(model) is None
-    targets = setting.lora_targets if isinstance(setting.lora_targets, str) else list(setting.lora_targets)
-    method = MethodConfig(
-        kind=setting.method, rank=setting.lora_rank, dropout=setting.lora_dropout, target_modules=targets
-    )
-    model = apply_method(model, method, seed=0)
-    if setting.fp8_matmuls:
-        use_fp8_matmuls(model)
-    if setting.fused:
-        assert fuse(model, compare=False).fused == layers
-    apply_checkpointing(model, setting.activation_checkpointing)
-    if setting.fused:
-        enable_layer_chain(model)
-    return model.train()
 
 
 def kept_bytes(family: str, layers: int, setting: Setting) -> int:
@@ -140,6 +101,33 @@ def test_kept_bytes_of_a_layer_are_exact(name: str) -> None:
     assert decoder is not None
     kind = fused_layers if setting.fused else plain_layers
     assert sum(kind.kept_tensors(step_sizes(decoder, setting))) == measured
+
+
+TRAINED: dict[str, Any] = {**FULL, **BF16}
+COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
+    "full bf16": ("llama", {**TRAINED, "trained_weights": "bf16"}),
+    "full fp32 weights": ("mistral", TRAINED),
+    "lora": ("qwen2", BF16),
+    "lora, head norms": ("qwen3", BF16),
+    "full, head norms": ("qwen3", {**TRAINED, "trained_weights": "bf16"}),
+    "full gemma": ("gemma", TRAINED),
+    "full gemma3": ("gemma3_text", {**TRAINED, "trained_weights": "bf16"}),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own code
+@pytest.mark.parametrize("name", COMPILED)
+def test_kept_bytes_of_a_compiled_layer_are_exact(name: str) -> None:
+    """By torch.compile's own choice of what to keep, with plain kernels: no compiler of the machine is involved."""
+    family, changes = COMPILED[name]
+    setting = Setting(device="cpu", lora_rank=4, micro_batch=ROWS, seq_len=LENGTH, compile=True, **changes)
+    measured = (kept_bytes(family, 4, setting) - kept_bytes(family, 2, setting)) / 2
+    decoder = shapes_of_config({"model_type": family, "num_hidden_layers": 2, **CONFIG}).decoder
+    assert decoder is not None
+    sizes = step_sizes(decoder, setting)
+    assert plain_layers.why_not_compiled(sizes) is None
+    assert sum(plain_layers.compiled_tensors(sizes)) == measured
 
 
 @pytest.mark.parametrize("mode", ["full", "offload"])

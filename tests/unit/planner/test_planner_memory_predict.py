@@ -73,6 +73,24 @@ def test_selective_checkpointing_of_fused_layers_saves_nothing(llama: ModelShape
     assert sizes["selective"] > sizes["none"] > sizes["full"] > sizes["offload"]
 
 
+def test_long_sequences_are_predicted_in_tiles(llama: ModelShapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From two tiles on, and only in the modes that recompute whole layers."""
+    changes: dict[str, Any] = {"activation_checkpointing": "offload", "micro_batch": 1, "frozen_weights": "nf4"}
+
+    def activations(seq_len: int, **others: Any) -> int:
+        return predicted(llama, LORA, **{**changes, "seq_len": seq_len, **others}).parts["activations"]
+
+    tiled = [activations(seq_len) for seq_len in (32_767, 32_768, 131_072)]
+    saved = activations(131_072, activation_checkpointing="none")
+    monkeypatch.setattr("pantheraml.planner.memory.fused_layers.TILE", 1 << 30)
+    whole = [activations(seq_len) for seq_len in (32_767, 32_768, 131_072)]
+    assert tiled[0] == whole[0]
+    assert tiled[1] < whole[1]
+    # gate and up with their gradients, in bf16 and e4m3, of all but one tile
+    assert whole[2] - tiled[2] > (131_072 - 16_384) * 28_672 * 3
+    assert saved == activations(131_072, activation_checkpointing="none")
+
+
 def test_leaner_weights_and_states_need_less(llama: ModelShapes) -> None:
     bf16, fp8, nf4 = (predicted(llama, LORA, frozen_weights=each).parts["weights"] for each in (None, "fp8", "nf4"))
     assert bf16 > fp8 > nf4
@@ -93,6 +111,30 @@ def test_more_ranks_need_less_each(llama: ModelShapes, name: str) -> None:
         for ranks in (1, 2, 4, 8)
     ]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_fsdp_makes_two_layers_and_the_rest_whole(llama: ModelShapes) -> None:
+    layer, embeddings = 218_112_000, 2 * 128_256 * 4096 + 4096
+    eight = ParallelDims(shard=8)
+    lora = predicted(llama, LORA, frozen_weights=None, fused=False, dims=eight)
+    adapters = llama.lora_parameters(16) // 32
+    reduced = adapters * 4 + adapters * 4 // 8  # float32 gradients of a layer, and this rank's sum
+    whole = 2 * (layer * 2 + adapters * 4) + embeddings * 2
+    assert lora.parts["communication"] == whole + adapters * 4 + reduced
+    full = predicted(llama, FULL, dims=eight, micro_batch=1, seq_len=64, activation_checkpointing="full")
+    assert full.instant == "reduction of embedding and head"
+    assert full.parts["communication"] == embeddings * (2 + 2 + 4) + embeddings * 4 // 8
+
+
+def test_fsdp_keeps_whole_gradients_until_the_last_pass(llama: ModelShapes) -> None:
+    found = predicted(llama, FULL, dims=ParallelDims(shard=8), accumulation=4, micro_batch=1)
+    assert found.parts["gradients"] == llama.parameters * 2
+
+
+def test_adapters_of_named_layers_are_fewer(llama: ModelShapes) -> None:
+    attention = predicted(llama, LORA, lora_targets=("self_attn.q_proj", "v_proj"))
+    assert attention.parts["optimizer"] < predicted(llama, LORA).parts["optimizer"] / 4
+    assert attention.allocated_bytes < predicted(llama, LORA).allocated_bytes
 
 
 def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
@@ -116,7 +158,10 @@ def test_replicas_keep_their_gradients_in_buckets(llama: ModelShapes) -> None:
         (LLAMA_8B, {"devices_per_process": 2}, "several devices"),
         (LLAMA_8B, {"device": "cpu"}, "GPUs"),
         (LLAMA_8B, {"precision": "fp32"}, "fp32"),
-        (LLAMA_8B, {"compile": True}, "compiled"),
+        (LLAMA_8B, {"lora_targets": ("q_proj", "lm_head")}, "names lm_head"),
+        (LLAMA_8B, {"lora_targets": ("layers.3.self_attn.q_proj",)}, "by their number"),
+        (LLAMA_8B, {"compile": True, "frozen_weights": "nf4"}, "compiled"),
+        ({**LLAMA_8B, "model_type": "phi3"}, {"compile": True}, "compiled layers of phi3"),
         (LLAMA_8B, {"method": "dora", "lora_dropout": 0.1}, "DoRA with dropout"),
     ],
 )

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
+from pantheraml.planner.facts import device_facts
 from pantheraml.planner.known_rates import H200, known_rates, peak_rates, rates_of
 from pantheraml.planner.layer_sizes import LayerSizes, layer_sizes
 from pantheraml.planner.links import Links
 from pantheraml.planner.model_shapes import ModelShapes, Weight, shapes_of_config
-from pantheraml.planner.rates import MachineRates
+from pantheraml.planner.rates import MachineRates, rates_as_json, rates_file
 from pantheraml.planner.setting import Setting
 from pantheraml.planner.step_time import StepTime, TimeInputs, predict_time, why_no_time
 from pantheraml.specs.gpu_table import TABLE, by_text
 from pantheraml.specs.parallel import ParallelDims
+from pantheraml.specs.plan import GPU
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 LLAMA_8B = {
@@ -148,3 +150,31 @@ def test_groups_across_nodes_share_the_network() -> None:
     half = ParallelDims(replicate=2, shard=2)
     assert Links(ranks_per_node=4, link_gb_s=100.0).gather_seconds(half, "shard", 2e9) == pytest.approx(0.01, rel=0.01)
     assert links.gather_seconds(half, "tensor", 1e9) == 0.0
+
+
+def test_nodes_that_plan_for_themselves_see_the_same_memory() -> None:
+    """Drivers keep a little memory for themselves, and calibrations lie on single nodes."""
+    totals = (85_520_809_984, 85_520_809_984 - 300_000_000)
+    names = ("NVIDIA H100 80GB HBM3", "Some GPU")
+    for name in names:
+        gpus = [
+            GPU(index=0, name=name, total_bytes=total, free_bytes=total // 2, compute_capability=(9, 0))
+            for total in totals
+        ]
+        shared = {device_facts([gpu], total_memory=True, calibrated=False).capacity_bytes for gpu in gpus}
+        assert len(shared) == 1
+        assert device_facts([gpus[0]]).capacity_bytes == totals[0] // 2
+        assert device_facts([gpus[0]], memory_fraction=0.25).capacity_bytes == totals[0] // 4
+
+
+def test_a_calibration_of_this_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))
+    path = rates_file("NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    slow = MachineRates(device="NVIDIA H200", matmul_tflops={"fp8": 697.0}, source="measured here")
+    path.write_text(rates_as_json(slow))
+    rates = rates_of("NVIDIA H200")
+    assert rates is not None
+    assert rates.matmul_tflops == {"bf16": 700.0, "fp8": 697.0}
+    assert predict(rates=rates).parts["matmul"] == pytest.approx(2 * predict().parts["matmul"])
+    assert any("measured here" in source for source in predict(rates=rates).sources)

@@ -123,3 +123,13 @@ def test_folders_without_events_are_refused(tmp_path: Path) -> None:
     for name, what in (("file", "is a file"), ("none", "no folder"), (".", "no events"), ("empty", "empty or damaged")):
         with pytest.raises(RunDirectoryError, match=what):
             read_run(tmp_path / name)
+
+
+def test_a_config_that_expands_without_end_is_left_out(tmp_path: Path) -> None:
+    """Aliases of aliases: 700 bytes with a billion values."""
+    lines = ["a: &a {x: 1, y: 2}"]
+    for name, last in zip("bcdefghij", "abcdefghi", strict=True):
+        lines.append(f"{name}: &{name} {{" + ", ".join(f"k{i}: *{last}" for i in range(9)) + "}")
+    bomb = make(tmp_path / "a", config="\n".join(lines))
+    assert read_run(bomb).config is None
+    assert list(compare([bomb]).notes) == ["a has no readable config.yaml."]

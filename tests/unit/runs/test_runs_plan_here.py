@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import try_to_load_from_cache
 
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError, PantheraError
+from pantheraml.planner.facts import model_facts
 from pantheraml.planner.known_models import known_config
 from pantheraml.planner.plan_run import plan_run
-from pantheraml.runs.plan_here import check_replayable, inputs_of, read_plan
+from pantheraml.runs.plan_here import check_replayable, inputs_of, plan_here, read_plan
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -118,3 +120,25 @@ def test_frozen_weights_keep_their_format_when_a_run_is_resumed(given: Callable[
     assert resumed.reason("frozen_weights") == "as before the run was interrupted"
     plain = plan_run(given(), roomy)
     assert plan_run(given(), small, resumed=plain).frozen_weights == plain.frozen_weights
+
+
+def test_a_hub_model_is_planned_by_its_cached_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is downloaded to plan; without a cached configuration the rules decide."""
+    monkeypatch.setattr("pantheraml.runs.plan_here.devices_for_run", lambda config, place: machine(H100))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = TrainConfig.model_validate({"model": {"path": "someone/own-model"}, "data": {"path": "d"}})
+    unknown = plan_here(config, None).prediction
+    assert unknown is not None
+    assert unknown.memory is None
+    assert any("not known here" in source for source in unknown.sources)
+    repository = tmp_path / "models--someone--own-model"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps(known_config("llama-3.2-1b")))
+    cached = try_to_load_from_cache("someone/own-model", "config.json", cache_dir=tmp_path)
+    assert isinstance(cached, str)
+    facts = model_facts(config.model, Path(cached).parent)
+    assert facts.shapes is not None
+    assert facts.shapes.parameters == 1_235_814_400

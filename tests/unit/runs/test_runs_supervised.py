@@ -83,3 +83,12 @@ def test_a_start_that_cannot_run_says_why(tmp_path: Path) -> None:
     assert "model.path" in (ended.what or "")
     assert not run.is_running(1)
     assert (tmp_path / "job").stat().st_mode & 0o077 == 0
+
+
+def test_limits_hold_wherever_the_process_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run works in its own folder; paths that were relative to that of the service would not be found."""
+    monkeypatch.chdir(tmp_path)
+    environment = Limits([Path("models")], Path("cache")).environment(Path("jobs/one"))
+    roots = [str(tmp_path / name) for name in ("models", "jobs/one", "cache")]
+    assert environment["PANTHERAML_ALLOWED_ROOTS"].split(os.pathsep) == roots
+    assert environment["PANTHERAML_CACHE"] == str(tmp_path / "cache")

@@ -115,6 +115,12 @@ def test_allowed_roots_variable_applies_to_every_command(
         (["resume", str(run.path)], "the run folder"),
         (["generate", str(run.path), "--prompt", "x"], "the run folder"),
         (["export", str(run.path), "--merge", "--output", f"{root}/out"], "the run folder"),
+        (["watch", str(run.path)], "the run folder"),
+        (["report", str(run.path)], "the run folder"),
+        (["report", f"{root}/run", "--output", f"{other}/page.html"], "--output"),
+        (["compare", str(run.path), f"{root}/run"], "the run folder"),
+        (["compare", f"{root}/run", "--html", f"{other}/page.html"], "--html"),
+        (["import-config", f"{root}/theirs.yaml", "--output", f"{other}/run.yaml"], "--output"),
     ):
         assert main(command) == ConfigError.exit_code, command
         message = capsys.readouterr().err

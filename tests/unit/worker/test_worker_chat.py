@@ -12,6 +12,7 @@ import torch
 
 from pantheraml.base.errors import ModelError
 from pantheraml.models.adapters import TrainedWeights, apply_method, save_trained
+from pantheraml.models.load_finetuned import load_finetuned_model
 from pantheraml.models.loader import load_model, load_tokenizer
 from pantheraml.specs.chat import (
     ChatCancel,
@@ -87,6 +88,15 @@ def test_another_base_is_refused(adapted: Callable[..., ChatModel], tmp_path: Pa
     wrong = adapted(1).model_copy(update={"model": other})
     with pytest.raises(ModelError, match="not the one the adapter was trained on"):
         LoadedModel(torch.float32, CPU).model(wrong)
+
+
+def test_an_adapter_computes_as_in_training(base: ModelConfig, adapted: Callable[..., ChatModel]) -> None:
+    """On a base in bf16 it stays in float32, as `pantheraml generate` has it."""
+    one = adapted(1)
+    assert one.trained is not None
+    expected = load_finetuned_model(base, one.method, one.trained, dtype=torch.bfloat16, device=CPU)
+    with torch.no_grad():
+        assert torch.equal(logits(LoadedModel(torch.bfloat16, CPU), one), expected(input_ids=IDS).logits)
 
 
 class Lines:

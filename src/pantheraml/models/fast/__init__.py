@@ -9,6 +9,7 @@ from pantheraml.models.fast.layers import (
     is_fused,
     release_layer_graphs,
 )
+from pantheraml.models.fast.long_sequences import long_sequence_note
 from pantheraml.models.fast.output_head import quantize_head_like_layers
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointRecompute",
     "CheckpointedForward",
     "fuse",
+    "long_sequence_note",
     "is_fused",
     "quantize_head_like_layers",
     "enable_layer_graphs",

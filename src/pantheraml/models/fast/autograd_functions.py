@@ -10,7 +10,8 @@ plain input: where its weight is zero, the fp8 rows do not determine the weight'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
@@ -117,9 +118,9 @@ class AfterAttention(NamedTuple):
     branches: tuple[Branch, Branch] = (PLAIN, PLAIN)
 
 
-def after_attention(x: Tensor, attn_out: Tensor, rest: AfterAttention) -> Tensor:
+def after_attention_whole(x: Tensor, attn_out: Tensor, rest: AfterAttention) -> Tensor:
     weights = _weight_of(rest.norm), rest.branches[0].weight, rest.branches[1].weight
-    out: Tensor = _AfterAttention.apply(x, attn_out, *weights, rest, None, *_parameters(rest.groups))
+    out: Tensor = _AfterAttention.apply(x, attn_out, *weights, rest, None, *parameters_of(rest.groups))
     return out
 
 
@@ -127,11 +128,11 @@ def after_attention_deferred(x: Tensor, attn_out: Tensor, rest: AfterAttention) 
     """Return y alone, and leave the MLP's output to the next layer's `attention_input`."""
     link = ResidualLink(cast(LinearGroup, rest.groups[-1]))
     weights = _weight_of(rest.norm), rest.branches[0].weight, None
-    y, delta = _AfterAttention.apply(x, attn_out, *weights, rest, link, *_parameters(rest.groups))
+    y, delta = _AfterAttention.apply(x, attn_out, *weights, rest, link, *parameters_of(rest.groups))
     return y, PendingResidual(delta, link, rest.branches[1])
 
 
-def _parameters(groups: Sequence[ForwardGroup]) -> list[Any]:
+def parameters_of(groups: Sequence[ForwardGroup]) -> list[Any]:
     return [parameter for group in groups for parameter in group.parameters()]
 
 
@@ -166,6 +167,29 @@ class CheckpointRecompute:
         _RECOMPUTING.set(_RECOMPUTING.get() - 1)
 
 
+def is_recomputing() -> bool:
+    return _RECOMPUTING.get() > 0
+
+
+def in_lean_checkpoint() -> bool:
+    """Return whether this is a forward whose activations are recomputed, or their recomputation."""
+    return _CHECKPOINT_HOOKS.get() is not None or is_recomputing()
+
+
+_OWNED: ContextVar[bool] = ContextVar("owned", default=False)
+
+
+@contextlib.contextmanager
+def owned_activations() -> Iterator[None]:
+    """Context of a forward whose activations are for one backward alone, and whose output is not needed."""
+    token = _OWNED.set(True)
+    try:
+        with CheckpointRecompute():
+            yield
+    finally:
+        _OWNED.reset(token)
+
+
 def _active_saved_tensor_hooks() -> Any:
     """Return the saved-tensor hooks in effect; None if saved tensors are stored as they are."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -173,7 +197,7 @@ def _active_saved_tensor_hooks() -> Any:
 
 def _is_checkpointed() -> bool:
     hooks = _CHECKPOINT_HOOKS.get()
-    return hooks is not None and hooks == _active_saved_tensor_hooks()
+    return _OWNED.get() or (hooks is not None and hooks == _active_saved_tensor_hooks())
 
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:

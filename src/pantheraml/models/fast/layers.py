@@ -9,7 +9,6 @@ A fused layer either has frozen weights with adapters, or is fully trainable.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,10 +30,8 @@ from pantheraml.models.fast.autograd_functions import (
     AfterAttention,
     Heads,
     PendingResidual,
-    after_attention,
     after_attention_deferred,
     attention_input,
-    fused_rms_norm,
 )
 from pantheraml.models.fast.families import (
     Family,
@@ -54,10 +51,12 @@ from pantheraml.models.fast.kept_inputs import KeptInputs
 from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
 from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup
+from pantheraml.models.fast.norms import derived, fuse_norm, fuse_norms
 from pantheraml.models.fast.part_norms import PartNorms
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
 from pantheraml.models.fast.residual_branch import Branch, Norm
 from pantheraml.models.fast.self_check import why_not_equal
+from pantheraml.models.fast.tiled_mlp import after_attention
 from pantheraml.models.fast.trainable_group import TrainableGroup, is_trainable, weight_of
 
 logger = log.get(__name__)
@@ -69,6 +68,8 @@ class FusionReport:
     """Number of decoder layers that now run fused."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Reasons why the others do not, with counts."""
+    norms: int = 0
+    """Number of norms that run as one kernel in the others, and after them."""
 
 
 def fuse(model: nn.Module, *, compare: bool = True) -> FusionReport:
@@ -98,9 +99,20 @@ def fuse(model: nn.Module, *, compare: bool = True) -> FusionReport:
     report.fused = len(fused)
     if fused:
         _fuse_last_norm(model, fused[0])
+    if report.reasons:
+        report.norms = _fuse_norms_of_others(model, layers)
     for reason, count in report.reasons.items():
         logger.info("%d decoder layers are not fused: %s", count, reason)
+    if report.norms:
+        logger.info("%d norms of layers that are not fused run as one kernel each", report.norms)
     return report
+
+
+def _fuse_norms_of_others(model: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """Fuse the norms in layers that are not fused, and beside them: the last one."""
+    inside = [module for layer in layers if not is_fused(layer) for module in layer.modules()]
+    bodies = [m for m in model.modules() if any(child in layers for child in getattr(m, "layers", ()))]
+    return fuse_norms([*inside, *(child for body in bodies for child in body.children())])
 
 
 def _fuse_alone(layer: Any) -> None:
@@ -128,7 +140,7 @@ def _fuse_layer(layer: Any) -> None:
     family = family_of(layer)
     assert family is not None
     layer.fused_parts = _FusedParts(layer, family, _groups(projections(layer, family)))
-    layer.__class__ = _derived(_Fused, kind)
+    layer.__class__ = derived(_Fused, kind)
 
 
 def _groups(names: list[list[nn.Module]]) -> list[LinearGroup]:
@@ -139,11 +151,7 @@ def _groups(names: list[list[nn.Module]]) -> list[LinearGroup]:
 def _fuse_last_norm(model: nn.Module, layer: Any) -> None:
     """Fuse the final norm, after the last of the decoder layers that `layer` belongs to."""
     body = next(m for m in model.modules() if any(child is layer for child in getattr(m, "layers", ())))
-    norm: Any = body.norm
-    if not isinstance(norm, _FusedNorm):
-        kind: Any = type(norm)
-        norm.fused_plus_one = layer.fused_parts.plus_one
-        norm.__class__ = _derived(_FusedNorm, kind)
+    fuse_norm(body.norm, plus_one=layer.fused_parts.plus_one)
 
 
 class _FusedParts:
@@ -410,21 +418,6 @@ def _attention(
 _NOT_FOR_ATTENTION = {"attention_mask", "position_embeddings", "past_key_values"}
 
 
-class _FusedNorm(RuntimeSubclass):
-    """Mixin placed before the class of the final norm, which torch would compute in a dozen passes over memory."""
-
-    fused_plus_one: bool
-    weight: Tensor
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.is_cuda and {hidden_states.dtype, self.weight.dtype} != {torch.bfloat16}:
-            out: Tensor = super().forward(hidden_states)  # type: ignore[misc]
-            return out
-        norm = Norm(self.weight, epsilon_of(self), self.fused_plus_one)
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return fused_rms_norm(hidden_states.flatten(0, -2), norm).view(hidden_states.shape)
-
-
 def enable_layer_chain(model: nn.Module) -> None:
     """Run all fused layers as one chain where possible (`layer_chain`).
 
@@ -466,8 +459,3 @@ def release_layer_graphs(model: nn.Module) -> None:
 
 def is_fused(layer: nn.Module) -> bool:
     return isinstance(layer, _Fused)
-
-
-@functools.cache
-def _derived(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Fused{kind.__name__}", (mixin, kind), {"made_by": (_derived, (mixin, kind))})

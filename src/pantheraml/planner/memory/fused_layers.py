@@ -6,11 +6,13 @@ Follows `models.fast.autograd_functions`, tensor by tensor: a tensor that is sav
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pantheraml.planner.memory.blocks import blocks_bytes
 from pantheraml.planner.memory.step_sizes import BYTE, FLOAT32, LinearGroup, StepSizes
 
+TILE = 16_384
+"""As in `models.fast.tiled_mlp`."""
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "granite")
 """Families with a `Decoder` that models.fast.families fuses."""
 HEAD_NORM_FAMILIES = ("qwen3", "gemma3_text")
@@ -31,6 +33,35 @@ def kept_tensors(sizes: StepSizes) -> Iterator[int]:
     yield from _kept_before_attention(sizes)
     yield from _kept_by_attention(sizes)
     yield from _kept_after_attention(sizes)
+
+
+def is_tiled(sizes: StepSizes) -> bool:
+    """Return whether what follows attention is recomputed in tiles: as `models.fast.tiled_mlp` decides."""
+    _, _, first, second = sizes.groups
+    return (
+        sizes.setting.activation_checkpointing in ("full", "offload")
+        and not sizes.trains_weights
+        and sizes.tokens >= 2 * TILE
+        and first.height + second.width > 4 * sizes.queries
+    )
+
+
+def tiled_kept_tensors(sizes: StepSizes) -> Iterator[int]:
+    """Bytes of each tensor that a recomputed layer keeps if what follows attention is tiled."""
+    yield from _kept_before_attention(sizes)
+    yield from _kept_by_attention(sizes)
+    yield sizes.tokens * sizes.hidden * sizes.compute  # the residual stream
+
+
+def tiled_backward_transients(sizes: StepSizes) -> list[Transient]:
+    """Moments of a tile's backward, with the gradients of the whole sequence beside it: of the layer's output, of the
+    residual stream, and of attention's output."""
+    count = -(-sizes.tokens // TILE)
+    tile = replace(sizes, tokens=-(-sizes.tokens // count))
+    whole = [sizes.tokens * width * sizes.compute for width in (sizes.hidden, sizes.hidden, sizes.queries)]
+    held = blocks_bytes(whole) + blocks_bytes(_kept_after_attention(tile))
+    moments = backward_transients(tile, owns_kept=True)
+    return [Transient(f"{moment.instant}, tiled", held + moment.bytes) for moment in moments]
 
 
 def _kept_before_attention(sizes: StepSizes) -> Iterator[int]:

@@ -11,6 +11,8 @@ from pantheraml.planner.memory.step_sizes import BYTE, DTYPE_BYTES, FLOAT32, Lin
 
 PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "granite")
 """gemma2 caps attention scores, which takes attention without fused kernels; gpt2's activation keeps its every term."""
+COMPILED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
+HEAD_NORM_FAMILIES = ("qwen3", "gemma3_text")
 _FLOAT32_NORMS = ("gemma", "gemma3_text")
 """Families whose norms compute in float32 throughout."""
 
@@ -26,7 +28,7 @@ def kept_tensors(sizes: StepSizes) -> Iterator[int]:
     norms = 4 if sizes.decoder.family == "gemma3_text" else 2
     for _ in range(norms):
         yield from _kept_by_norm(sizes, sizes.hidden, 1)
-    if sizes.decoder.family in ("qwen3", "gemma3_text"):
+    if sizes.decoder.family in HEAD_NORM_FAMILIES:
         yield from _kept_by_norm(sizes, sizes.queries, sizes.heads)
         yield from _kept_by_norm(sizes, sizes.keys, sizes.kv_heads)
     values = sizes.queries + 2 * sizes.keys if sizes.decoder.family == "phi3" else sizes.keys  # a view of all three
@@ -107,14 +109,37 @@ def backward_tensors(sizes: StepSizes) -> list[int]:
     return [tokens * sizes.hidden * residual_bytes(sizes), rows, rows, *weight]
 
 
+def why_not_compiled(sizes: StepSizes) -> str | None:
+    """Why it is not known what a compiled layer keeps; None: `compiled_tensors` tells."""
+    if sizes.decoder.family not in COMPILED_FAMILIES:
+        return f"what compiled layers of {sizes.decoder.family} keep is not known"
+    if sizes.setting.frozen_weights is not None or sizes.setting.method == "dora" or sizes.setting.lora_dropout > 0:
+        return "what compiled layers keep is not known with quantized weights, DoRA or dropout"
+    return None
+
+
 def compiled_tensors(sizes: StepSizes) -> Iterator[int]:
-    """Like `kept_tensors`, of a layer that torch.compile compiled: inputs of norms and matmuls in their own dtype, and
-    no intermediate results of norms."""
-    tokens, compute = sizes.tokens, sizes.compute
-    for _ in range(2):
-        yield from (tokens * sizes.hidden * compute, tokens * FLOAT32, tokens * sizes.hidden * compute)
+    """Like `kept_tensors`, of a layer that torch.compile compiled: it keeps inputs and outputs of matmuls, and computes
+    norms and casts again, but not those of weights."""
+    tokens, compute, family = sizes.tokens, sizes.compute, sizes.decoder.family
+    yield tokens * sizes.hidden * residual_bytes(sizes)
+    for _ in range(3):  # both norms' output, and what attention adds to the residual stream
+        yield tokens * sizes.hidden * compute
+    yield from (tokens * FLOAT32, tokens * FLOAT32)
+    if family == "gemma3_text":  # what the MLP adds, and two more norms
+        yield from (tokens * sizes.hidden * compute, tokens * FLOAT32, tokens * FLOAT32)
+    if family in HEAD_NORM_FAMILIES:
+        for width, heads in ((sizes.queries, sizes.heads), (sizes.keys, sizes.kv_heads)):
+            yield from (tokens * width * compute, tokens * heads * FLOAT32)
     for width in (sizes.queries, sizes.keys, sizes.keys, sizes.queries):
         yield tokens * width * compute
     yield tokens * sizes.heads * FLOAT32
     for _ in range(3):  # gate, up and their product
         yield tokens * sizes.inner * compute
+    if sizes.trains_weights:
+        if residual_bytes(sizes) != compute:
+            yield from (group.width * group.height * compute for group in sizes.groups)
+        return
+    yield tokens * sizes.queries * compute  # attention's output, for the adapter
+    for group in sizes.groups:
+        yield from _kept_by_adapters(sizes, group)

@@ -7,7 +7,7 @@ What layers keep shrinks during the backward while gradients grow, both evenly, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pantheraml.planner.memory import fused_layers, plain_layers
@@ -15,6 +15,8 @@ from pantheraml.planner.memory.blocks import MIB, block_bytes, blocks_bytes
 from pantheraml.planner.memory.head import head_use
 from pantheraml.planner.memory.step_sizes import DTYPE_BYTES, FLOAT32, StepSizes, step_sizes
 from pantheraml.planner.memory.weights import (
+    FIRST_RANK,
+    Held,
     Place,
     StageLayers,
     gradient_bytes,
@@ -24,8 +26,9 @@ from pantheraml.planner.memory.weights import (
     runs_fused,
     shard_degree,
     stage_layers,
+    whole_tensors,
 )
-from pantheraml.planner.model_shapes import ModelShapes
+from pantheraml.planner.model_shapes import ModelShapes, is_target
 from pantheraml.planner.setting import Setting
 from pantheraml.specs.prediction import MemoryPrediction
 
@@ -51,6 +54,8 @@ def why_not_predicted(
         return "one process uses several devices"
     if setting.device == "cpu":
         return "only the memory of GPUs is predicted"
+    if setting.method != "full" and (problem := _why_not_targets(shapes, setting)) is not None:
+        return problem
     if setting.precision == "fp32" or (capability is not None and capability < FAST_ATTENTION):
         return "attention in fp32, or on GPUs before compute capability 8.0, uses other kernels"
     if decoder.family not in plain_layers.PLAIN_FAMILIES:
@@ -58,11 +63,21 @@ def why_not_predicted(
     if setting.method == "dora" and setting.lora_dropout > 0:
         return "what DoRA with dropout keeps is not known"
     if setting.compile and not runs_fused(shapes, setting):
-        if setting.method != "full" or setting.trained_weights != setting.precision:
-            return "what compiled layers keep is known only for full fine-tunes in bf16"
-        if decoder.family not in ("llama", "mistral"):
-            return f"what compiled layers of {decoder.family} keep is not known"
+        return plain_layers.why_not_compiled(step_sizes(decoder, setting))
     return None
+
+
+def _why_not_targets(shapes: ModelShapes, setting: Setting) -> str | None:
+    """Why it is not known which layers get an adapter; None: the same in each decoder layer."""
+    targets = setting.lora_targets
+    if targets == "all-linear":
+        return None
+    names = [targets] if isinstance(targets, str) else targets
+    if any(part.isdigit() for name in names for part in name.split(".")):
+        return "method.target_modules names layers by their number"
+    linears = [weight for weight in shapes.of_layer if weight.linear]
+    missing = [name for name in names if not any(is_target(weight, name) for weight in linears)]
+    return f"method.target_modules names {', '.join(missing)}, which decoder layers do not have" if missing else None
 
 
 def predict_memory(
@@ -78,10 +93,11 @@ def predict_memory(
     """
     if why_not_predicted(shapes, setting, capability=capability) is not None:
         return None
-    ranks = range(setting.dims.pipeline)
-    workspace = HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
-    peaks = [_peak(_Rank(shapes, setting, Place(pipeline=rank), workspace)) for rank in ranks]
-    instant, parts = max(peaks, key=lambda peak: sum(peak[1].values()))
+    peaks = [
+        max(instants(shapes, setting, Place(pipeline=rank), capability=capability).items(), key=_total)
+        for rank in range(setting.dims.pipeline)
+    ]
+    instant, parts = max(peaks, key=_total)
     return MemoryPrediction(
         parts=parts,
         instant=instant,
@@ -92,8 +108,18 @@ def predict_memory(
     )
 
 
-def _peak(rank: _Rank) -> tuple[str, Parts]:
-    return max(rank.instants().items(), key=lambda instant: sum(instant[1].values()))
+def _total(instant: tuple[str, Parts]) -> int:
+    return sum(instant[1].values())
+
+
+def instants(
+    shapes: ModelShapes, setting: Setting, place: Place = FIRST_RANK, *, capability: tuple[int, int] | None = None
+) -> dict[str, Parts]:
+    """Bytes of a rank by part, at each moment of a step that may be its peak."""
+    workspace = 0
+    if setting.device == "cuda":
+        workspace = HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
+    return _Rank(shapes, setting, place, workspace).instants()
 
 
 @dataclass(frozen=True)
@@ -123,12 +149,15 @@ class _Rank:
         self.layer = self._layer()
         self.persistent = self._persistent(workspace)
         self.gradients = gradient_bytes(self.held)
+        self.sharded = self._unsharded()
 
     def instants(self) -> dict[str, Parts]:
         """Bytes by part at the moments of a step that may be its peak."""
         kept = self.layer.stored * self.stage.layers * self.in_flight
         earlier = self._earlier_gradients()
-        buffers = self._communication()
+        buffers = (
+            0 if self.sharded is None else self.sharded[0].bytes + self.sharded[0].weights + self.sharded[1].weights
+        )
         found: dict[str, Parts] = {}
         if self.stage.head:
             head = head_use(self.sizes, fp8_head=has_fp8_head(self.shapes, self.setting), fused_norm=self.fused)
@@ -138,15 +167,18 @@ class _Rank:
             head_gradient = head.gradient
         else:
             head_gradient = 0
-        layer = self.layer
-        held = kept + layer.recomputed + layer.backward + layer.prefetched
+        own = self.layer
+        held = kept + own.recomputed + own.backward + own.prefetched
         last = self._at(held, max(earlier, head_gradient), buffers)
         found["backward of the last layer"] = last
-        first = self._at(layer.stored * (1 + self.stage.layers * (self.in_flight - 1)), self._all_gradients(), buffers)
-        first["activations"] += layer.recomputed + layer.backward
+        others = self.stage.layers * (self.in_flight - 1)
+        first = self._at(own.stored * (1 + others), max(earlier, self._gradients_before_first_layer()), buffers)
+        first["activations"] += own.recomputed + own.backward
         found["backward of the first layer"] = first
         if self.stage.embedding and self.setting.method == "full":
             found["backward of the embedding"] = self._embedding_backward(buffers)
+        if self.sharded is not None and self.sharded[1].gradients:
+            found["reduction of embedding and head"] = self._at(0, self.gradients, self.sharded[1].bytes)
         found["optimizer"] = self._at(0, self.gradients + self._bucket_copies(), 0)
         found["loading"] = self._loading()
         return found
@@ -163,8 +195,7 @@ class _Rank:
     def _embedding_backward(self, buffers: int) -> Parts:
         """Autograd adds the gradients of a tied embedding and head into a third tensor."""
         sizes = self.sizes
-        weight = sizes.vocabulary * sizes.hidden * DTYPE_BYTES[self.setting.trained_weights]
-        extra = 2 * block_bytes(weight) if self.shapes.tied and self.stage.head else 0
+        extra = 2 * block_bytes(self._embedding_bytes()) if self.shapes.tied and self.stage.head else 0
         rows = block_bytes(sizes.tokens * sizes.hidden * self._residual_bytes())
         return self._at(rows, self._all_gradients() + extra, buffers)
 
@@ -190,7 +221,10 @@ class _Rank:
     def _layer(self) -> _Layer:
         sizes, mode = self.sizes, self.setting.activation_checkpointing
         recomputes = mode in ("full", "offload")
-        if self.fused:
+        if self.fused and fused_layers.is_tiled(sizes):
+            kept = blocks_bytes(fused_layers.tiled_kept_tensors(sizes))
+            backward = max(moment.bytes for moment in fused_layers.tiled_backward_transients(sizes))
+        elif self.fused:
             kept = blocks_bytes(fused_layers.kept_tensors(sizes))
             moments = fused_layers.backward_transients(sizes, owns_kept=recomputes)
             backward = max(moment.bytes for moment in moments)
@@ -206,7 +240,7 @@ class _Rank:
         if mode == "offload":
             return _Layer(0, kept + inputs, backward, prefetched=inputs)
         outputs = blocks_bytes(_matmul_outputs(sizes))
-        return _Layer(inputs + outputs, max(0, kept - outputs) + blocks_bytes(_unused_outputs(sizes)), backward)
+        return _Layer(inputs + outputs, max(0, kept - outputs), backward)
 
     def _earlier_gradients(self) -> int:
         """Gradients that are there before the backward of a step's last pass."""
@@ -219,34 +253,56 @@ class _Rank:
     def _all_gradients(self) -> int:
         """Gradients at the end of a pass, before they are reduced."""
         if shard_degree(self.setting) > 1 and self.setting.accumulation > 1:
-            return _unsharded_gradients(self.shapes, self.setting)
+            return gradient_bytes(whole_tensors(self.shapes, self.setting))
         return self.gradients + self._bucket_copies()
+
+    def _gradients_before_first_layer(self) -> int:
+        """All but those of the first layer itself and of an embedding of its own, which come last."""
+        late = sum(each.bytes for each in self.held if each.trained and not each.outside)
+        if self.setting.method == "full" and self.stage.embedding and not self.shapes.tied:
+            late += self._embedding_bytes() // shard_degree(self.setting)
+        return self._all_gradients() - late
+
+    def _embedding_bytes(self) -> int:
+        return self.sizes.vocabulary * self.sizes.hidden * DTYPE_BYTES[self.setting.trained_weights]
 
     def _has_buckets(self) -> bool:
         dims = self.setting.dims
         return dims.world_size > 1 and dims.world_size == dims.replicate * dims.context
 
+    def _unsharded(self) -> tuple[_Unsharded, _Unsharded] | None:
+        """A layer, of which the weights of the next one are there as well, and all outside of layers; None: no FSDP."""
+        ranks = shard_degree(self.setting)
+        if ranks == 1:
+            return None
+        whole = whole_tensors(self.shapes, self.setting)
+        layer, rest = ([each for each in whole if each.outside == outside] for outside in (False, True))
+        return _Unsharded.of(layer, ranks), _Unsharded.of(rest, ranks)
+
     def _bucket_copies(self) -> int:
         """DDP's buckets, unless gradients are views of them."""
         return self.gradients if self._has_buckets() and not self.setting.gradient_as_bucket_view else 0
 
-    def _communication(self) -> int:
-        """FSDP: unsharded weights of two layers and of all outside of layers, and a layer's gradients in float32."""
-        ranks = shard_degree(self.setting)
-        if ranks == 1:
-            return 0
-        dims = self.setting.dims.model_copy(update={"shard": 1, "context": 1})
-        whole = held_tensors(self.shapes, self.setting.model_copy(update={"dims": dims}))
-        layers = self.stage.layers
-        layer = sum(each.bytes for each in whole if each.times == layers)
-        rest = sum(each.bytes for each in whole if each.times == 1 and layers != 1)
-        reduced = sum(each.size * FLOAT32 for each in whole if each.trained and each.times == layers)
-        return 2 * layer + rest + reduced + reduced // ranks
 
+@dataclass(frozen=True)
+class _Unsharded:
+    """What FSDP makes whole on a rank: bytes of one layer, or of all outside of layers."""
 
-def _unsharded_gradients(shapes: ModelShapes, setting: Setting) -> int:
-    dims = setting.dims.model_copy(update={"shard": 1, "context": 1})
-    return gradient_bytes(held_tensors(shapes, setting.model_copy(update={"dims": dims})))
+    weights: int
+    gradients: int
+    """In the weights' dtype."""
+    reduced: int
+    """The same in float32, to be sent, and this rank's sum."""
+
+    @classmethod
+    def of(cls, held: Sequence[Held], ranks: int) -> _Unsharded:
+        trained = [each for each in held if each.trained]
+        wide = sum(each.size * FLOAT32 for each in trained)
+        return cls(sum(each.bytes for each in held), sum(each.bytes for each in trained), wide + wide // ranks)
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.gradients + self.reduced
 
 
 def _micro_batches_in_flight(setting: Setting, pipeline: int) -> int:
@@ -269,8 +325,3 @@ def _matmul_outputs(sizes: StepSizes) -> Iterable[int]:
         yield sizes.tokens * group.height * sizes.compute
     yield sizes.tokens * sizes.queries * sizes.compute
     yield sizes.tokens * sizes.heads * FLOAT32
-
-
-def _unused_outputs(sizes: StepSizes) -> Iterable[int]:
-    """Stored outputs that no backward reads: those added to the residual stream."""
-    yield from [sizes.tokens * sizes.hidden * sizes.compute] * 2

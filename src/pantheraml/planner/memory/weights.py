@@ -49,6 +49,8 @@ class Held:
     itemsize: int
     trained: bool = False
     times: int = 1
+    outside: bool = False
+    """Outside of decoder layers."""
 
     @property
     def size(self) -> int:
@@ -123,20 +125,26 @@ def held_tensors(shapes: ModelShapes, setting: Setting, place: Place = FIRST_RAN
     found: list[Held] = []
     for weight in shapes.outside:
         if stage.embedding if weight.part == "embedding" else stage.head:
-            found += _tensors_of(weight, shapes, setting, place)
+            found += (replace(each, outside=True) for each in _tensors_of(weight, shapes, setting, place))
     for weight in shapes.of_layer:
         found += (replace(each, times=stage.layers) for each in _tensors_of(weight, shapes, setting, place))
     if stage.head and has_fp8_head(shapes, setting):
         decoder = shapes.decoder
         assert decoder is not None
-        head = Held("weights", (decoder.vocabulary, decoder.hidden), BYTE)
-        found += [head, Held("weights", (decoder.vocabulary,), FLOAT32)]
+        found.append(Held("weights", (decoder.vocabulary, decoder.hidden), BYTE, outside=True))
+        found.append(Held("weights", (decoder.vocabulary,), FLOAT32, outside=True))
     if runs_fused(shapes, setting) and setting.method != "full":
         assert shapes.decoder is not None
         buffers = _fused_buffers(shapes.decoder, setting)
         found += (replace(each, times=stage.layers) for each in buffers)
     ranks = shard_degree(setting)
     return found if ranks == 1 else [_sharded(each, ranks, place.shard) for each in found]
+
+
+def whole_tensors(shapes: ModelShapes, setting: Setting) -> list[Held]:
+    """What the ranks of an FSDP group hold together."""
+    dims = setting.dims.model_copy(update={"shard": 1, "context": 1})
+    return held_tensors(shapes, setting.model_copy(update={"dims": dims, "fused": False}))
 
 
 def _tensors_of(weight: Weight, shapes: ModelShapes, setting: Setting, place: Place) -> Iterator[Held]:

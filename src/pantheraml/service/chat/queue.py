@@ -183,7 +183,9 @@ class ChatQueue:
             if self._closed:
                 raise _closing()
             if self._preempted and ticket.told:
-                raise unavailable("A job needs the device that chat was using.", BUSY_SECONDS, code="chat_preempted")
+                raise unavailable(
+                    "The device that chat was using is needed elsewhere.", BUSY_SECONDS, code="chat_preempted"
+                )
             if ticket.told:
                 break
             deaths += not self._preempted
@@ -224,11 +226,12 @@ class ChatQueue:
         name = await self._dispatcher.borrow(self._give_back)
         if name is None:
             inventory = self._dispatcher.inventory
-            message = f"All {len(inventory.devices)} {inventory.kind}s are used by jobs; chat waits for a free one."
+            message = f"None of the {len(inventory.devices)} {inventory.kind}s is free: jobs come first."
             raise unavailable(message, BUSY_SECONDS, code="no_free_device")
         try:
-            limits = Limits([self._settings.models_dir, self._settings.jobs], self._settings.cache)
-            worker = await ChatWorkerProcess.start(self._settings.chat.resolve(), self._device(name), limits)
+            settings = self._settings
+            limits = Limits([settings.models_dir, settings.jobs], settings.cache)
+            worker = await ChatWorkerProcess.start(settings.chat.resolve(), self._device(name), limits)
         except BaseException:
             self._dispatcher.returned(name)
             raise

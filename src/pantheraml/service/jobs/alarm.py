@@ -13,6 +13,7 @@ from pantheraml.devices.health import Health
 from pantheraml.service.jobs.alerts import PREFIX, Alert, JobWatch
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Event, Job, Lease
+from pantheraml.service.store.webhooks import announce
 
 REMEMBERED_STEPS = 200
 """Read again when the service restarts."""
@@ -41,7 +42,10 @@ class Alarm:
         alerts = self._watches[mark].judge(now, of_job if health else None)
         if alerts:
             async with self._database.write() as session:
-                session.add_all(_event(job.id, now, alert) for alert in alerts)
+                for alert in alerts:
+                    told = _event(job.id, now, alert)
+                    session.add(told)
+                    await announce(session, job, told)
         return bool(alerts)
 
     def forget(self, job_id: str) -> None:

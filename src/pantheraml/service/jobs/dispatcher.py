@@ -123,6 +123,7 @@ class Dispatcher:
         if self._queue_changed or time.monotonic() - self._scheduled > SCHEDULE_SECONDS:
             self._queue_changed, self._scheduled = False, time.monotonic()
             async with self._allotting:
+                await self._take_back_unusable()
                 await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
             await keep_house(self._database, self._settings)
@@ -132,11 +133,11 @@ class Dispatcher:
 
     async def borrow(self, give_back: Callable[[], Awaitable[None]]) -> str | None:
         """Lend a device that no job holds, for `returned` or until a job needs it: then `give_back` is called, and the
-        job starts when it returns. None: jobs hold all of them."""
+        job starts when it returns. None: jobs hold all of them, or they are out of use."""
         async with self._allotting:
             async with self._database.read() as session:
-                held = await leases(session)
-            free = [name for name in self.inventory.devices if name not in held]
+                out = {*await leases(session), *await disabled_devices(session), *self._failed_gpus()}
+            free = [name for name in self.inventory.devices if name not in out]
             if not free:
                 return None
             self._lent = free[-1], give_back
@@ -150,6 +151,11 @@ class Dispatcher:
         if self._lent is not None and self._lent[0] in devices:
             await self._lent[1]()
             self._lent = None
+
+    async def _take_back_unusable(self) -> None:
+        if self._lent is not None:
+            async with self._database.read() as session:
+                await self._take_back([*await disabled_devices(session), *self._failed_gpus()])
 
     # Starting ---------------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ class WebhookSender:
             timeout=TIMEOUT_SECONDS,
             follow_redirects=False,  # the next address would not have been checked
             trust_env=False,
+            # connections are to addresses: one that was checked for a name must not serve another name there
+            limits=httpx2.Limits(max_keepalive_connections=0),
             headers={"user-agent": f"pantheraml/{__version__}", "content-type": "application/json"},
         )
 
