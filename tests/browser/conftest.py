@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests import toy
-from tests.service.conftest import Server, jsonl, models, own_server  # noqa: F401 - fixtures
+from tests.service.conftest import Server, jsonl, models, own_server, wait_for  # noqa: F401 - fixtures
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -148,6 +148,18 @@ def service(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     shared = Server(tmp_path_factory.mktemp("page") / "data", models, OPTIONS).start()
     yield shared
     assert not shared.clean_up(), "a test left processes behind"
+
+
+@pytest.fixture(autouse=True)
+def no_job_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test that failed has left running would disturb the next one."""
+    yield
+    if "service" in request.fixturenames:
+        with request.getfixturevalue("service").client() as client:
+            for job in client.fine_tuning.jobs.list(limit=100).data:
+                if job.state not in ("succeeded", "failed", "cancelled", "paused"):
+                    client.fine_tuning.jobs.cancel(job.id)
+                    wait_for(client, job.id, "cancelled", "succeeded", "failed")
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def test_a_job_is_watched_live_over_a_lost_connection(service: Server, proxied: 
     loss = page.get_by_role("region", name="Loss", exact=True)
     assert "over 360 logged steps" in (loss.locator(".sentence").text_content() or "")
     loss.get_by_text("Data table").click()
+    loss.get_by_role("table", name="evaluation").wait_for()
     assert loss.get_by_role("table").count() == 2, "the smoothed line and the evaluation"
     page.locator("#axis").select_option("epoch")
     wait_until(lambda: max(drawn(page, "Gradient norm")[0]["x"]) == pytest.approx(60))
