@@ -104,11 +104,13 @@ class SupervisedRun:
             (self.folder / name).unlink(missing_ok=True)
         request = RunRequest(name=self.name, token=token, config=config)
         write_text(self.request_file, request.model_dump_json())
+        # absolute, since the supervisor works in the job's folder
+        roots, cache = [path.resolve() for path in (*limits.roots, self.folder, limits.cache)], limits.cache.resolve()
         environment = env.worker_environment(
             **{JOB: f"{self.name}:{token}"},
-            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, (*limits.roots, self.folder, limits.cache))),
+            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, roots)),
             PANTHERAML_NO_FOREIGN_CODE="1",
-            PANTHERAML_CACHE=str(limits.cache),
+            PANTHERAML_CACHE=str(cache),
             HF_HUB_OFFLINE="1",
             HF_TOKEN=None,
             HUGGING_FACE_HUB_TOKEN=None,
@@ -117,7 +119,7 @@ class SupervisedRun:
         with open(open_private(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
             try:
                 return subprocess.Popen(
-                    [*python_module("pantheraml.runs.supervisor"), str(self.folder), str(token)],
+                    [*python_module("pantheraml.runs.supervisor"), str(self.folder.resolve()), str(token)],
                     cwd=self.folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
