@@ -89,11 +89,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     with private_files(), _claimed(settings):
         database = Database(settings.url)
         try:
-            if not await database.claim():
-                raise ConfigError(
-                    "Another service is using this database.", fix="Stop it, or choose another --database-url."
-                )
-            await database.migrate()
+            await _take(database)
             authenticator = Authenticator(database, is_open=await _is_open(settings, database))
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
@@ -103,6 +99,18 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler)
         finally:
             await database.close()
+
+
+async def _take(database: Database) -> None:
+    try:
+        claimed = await database.claim()
+    except ConnectionError as err:
+        raise ConfigError(
+            f"The database does not answer. {err}", fix="Check --database-url, and that it runs."
+        ) from err
+    if not claimed:
+        raise ConfigError("Another service is using this database.", fix="Stop it, or choose another --database-url.")
+    await database.migrate()
 
 
 async def _is_open(settings: Settings, database: Database) -> bool:
