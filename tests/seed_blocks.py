@@ -5,6 +5,8 @@ The blocks are in seed_blocks.txt, verbatim. docs/generate_conformance.py prints
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,8 @@ BLOCKS = Path(__file__).with_suffix(".txt")
 MODULES = {
     "performance_optimization": "pantheraml.performance",
     "onyx.server.features.ads.multi_gpu_training": "pantheraml.multigpu",
+    "onyx.server.features.ads.multi_gpu_api": "pantheraml.service",
+    "onyx.server.features.ads.optimized_finetuning": "pantheraml.service",
     "unsloth_multigpu_prototype": "pantheraml",
     "unsloth_multigpu_prototype.core": "pantheraml",
     "unsloth_multigpu_prototype.utils": "pantheraml",
@@ -57,6 +61,17 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "the model gets adapters",
         ),
     ],
+    "S4:89": [("rank=0,", "rank=rank,", "each rank gives its own rank")],
+    "S4:206": [
+        (r"(?m)^def train_function", "async def train_function", "`await` needs an `async def`"),
+        (
+            r"(?m)^    finetuning_service =",
+            "    if rank > 0:\n        return None\n    finetuning_service =",
+            "rank 0 asks the service, which starts its own processes",
+        ),
+        ("world_size=4", "world_size=2", "two ranks"),
+    ],
+    "S4:231": [("localhost:8000", "localhost:$PORT", "the port of the test")],
 }
 """Edits of each block: pattern, replacement, reason."""
 
@@ -85,9 +100,24 @@ def adapted(block: str) -> str:
     return source
 
 
-def run(block: str, **names: Any) -> dict[str, Any]:
-    """Run a block with `names` defined; return all names."""
-    return run_code(adapted(block), block, **names)
+def run(block: str, *, names: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    """Run a block with `names` and `others` defined; return all names, in `names` if it is given."""
+    names = {} if names is None else names
+    names |= others
+    exec(compile(adapted(block), block, "exec"), names)
+    return names
+
+
+async def run_async(
+    block: str, *, source: str | None = None, names: dict[str, Any] | None = None, **others: Any
+) -> dict[str, Any]:
+    """Run a block, or the part `source` of it, that has `await` outside of functions, as a notebook does."""
+    names = {} if names is None else names
+    names |= others
+    pending = eval(compile(source or adapted(block), block, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    if inspect.isawaitable(pending):
+        await pending
+    return names
 
 
 def run_code(source: str, block: str, **names: Any) -> dict[str, Any]:

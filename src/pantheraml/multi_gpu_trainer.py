@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.engine.module_loop import LossFunction, ModuleLoop
+from pantheraml.engine.module_loop import LossFunction, ModuleLoop, check_loop_arguments
 from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper
+from pantheraml.engine.optimizer_config import OptimizerConfig
 from pantheraml.hooks import multi_gpu
 from pantheraml.multigpu import start_ranks
 from pantheraml.parallel.aggregate import attach
@@ -64,15 +65,9 @@ class MultiGPUTrainer:
             raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
         if num_gpus is not None and (type(num_gpus) is not int or num_gpus < 1):
             raise ConfigError(f"num_gpus={num_gpus!r} is not a positive integer.")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm={max_grad_norm!r} is not a positive number.", fix="None: no clipping.")
-        reduction = getattr(loss_fn, "reduction", "mean")
-        if reduction != "mean":
-            raise ConfigError(
-                f"loss_fn has reduction={reduction!r}, but a step is a mean over samples.", fix="Use reduction='mean'."
-            )
+        check_loop_arguments(loss_fn, max_grad_norm)
         self._model, self._num_gpus = model, num_gpus
-        self._optimizer_class, self._optimizer_arguments = _checked_optimizer(optimizer_config)
+        self._optimizer_config = OptimizerConfig(optimizer_config)
         self._aggregation = multi_gpu.make_settings(None, aggregation_method, aggregation_weights)
         self._loss_fn, self._max_grad_norm = loss_fn, max_grad_norm
         self._stability = stability_of(
@@ -110,7 +105,7 @@ class MultiGPUTrainer:
         wrapper = MultiGPUWrapper(PerformanceConfig(optimization_level=OptimizationLevel.NONE, multi_gpu_config=config))
         self._wrapper = wrapper
         wrapped = wrapper.wrap(self._model)
-        optimizer = self._make_optimizer()
+        optimizer = self._optimizer_config.make(self._model)
         finish = attach(wrapped, self._aggregation.gradient_aggregation, weights=self._aggregation.aggregation_weights)
         self._loop = ModuleLoop(
             wrapper,
@@ -151,30 +146,3 @@ class MultiGPUTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cleanup()
-
-    def _make_optimizer(self) -> Optimizer:
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        if not trained:
-            raise ConfigError("The model has no trainable parameters.", fix="Set requires_grad on some parameters.")
-        try:
-            return self._optimizer_class(trained, **self._optimizer_arguments)
-        except (TypeError, ValueError) as err:
-            raise ConfigError(
-                f"optimizer_config['kwargs'] do not fit {self._optimizer_class.__name__}: {err}.",
-                fix="See its documentation.",
-            ) from err
-
-
-def _checked_optimizer(config: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    fix = "Pass {'class': torch.optim.AdamW, 'kwargs': {'lr': 2e-5}}."
-    if not isinstance(config, Mapping) or "class" not in config:
-        raise ConfigError("optimizer_config has no 'class'.", fix=fix)
-    unknown = sorted(set(config) - {"class", "kwargs"}, key=str)
-    if unknown:
-        raise ConfigError(f"optimizer_config has no entry {unknown[0]!r}.", fix=fix)
-    kind, arguments = config["class"], config.get("kwargs") or {}
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ConfigError(f"optimizer_config['class']={kind!r} is not an optimizer class.", fix=fix)
-    if not isinstance(arguments, Mapping):
-        raise ConfigError(f"optimizer_config['kwargs'] is a {type(arguments).__name__}, not a dict.", fix=fix)
-    return kind, dict(arguments)

@@ -3,14 +3,18 @@
 A script calls `enable_multi_gpu()` (or passes `enable_multi_gpu=True` to `FastLanguageModel.from_pretrained`, or is
 started with PANTHERAML_ENABLE_MULTIGPU=1) and is relaunched as one rank per GPU. A notebook, which cannot be
 relaunched, calls `launch(function)`. `GPUMonitor` and the contexts watch GPUs (`gpu_monitor`).
+`MultiGPUTrainingManager` makes trainers for a `GPUConfig` (`gpu_trainers`), in ranks of `launch_distributed_training`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import inspect
 import pickle
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, DeviceError, InterruptedRunError, LaunchError, WorkerError
@@ -20,16 +24,31 @@ from pantheraml.hooks import multi_gpu
 from pantheraml.launch.local import die_with_parent
 from pantheraml.launch.script import main_file, relaunch
 
+if TYPE_CHECKING:
+    from pantheraml.gpu_trainers import DataParallelTrainer, DistributedDataParallelTrainer
+    from pantheraml.gpu_training_manager import MultiGPUTrainingManager
+
 __all__ = [
+    "DataParallelTrainer",
+    "DistributedDataParallelTrainer",
     "GPUConfig",
     "GPUMonitor",
+    "MultiGPUTrainingManager",
     "disable_multi_gpu",
     "enable_multi_gpu",
     "get_multi_gpu_config",
     "gpu_monitoring_context",
     "launch",
+    "launch_distributed_training",
     "performance_context",
 ]
+
+_LAZY = {
+    "DataParallelTrainer": "pantheraml.gpu_trainers",
+    "DistributedDataParallelTrainer": "pantheraml.gpu_trainers",
+    "MultiGPUTrainingManager": "pantheraml.gpu_training_manager",
+}
+"""Names whose modules build on this one; trainers need torch."""
 
 logger = log.get(__name__)
 
@@ -151,13 +170,51 @@ def launch(function: Callable[..., Any], *arguments: Any, nproc: int | None = No
     else, so processes are forked, which is possible until CUDA is initialized. `nproc` None: one per visible GPU. If a
     rank fails, the others are terminated and a WorkerError names it.
     """
+    _require_no_rank()
+    processes, _ = _process_count(nproc)
+    return _run(function, arguments, processes, _start_method(function, arguments))
+
+
+def launch_distributed_training(*, world_size: int, train_func: Callable[..., Any], **arguments: Any) -> list[Any]:
+    """Run `train_func(rank, world_size, **arguments)` in `world_size` new processes; return the result of each rank.
+
+    `train_func` may be a coroutine function. Otherwise like `launch`: there are no more processes than GPUs, unless the
+    host has none.
+    """
+    _require_no_rank()
+    try:
+        inspect.signature(train_func).bind(0, world_size, **arguments)
+    except TypeError as err:
+        raise ConfigError(
+            f"train_func does not take these arguments: {err}.",
+            fix="It is called as train_func(rank, world_size, **arguments).",
+        ) from err
+    processes, _ = _process_count(world_size)
+    return _run(_as_rank, (train_func, arguments), processes, _start_method(train_func, (arguments,)))
+
+
+def _as_rank(train_func: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    rank = env.process_rank()
+    result = train_func(rank.rank, rank.world_size, **arguments)
+
+    async def awaited() -> Any:
+        return await result
+
+    return asyncio.run(awaited()) if inspect.isawaitable(result) else result
+
+
+def _require_no_rank() -> None:
     if env.launched_rank() is not None:
         raise LaunchError("This process is already a rank.", fix="Call the function directly.")
+
+
+def _run(
+    function: Callable[..., Any], arguments: tuple[Any, ...], processes: int, start: Literal["spawn", "fork"]
+) -> list[Any]:
     # imported here: a script that only relaunches itself need not wait for torch
     from pantheraml.rendezvous.elastic_agent import run_function
 
-    processes, _ = _process_count(nproc)
-    ended = run_function(function, arguments, processes=processes, start=_start_method(function, arguments))
+    ended = run_function(function, arguments, processes=processes, start=start)
     if ended.stopped_by is not None:
         raise InterruptedRunError(f"Stopped by {ended.stopped_by.name}; the {processes} processes were terminated.")
     if ended.failure is not None:
@@ -204,3 +261,9 @@ def _start_method(function: Callable[..., Any], arguments: tuple[Any, ...]) -> L
             fix="Use a top-level function of a module, and picklable arguments (names, paths, numbers).",
         ) from err
     return "spawn"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pantheraml import performance
+from pantheraml import multigpu, performance
 from tests.seed_blocks import run
 
 NAMES = {name: getattr(performance, name) for name in performance.__all__}
@@ -34,6 +34,11 @@ def main() -> None:
         run("S1:371", optimizer=optimizer, dist=dist)
     found["printed"] = printed.getvalue()
     optimizer.cleanup()
+    os.chdir(sys.argv[1])
+    names = {"gpu_config": multigpu.GPUConfig(), "model": nn.Linear(4, 1), "rank": rank}
+    made = run("S4:89", **names, DistributedDataParallelTrainer=multigpu.DistributedDataParallelTrainer)
+    found["wrapped"] = type(made["model"]).__name__
+    made["trainer"].cleanup()
     Path(sys.argv[1], f"rank-{rank}.json").write_text(json.dumps(found))
 
 

@@ -12,11 +12,24 @@ from tests.distributed.launching import run_ranks
 RANKS = 4  # as the block says
 
 
-@pytest.mark.seed("S1:129", "S1-002", "S1-044", "S1-063", "S1-123", "S1-124")
-def test_distributed_setup(tmp_path: Path) -> None:
-    run_ranks("seed_blocks_ranks", RANKS, tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("blocks")
+    run_ranks("seed_blocks_ranks", RANKS, root)
+    return root
+
+
+@pytest.mark.seed("S4:89", "S4-053", "S4-054", "S4-055")
+def test_distributed_trainer(folder: Path) -> None:
     for rank in range(RANKS):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert json.loads((folder / f"rank-{rank}.json").read_text())["wrapped"] == "DistributedDataParallel"
+    assert (folder / "checkpoint.pt").is_file()
+
+
+@pytest.mark.seed("S1:129", "S1-002", "S1-044", "S1-063", "S1-123", "S1-124")
+def test_distributed_setup(folder: Path) -> None:
+    for rank in range(RANKS):
+        found = json.loads((folder / f"rank-{rank}.json").read_text())
         assert found["gradient"] == [[1.5] * 4], "the mean over ranks"
         status = found["status"]
         assert (status["current_mode"], status["world_size"], status["rank"]) == ("distributed", RANKS, rank)

@@ -68,6 +68,7 @@ def test_pause_and_resume_continue_exactly(server: Server, client: OpenAI, train
 
 
 @pytest.mark.extended
+@pytest.mark.seed("S4-164")
 def test_cancel_ends_all_processes_within_ten_seconds(server: Server, client: OpenAI, training_file: str) -> None:
     job = submit(client, training_file, epochs=10_000, processes=2)
     wait_for(client, job.id, "running")
@@ -131,6 +132,7 @@ def test_jobs_wait_and_say_why(client: OpenAI, training_file: str) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.seed("S4-154")
 def test_jobs_that_cannot_start_have_a_place_in_the_queue(own_server: Callable[..., Server]) -> None:
     server = own_server("--cpu-slots", "1")
     client = server.client()

@@ -124,6 +124,7 @@ def test_a_file_that_a_job_waits_for_cannot_be_deleted(client: OpenAI, training_
     assert client.files.delete(training_file).deleted
 
 
+@pytest.mark.seed("S4-138")
 def test_files_on_disk_are_private(server: Server, client: OpenAI, training_file: str) -> None:
     paths: list[Path] = [
         server.data,

@@ -60,9 +60,21 @@ def same_methods(block: str, ours: type) -> None:
         assert bare(get_type_hints(getattr(ours, name))["return"]) is bare(returned), name
 
 
-@pytest.mark.seed("C1", partly="`GPUConfig` of the service does not exist yet")
 @pytest.mark.seed(
-    *("S1:33", "S1-014", "S1-015", "S1-016", "S1-017", "S1-018", "S1-019", "S1-020", "S1-021", "S1-022", "S1-023"),
+    *(
+        "C1",
+        "S1:33",
+        "S1-014",
+        "S1-015",
+        "S1-016",
+        "S1-017",
+        "S1-018",
+        "S1-019",
+        "S1-020",
+        "S1-021",
+        "S1-022",
+        "S1-023",
+    ),
     *("S1-024", "S1-025", "S1-026", "S1-027", "S1-028", "S1-029", "S1-030", "S1-031", "S1-032", "S1-033", "S1-034"),
 )
 def test_fields_of_multi_gpu_config() -> None:
@@ -275,7 +287,7 @@ def test_custom_extensions() -> None:
 
 
 @pytest.mark.seed("S1-035", "S1-041", "S3-036")
-@pytest.mark.seed("C2", partly="`MultiGPUTrainingManager` of the service does not exist yet")
+@pytest.mark.seed("C2")
 @pytest.mark.parametrize("config", [MultiGPUConfig(), performance.PerformanceConfig()], ids=["gpus", "performance"])
 def test_a_manager_of_either_config(config: Any) -> None:
     with performance.MultiGPUManager(config) as manager:

@@ -161,7 +161,7 @@ def test_s3_method_1() -> None:
     assert stats.training_loss > 0
 
 
-@pytest.mark.seed("C17", partly="synchronous; the asynchronous face belongs to the service")
+@pytest.mark.seed("C17")
 @pytest.mark.seed("S3-009")
 def test_s3_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl.trainer.sft_config", None)

@@ -124,6 +124,17 @@ def rank_variables(rank: ProcessRank) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()}
 
 
+_OF_A_LAUNCH = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|PANTHERAML_(STORE_FILE|RELAUNCHED|RUN_TOKEN)|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS)"
+)
+
+
+def outside_of_launch() -> dict[str, None]:
+    """Return changes of a child's environment after which it is no rank of the launch that this process belongs to."""
+    return {name: None for name in os.environ if _OF_A_LAUNCH.fullmatch(name)}
+
+
 def _number(name: str, *, default: int | None = None) -> int:
     text = os.environ.get(name, None if default is None else str(default))
     assert text is not None, name
@@ -204,6 +215,11 @@ def service_url() -> str | None:
 def api_key() -> str | None:
     """`PANTHERAML_API_KEY`: key of clients of the service. Other users of the host can read flags, but not this."""
     return os.environ.get("PANTHERAML_API_KEY") or None
+
+
+def inference_key() -> str | None:
+    """`PANTHERAML_INFERENCE_KEY`: key of the server that `pantheraml serve --inference-url` hands chat on to."""
+    return os.environ.get("PANTHERAML_INFERENCE_KEY") or None
 
 
 NO_FOREIGN_CODE = "PANTHERAML_NO_FOREIGN_CODE"

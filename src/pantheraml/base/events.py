@@ -268,6 +268,8 @@ class TrainFinished(EventBase):
     stopped_by: str
     concern: str | None = None
     """Why the final loss is suspicious; None if it is not."""
+    reserved_bytes: int | None = None
+    """Most that torch held of rank 0's GPU, cached blocks included (max_memory_reserved); None without a GPU."""
 
 
 class EvalProgress(EventBase):

@@ -29,6 +29,7 @@ from pantheraml.engine.guard.decide import StepJudge
 from pantheraml.engine.guard.policy import Verdict, first_nonfinite
 from pantheraml.engine.guard.watchdog import StopFlag, Watchdog
 from pantheraml.engine.memory.oom import explain_out_of_memory, pass_too_large
+from pantheraml.engine.memory.usage import max_reserved_bytes
 from pantheraml.engine.optim.schedule import learning_rate
 from pantheraml.engine.state.capture import (
     RunProgress,
@@ -186,7 +187,8 @@ class TrainingLoop:
         concern = None if stopped_by == "request" else job.stepper.guard.policy.trend.concern()
         orphaned = stopped_by == "request" and job.stop.lost_parent
         cause = "the end of its parent process" if orphaned else stopped_by
-        job.emit(TrainFinished(steps=self.progress.step, stopped_by=cause, concern=concern))
+        reserved = max_reserved_bytes(job.stepper.world.device)
+        job.emit(TrainFinished(steps=self.progress.step, stopped_by=cause, concern=concern, reserved_bytes=reserved))
         return stopped_by
 
     def _plan_in_use(self) -> Plan:
@@ -379,12 +381,13 @@ class TrainingLoop:
         raise self._nonfinite_error(what)
 
     def _nonfinite_error(self, what: str) -> NonFiniteError:
+        wider = {"fp16": " or use model.precision=bf16 or fp32", "bf16": " or use model.precision=fp32", "fp32": ""}
         return NonFiniteError(
             what,
             where=self._judge.incident
             or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
-            fix="Inspect those samples; in a new run, lower train.learning_rate or use model.precision=bf16 or fp32;"
-            " if it was the first step, check that the model's own weights are finite."
+            fix="Inspect the samples of that step; in a new run, lower train.learning_rate"
+            f"{wider[self.job.plan.precision]}; if it was the first step, check that the model's weights are finite."
             f" {self._resume_hint('stability.on_nonfinite=skip')}",
         )
 

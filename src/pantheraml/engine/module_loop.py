@@ -1,14 +1,18 @@
-"""Training loop for any `nn.Module` and DataLoader, as `MultiGPUTrainer` runs it: an epoch at a time.
+"""Training loop for any `nn.Module` and DataLoader, as the trainers of such modules run it: an epoch at a time.
 
 A step is the mean loss over the global batch: over its target tokens if batches have `labels`, else over its samples.
-Ranks say how many of them they have before each backward, so uneven batches give the weights of one process. The guard
-of custom loops then decides for all ranks whether the step is taken.
+It may be accumulated over several batches of each rank. Ranks say how many targets they have before the first backward,
+so uneven batches give the weights of one process. The guard of custom loops then decides for all ranks whether the step
+is taken.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from pantheraml.engine.guard.own_loop import OwnLoopGuard, scaled_rates, stop_er
 from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper
 from pantheraml.engine.to_device import move_batch
 from pantheraml.parallel.aggregate import Finish
+from pantheraml.parallel.data import without_sync
 from pantheraml.parallel.process_group import World
 from pantheraml.specs.train import StabilityConfig
 
@@ -31,6 +36,27 @@ logger = log.get(__name__)
 LossFunction = Callable[[Any, Any], Tensor]
 IGNORED = -100
 """Label of a position that is not a target, as in torch's cross entropy."""
+
+
+def check_loop_arguments(loss_fn: LossFunction | None, max_grad_norm: float | None) -> None:
+    """Raise ConfigError for arguments that a `ModuleLoop` could not train with."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm={max_grad_norm!r} is not a positive number.", fix="None: no clipping.")
+    reduction = getattr(loss_fn, "reduction", "mean")
+    if reduction != "mean":
+        raise ConfigError(
+            f"loss_fn has reduction={reduction!r}, but a step is a mean over samples.", fix="Use reduction='mean'."
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A batch of this rank, one of those that make a step."""
+
+    batch: Any
+    targets: float
+    rows: int
+    """Its samples; 0 if another rank has them."""
 
 
 class ModuleLoop:
@@ -44,11 +70,15 @@ class ModuleLoop:
         loss_fn: LossFunction | None,
         stability: StabilityConfig,
         max_grad_norm: float | None,
+        accumulate: int = 1,
     ) -> None:
-        """`model` was wrapped by `wrapper`; `finish` completes the aggregation of its gradients. A collective."""
+        """`model` was wrapped by `wrapper`; `finish` completes the aggregation of its gradients. A collective.
+
+        `accumulate`: batches of each rank in a step; the last step of an epoch may have fewer.
+        """
         assert wrapper.inner is not None, "the model is wrapped first"
         self._wrapper, self._model, self._optimizer = wrapper, model, optimizer
-        self._finish, self._loss_fn = finish, loss_fn
+        self._finish, self._loss_fn, self._accumulate = finish, loss_fn, accumulate
         self._world: World = wrapper.peers(model)
         self._guard = OwnLoopGuard(stability, max_grad_norm or 0.0, wrapper.inner, self._world)
         self._steps = 0
@@ -58,11 +88,11 @@ class ModuleLoop:
         self._model.train()
         started, losses, counted, samples, skipped, first = time.perf_counter(), 0.0, 0.0, 0, 0, self._steps
         norm = 0.0
-        for batch in loader:
-            rows = Inputs((batch,), {}).rows or 0
-            loss, count, norm, taken = self._step(batch)
+        parts = (self._part(batch) for batch in loader)
+        while step := list(itertools.islice(parts, self._accumulate)):
+            loss, count, norm, taken = self._step(step)
             losses, counted = losses + loss * count, counted + count
-            samples += rows if self._wrapper.batch_share > 0 else 0
+            samples += sum(part.rows for part in step)
             skipped += not taken
         if counted == 0:
             raise ConfigError("The DataLoader has no batch with a target.", fix="Check the dataset, and its labels.")
@@ -78,24 +108,28 @@ class ModuleLoop:
             "grad_norm": norm,
         }
 
-    def _step(self, batch: Any) -> tuple[float, float, float, bool]:
-        """Train on `batch`; return the global loss, its number of targets, the gradient norm, and if it was taken."""
+    def _part(self, batch: Any) -> _Part:
+        targets = self._targets(batch)
+        if targets == 0 and self._wrapper.batch_share > 0:
+            # the mean over no target is NaN, also with weight 0
+            batch = {**batch, "labels": torch.zeros_like(batch["labels"])}
+        return _Part(batch, targets, (Inputs((batch,), {}).rows or 0) if self._wrapper.batch_share > 0 else 0)
+
+    def _step(self, parts: list[_Part]) -> tuple[float, float, float, bool]:
+        """Train on `parts`; return the global loss, its number of targets, the gradient norm, and if it was taken."""
         self._optimizer.zero_grad()
-        own = self._targets(batch)
+        own = sum(part.targets for part in parts)
         total = float(self._world.gather([own]).sum())
         if total == 0:
             raise ConfigError(
                 f"Step {self._steps + 1} has no target: every label is {IGNORED}.", fix="Leave such samples out."
             )
-        if own == 0 and self._wrapper.batch_share > 0:
-            # the mean over no target is NaN, also with weight 0
-            batch = {**batch, "labels": torch.zeros_like(batch["labels"])}
-        self._wrapper.batch_share = own * self._world.size / total
-        device = self._wrapper.device
-        loss = self._loss(batch if device is None else move_batch(batch, device))
-        loss.backward()
+        mean = torch.zeros(())
+        for part in parts:
+            with without_sync(self._model) if part is not parts[-1] else contextlib.nullcontext():
+                mean = mean.to(loss := self._backward(part, part.targets * self._world.size / total)) + loss
         self._finish(target_tokens=own, factor=self._world.size / total)
-        numbers, verdict = self._guard.judge(loss.detach() * self._wrapper.batch_share)
+        numbers, verdict = self._guard.judge(mean)
         self._steps += 1
         if verdict.action == "stop":
             self._guard.drop_gradients()
@@ -110,6 +144,17 @@ class ModuleLoop:
                 self._optimizer.step()
         self._guard.drop_gradients()
         return numbers.loss, total, numbers.grad_norm, taken
+
+    def _backward(self, part: _Part, share: float) -> Tensor:
+        """Add the gradients of `part`; return its contribution to the step's loss."""
+        device = self._wrapper.device
+        self._wrapper.batch_share = share
+        try:
+            loss = self._loss(part.batch if device is None else move_batch(part.batch, device))
+            (loss * share if self._world.size == 1 else loss).backward()  # of ranks, the wrapper weighs the gradients
+        finally:
+            self._wrapper.batch_share = 1.0
+        return loss.detach() * share
 
     def _targets(self, batch: Any) -> float:
         """Return how much this rank's batch counts: target tokens, samples, or its share if neither can be counted."""

@@ -40,7 +40,14 @@ _CLIPPING_KEYS: dict[str, tuple[str, ...]] = {
 }
 """stability.clipping -> the keys that it uses."""
 
-_ADAPTER = ("method.rank", "method.alpha", "method.dropout", "method.target_modules", "method.rslora")
+_ADAPTER = (
+    "method.rank",
+    "method.alpha",
+    "method.dropout",
+    "method.target_modules",
+    "method.target_parameters",
+    "method.rslora",
+)
 _BETWEEN_RANKS = tuple(
     f"parallel.{name}"
     for name in (
@@ -90,9 +97,11 @@ def long_warmup(train: TrainSettings, steps: int) -> str | None:
     """Warning about a warmup that takes the whole run of `steps` steps; None if it does not."""
     if train.warmup_steps < max(2, steps):
         return None
+    rate = train.learning_rate
+    reached = "less than its peak" if rate == "auto" else f"{rate * steps / train.warmup_steps:.3g}"
     return (
         f"train.warmup_steps={train.warmup_steps} takes the whole run of {steps} step(s): the learning rate reaches"
-        f" {train.learning_rate * steps / train.warmup_steps:.3g}, train.schedule has no effect"
+        f" {reached}, train.schedule has no effect"
     )
 
 

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,6 +145,17 @@ def median_speed(starts: Iterable[Sequence[float]]) -> float | None:
     return statistics.median(warm) if warm else None
 
 
+def _median_step_seconds(starts: Iterable[_Start]) -> float | None:
+    """Median seconds of a step, of the steps that `median_speed` counts."""
+    warm: list[float] = []
+    for start in starts:
+        numbers = sorted(start.steps)
+        # an event covers all steps since the one before
+        seconds = [start.steps[now].seconds / (now - before) for before, now in pairwise(numbers)]
+        warm += seconds[WARM_UP_STEPS - 1 :] or seconds
+    return statistics.median(warm) if warm else None
+
+
 def speeds_of_starts(run_dir: Path) -> list[list[float]]:
     """Tokens per second of each start in the run's stream; empty if there is no stream."""
     return [start.speeds() for start in _starts(read_events(run_dir))] if (run_dir / EVENTS).is_file() else []
@@ -155,6 +167,7 @@ def summarize(events: Iterable[EventBase]) -> dict[str, Any]:
     `final_loss` is the last step's; `concern` is set if the loss ended no better than it started. `tokens_per_second`
     is the median over the logged steps, without the first three of each start. `seconds` is the wall time of training,
     including evaluations and checkpoints. Utilization and energy are those of the GPUs over the whole run.
+    Predictions are those of the plan.
     """
     events = list(events)
     starts = _starts(events)
@@ -184,7 +197,11 @@ def summarize(events: Iterable[EventBase]) -> dict[str, Any]:
         "target_tokens": sum(step.target_tokens for step in steps) if steps else None,
         "seconds": sum(start.training_seconds for start in starts) if training else None,
         "tokens_per_second": median_speed(start.speeds() for start in starts),
+        "step_seconds": _median_step_seconds(starts),
+        "predicted_step_seconds": (plan.get("prediction") or {}).get("step_seconds"),
         "peak_memory_bytes": max(memory, default=None),
+        "reserved_memory_bytes": ended and ended.reserved_bytes,
+        "predicted_memory_bytes": plan.get("predicted_memory_bytes"),
         "gpu_utilization_percent": hardware.mean_utilization(sampled),
         "energy_joules": hardware.energy_joules(sampled),
         "world_size": training.world_size if training else plan.get("world_size"),

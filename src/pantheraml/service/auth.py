@@ -3,11 +3,14 @@
 A key is `pml-` and 256 random bits; its SHA-256 is kept, since a slow hash protects weak passwords, not random keys.
 Scopes: `read` one's own files and jobs, `submit` new ones and change them, `admin` everybody's. A service that has no
 keys and listens on loopback serves everybody as the user `local` with all scopes.
+
+A program sends its key with every request. A browser exchanges it once for a session cookie (`sessions`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import secrets
 import time
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from fastapi import Depends, Request
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from pantheraml.service import sessions
 from pantheraml.service.errors import ApiError
 from pantheraml.service.ids import new_id
 from pantheraml.service.store.database import Database
@@ -79,8 +83,9 @@ async def has_keys(database: Database) -> bool:
 class Authenticator:
     """Finds the principal of a request."""
 
-    def __init__(self, database: Database, *, is_open: bool) -> None:
-        self._database = database
+    def __init__(self, database: Database, *, is_open: bool, insecure: bool) -> None:
+        """`insecure`: serve other machines, too, while it is open."""
+        self._database, self._insecure = database, insecure
         self.is_open = is_open
         """Everybody is `local`, until the first key is created."""
         self._looked_at = time.monotonic()
@@ -90,17 +95,34 @@ class Authenticator:
             self._looked_at = time.monotonic()
             self.is_open = not await has_keys(self._database)
         if self.is_open:
+            if not self._insecure and not _from_here(request):
+                # an application of one's own may listen on any address, whatever our settings say
+                raise _unauthorized("There are no API keys here: only programs of this machine are served.")
             return Principal(LOCAL_USER, _INCLUDES["admin"])
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         text = text.strip()
-        if scheme.lower() != "bearer" or not text:
+        cookie = request.cookies.get(sessions.cookie_name(request))
+        if not request.headers.get("authorization") and cookie:
+            sessions.refuse_forgery(request)
+            query = sessions.key_of(cookie)
+        elif scheme.lower() == "bearer" and text:
+            query = select(Key).where(Key.hash == hash_key(text))
+        else:
             raise _unauthorized("You did not provide an API key: send the header `Authorization: Bearer KEY`.")
         async with self._database.read() as session:
-            key = await session.scalar(select(Key).where(Key.hash == hash_key(text)))
+            key = await session.scalar(query)
         now = time.time()
         if key is None or key.revoked_at is not None or (key.expires_at is not None and key.expires_at <= now):
             raise _unauthorized("This API key is not known, was revoked, or has expired.")
         return Principal(key.user, frozenset(key.scopes), key.id)
+
+
+def _from_here(request: Request) -> bool:
+    """Whether the peer is this machine: a loopback address, or one that is no network address (a Unix socket)."""
+    try:
+        return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return True
 
 
 def _unauthorized(message: str) -> ApiError:

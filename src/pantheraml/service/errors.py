@@ -8,12 +8,13 @@ something never answers 409.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -36,6 +37,8 @@ class ApiError(HTTPException):
         super().__init__(status, message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers: dict[str, str] = {}
+        self.rows: list[dict[str, Any]] = []
+        """Wrong rows of a file."""
 
 
 def not_found(what: str, name: str, *, param: str | None = None) -> ApiError:
@@ -60,10 +63,42 @@ def _invalid_value(place: Sequence[int | str], message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_request")
 
 
-def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    rows: Sequence[dict[str, Any]] = (),
+) -> JSONResponse:
+    body = error_object(status, message, param=param, code=code)
+    if rows:
+        body["error"]["rows"] = list(rows)
     return JSONResponse(body, status, {"x-should-retry": "true" if status in (429, 503) else "false"})
+
+
+class AnsweringRoute(APIRoute):
+    """A route that answers its errors in this form in any application, also in one that has not called `install`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except ApiError as err:
+                return await _refused(request, err)
+            except RequestValidationError as err:
+                return await _invalid(request, err)
+            except PantheraError as err:
+                return await _library(request, err)
+
+        return answer
 
 
 def install(app: FastAPI) -> None:
@@ -75,7 +110,7 @@ def install(app: FastAPI) -> None:
 
 async def _refused(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, ApiError)
-    response = error_response(err.status, err.message, param=err.param, code=err.code)
+    response = error_response(err.status, err.message, param=err.param, code=err.code, rows=err.rows)
     response.headers.update(err.headers)
     return response
 

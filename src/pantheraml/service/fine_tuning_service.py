@@ -4,14 +4,14 @@
         dataset = await service.prepare_dataset(texts=texts, model_name="gpt2", max_length=512)
         result = await service.finetune_model_multi_gpu("gpt2", dataset, {"epochs": 3})
 
-It opens at the first call. A folder serves one program at a time, be it this or `pantheraml serve`.
+It opens at the first call, and closes with `async with`, `close` or the event loop. A folder serves one program at a
+time, be it this or `pantheraml serve`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from pantheraml.service.errors import ApiError
 from pantheraml.service.jobs.gpu_stats import gpu_stats_now
 from pantheraml.service.jobs.text_training import ended, start_training, training_object
 from pantheraml.service.schemas.multigpu import DatasetConfig, TrainingConfig, TrainingRequest, TrainingType
-from pantheraml.service.settings import Settings
+from pantheraml.service.settings import Settings, default_settings
 
 Config = Mapping[str, Any]
 """Keys of TrainingConfig: epochs, learning_rate, batch_size_per_gpu, world_size."""
@@ -36,9 +36,11 @@ _SCOPES = frozenset({"read", "submit"})
 class FineTuningService:
     def __init__(self, settings: Settings | None = None) -> None:
         """None: the folders `service-data` and `models` below the current one."""
-        self._settings = settings or Settings(Path("service-data"), Path("models"))
-        self._stack = contextlib.AsyncExitStack()
+        self._settings = settings or default_settings()
         self._context: ServiceContext | None = None
+        self._opening = asyncio.Lock()
+        self._closing = asyncio.Event()
+        self._alive: asyncio.Task[None] | None = None
 
     async def prepare_dataset(self, texts: Sequence[str], model_name: str, max_length: int = 512) -> DatasetConfig:
         """Check the texts. ConfigError if they, or the model, cannot be used."""
@@ -98,14 +100,33 @@ class FineTuningService:
         return training_object(await ended(job, context))
 
     async def _opened(self) -> ServiceContext:
-        if self._context is None:
-            self._context = await self._stack.enter_async_context(running(self._settings))
-        return self._context
+        async with self._opening:
+            if self._context is None:
+                ready: asyncio.Future[ServiceContext] = asyncio.get_running_loop().create_future()
+                self._closing.clear()
+                # in a task of its own, which the event loop ends in an orderly way if nobody calls `close`
+                self._alive = asyncio.create_task(self._live(ready))
+                self._context = await ready
+            return self._context
+
+    async def _live(self, ready: asyncio.Future[ServiceContext]) -> None:
+        try:
+            async with running(self._settings) as context:
+                ready.set_result(context)
+                await self._closing.wait()
+        except Exception as err:
+            if ready.done():
+                raise
+            ready.set_exception(err)
+        finally:
+            self._context = None
 
     async def close(self) -> None:
         """Let go of the folder; jobs that run go on, and are adopted by who opens it next."""
-        self._context = None
-        await self._stack.aclose()
+        if self._alive is not None:
+            self._closing.set()
+            await self._alive
+            self._alive = None
 
     async def __aenter__(self) -> FineTuningService:
         await self._opened()
@@ -115,6 +136,9 @@ class FineTuningService:
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+OptimizedFineTuningService = FineTuningService
 
 
 def _validated(model: type[Model], values: dict[str, Any]) -> Model:

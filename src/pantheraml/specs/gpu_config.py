@@ -50,9 +50,8 @@ class GPUConfig(OwnLoopConfig):
 
     def to_train_settings(self, gpus: int) -> dict[str, Any]:
         """Keys of the sections `train` and `model` for a run on that many GPUs."""
-        micro_batch = self.batch_size_per_gpu * (1 if self.distributed_training else gpus)
         return {
-            "train.micro_batch_size": micro_batch,
+            "train.micro_batch_size": self.batch_size_per_gpu,
             "train.global_batch_size": self.batch_size_per_gpu * self.gradient_accumulation_steps * gpus,
             "model.precision": "auto" if self.mixed_precision else "fp32",
         }

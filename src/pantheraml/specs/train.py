@@ -37,6 +37,11 @@ Revision = Annotated[str, Field(pattern=r"^[\w+@=-]+([./][\w+@=-]+)*$", max_leng
 """A git revision: no `..` and no leading `/`, which would escape the hub cache."""
 
 
+def _as_names(value: Any) -> Any:
+    """Accept one name, or names with commas, as on the command line."""
+    return (value.split(",") if value else ()) if isinstance(value, str) else value
+
+
 def _as_switch(value: Any) -> Any:
     """Accept booleans: YAML parses `on` and `off` as true and false."""
     return ("on" if value else "off") if isinstance(value, bool) else value
@@ -66,6 +71,9 @@ def _checked_map(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 DeviceMap = Annotated[SplitStrategy | DeviceName | dict[str, DeviceName], WrapValidator(_checked_map)]
 Size = Positive | Annotated[str, Field(pattern=r"^\d+(\.\d+)? ?[KMG]i?B$")]
+
+FIXED_LEARNING_RATE = 2e-4
+"""Learning rate where no rule applies."""
 
 Checkpointing = Literal["none", "selective", "full", "offload"]
 
@@ -140,6 +148,8 @@ class MethodConfig(ConfigSection):
     """Dropout on the adapter's input. With dropout, N processes no longer match one process bit for bit."""
     target_modules: Annotated[str | list[str], BeforeValidator(split_commas)] = "all-linear"
     """Layers that get an adapter: names (`q_proj`), or all-linear (every linear layer except the output head)."""
+    target_parameters: Annotated[tuple[str, ...], BeforeValidator(_as_names)] = ()
+    """Stacked experts that get an adapter, too: names of weights (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
     rslora: bool = False
     """Rank-stabilized scaling, alpha/sqrt(rank)."""
 
@@ -153,8 +163,9 @@ class TrainSettings(ConfigSection):
     """Sequences per optimizer step, over all processes and micro-batches; independent of the number of GPUs."""
     micro_batch_size: Positive | Literal["auto"] = "auto"
     """Sequences per forward pass on one device; auto = chosen by the planner."""
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
-    """Peak learning rate."""
+    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """Peak learning rate. auto: by hidden size, family and method for models of hidden size 1024 and more, else 2e-4;
+    the run reports it with its reason."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate of the schedule, as a fraction of the peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -177,9 +188,9 @@ class TrainSettings(ConfigSection):
     """Clip gradients to this norm; 0 = no clipping."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed for sample order, adapter initialization and dropout."""
-    activation_checkpointing: Checkpointing = "none"
-    """Recompute activations in the backward. selective: cheap ops; full: whole layers; offload: full, with the layers'
-    inputs in host memory."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full", "offload"] = "auto"
+    """Recompute activations in the backward. auto: none, unless the planner predicts that memory is short. selective:
+    cheap ops; full: whole layers; offload: full, with the layers' inputs in host memory."""
     fused: Switch = "auto"
     """Fused kernels for decoder layers of supported families. auto: on GPUs, for LoRA without dropout, and for full
     fine-tunes with bf16 weights that use fp8 matmuls or `offload` activation checkpointing."""
@@ -194,6 +205,11 @@ class TrainSettings(ConfigSection):
     """Stop after this many evaluations without improvement; None = never."""
     log_every_steps: Positive = 1
     """Steps between `train.step` events."""
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """train.learning_rate as a number. While it is `auto` (see `planner.defaults`), the rate without a rule."""
+        return FIXED_LEARNING_RATE if self.learning_rate == "auto" else self.learning_rate
 
     @model_validator(mode="before")
     @classmethod

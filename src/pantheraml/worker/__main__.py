@@ -21,7 +21,10 @@ from pantheraml.worker.process import run_reporting
 
 Task = Callable[[Path, EventWriter], None]
 
-TASKS = ("prepare", "train", "prepare_and_train", "generate", "export", "quantize", "verify", "replay", "collective")
+TASKS = (
+    *("prepare", "train", "prepare_and_train", "preview"),
+    *("generate", "export", "quantize", "verify", "replay", "collective"),
+)
 TRAINING = ("train", "prepare_and_train")
 
 

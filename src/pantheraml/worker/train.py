@@ -33,7 +33,7 @@ from pantheraml.data.origin import Origins, Source
 from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.fault_injection import FaultInjector
 from pantheraml.engine.guard.watchdog import StackDumpWatchdog, StopFlag, Watchdog, recorded_collectives
-from pantheraml.engine.loop import Job, TrainingLoop
+from pantheraml.engine.loop import Job, TrainingLoop, run_length
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.engine.memory.oom import explain
 from pantheraml.engine.step.step import Stepper
@@ -41,6 +41,7 @@ from pantheraml.launch.flight_record import RECORDER_ENVIRONMENT
 from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import TrainedWeights, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.base_identity import BaseIdentity
+from pantheraml.models.experts import speed_up_experts
 from pantheraml.models.fast import enable_layer_chain, fuse, quantize_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.models.packing_check import isolate_documents, require_packing_support
@@ -49,6 +50,7 @@ from pantheraml.models.rope import varying_rope
 from pantheraml.parallel.device_map import is_split, spread
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
+from pantheraml.planner.defaults import learning_rate_choice
 from pantheraml.specs.faults import planned_faults
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
@@ -146,6 +148,7 @@ def make_loop(
     if (message := beyond_positions(model, train_data)) is not None:
         emit(Notice(message=message))
     plan = resolve_rope_batching(model, config, plan, [train_data, *filter(None, [eval_data])], emit)
+    config = resolve_learning_rate(model, config, run_length(config, len(train_data)).steps, emit)
     world.wait_for_main()  # ranks load at different speeds, and the first collective of DDP has the short timeout
     watch.beat()
     stepper = Stepper(model, config, world, plan).setup()
@@ -288,6 +291,17 @@ def resolve_rope_batching(
     return plan.model_copy(update={"micro_batch_size": 1})
 
 
+def resolve_learning_rate(model: Any, config: TrainConfig, steps: int, emit: Emit) -> TrainConfig:
+    """Return `config` with a number for train.learning_rate=auto."""
+    if config.train.learning_rate != "auto":
+        return config
+    text_config = model.config.get_text_config()
+    hidden = getattr(text_config, "hidden_size", None)
+    choice = learning_rate_choice(config, text_config.model_type, hidden if isinstance(hidden, int) else None, steps)
+    emit(ChoiceMade(**choice.model_dump()))
+    return config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": choice.value})})
+
+
 def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, packed: bool = True) -> nn.Module:
     """Load the model for training: in the dtype of its method, with adapters, on this rank's device. `packed`: rows
     contain several documents."""
@@ -309,6 +323,11 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, pa
     if isolation.masked is not None and packed:
         emit(Notice(message=f"documents are separated by an attention mask: {isolation.masked}"))
     model = apply_method(model, config.method, seed=config.train.seed)
+    if config.train.fused != "off":
+        for reason, count in speed_up_experts(model).items():
+            emit(
+                Notice(message=f"adapters of the experts in {count} layers are added to all of their weights: {reason}")
+            )
     if plan.fp8_matmuls:
         use_fp8_matmuls(model)
     if plan.fused:

@@ -127,3 +127,11 @@ def test_native_default_survives_restoring_os_environ(
         assert c_getenv(b"PANTHERAML_TEST_NATIVE") == b"7"
     finally:
         os.unsetenv("PANTHERAML_TEST_NATIVE")
+
+
+def test_outside_of_the_launch_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    child = env.worker_environment(**env.outside_of_launch())
+    assert not {"RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & set(child)
+    assert "SLURM_JOB_ID" in child

@@ -42,6 +42,7 @@ def umask(value: int) -> Iterator[None]:
         os.umask(before)
 
 
+@pytest.mark.seed("S4-138")
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_run_folder_is_private_whatever_the_umask(mask: int, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "deep" / "run")

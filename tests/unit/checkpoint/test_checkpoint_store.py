@@ -47,7 +47,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.seed("S4-138", partly="checkpoints are atomic and checksummed; access is left to the file system")
+@pytest.mark.seed("S4-138")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_detected_on_load(tmp_path: Path, damage: str) -> None:
     store = CheckpointStore(tmp_path)

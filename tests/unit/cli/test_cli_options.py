@@ -25,6 +25,7 @@ OPTIONS = {
         "--node-rank",
         "--output",
         "--overwrite",
+        "--plan",
         "--rdzv",
         "--resume",
     ],
@@ -39,7 +40,7 @@ OPTIONS = {
         "--set",
         "run_dir",
     ],
-    "plan": [*CONFIG, "--json"],
+    "plan": [*CONFIG, "--explain", "--gpus", "--json", "--price"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
     "replay": [*CONSENT, "--device", "--json", "incident"],
     "generate": [
@@ -63,6 +64,7 @@ OPTIONS = {
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
         *("--host", "--insecure", "--max-hours-per-user", "--max-running-per-user", "--models-dir", "--port"),
         *("--open-metrics", "--price-per-gpu-hour", "--stall-seconds"),
+        *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url"),
     ],
     "jobs": ["action"],
     "keys": ["action"],
@@ -71,6 +73,7 @@ OPTIONS = {
     "schema": ["--events"],
     "import-config": ["--from", "--json", "--output", "file"],
     "bench": [
+        "--calibrate",
         "--again",
         "--commit",
         "--device",
@@ -219,6 +222,9 @@ def test_plan_warns_about_warmup_as_long_as_the_run(inputs: list[str], capsys: p
         (["train", "--lora-rank", "8"], "--set method.rank=VALUE"),
         (["train", "--lora-target-modules=q_proj"], "--set method.target_modules=VALUE"),
         (["train", "--modle", "x"], "Did you mean --model?"),
+        (["train", "--config", "x.yaml"], "The config file needs no flag: pantheraml train FILE."),
+        (["trian"], "Did you mean train?"),
+        (["train", "--method", "qlor"], "Did you mean qlora?"),
         (["verify", "--mode", "x", "--lr"], "See `pantheraml verify --help`"),
     ],
 )

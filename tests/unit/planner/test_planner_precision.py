@@ -54,9 +54,13 @@ def test_the_weakest_gpu_decides() -> None:
     assert choose_fp8([(9, 0)], unfit="not measured") == (False, "not measured")
 
 
-def test_no_fp16_on_a_cpu() -> None:
+def test_no_fp16_training_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DeviceError, match="fp16 needs a GPU"):
-        chosen_dtype("float16", False, torch.device("cpu"))
+        choose_precision("fp16", "cpu", [])
+    with pytest.raises(DeviceError, match="fp16 needs a GPU"):
+        chosen_dtype("float16", True, torch.device("cpu"))
+    assert chosen_dtype("float16", False, torch.device("cpu")) is torch.float16
+    assert "can generate and be saved, but not be trained" in caplog.text
 
 
 def test_trained_weights_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def found(run: Any, *indices: int) -> None:
     run.emit("hardware.found", host="node<7>", driver="580", cuda="13.0", gpus=gpus, cpu_count=96, ram_bytes=2**40)
 
 
+@pytest.mark.seed("S4-030", "S4-031", partly="needs several GPUs; a run measures its own utilization")
 @pytest.mark.seed("S4-145", partly="utilization and energy; no costs")
 def test_utilization_and_energy_of_the_whole_run(fake_run: Any) -> None:
     fake_run.begin()

@@ -15,7 +15,7 @@ from pantheraml.base.errors import RunDirectoryError
 from pantheraml.readers import report_charts
 from pantheraml.readers.report import Section, write_report
 from pantheraml.readers.report_charts import charts, downsample, smooth
-from pantheraml.readers.summary import history
+from pantheraml.readers.summary import history, summarize
 
 
 class Page(html.parser.HTMLParser):
@@ -241,6 +241,21 @@ def test_predicted_memory_is_drawn_beside_the_measured(fake_run: Any, tmp_path: 
     memory = Page(write_report(fake_run.write(tmp_path / "run"))).charts[-1]["series"]
     assert [series["name"] for series in memory] == ["measured", "predicted"]
     assert memory[1]["y"] == [3.0] * 3
+
+
+def test_predictions_stand_beside_what_was_measured(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    predicted = {"predicted_memory_bytes": 17 * 10**9, "prediction": {"step_seconds": 0.4}}
+    fake_run.events[-1].plan = {**fake_run.events[-1].plan, **predicted}
+    fake_run.train(1, 12)
+    fake_run.finish(12)
+    fake_run.events[-3].reserved_bytes = 18 * 10**9
+    summary = summarize(fake_run.events)
+    assert (summary["predicted_memory_bytes"], summary["reserved_memory_bytes"]) == (17 * 10**9, 18 * 10**9)
+    assert (summary["step_seconds"], summary["predicted_step_seconds"]) == (0.5, 0.4)
+    text = write_report(fake_run.write(tmp_path / "run")).read_text()
+    assert "15.8 GiB (predicted 15.8 GiB, -0.0 %)" in text
+    assert "0.5 s (predicted 0.4 s, -20.0 %)" in text
 
 
 def test_incidents_name_tensor_rank_and_documents(fake_run: Any, tmp_path: Path) -> None:

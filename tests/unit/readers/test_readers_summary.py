@@ -35,7 +35,11 @@ def test_a_complete_run(complete: Any) -> None:
         # 120 steps of 0.5 s, four evaluations of 0.4 s, two checkpoints of 0.2 s
         "seconds": pytest.approx(62.0),
         "tokens_per_second": 64_000,
+        "step_seconds": 0.5,
+        "predicted_step_seconds": None,
         "peak_memory_bytes": 17_000_120_000,
+        "reserved_memory_bytes": None,
+        "predicted_memory_bytes": None,
         "gpu_utilization_percent": None,
         "energy_joules": None,
         "world_size": 2,

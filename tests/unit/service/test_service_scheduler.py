@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pantheraml.service.jobs.scheduler import (
     AGING_SECONDS,
     Allowance,
@@ -19,9 +21,16 @@ NOW = 1_000_000.0
 
 
 def job(
-    name: str, *, devices: int = 1, owner: str = "a", priority: int = 0, at: float = NOW, seconds: float | None = None
+    name: str,
+    *,
+    devices: int = 1,
+    owner: str = "a",
+    priority: int = 0,
+    at: float = NOW,
+    seconds: float | None = None,
+    on: set[str] | None = None,
 ) -> Waiting:
-    return Waiting(name, owner, priority, at, devices, seconds)
+    return Waiting(name, owner, priority, at, devices, seconds, None if on is None else frozenset(on))
 
 
 def names(jobs: list[Waiting]) -> list[str]:
@@ -44,6 +53,7 @@ def test_waiting_makes_a_job_as_urgent_as_one_of_higher_priority() -> None:
     assert names(ordered([queue[0], job("patient", at=NOW - 1)], {}, NOW)) == ["urgent", "patient"]
 
 
+@pytest.mark.seed("S4-036", "S4-164")
 def test_free_devices_are_given_once() -> None:
     decision = decide([job("1", at=1), job("2", at=2), job("3", at=3)], [], ["gpu:0", "gpu:1"], {}, {}, NOW)
     assert decision.starts == {"1": ["gpu:0"], "2": ["gpu:1"]}
@@ -53,6 +63,7 @@ def test_free_devices_are_given_once() -> None:
     assert taken.starts == {"1": ["gpu:1"]}
 
 
+@pytest.mark.seed("S4-154")
 def test_small_jobs_fill_a_gap_only_if_they_do_not_delay_the_large_one() -> None:
     running = [Running("r", "a", 1, NOW + 100)]
     held = {"gpu:0": "r"}
@@ -75,6 +86,32 @@ def test_nothing_is_guessed_where_the_plan_does_not_tell() -> None:
     decision = decide(queue, [Running("r", "a", 1, None)], ["gpu:0", "gpu:1"], {"gpu:0": "r"}, {}, NOW)
     assert decision.starts == {}
     assert decision.waiting["large"].estimated_start is None
+
+
+def test_a_job_is_given_only_devices_that_it_may_have() -> None:
+    both = ["gpu:0", "gpu:1", "gpu:2"]
+    assert decide([job("1", on={"gpu:1"})], [], both, {}, {}, NOW).starts == {"1": ["gpu:1"]}
+    waits = decide([job("1", on={"gpu:1"})], [Running("r", "a", 1, NOW + 9)], both, {"gpu:1": "r"}, {}, NOW)
+    assert waits.starts == {}
+    assert (waits.waiting["1"].text, waits.waiting["1"].estimated_start) == ("needs 1 of 1 devices; 0 free", NOW + 9)
+    elsewhere = decide([job("1", on={"gpu:1"})], [Running("r", "a", 1, NOW + 9)], both, {"gpu:0": "r"}, {}, NOW)
+    assert elsewhere.starts == {"1": ["gpu:1"]}
+
+
+def test_others_pass_a_waiting_job_on_devices_that_it_may_not_have() -> None:
+    queue = [job("first", on={"gpu:1"}, at=1), job("second", at=2), job("third", at=3)]
+    devices = ["gpu:0", "gpu:1", "gpu:2"]
+    decision = decide(queue, [Running("r", "a", 1, None)], devices, {"gpu:1": "r"}, {}, NOW)
+    assert decision.starts == {"second": ["gpu:0"], "third": ["gpu:2"]}
+    assert list(decision.waiting) == ["first"]
+
+
+def test_disabled_devices_are_named() -> None:
+    decision = decide(
+        [job("1", devices=2, at=1), job("2")], [], ["gpu:0", "gpu:1"], {}, {}, NOW, unusable={"gpu:1": "disabled"}
+    )
+    assert decision.starts == {"2": ["gpu:0"]}, "nobody knows when the first one can start"
+    assert decision.waiting["1"].text == "needs 2 of 2 devices; 1 free (gpu:1 disabled)"
 
 
 def test_a_moved_job_stays_before_the_other_one() -> None:
@@ -120,6 +157,8 @@ def test_a_user_at_the_limit_waits_and_holds_up_nobody() -> None:
 
 def test_no_job_starts_on_a_gpu_that_failed() -> None:
     devices = ["gpu:0", "gpu:1"]
-    decision = decide([job("1", at=1), job("2", devices=2, at=2)], [], devices, {}, {}, NOW, unusable=["gpu:0"])
+    decision = decide(
+        [job("1", at=1), job("2", devices=2, at=2)], [], devices, {}, {}, NOW, unusable={"gpu:0": "not healthy"}
+    )
     assert decision.starts == {"1": ["gpu:1"]}
     assert decision.waiting["2"].text == "needs 2 of 2 devices; 0 free (gpu:0 not healthy)"

@@ -17,6 +17,11 @@ HIGH_PERCENT = 80.0
 """Host memory above which `optimize_memory` frees caches without being forced."""
 
 
+def max_reserved_bytes(device: torch.device) -> int | None:
+    """Most that torch's allocator held of a GPU since the process began; None for a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 class MemoryManager:
     def get_memory_usage(self) -> dict[str, Any]:
         """Return MiB and percent of the host, of this process, and of what torch holds on each GPU."""

@@ -32,10 +32,10 @@ def build_optimizer(parameters: NamedParameters, settings: TrainSettings, *, gra
     moments = MOMENTS[settings.optimizer]
     if moments == "fp32" and all(p.dtype == torch.float32 for _, p in parameters):
         if graph:
-            return GraphAdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps)
-        return AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, fused=True)
+            return GraphAdamW(groups, lr=settings.peak_learning_rate, betas=betas, eps=settings.eps)
+        return AdamW(groups, lr=settings.peak_learning_rate, betas=betas, eps=settings.eps, fused=True)
     return LeanAdamW(
-        groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, moments=moments, seed=settings.seed
+        groups, lr=settings.peak_learning_rate, betas=betas, eps=settings.eps, moments=moments, seed=settings.seed
     )
 
 

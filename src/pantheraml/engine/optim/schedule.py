@@ -9,7 +9,7 @@ from pantheraml.specs.train import TrainSettings
 
 def learning_rate(settings: TrainSettings, step: int, total_steps: int) -> float:
     """Learning rate of `step` (from 0): linear warmup, then decay to the floor at the end of the run."""
-    peak, warmup = settings.learning_rate, settings.warmup_steps
+    peak, warmup = settings.peak_learning_rate, settings.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     if settings.schedule == "constant":

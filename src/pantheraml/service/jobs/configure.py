@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.planner.choose import choose
+from pantheraml.planner.plan_run import Outlook, plan_run
 from pantheraml.service.schemas.fine_tuning import CreateJob, OwnSettings
 from pantheraml.specs.config_file import validate
+from pantheraml.specs.gpu_config import GPUConfig
 from pantheraml.specs.plan import DeviceSpec, Plan
 
 EPOCHS = 3
@@ -47,8 +48,13 @@ class JobPlan:
         return max(self.plan.world_size, len(self.plan.device_ids))
 
 
-def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec) -> JobPlan:
-    """Return what the request means on this hardware. Raises what a run would raise before it starts."""
+def configure(
+    request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec, gpus: GPUConfig | None = None
+) -> JobPlan:
+    """Return what the request means on this hardware. Raises what a run would raise before it starts.
+
+    `gpus`: what its user has set for the GPUs.
+    """
     hyperparameters = _chosen(request, inputs.rows)
     own = request.pantheraml
     settings = own.config.model_dump(exclude_unset=True)
@@ -62,7 +68,7 @@ def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec
             "data": {
                 "path": str(inputs.training),
                 "eval_path": None if inputs.validation is None else str(inputs.validation),
-                "seq_len": _seq_len(inputs.model),
+                "seq_len": default_seq_len(inputs.model),
                 "packing": False,  # on OpenAI's wire a batch counts examples
                 **settings.get("data", {}),
             },
@@ -76,11 +82,12 @@ def configure(request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec
             },
             "stability": settings.get("stability", {}),
             "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings.get("checkpoint", {})},
-            "parallel": _parallel(own, devices),
+            "parallel": _parallel(own, devices, gpus),
             "device": device,
         }
     )
-    plan = choose(config, devices)
+    sequences = None if config.data.packing else float(inputs.rows)
+    plan = plan_run(config, devices, outlook=Outlook(sequences), total_memory=True)
     config.parallel.world_size = plan.world_size
     return JobPlan(config.to_dict(), plan, hyperparameters)
 
@@ -94,21 +101,27 @@ def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
     }
 
 
-def _parallel(own: OwnSettings, devices: DeviceSpec) -> dict[str, Any]:
+def _parallel(own: OwnSettings, devices: DeviceSpec, gpus: GPUConfig | None) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    if gpus is not None:
+        parallel = gpus.to_multi_gpu_config()
+        chosen = {"backend": parallel.backend, "sync_bn": parallel.sync_bn}
+        if devices.gpus:
+            chosen["memory_fraction"] = parallel.memory_fraction
     if own.mode == "dataparallel":  # one process; which GPUs it gets is decided when it starts
         indices = [gpu.index for gpu in devices.gpus[: own.processes]]
-        return {"mode": own.mode, "device_ids": indices or None}
-    return {"mode": own.mode, "world_size": own.processes}
+        return {"mode": own.mode, "device_ids": indices or None, **chosen}
+    return {"mode": own.mode, "world_size": own.processes, **chosen}
 
 
-_OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
+OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
 
 
 def _conflicts(train: dict[str, Any]) -> str:
-    return ", ".join(f"train.{name}" for name in (*_OF_THE_REQUEST, "seed") if name in train)
+    return ", ".join(f"train.{name}" for name in (*OF_THE_REQUEST, "seed") if name in train)
 
 
-def _seq_len(model: Path) -> int:
+def default_seq_len(model: Path) -> int:
     """Our default, or the positions that the model has if they are fewer."""
     try:
         positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")

@@ -37,6 +37,8 @@ def _described(gpu: GPU, now: GPUSnapshot, held: dict[str, str | None]) -> dict[
         "memory_used_bytes": used,
         "memory_utilization": None if used is None or not now.total_bytes else round(100 * used / now.total_bytes, 1),
         "gpu_utilization": now.utilization_percent,
+        "temperature": now.temperature_celsius,
+        "power": now.power_watts,
         "in_use": f"gpu:{gpu.index}" in held,
         "job": held.get(f"gpu:{gpu.index}"),
     }

@@ -2,14 +2,14 @@
 
 Order: priority, which grows with waiting; then the user who has used the least device time lately; then who came first.
 The first job that does not fit reserves the devices it needs: later ones go ahead only if they end before these are
-free, by the plan's prediction. So small jobs fill gaps, and no large one starves.
+free, by the plan's prediction, or use devices that it may not have. So small jobs fill gaps, and no large one starves.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 USAGE_DAYS = 30
@@ -38,7 +38,13 @@ class Waiting:
     devices: int
     """How many it needs."""
     predicted_seconds: float | None
+    allowed: frozenset[str] | None = None
+    """Devices that it may have; None: all."""
+
     place: Place | None = None
+
+    def may_have(self, device: str) -> bool:
+        return self.allowed is None or device in self.allowed
 
     @property
     def counts_as(self) -> Place:
@@ -121,44 +127,59 @@ def decide(
     now: float,
     allowance: Allowance = UNLIMITED,
     hours: Mapping[str, float] | None = None,
-    unusable: Collection[str] = (),
+    unusable: Mapping[str, str] | None = None,
 ) -> Decision:
     """`devices`: all there are; `held`: device -> job that holds it; `hours`: device hours of each user that count
-    against the allowance; `unusable`: devices that no job is started on."""
-    free = [device for device in devices if device not in held and device not in unusable]
-    broken = f" ({', '.join(sorted(unusable))} not healthy)" if unusable else ""
-    active = list(running)
+    against the allowance; `unusable`: why no job is started on a device."""
+    unusable, holders, active = unusable or {}, dict(held), list(running)
     running_of = Counter(job.owner for job in running)
     starts: dict[str, list[str]] = {}
     waiting: dict[str, Reason] = {}
     first: Waiting | None = None
     reserved_at: float | None = None
     for job in ordered(queue, usage, now):
+        mine = [device for device in devices if job.may_have(device)]
+        usable = [device for device in mine if device not in unusable]
+        free = [device for device in usable if device not in holders]
         position = len(waiting) + 1
         refused = _refused(allowance, running_of[job.owner], (hours or {}).get(job.owner, 0.0))
         if refused is not None:  # it reserves nothing: others are not held up by its user's limit
             waiting[job.id] = Reason(refused, position, None)
             continue
-        if first is None and job.devices <= len(free):
-            pass
-        elif first is None:
-            first, reserved_at = job, _when_free(job.devices, len(free), active)
-            text = f"needs {job.devices} of {len(devices)} devices; {len(free)} free{broken}"
-            waiting[job.id] = Reason(text, position, reserved_at)
+        if len(free) < job.devices:
+            at = None
+            if first is None and len(usable) >= job.devices:  # one that nobody can serve keeps nobody waiting
+                first, reserved_at = job, _when_free(job.devices, len(free), _within(active, holders, job))
+                at = reserved_at
+            text = _shortage(job, len(mine), len(free), {name: unusable[name] for name in mine if name in unusable})
+            waiting[job.id] = Reason(
+                text if first in (None, job) else f"{text}; {position - 1} before it", position, at
+            )
             continue
-        elif job.devices > len(free):
-            text = f"needs {job.devices} of {len(devices)} devices, {len(free)} free{broken}; {position - 1} before it"
-            waiting[job.id] = Reason(text, position, None)
-            continue
-        elif not _ends_before(job, reserved_at, now):
-            text = f"would delay {first.id}, which is first in the queue and needs {first.devices} devices"
-            waiting[job.id] = Reason(text, position, None)
-            continue
-        starts[job.id], free = free[: job.devices], free[job.devices :]
+        if first is not None:
+            apart = [device for device in free if not first.may_have(device)]
+            if len(apart) < job.devices and not _ends_before(job, reserved_at, now):
+                text = f"would delay {first.id}, which is first in the queue and needs {first.devices} devices"
+                waiting[job.id] = Reason(text, position, None)
+                continue
+            free = apart if len(apart) >= job.devices else free
+        starts[job.id] = free[: job.devices]
+        holders |= dict.fromkeys(starts[job.id], job.id)
         end = None if job.predicted_seconds is None else now + job.predicted_seconds
         active.append(Running(job.id, job.owner, job.devices, end))
         running_of[job.owner] += 1
     return Decision(starts, waiting)
+
+
+def _shortage(job: Waiting, devices: int, free: int, unusable: Mapping[str, str]) -> str:
+    why = ", ".join(f"{name} {reason}" for name, reason in sorted(unusable.items()))
+    return f"needs {job.devices} of {devices} devices; {free} free{f' ({why})' if why else ''}"
+
+
+def _within(active: Sequence[Running], holders: Mapping[str, str], job: Waiting) -> list[Running]:
+    """Running jobs with the devices that `job` could have of them."""
+    counted = Counter(holder for device, holder in holders.items() if job.may_have(device))
+    return [replace(each, devices=counted[each.id]) for each in active]
 
 
 def _refused(allowance: Allowance, running: int, hours: float) -> str | None:

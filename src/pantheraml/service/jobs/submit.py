@@ -5,54 +5,94 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pantheraml.base.errors import PantheraError
+from pantheraml.base.errors import OutOfMemoryError, PantheraError
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.errors import ApiError, refusal
 from pantheraml.service.ids import new_id
 from pantheraml.service.jobs.configure import Inputs, JobPlan, configure
+from pantheraml.service.jobs.inventory import Inventory
 from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.schemas.fine_tuning import CreateJob
 from pantheraml.service.store.files import content_of, find_file
 from pantheraml.service.store.jobs import add_job, count_jobs, move
 from pantheraml.service.store.tables import File, Job
+from pantheraml.specs.gpu_config import GPUConfig
+from pantheraml.specs.plan import DeviceSpec
 
 
-async def plan_job(body: CreateJob, principal: Principal, context: ServiceContext, seed: int) -> JobPlan:
+@dataclass(frozen=True)
+class Beside:
+    """What `/multigpu` says of a job, beside the request on OpenAI's wire."""
+
+    gpus: GPUConfig | None = None
+    model: Path | None = None
+    """Folder of a model that is not one of the catalog."""
+    is_test: bool = False
+
+
+async def plan_job(
+    body: CreateJob, principal: Principal, context: ServiceContext, seed: int, beside: Beside | None = None
+) -> JobPlan:
     """What the request means here. ApiError with the parameter that is to blame if it cannot run."""
+    beside = beside or Beside()
     if body.pantheraml.priority > 0 and not principal.allows("admin"):
         raise ApiError(403, "A priority above 0 needs the scope `admin`.", param="pantheraml.priority")
-    base = context.catalog.models().get(body.model)
-    if base is None:
-        known = ", ".join(sorted(context.catalog.models())[:20]) or "none"
-        message = f"The model `{body.model[:100]}` is not one that can be fine-tuned here: {known}."
-        raise ApiError(400, message, param="model", code="model_not_found")
-    training = await _training_data(body.training_file, "training_file", principal, context)
+    base = beside.model or _folder_of(body.model, context)
+    training = await training_data(body.training_file, "training_file", principal, context)
     files = context.settings.files.resolve()
     validation = None
     if body.validation_file is not None:
-        validation = content_of(
-            await _training_data(body.validation_file, "validation_file", principal, context), files
-        )
-    inputs = Inputs(base.path, content_of(training, files), training.rows or 0, validation)
+        validation = content_of(await training_data(body.validation_file, "validation_file", principal, context), files)
+    inputs = Inputs(base, content_of(training, files), training.rows or 0, validation)
     inventory = context.dispatcher.inventory
+    devices = _devices_for(beside, inventory)
     try:
-        planned = await asyncio.to_thread(configure, body, inputs, seed, inventory.spec)
+        planned = await asyncio.to_thread(configure, body, inputs, seed, devices, beside.gpus)
     except PantheraError as err:
         refused = refusal(err)
-        raise ApiError(400, context.dispatcher.hide(refused.message), code=refused.code) from err
-    if planned.devices > len(inventory.devices):
-        message = f"It needs {planned.devices} {inventory.kind}s, but there are {len(inventory.devices)}."
+        code = "does_not_fit" if isinstance(err, OutOfMemoryError) else refused.code
+        raise ApiError(400, context.dispatcher.hide(refused.message), code=code) from err
+    available = len(devices.gpus) or len(inventory.devices)
+    if planned.devices > available:
+        message = f"It needs {planned.devices} {inventory.kind}s, but there are {available}."
         raise ApiError(400, message, param="pantheraml.processes", code="does_not_fit")
     return planned
 
 
-async def _training_data(file_id: str, param: str, principal: Principal, context: ServiceContext) -> File:
+def _folder_of(name: str, context: ServiceContext) -> Path:
+    models = context.catalog.models()
+    if name not in models:
+        known = ", ".join(sorted(models)[:20]) or "none"
+        message = f"The model `{name[:100]}` is not one that can be fine-tuned here: {known}."
+        raise ApiError(400, message, param="model", code="model_not_found")
+    return models[name].path
+
+
+def _devices_for(beside: Beside, inventory: Inventory) -> DeviceSpec:
+    """This machine, with the GPUs that the job may have."""
+    wanted = [] if beside.gpus is None else beside.gpus.gpu_ids
+    spec = inventory.spec
+    require_gpus(wanted, spec)
+    return spec.model_copy(update={"gpus": tuple(gpu for gpu in spec.gpus if not wanted or gpu.index in wanted)})
+
+
+def require_gpus(indices: Sequence[int], spec: DeviceSpec) -> None:
+    """ApiError if there is no such GPU."""
+    missing = sorted(set(indices) - {gpu.index for gpu in spec.gpus})
+    if missing:
+        known = spec.note or f"there are {', '.join(str(gpu.index) for gpu in spec.gpus)}"
+        raise ApiError(400, f"There is no GPU {missing[0]}: {known}.", param="gpu_ids", code="gpu_not_found")
+
+
+async def training_data(file_id: str, param: str, principal: Principal, context: ServiceContext) -> File:
     async with context.database.read() as session:
         file = await find_file(session, file_id, principal.owner)
     if file is None:
@@ -73,13 +113,17 @@ async def submit(
     *,
     idempotency_key: str | None,
     record: Callable[[AsyncSession, str], None],
+    beside: Beside | None = None,
 ) -> Job:
     """Queue a job; the one that an earlier request with this idempotency key made, if there is one."""
     if idempotency_key is not None and (earlier := await _earlier(principal, idempotency_key, context)) is not None:
         return earlier
     seed = random_seed() if body.seed is None else body.seed
-    planned = await plan_job(body, principal, context, seed)
+    planned = await plan_job(body, principal, context, seed, beside)
     job = _row(body, principal, planned, seed, idempotency_key)
+    if beside is not None:
+        job.is_test = beside.is_test
+        job.gpu_ids = (beside.gpus and beside.gpus.gpu_ids) or None
     async with context.database.write() as session:
         if idempotency_key is not None:
             query = select(Job).where(Job.owner == principal.user, Job.idempotency_key == idempotency_key)

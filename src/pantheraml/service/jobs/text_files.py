@@ -18,7 +18,9 @@ from pantheraml.service.store.files import bytes_of, content_of
 from pantheraml.service.store.tables import File
 
 
-async def add_text_file(context: ServiceContext, owner: str, content: bytes, filename: str) -> File:
+async def add_text_file(
+    context: ServiceContext, owner: str, content: bytes, filename: str, *, expires_at: float | None = None
+) -> File:
     """Add a file of JSON Lines. ApiError if a row is wrong, or the user's quota does not allow it."""
     settings = context.settings
     async with context.database.read() as session:
@@ -33,7 +35,7 @@ async def add_text_file(context: ServiceContext, owner: str, content: bytes, fil
         sha256=hashlib.sha256(content).hexdigest(),
         format="text",
         created_at=time.time(),
-        expires_at=None,
+        expires_at=expires_at,
     )
     path = content_of(file, settings.files)
     try:

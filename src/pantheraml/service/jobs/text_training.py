@@ -13,14 +13,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
-from pantheraml.service.errors import invalid_values
+from pantheraml.service.errors import ApiError, invalid_values
 from pantheraml.service.jobs.configure import LEARNING_RATE
 from pantheraml.service.jobs.states import ENDED, State
-from pantheraml.service.jobs.submit import submit
+from pantheraml.service.jobs.submit import Beside, submit
 from pantheraml.service.jobs.text_files import add_text_file, remove_text_file
 from pantheraml.service.schemas.fine_tuning import CreateJob
-from pantheraml.service.schemas.multigpu import TrainingRequest, TrainingType
+from pantheraml.service.schemas.multigpu import TrainingConfig, TrainingRequest, TrainingType
+from pantheraml.service.store.devices import settings_of
 from pantheraml.service.store.tables import Job
+from pantheraml.specs.gpu_config import GPUConfig
 
 _LOOK_AGAIN_SECONDS = 15.0
 
@@ -33,11 +35,15 @@ async def start_training(
     record: Callable[[AsyncSession, str], None],
 ) -> Job:
     """Queue the training. ApiError if it cannot run; nothing is left of it then."""
+    async with context.database.read() as session:
+        row = await settings_of(session, principal.user)
+    gpus = None if row.gpus is None else GPUConfig(**row.gpus)
+    training = _with_defaults(body.training_config, gpus, row.training or {})
     rows = "".join(json.dumps({"text": text}) + "\n" for text in body.dataset_config.texts)
     file = await add_text_file(context, principal.user, rows.encode(), f"texts-{secrets.token_hex(4)}.jsonl")
     try:
-        request = _as_job(kind, body, file.id, context)
-        return await submit(request, principal, context, idempotency_key=None, record=record)
+        request = _as_job(kind, body, training, gpus, file.id, context)
+        return await submit(request, principal, context, idempotency_key=None, record=record, beside=Beside(gpus=gpus))
     except BaseException as err:
         await remove_text_file(context, file)
         if isinstance(err, ValidationError):  # each value is allowed, but not what they make together
@@ -45,26 +51,55 @@ async def start_training(
         raise
 
 
-def _as_job(kind: TrainingType, body: TrainingRequest, file_id: str, context: ServiceContext) -> CreateJob:
-    training, gpus = body.training_config, len(context.dispatcher.inventory.spec.gpus)
-    world_size = training.world_size or gpus or (2 if kind == "distributed" else 1)
+def _with_defaults(given: TrainingConfig, gpus: GPUConfig | None, stored: dict[str, Any]) -> TrainingConfig:
+    """What the request says; else what its user has stored; else the defaults."""
+    of_gpus = {} if gpus is None else {"batch_size_per_gpu": gpus.batch_size_per_gpu}
+    return TrainingConfig.model_validate({**of_gpus, **stored, **given.model_dump(exclude_unset=True)})
+
+
+def _as_job(
+    kind: TrainingType,
+    body: TrainingRequest,
+    training: TrainingConfig,
+    gpus: GPUConfig | None,
+    file_id: str,
+    context: ServiceContext,
+) -> CreateJob:
+    if kind == "auto" and gpus is not None and gpus.distributed_training and gpus.use_multi_gpu:
+        kind = "distributed"
+    world_size = _world_size(kind, training, gpus, context)
+    settings: dict[str, Any] = {"data": {"seq_len": body.dataset_config.max_length}}
+    batch_size = training.batch_size_per_gpu * world_size
+    if gpus is not None:
+        fields = {"batch_size_per_gpu": training.batch_size_per_gpu}
+        chosen = gpus.model_copy(update=fields).to_train_settings(world_size)
+        batch_size = chosen["train.global_batch_size"]
+        settings["train"] = {"micro_batch_size": chosen["train.micro_batch_size"]}
+        settings["model"] = {"precision": chosen["model.precision"]}
     return CreateJob.model_validate(
         {
             "model": body.model_name,
             "training_file": file_id,
             "hyperparameters": {
                 "n_epochs": training.epochs,
-                "batch_size": training.batch_size_per_gpu * world_size,
+                "batch_size": batch_size,
                 "learning_rate_multiplier": training.learning_rate / LEARNING_RATE,
             },
             "metadata": None if body.user_id is None else {"user_id": str(body.user_id)[:512]},
-            "pantheraml": {
-                "mode": kind,
-                "processes": world_size,
-                "config": {"data": {"seq_len": body.dataset_config.max_length}},
-            },
+            "pantheraml": {"mode": kind, "processes": world_size, "config": settings},
         }
     )
+
+
+def _world_size(kind: TrainingType, training: TrainingConfig, gpus: GPUConfig | None, context: ServiceContext) -> int:
+    """Number of GPUs, or of CPU processes."""
+    if gpus is not None and not gpus.use_multi_gpu:
+        if kind != "auto" or training.world_size not in (None, 1):
+            message = "use_multi_gpu is false in your configuration (POST /multigpu/config): only one device is used."
+            raise ApiError(400, message, param="use_multi_gpu")
+        return 1
+    here = len(context.dispatcher.inventory.spec.gpus)
+    return training.world_size or (len(gpus.gpu_ids) if gpus else 0) or here or (2 if kind == "distributed" else 1)
 
 
 async def ended(job: Job, context: ServiceContext) -> Job:
@@ -95,6 +130,7 @@ def training_object(job: Job) -> dict[str, Any]:
         "result_files": job.result_files,
         "devices": job.processes,
         "device": job.device,
+        "leased": job.leased,
         "hyperparameters": job.hyperparameters,
         "trained_tokens": job.trained_tokens,
         "seconds": job.seconds_run,

@@ -5,7 +5,6 @@ Training is a job like any other: it waits for devices, survives the service, an
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -15,15 +14,18 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from pantheraml.service import audit
 from pantheraml.service.auth import LOCAL_USER, Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
-from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.errors import AnsweringRoute, ApiError, not_found
 from pantheraml.service.jobs.gpu_stats import gpu_stats_now
 from pantheraml.service.jobs.states import State
 from pantheraml.service.jobs.text_training import ended, start_training, training_object
+from pantheraml.service.routes import multigpu_control
 from pantheraml.service.schemas.multigpu import TrainingRequest, TrainingType
+from pantheraml.service.store.devices import disabled_devices
 from pantheraml.service.store.jobs import jobs_in, leases, waiting_jobs
 from pantheraml.service.store.tables import Event, Job
 
-router = APIRouter(prefix="/multigpu", tags=["multigpu"])
+router = APIRouter(prefix="/multigpu", tags=["multigpu"], route_class=AnsweringRoute)
+router.include_router(multigpu_control.router)
 
 
 @router.get("/health")
@@ -65,17 +67,21 @@ async def resources_status(principal: Reader, context: Context) -> dict[str, Any
         holders = [lease.job_id for lease in held.values()]
         visible = set((await session.scalars(owned.where(Job.id.in_(holders)))).all())
         queued = len(await waiting_jobs(session))
+        disabled = await disabled_devices(session)
     devices = []
     for name in inventory.devices:
-        lease = held.get(name)
+        lease, row = held.get(name), disabled.get(name)
         job = None if lease is None or lease.job_id not in visible else lease.job_id
-        devices.append({"device": name, "in_use": lease is not None, "job": job})
-    return {"kind": inventory.kind, "devices": devices, "free": len(inventory.devices) - len(held), "queued": queued}
+        state = {"enabled": row is None, "reason": None if row is None else row.reason}
+        devices.append({"device": name, "in_use": lease is not None, "job": job, **state})
+    free = len([name for name in inventory.devices if name not in held and name not in disabled])
+    return {"kind": inventory.kind, "devices": devices, "free": free, "queued": queued}
 
 
 @router.get("/performance/metrics")
 async def performance_metrics(principal: Reader, context: Context) -> dict[str, Any]:
-    """Speed of one's running jobs, by their newest step."""
+    """How busy the GPUs are, and the speed of one's running jobs, by their newest step. None: not known."""
+    now = await gpu_stats_now(context, principal)
     async with context.database.read() as session:
         running = [job for job in await jobs_in(session, [State.RUNNING]) if principal.owner in (None, job.owner)]
         found = []
@@ -85,7 +91,19 @@ async def performance_metrics(principal: Reader, context: Context) -> dict[str, 
             figures = {} if event is None else event.data
             names = ("step", "train_loss", "tokens_per_second", "memory_bytes")
             found.append({"training_id": job.id, **{name: figures.get(name) for name in names}})
-    return {"jobs": found, "timestamp": time.time()}
+    shown = ("gpu_id", "gpu_utilization", "memory_utilization", "temperature", "power")
+    return {
+        "gpu_utilization": _mean([gpu["gpu_utilization"] for gpu in now["gpu_info"]]),
+        "memory_utilization": _mean([gpu["memory_utilization"] for gpu in now["gpu_info"]]),
+        "gpus": [{name: gpu[name] for name in shown} for gpu in now["gpu_info"]],
+        "jobs": found,
+        "timestamp": now["timestamp"],
+    }
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 @router.get("/training/history")

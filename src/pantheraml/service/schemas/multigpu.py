@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TrainingType = Literal["auto", "distributed", "dataparallel"]
 
@@ -25,6 +25,34 @@ class TrainingConfig(_Body):
     batch_size_per_gpu: Annotated[int, Field(ge=1, le=1 << 16)] = 8
     world_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """GPUs, or CPU processes where there are none; None: all GPUs or, without any, one process (two if distributed)."""
+
+
+class ResourceRequest(_Body):
+    action: Literal["disable", "enable"]
+    """disable: no job is given these devices from now on; running ones go on."""
+    gpu_ids: list[Annotated[int, Field(ge=0)]] = []
+    devices: list[Annotated[str, Field(max_length=64)]] = []
+    """By their names in `resources/status`, which CPU slots have, too."""
+    reason: Annotated[str, Field(max_length=500)] | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> ResourceRequest:
+        if not self.gpu_ids and not self.devices:
+            raise ValueError("name some gpu_ids or devices")
+        if "\0" in (self.reason or ""):
+            raise ValueError("null characters cannot be stored")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([*(f"gpu:{index}" for index in self.gpu_ids), *self.devices]))
+
+
+class DeviceTest(_Body):
+    gpu_ids: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs to test, all at once; empty: as many as `processes` says."""
+    processes: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Ranks; None: one per GPU named, else one."""
 
 
 class TrainingRequest(_Body):

@@ -14,6 +14,7 @@ from pantheraml.service.jobs.scheduler import Place, Waiting
 from pantheraml.service.jobs.states import ACTIVE, State, check_transition
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import close_stretches
+from pantheraml.service.store.webhooks import announce
 
 
 class StaleJobError(Exception):
@@ -43,7 +44,9 @@ async def move(session: AsyncSession, job: Job, to: State, message: str, **chang
         await session.execute(delete(Lease).where(Lease.job_id == job.id))
         await close_stretches(session, job.id, now)
     await reread(session, job)
-    session.add(_state_event(job, to, message))
+    event = _state_event(job, to, message)
+    session.add(event)
+    await announce(session, job, event)
 
 
 async def reread(session: AsyncSession, job: Job) -> None:
@@ -80,11 +83,20 @@ async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
 
 async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
     """What the scheduler has to know of each queued job; their configurations are long and not read."""
-    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds, Job.place)
-    rows = await session.execute(select(*columns).where(Job.state == State.QUEUED.value))
+    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds)
+    rows = await session.execute(select(*columns, Job.gpu_ids, Job.place).where(Job.state == State.QUEUED.value))
     return [
-        Waiting(name, owner, priority, queued_at or 0.0, processes, predicted, place and Place(**place))
-        for name, owner, priority, queued_at, processes, predicted, place in rows
+        Waiting(
+            name,
+            owner,
+            priority,
+            queued_at or 0.0,
+            processes,
+            predicted,
+            allowed=None if gpus is None else gpu_names(gpus),
+            place=place and Place(**place),
+        )
+        for name, owner, priority, queued_at, processes, predicted, gpus, place in rows
     ]
 
 
@@ -92,6 +104,11 @@ async def count_jobs(session: AsyncSession, owner: str, states: Iterable[State])
     query = select(func.count()).select_from(Job)
     query = query.where(Job.owner == owner, Job.state.in_([state.value for state in states]))
     return (await session.scalar(query)) or 0
+
+
+def gpu_names(indices: Iterable[int]) -> frozenset[str]:
+    """Names under which GPUs are leased."""
+    return frozenset(f"gpu:{index}" for index in indices)
 
 
 async def leases(session: AsyncSession) -> dict[str, Lease]:
