@@ -8,6 +8,7 @@ something never answers 409.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -126,10 +127,19 @@ async def _http(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, HTTPException)
     response = error_response(err.status_code, str(err.detail))
     response.headers.update(err.headers or {})
-    described = request.app.openapi()["paths"].get(getattr(request.scope.get("route"), "path", None))
-    if err.status_code == 405 and described is not None:  # the framework names the methods of one of the routes alone
-        response.headers["allow"] = ", ".join(sorted(method.upper() for method in described))
+    if err.status_code == 405:  # the framework names the methods of one of the routes alone
+        response.headers["allow"] = ", ".join(_methods(request)) or response.headers.get("allow", "")
     return response
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path of the request takes, by the description of the API."""
+    described: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
+    for part in ("[^/]+", ".+"):  # a name of a model may hold a slash
+        for template, operations in described.items():
+            if re.fullmatch(re.sub(r"\{\w+\}", part, template), request.url.path):
+                return sorted(method.upper() for method in operations)
+    return []
 
 
 async def _library(request: Request, err: Exception) -> JSONResponse:
