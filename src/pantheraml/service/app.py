@@ -115,11 +115,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
         stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
         try:
-            if not await database.claim():
-                raise ConfigError(
-                    "Another service is using this database.", fix="Stop it, or choose another --database-url."
-                )
-            await database.migrate()
+            await _take(database)
             authenticator = Authenticator(
                 database, is_open=await _is_open(settings, database), insecure=settings.insecure
             )
@@ -148,6 +144,18 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
         finally:
             await stack.aclose()
             await database.close()
+
+
+async def _take(database: Database) -> None:
+    try:
+        claimed = await database.claim()
+    except ConnectionError as err:
+        raise ConfigError(
+            f"The database does not answer. {err}", fix="Check --database-url, and that it runs."
+        ) from err
+    if not claimed:
+        raise ConfigError("Another service is using this database.", fix="Stop it, or choose another --database-url.")
+    await database.migrate()
 
 
 async def _is_open(settings: Settings, database: Database) -> bool:

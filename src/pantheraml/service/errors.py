@@ -119,8 +119,6 @@ async def _refused(request: Request, err: Exception) -> JSONResponse:
 async def _invalid(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, RequestValidationError)
     first: dict[str, Any] = err.errors()[0]
-    if first["type"] == "json_invalid":
-        return error_response(400, "The body is not valid JSON.", code="invalid_request")
     refused = _invalid_value(first["loc"][1:], first["msg"])  # the first says where: body, query, header
     return error_response(400, refused.message, param=refused.param, code=refused.code)
 
@@ -130,19 +128,17 @@ async def _http(request: Request, err: Exception) -> JSONResponse:
     response = error_response(err.status_code, str(err.detail))
     response.headers.update(err.headers or {})
     if err.status_code == 405:  # the framework names the methods of one of the routes alone
-        methods = _methods(request)
-        if methods:
-            response.headers["allow"] = ", ".join(methods)
+        response.headers["allow"] = ", ".join(_methods(request)) or response.headers.get("allow", "")
     return response
 
 
 def _methods(request: Request) -> list[str]:
-    """Methods of all routes with the path of this request's route, which may be the end of the path alone."""
-    own = getattr(request.scope.get("route"), "path_format", None)
-    for path, operations in request.app.openapi()["paths"].items():
-        pattern = re.sub(r"\\\{\w+\\\}", ".+", re.escape(path))
-        if own is not None and path.endswith(own) and re.fullmatch(pattern, request.url.path):
-            return sorted(method.upper() for method in operations)
+    """What the path of the request takes, by the description of the API."""
+    described: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
+    for part in ("[^/]+", ".+"):  # a name of a model may hold a slash
+        for template, operations in described.items():
+            if re.fullmatch(re.sub(r"\{\w+\}", part, template), request.url.path):
+                return sorted(method.upper() for method in operations)
     return []
 
 

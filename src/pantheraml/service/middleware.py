@@ -23,6 +23,7 @@ from pantheraml.base import log
 from pantheraml.service.auth import hash_key
 from pantheraml.service.errors import ApiError, error_response
 from pantheraml.service.settings import Settings
+from pantheraml.service.store.database import is_away
 
 logger = log.get(__name__)
 
@@ -82,12 +83,18 @@ class Gate:
             await response(scope, receive, sending)
         except ClientDisconnect:
             logger.info("%s %s: the client hung up (%s)", scope["method"], scope["path"], request_id)
-        except Exception:
-            logger.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id)
+        except Exception as err:
+            request = f"{scope['method']} {scope['path']} ({request_id})"
+            if is_away(err):
+                logger.error("%s: the database does not answer: %s", request, err)
+                status, message = 503, "The database of the service does not answer; try again later."
+            else:
+                logger.exception("%s failed", request)
+                status = 500
+                message = f"The service failed; its log tells why under the request id {request_id}."
             if started:
                 raise
-            message = f"The service failed; its log tells why under the request id {request_id}."
-            await error_response(500, message)(scope, receive, sending)
+            await error_response(status, message)(scope, receive, sending)
 
     async def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

@@ -31,7 +31,7 @@ from pantheraml.service.jobs.usage import device_seconds
 from pantheraml.service.jobs.watch import Observation, observe
 from pantheraml.service.schemas.fine_tuning import model_name
 from pantheraml.service.settings import Settings
-from pantheraml.service.store.database import Database
+from pantheraml.service.store.database import Database, is_away
 from pantheraml.service.store.devices import disabled_devices
 from pantheraml.service.store.jobs import StaleJobError, jobs_in, leases, move, reread, waiting_jobs
 from pantheraml.service.store.tables import Event, Job, Lease
@@ -100,10 +100,17 @@ class Dispatcher:
     async def run(self) -> None:
         while True:
             try:
-                await self.tick()
-                self._ticked = time.monotonic()
-            except Exception:
-                logger.exception("the dispatcher failed once; it tries again")
+                if await self._database.still_claimed():
+                    await self.tick()
+                    self._ticked = time.monotonic()
+                else:
+                    logger.error("another service has taken this database: no job is started or watched here")
+                    await asyncio.sleep(1.0)
+            except Exception as err:
+                if is_away(err):
+                    logger.error("the database does not answer; the dispatcher tries again: %s", err)
+                else:
+                    logger.exception("the dispatcher failed once; it tries again")
                 await asyncio.sleep(1.0)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)

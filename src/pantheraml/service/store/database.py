@@ -15,6 +15,7 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -34,6 +35,8 @@ class Database:
         if self.is_sqlite:
             event.listen(self.engine.sync_engine, "connect", _prepare_sqlite)
             event.listen(self.engine.sync_engine, "begin", _begin_sqlite)
+        else:
+            event.listen(self.engine.sync_engine, "do_connect", _connect)
 
     async def migrate(self) -> None:
         """Bring the tables to the newest version."""
@@ -57,13 +60,44 @@ class Database:
         data folder does that. Two services that each look at the other's jobs would take them for lost."""
         if self.is_sqlite:
             return True
-        self._holder = await self.engine.connect()
-        return bool(await self._holder.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _CLAIM}))
+        connection = await self.engine.connect()
+        holder = await connection.execution_options(isolation_level="AUTOCOMMIT")  # no transaction for days
+        if not await holder.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _CLAIM}):
+            await holder.close()
+            return False
+        self._holder = holder
+        return True
+
+    async def still_claimed(self) -> bool:
+        """True while this service holds the database; a claim that ended with its connection is made again."""
+        if self._holder is not None:
+            with contextlib.suppress(DBAPIError):
+                await self._holder.execute(text("SELECT 1"))
+                return True
+            await self._holder.close()
+            self._holder = None
+        return await self.claim()
 
     async def close(self) -> None:
         if self._holder is not None:
             await self._holder.close()
         await self.engine.dispose()
+
+
+def is_away(err: BaseException) -> bool:
+    """True if the database does not answer, now; whoever asked may try again."""
+    if isinstance(err, ConnectionError | OperationalError | InterfaceError):
+        return True
+    state = getattr(getattr(err, "orig", None), "sqlstate", None) or ""
+    return isinstance(err, DBAPIError) and (err.connection_invalidated or state.startswith(("08", "57P")))
+
+
+def _connect(dialect: Any, record: object, arguments: Any, options: Any) -> Any:
+    """Connect to PostgreSQL. ConnectionError if that is not possible, whichever of the many reasons there is."""
+    try:
+        return dialect.connect(*arguments, **options)
+    except Exception as err:
+        raise ConnectionError(f"PostgreSQL: {err}") from err
 
 
 def upgrade(connection: Connection) -> None:
