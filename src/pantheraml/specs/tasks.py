@@ -128,6 +128,45 @@ class CollectiveResult(BaseModel):
     """Best of a few all-reduces."""
 
 
+class ProfileRequest(Request):
+    """Run some steps under a profiler; the result is written to `profile.json`, and with `trace` also `trace.json`."""
+
+    steps: int
+    warmup: int
+    trace: bool
+
+
+class ProfileRow(BaseModel):
+    """One line of a profile, for each step."""
+
+    name: str
+    seconds: float
+    share: float
+    """Of all lines of its table."""
+    calls: float
+
+
+class ProfileResult(BaseModel):
+    """Result of `profile`, of rank 0."""
+
+    device: str
+    precision: str
+    world_size: int
+    steps: int
+    warmup: int
+    step_seconds: float
+    tokens_per_second: float
+    """Of all ranks."""
+    memory_bytes: int
+    """Most that was in use: of the GPU, or of the process on a CPU."""
+    phases: list[ProfileRow]
+    """Where the time of a step goes; they add up to it."""
+    parts: list[ProfileRow]
+    """Work of the device by kind, with operators of the same kind added up."""
+    operators: list[ProfileRow]
+    """The slowest operators, or kernels on a GPU."""
+
+
 class ReplayRequest(ReceivedRequest):
     """Rerun the step of an incident in one process; the result is written to `replay.json`."""
 

@@ -21,7 +21,18 @@ from pantheraml.worker.process import run_reporting
 
 Task = Callable[[Path, EventWriter], None]
 
-TASKS = ("prepare", "train", "prepare_and_train", "generate", "export", "quantize", "verify", "replay", "collective")
+TASKS = (
+    "prepare",
+    "train",
+    "prepare_and_train",
+    "generate",
+    "export",
+    "quantize",
+    "verify",
+    "replay",
+    "profile",
+    "collective",
+)
 TRAINING = ("train", "prepare_and_train")
 
 

@@ -40,6 +40,7 @@ OPTIONS = {
         "run_dir",
     ],
     "plan": [*CONFIG, "--json"],
+    "profile": [*CONFIG, "--json", "--steps", "--trace", "--warmup"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
     "replay": [*CONSENT, "--device", "--json", "incident"],
     "generate": [
