@@ -100,6 +100,7 @@ def test_commands_are_pinned() -> None:
         "train",
         "resume",
         "plan",
+        "profile",
         "verify",
         "replay",
         "generate",
