@@ -36,7 +36,7 @@ class ReceivedRequest(Request):
 
 
 class GenerateRequest(ReceivedRequest):
-    """Generate completions for prompts; they are written to `answers.jsonl` in the task folder."""
+    """Generate completions for prompts; each rank writes its own to `answers-RANK.jsonl`."""
 
     prompts: list[str]
     weights: Literal["trained", "base"]

@@ -49,6 +49,7 @@ OPTIONS = {
         "--device",
         "--json",
         "--max-new-tokens",
+        "--nproc",
         "--prompt",
         "--prompts",
         "--seed",
