@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Test files are spread over the cores, with one thread each: more does not help models this small. Tests start runs with
-# several processes of their own, so idle OpenMP threads sleep instead of spinning.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --no-skipped-promises
+# several processes of their own, so idle OpenMP threads sleep instead of spinning. CI sets PYTEST_FLAGS.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 .PHONY: install install-dev demo test test-rest test-all equality check docs format bench gpu-test clean
 

@@ -30,6 +30,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
     },
+    "tiny-moe": {
+        "family": "qwen3_moe",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+    },
     "1b": {
         "vocab_size": LLAMA_3_VOCABULARY,
         "hidden_size": 2048,
@@ -111,9 +125,100 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 }
+SHAPES |= {
+    "olmo3-7b": {
+        "family": "olmo3",
+        "vocab_size": 100_278,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 65_536,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+        "layer_types": ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(32)],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
+    "granite-8b": {
+        "family": "granite",
+        "vocab_size": 49_159,
+        "hidden_size": 4096,
+        "intermediate_size": 12_800,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.0078125,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 16.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0},
+        "tie_word_embeddings": True,
+    },
+    "smollm3-3b": {
+        "family": "smollm3",
+        "vocab_size": LLAMA_3_VOCABULARY,
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 65_536,
+        "no_rope_layers": [int(layer % 4 != 3) for layer in range(36)],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
+        "tie_word_embeddings": True,
+    },
+    "qwen3-32b-half": {
+        "family": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+    "gpt-oss-20b": {
+        "family": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen3-30b-a3b-half": {
+        "family": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+}
 SHAPES["8b/4"] = SHAPES["8b"] | {"num_hidden_layers": 8}
-"""A tiny one for tests, Llama-3.2-1B, Llama-3.1-8B, the latter with a quarter of its layers, and other families by the
-name of the model that has this shape."""
+SHAPES["8b-long"] = SHAPES["8b"] | {"max_position_embeddings": 1_048_576}
+"""Tiny ones for tests, Llama-3.2-1B, Llama-3.1-8B, the latter with a quarter of its layers or with more positions, and
+other families by the name of the model that has this shape. `-half`: half of its layers, as a whole one would not fit
+on the disk of a rented machine."""
 
 LLAMA_3 = {
     "max_position_embeddings": 131_072,
@@ -153,8 +258,7 @@ def write_model(folder: Path, shape: str) -> None:
         bos_token_id=size - 3,
         pad_token_id=size - 2,
         eos_token_id=size - 1,
-        **(LLAMA_3 if family == "llama" else {}),
-        **values,
+        **((LLAMA_3 if family == "llama" else {}) | values),
     )
     torch.manual_seed(0)
     default = torch.get_default_dtype()
@@ -180,7 +284,7 @@ def write_tokenizer(folder: Path, size: int) -> None:
         bos_token="<bos>",
         pad_token="<pad>",
         eos_token="<eos>",
-        model_max_length=131072,
+        model_max_length=1 << 20,
     ).save_pretrained(folder)
 
 

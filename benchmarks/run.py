@@ -31,6 +31,7 @@ RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 STABILITY = HERE.parent / "docs" / "stability.md"
+PLANNER = HERE.parent / "docs" / "planner.md"
 README = HERE.parent / "README.md"
 HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
@@ -45,6 +46,9 @@ NOT_BENCHMARKS = {
         "kernel_ops_trained",
         "line_chart",
         "performance_page",
+        "planner_page",
+        "predicted_scaling",
+        "predicted_times",
         "recorded_calls",
         "run",
         "stability_page",
@@ -57,6 +61,8 @@ PACKAGES = ("torch", "transformers", "peft", "pantheraml")
 sys.path.insert(0, str(HERE))  # benchmarks are scripts next to this one, not a package
 
 import performance_page  # noqa: E402
+import planner_page  # noqa: E402
+import predicted_times  # noqa: E402
 import readme_table  # noqa: E402
 import stability_page  # noqa: E402
 from table import Table, history, plain_table, render  # noqa: E402
@@ -194,6 +200,8 @@ def write_pages() -> list[Path]:
     found = records()
     texts = {PAGE: page(), PERFORMANCE: performance_page.page(found), STABILITY: stability_page.page(found)}
     texts |= histories() | {README: readme_table.with_ratios(README.read_text("utf-8"), found)}
+    planner = planner_page.with_section(PLANNER.read_text("utf-8"), found)
+    texts |= {PLANNER: predicted_times.with_sections(planner)}
     texts |= {STABILITY.parent / "images" / name: svg for name, svg in stability_page.pictures(found).items()}
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
@@ -222,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="run every benchmark that this host supports")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     parser.add_argument(
-        "--table", action="store_true", help="write docs/benchmarks.md, performance.md and stability.md"
+        "--table", action="store_true", help="write docs/benchmarks.md, performance.md, stability.md and planner.md"
     )
     given = parser.parse_args(arguments)
     if given.name is not None and given.name not in names():

@@ -181,9 +181,14 @@ under DDP's `no_sync`, accumulate into it. The result has the action, its cause,
 raises an error and leaves the weights as they were before the step. After `torch.distributed.init_process_group` the
 verdict is common to all processes, and `wrap_model_for_multi_gpu` returns DDP.
 
-The four configurations are `GradientClippingConfig` and `NaNHandlingConfig` (keys of `stability`, and
-`max_grad_norm`), `PyTorchDebuggingConfig` (`debug`, `group_norms_every`, `update_ratio_every`: in the result) and
-`PerformanceOptimizationConfig` (several GPUs). `state_dict` and `load_state_dict` save and restore the guard's state.
+`create_training_wrapper` returns a `NumericalStabilityManager`. Its arguments are `clipping_config` and `nan_config`, a
+`GradientClippingConfig` and a `NaNHandlingConfig` (keys of `stability`, and `max_grad_norm`), `debug_config`, a
+`PyTorchDebuggingConfig` (`debug`, `group_norms_every`, `update_ratio_every`: in the result), and
+`performance_config`, a `PerformanceOptimizationConfig` (`multi_gpu_mode`, `multi_gpu_device_ids`, `multi_gpu_backend`,
+`multi_gpu_bucket_cap_mb`, `multi_gpu_static_graph`, `multi_gpu_find_unused_parameters`,
+`enable_gradient_checkpointing`). `get_multi_gpu_status`, `optimize_dataloader`, `get_optimal_batch_size`,
+`synchronize_gpus` and `cleanup` are those of [your own code](own-loop.md#names). `state_dict` and `load_state_dict`
+save and restore the guard's state.
 Not supported: rerunning a step, `roll_back`, fp16 loss scaling, and sharded models.
 """
 

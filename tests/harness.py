@@ -39,6 +39,7 @@ def make_plan(
     precision: str = "fp32",
 ) -> Plan:
     """Build a plan without the planner, so that a test may use more processes than there are cores."""
+    checkpointing = config.train.activation_checkpointing
     values = {
         "device": device,
         "device_ids": (0,) if device == "cuda" else (),
@@ -52,7 +53,7 @@ def make_plan(
         "compile": config.train.compile == "on",
         "global_batch_size": config.train.global_batch_size,
         "micro_batch_size": micro or config.train.global_batch_size,
-        "activation_checkpointing": config.train.activation_checkpointing,
+        "activation_checkpointing": "none" if checkpointing == "auto" else checkpointing,
         "threads_per_process": 1,
         "predicted_memory_bytes": None,
         "predicted_seconds": None,

@@ -1,8 +1,9 @@
 """Pytest hooks about the marker `seed`, which names the promises that a test shows.
 
 With `--no-skipped-promises`, a marked test fails if it is skipped. docs/conformance.md says "done" where a test is
-marked; `make test` and `make test-rest` pass the option, so that a green run means that the tests were run. Those of
-tests/gpu run on a GPU host, and count as such on the page.
+marked; CI passes the option, so that a green run means that the tests were run. Elsewhere a test whose program is not
+installed (Chromium, Prometheus) is skipped with a line. Those of tests/gpu run on a GPU host, and count as such on the
+page.
 """
 
 from __future__ import annotations

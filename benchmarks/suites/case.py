@@ -78,6 +78,8 @@ class Case:
     """Whether to keep or clear this system's cache of compiled kernels."""
     alone: bool = False
     """Start no other case meanwhile: its start-up time is a target."""
+    experts: bool = False
+    """LoRA on attention and on stacked experts, and on no other layers."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Additional `--set` options (command line only)."""
 

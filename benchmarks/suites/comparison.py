@@ -59,9 +59,20 @@ class StartLimit:
 
 
 @dataclass(frozen=True)
+class Longest:
+    """The longest sequence among our cases that were measured, against the longest of the peers' cases."""
+
+    setting: str
+    ours: tuple[str, ...]
+    peers: tuple[str, ...]
+    ratio: float
+
+
+@dataclass(frozen=True)
 class Targets:
     comparisons: tuple[Comparison, ...]
     starts: tuple[StartLimit, ...]
+    longest: tuple[Longest, ...] = ()
 
     def markdown(self, records: Sequence[Mapping[str, Any]]) -> str:
         """Render the tables; `records` are newest first. Comparisons without a measurement of ours are only counted.
@@ -80,7 +91,31 @@ class Targets:
             lines += ["", f"{len(self.comparisons) - len(known)} more comparisons have not been measured yet."]
         if started:
             lines += ["", *markdown_table(["time to first step", "our case", "measured", "limit"], started)]
+        reached = [row for each in self.longest if (row := _longest_row(each, newest)) is not None]
+        if reached:
+            lines += ["", *markdown_table(["longest sequence", "ours", "peers", "ratio", "target"], reached)]
         return "\n".join(lines)
+
+
+def _longest_row(longest: Longest, rows: Mapping[str, Row]) -> list[str] | None:
+    """Only lengths that were tried count: a system may train longer sequences than any case has."""
+    ours, peers = (
+        max((rows[name]["seq"] for name in names if name in rows), default=None)
+        for names in (longest.ours, longest.peers)
+    )
+    if ours is None:
+        return None
+    bound = f"≥ {longest.ratio:g}"
+    if peers is None:
+        return [longest.setting, f"{ours:,}", "not measured", "–", bound]
+    ratio = ours / peers
+    return [
+        longest.setting,
+        f"{ours:,}",
+        f"{peers:,}",
+        f"{ratio:.2f}",
+        f"{bound}: {'yes' if ratio >= longest.ratio else 'no'}",
+    ]
 
 
 def measured_rows(record: Mapping[str, Any]) -> dict[str, Row]:

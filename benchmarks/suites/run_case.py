@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,13 @@ from suites.workshop import ModelCreationError, SuiteFolder
 HERE = Path(__file__).resolve().parent
 PATIENCE = 3.0
 """Timeout of a case, as a multiple of its expected time."""
+
+
+EXPERTS = {
+    "method.target_modules": "q_proj,k_proj,v_proj,o_proj",
+    "method.target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+}
+"""As `trl_run.LORA_EXPERTS`."""
 
 
 class CaseLauncher:
@@ -103,23 +110,32 @@ def run_case(case: Case, commit: str | None, launcher: CaseLauncher, coming: Seq
 
 def cli_command(case: Case, model: Path, data: Path, output: Path, device: str | None) -> list[str]:
     settings = {
-        "data.seq_len": case.seq,
         "data.cache_dir": output / "tokens",
-        "train.global_batch_size": case.batch,
-        "train.micro_batch_size": case.batch,
         "train.max_steps": case.steps,
         "train.schedule": "constant",
-        "train.activation_checkpointing": case.checkpointing,
-        "method.rank": 16,
-        "method.alpha": 16,
         "report.html": "false",
-        "model.precision": case.precision,
-        **case.settings,
+        **cli_settings(dataclasses.asdict(case)),
     }
     places = ["--model", str(model), "--data", str(data), "--output", str(output / "run"), "--method", case.method]
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     where = [] if device is None else ["--device", device]
     return [sys.executable, "-m", "pantheraml.cli.main", "train", "--json", *places, *where, *words]
+
+
+def cli_settings(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a case, or of its recorded row, that decide what is computed; the method is among them."""
+    return {
+        "data.seq_len": row["seq"],
+        "train.global_batch_size": row["batch"],
+        "train.micro_batch_size": row["batch"],
+        "train.activation_checkpointing": row["checkpointing"],
+        "method.kind": row["method"],
+        "method.rank": 16,
+        "method.alpha": 16,
+        "model.precision": row["precision"],
+        **(EXPERTS if row.get("experts") else {}),
+        **(row["settings"] or {}),
+    }
 
 
 def trl_command(case: Case, model: Path, data: Path, output: Path) -> list[str]:

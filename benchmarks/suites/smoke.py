@@ -36,6 +36,10 @@ CASES = (
         for name, system in (("hf", "hf"), ("ours-trl", "pantheraml"))
         for suffix, data in (("", "full"), ("-uneven", "uneven"))
     ),
+    *(
+        replace(case, name=f"{name}-tiny-experts", model="tiny-moe", experts=True, system=system)
+        for name, case, system in (("ours", OURS, "pantheraml"), ("hf", HF, "hf"), ("ours-trl", HF, "pantheraml"))
+    ),
 )
 
 TARGETS = Targets(

@@ -31,6 +31,10 @@ LORA = {
     "lora_dropout": 0,
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
+LORA_EXPERTS = LORA | {
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 FAST = {"unsloth": "unsloth", "pantheraml": "pantheraml"}
 """Module with the system's FastLanguageModel; imported before trl and transformers, which it may patch."""
 FURTHER = {"liger": "liger_kernel.transformers"}
@@ -61,6 +65,10 @@ def model_module(folder: str) -> str:
     return f"transformers.models.{package}.modeling_{package}"
 
 
+def lora(case: dict[str, Any]) -> dict[str, Any]:
+    return LORA_EXPERTS if case["experts"] else LORA
+
+
 def fast_class(case: dict[str, Any]) -> Any:
     return importlib.import_module(FAST[case["system"]]).FastLanguageModel
 
@@ -84,7 +92,7 @@ def load_fast(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
     )
     if case["method"] != "full":
         model = fast.get_peft_model(
-            model, **LORA, bias="none", use_gradient_checkpointing=checkpointing, random_state=0
+            model, **lora(case), bias="none", use_gradient_checkpointing=checkpointing, random_state=0
         )
     return model, tokenizer
 
@@ -114,7 +122,7 @@ def load_plain(case: dict[str, Any], folder: str) -> tuple[Any, Any]:
         if quantized is not None:
             checkpointing = case["checkpointing"] != "none"
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora(case)))
     return model, AutoTokenizer.from_pretrained(folder)
 
 
@@ -205,7 +213,7 @@ def measure(job: dict[str, Any], data: Any, began: float) -> dict[str, Any]:
     return {
         # A trainer may silently disable packing: then the row must say so.
         "reason": f"not packed: batches are {fill:.0%} full" if to_pack and fill < LEAST_FILL else None,
-        "tokens_per_second": statistics.median(speeds[WARM_UP_STEPS:]),
+        "tokens_per_second": statistics.median(speeds[WARM_UP_STEPS:]) if len(speeds) > WARM_UP_STEPS else None,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
         "seconds_to_first_step": clock.first - began,
         "loss_first": losses[0],

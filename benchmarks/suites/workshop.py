@@ -60,9 +60,22 @@ class SuiteFolder:
             self.make_model(shape)
             command, seconds = self.quantize_command(shape, aside), QUANTIZE_SECONDS
         log = self.log(f"model-{name}")
-        if Process(command, log, self._environment("models", [])).run(seconds) != 0:
+        made = Process(command, log, self._environment("models", [])).run(seconds) == 0
+        if not made and self._make_room(log, keep=shape):
+            made = Process(command, log, self._environment("models", [])).run(seconds) == 0
+        if not made:
             raise ModelCreationError(f"could not create the {name} model: {last_line(log)}")
         aside.rename(place)
+
+    def _make_room(self, log: Path, *, keep: str) -> bool:
+        """Remove the other models, which can be made again, if the disk was full; return whether there were any."""
+        if "No space left" not in log.read_text(encoding="utf-8", errors="replace"):
+            return False
+        kept = self.model(keep)
+        others = [place for place in (self.folder / "models").iterdir() if place != kept]
+        for place in others:
+            shutil.rmtree(place, ignore_errors=True)
+        return bool(others)
 
     def quantize_command(self, shape: str, output: Path) -> list[str]:
         """Command that quantizes on random text, since the calibration text affects neither speed nor memory."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.devices.probe import probe
 from pantheraml.hooks.multi_gpu import make_settings
-from pantheraml.planner.script_config import choose_batch_size, parse_memory, parse_parameters
+from pantheraml.planner.facts import model_facts
+from pantheraml.planner.known_models import known_config
+from pantheraml.planner.model_shapes import ModelShapes
+from pantheraml.planner.script_config import choose_batch_size, choose_batch_size_of, parse_memory, parse_parameters
 from pantheraml.specs.plan import GPU
+from pantheraml.specs.train import ModelConfig
 
 __all__ = ["ConfigManager", "DeviceManager"]
 
@@ -49,16 +54,22 @@ class ConfigManager:
     ) -> dict[str, Any]:
         """Return the arguments of `enable_multi_gpu`: all GPUs, as many samples for each as fit, and the mean.
 
-        `model_size`: parameters, as "7B" or a number. `available_memory`: of each GPU, as "32GB" or bytes; None: that
-        of the smallest visible GPU. It is a rule of thumb for LoRA, see `planner.script_config`; OutOfMemoryError says
-        what is missing if not even one sample fits.
+        `model_size`: a model's folder or name, whose memory the planner predicts; or parameters, as "7B" or a number,
+        for a rule of thumb, see `planner.script_config`. `available_memory`: of each GPU, as "32GB" or bytes; None:
+        that of the smallest visible GPU. OutOfMemoryError says what is missing if not even one sample fits.
         """
-        parameters = parse_parameters(model_size)
+        shapes = _shapes(model_size)
+        parameters = parse_parameters(model_size if shapes is None else shapes.parameters)
         if type(max_seq_length) is not int or max_seq_length < 1:
             raise ConfigError(f"max_seq_length={max_seq_length!r} is not a positive integer.")
         gpus = DeviceManager().get_available_devices()
         memory = _smallest(gpus) if available_memory is None else parse_memory(available_memory)
-        batch, reason = choose_batch_size(parameters, memory, four_bit=load_in_4bit, max_seq_length=max_seq_length)
+        found = None
+        if shapes is not None:
+            found = choose_batch_size_of(shapes, memory, four_bit=load_in_4bit, max_seq_length=max_seq_length)
+        batch, reason = found or choose_batch_size(
+            parameters, memory, four_bit=load_in_4bit, max_seq_length=max_seq_length
+        )
         logger.info("batch_size_per_gpu is %d: %s", batch, reason)
         return {"num_gpus": len(gpus) or None, "batch_size_per_gpu": batch, "gradient_aggregation": "mean"}
 
@@ -95,3 +106,10 @@ def _smallest(gpus: list[GPU]) -> float:
             "There is no GPU whose memory could be measured.", fix='Pass available_memory, such as "32GB".'
         )
     return float(min(known))
+
+
+def _shapes(model: str | float) -> ModelShapes | None:
+    """Sizes of a model that is named or in a folder; None: a number of parameters, or not known."""
+    if not isinstance(model, str) or not (known_config(model) or Path(model).is_dir()):
+        return None
+    return model_facts(ModelConfig(path=model)).shapes

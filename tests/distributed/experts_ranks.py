@@ -10,7 +10,7 @@ from pathlib import Path
 from pantheraml.engine.trial import Trial, difference, trial
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.specs.parallel import ParallelDims
-from pantheraml.specs.train import TrainConfig
+from pantheraml.specs.train import MethodConfig, TrainConfig
 from pantheraml.worker.train import build_model
 from tests.distributed.layouts import layout_of
 from tests.distributed.matrix_ranks import dataset_of
@@ -36,6 +36,13 @@ def config_of(root: Path, family: str, *, packed: bool) -> TrainConfig:
     )
 
 
+def with_adapters(config: TrainConfig, *, fused: str) -> TrainConfig:
+    """LoRA on attention, router and stacked experts."""
+    names = ("experts.gate_up_proj", "experts.down_proj")
+    method = MethodConfig(kind="lora", rank=3, target_parameters=names)
+    return config.model_copy(update={"method": method, "train": config.train.model_copy(update={"fused": fused})})
+
+
 def steps(config: TrainConfig, world: World, dims: ParallelDims, micro: int | None) -> Trial:
     plan = make_plan(config, dims=dims, micro=micro)
     return trial(build_model(config, plan, world, silent), config, plan, world, dataset_of(config), steps=2)
@@ -57,6 +64,17 @@ def main() -> None:
                     if world.is_main:
                         losses = {"losses": found.losses, "expected": expected.losses}
                         results[f"{family} {mode} {micro}"] = {**asdict(difference(found, expected)), **losses}
+            # against plain PEFT, which adds the adapters to the experts' weights
+            config = with_adapters(config_of(root, family, packed=True), fused="auto")
+            expected = steps(with_adapters(config, fused="off"), here, ParallelDims(), None)
+            for mode in ("one", "ddp", "fsdp"):
+                if mode == "one":
+                    found = steps(config, here, ParallelDims(), None)
+                else:
+                    found = steps(config, replace(world, layout=layout_of(MODES[mode], "cpu")), MODES[mode], 1)
+                if world.is_main:
+                    losses = {"losses": found.losses, "expected": expected.losses}
+                    results[f"{family} {mode} lora"] = {**asdict(difference(found, expected)), **losses}
         if world.is_main:
             (root / "results.json").write_text(json.dumps(results))
         world.wait_for_main()

@@ -125,7 +125,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def orders(manager: MultiGPUManager) -> dict[str, Any]:
-    """Orders of epochs, and a user's own batch sampler."""
+    """Orders of epochs, and a user's own batch samplers: one of a class of their own, and torch's."""
     loader: Any = manager.optimize_dataloader(make_loader({"samples": 12, "shuffle": True}, 2))
     read = lambda: [i for *_, indices in loader for i in indices.tolist()]  # noqa: E731
     found: dict[str, Any] = {"own": [read(), read()]}
@@ -133,16 +133,16 @@ def orders(manager: MultiGPUManager) -> dict[str, Any]:
     for epoch in (3, 4, 3):
         loader.set_epoch(epoch)
         found["set"].append(read())
-    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
 
     class Own(BatchSampler):
         pass
 
-    batches.__class__ = Own
-    bucketed = manager.optimize_dataloader(DataLoader(Samples(10), batch_sampler=batches))
-    found["bucketed"] = [indices.tolist() for *_, indices in bucketed]
-    assert len(bucketed) == len(found["bucketed"])
-    assert manager.optimize_dataloader(bucketed) is bucketed
+    for name, kind in (("bucketed", Own), ("batched", BatchSampler)):
+        batches = kind(SequentialSampler(range(10)), 3, drop_last=False)
+        bucketed = manager.optimize_dataloader(DataLoader(Samples(10), batch_sampler=batches))
+        found[name] = [indices.tolist() for *_, indices in bucketed]
+        assert len(bucketed) == len(found[name])
+        assert manager.optimize_dataloader(bucketed) is bucketed
     return found
 
 

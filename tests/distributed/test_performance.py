@@ -73,7 +73,8 @@ def test_batches_of_a_custom_batch_sampler_are_kept(ranks: Found) -> None:
         2: [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9]]],
         3: [[[0, 1, 2], [9]], [[3, 4, 5], [9]], [[6, 7, 8], [9]]],
     }
-    assert [found["orders"]["bucketed"] for found in ranks] == expected[len(ranks)]
+    for name in ("bucketed", "batched"):
+        assert [found["orders"][name] for found in ranks] == expected[len(ranks)], name
 
 
 def test_evaluation_between_batches_leaves_their_weights(ranks: Found) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pantheraml.parallel.pipeline import bubble_fraction
+from pantheraml.planner.stages import bubble_fraction
 from tests.distributed.launching import run_ranks
 
 pytestmark = pytest.mark.extended

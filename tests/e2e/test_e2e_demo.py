@@ -14,7 +14,6 @@ from tests.e2e.conftest import Playground
 pytestmark = pytest.mark.extended
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_learns(playground: Playground, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -165,3 +165,18 @@ def test_early_stopping_and_best_weights(playground: Playground) -> None:
     best = min((e for e in events if e["kind"] == "eval.done"), key=lambda e: e["loss"])
     assert f"step-{best['step']:08d}" in {p.name for p in (playground.root / "runs/early/checkpoints").iterdir()}
     assert any(e["kind"] == "notice" and f"step {best['step']}" in e["message"] for e in events)
+
+
+def test_a_plan_is_made_and_replayed(playground: Playground) -> None:
+    settings = ["--device", "cpu", "--set", "train.max_steps=2", "--set", "data.seq_len=64"]
+    planned = playground("plan", "--model", playground.model, "--data", playground.data, *settings, "--json")
+    assert planned.code == 0, planned
+    (playground.root / "plan.json").write_text(planned.out)
+    ended = playground("train", "--plan", "plan.json", "--output", "runs/replayed")
+    assert ended.code == 0, ended
+    plan = json.loads((playground.root / "runs/replayed/plan.json").read_text())
+    assert plan == json.loads(planned.out) | {"made_for": None}
+    refused = playground("train", "--plan", "plan.json", "--output", "runs/other", "--set", "data.seq_len=32")
+    assert refused.code == 2
+    assert "another value of data.seq_len" in refused.err
+    assert not (playground.root / "runs/other").exists()

@@ -10,9 +10,9 @@ import time
 import torch
 
 from pantheraml.devices.background import BackgroundSampler
-from pantheraml.devices.gpu_table import by_driver_name
 from pantheraml.devices.inventory import take_inventory
 from pantheraml.devices.select import select_here
+from pantheraml.specs.gpu_table import by_driver_name
 
 LIMITED = """
 import torch

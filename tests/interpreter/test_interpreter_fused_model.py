@@ -23,7 +23,7 @@ TOLERANCE = {False: 1e-5, True: 5e-3}
 
 CHANGED = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.default.weight"
 
-MORE_PARAMETERS = {"llama": 1, "gemma": 0, "qwen3": 3, "gemma3_text": 4}
+MORE_PARAMETERS = {"llama": 1, "gemma": 0, "qwen3": 3, "gemma3_text": 4, "olmo2": 3, "exaone4": 3}
 """Besides the embedding, two norms per layer and the last norm: a head that is not tied, and more norms."""
 
 Results = dict[str, Tensor]
@@ -81,7 +81,7 @@ def assert_same(ours: Results, theirs: Results, tolerance: float) -> None:
     assert distance[worst] <= tolerance, f"{worst} is {distance[worst]} apart"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", list(MORE_PARAMETERS))
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize(
     ("make", "count"), [(adapter_model, 1 + 2 * 7), (full_model, 1 + 7 + 4)], ids=["adapters", "full"]

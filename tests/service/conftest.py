@@ -63,6 +63,7 @@ class Server:
     url: str = ""
     process: subprocess.Popen[str] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    clients: list[OpenAI] = field(default_factory=list)
 
     def start(self) -> Server:
         command = [sys.executable, "-m", "pantheraml.cli.main", "serve", "--port", "0", "--data-dir", str(self.data)]
@@ -94,7 +95,9 @@ class Server:
         return self.process.communicate(timeout=30)[1]
 
     def client(self, key: str = "any", **options: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+        made = OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+        self.clients.append(made)
+        return made
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
@@ -105,14 +108,16 @@ class Server:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 environment = process.environ()
-                job = environment.get("PANTHERAML_JOB", "")
+                job = environment.get("PANTHERAML_JOB")
                 ours = environment.get("PANTHERAML_CACHE") == str(self.data / "cache")
-                if ours and job.startswith(mark) and process.status() != psutil.STATUS_ZOMBIE:
+                if ours and job is not None and job.startswith(mark) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
     def clean_up(self) -> list[str]:
         """End everything; return what was still running besides the service."""
+        for client in self.clients:
+            client.close()
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
         if self.process is not None and self.process.stderr is not None and not self.process.stderr.closed:

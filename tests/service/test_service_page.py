@@ -44,6 +44,10 @@ def test_every_block_runs(own_server: Callable[..., Server], tmp_path: Path) -> 
         assert done.returncode == 0, done
         output += done.stdout
     assert "succeeded ft:tiny:local:first:" in output
+    assert re.search(r"^ft:tiny:local:first:\w+ says ", output, re.MULTILINE)
+    assert '"object":"chat.completion"' in output
+    assert '"object":"upload"' in output
+    assert '"status":"completed"' in output
     assert '"status":"ok"' in output
     assert re.search(r"pml-[\w-]{43}\n", output)
     for folder in ("results", "weights"):

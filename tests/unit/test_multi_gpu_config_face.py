@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pantheraml.base.errors import ConfigError, OutOfMemoryError
 from pantheraml.devices.probe import probe
 from pantheraml.hooks import multi_gpu
 from pantheraml.multi_gpu_config import TEMPLATES, ConfigManager, DeviceManager
+from pantheraml.planner.known_models import known_config
 
 
 @pytest.mark.seed("S3-030", "S3-031", "S3-052")
@@ -31,6 +34,21 @@ def test_larger_models_get_smaller_batches() -> None:
     with pytest.raises(OutOfMemoryError, match="A model of 70B parameters needs about") as caught:
         ConfigManager().get_optimal_config(model_size="70B", available_memory="32GB")
     assert "parallel.shard" in str(caught.value.fix)
+
+
+def test_the_planner_decides_for_models_that_are_known(tmp_path: Path) -> None:
+    def batch(model: str, memory: str, **changes: Any) -> int:
+        found = ConfigManager().get_optimal_config(model_size=model, available_memory=memory, **changes)
+        return int(found["batch_size_per_gpu"])
+
+    assert batch("meta-llama/Llama-3.1-8B", "80GB") > batch("meta-llama/Llama-3.1-8B", "24GB") >= 1
+    assert batch("Llama-3.2-1B", "24GB") > batch("Llama-3.1-8B", "24GB")
+    assert batch("Llama-3.1-8B", "24GB") > batch("Llama-3.1-8B", "24GB", max_seq_length=8192)
+    (tmp_path / "config.json").write_text(json.dumps(known_config("llama-3.1-8b")))
+    assert batch(str(tmp_path), "24GB") == batch("Llama-3.1-8B", "24GB")
+    with pytest.raises(OutOfMemoryError, match="predicted to need") as caught:
+        batch("Llama-3.1-8B", "16GB", load_in_4bit=False)
+    assert "4 bits" in str(caught.value.fix)
 
 
 @pytest.mark.seed("S3-034", "S3-069")

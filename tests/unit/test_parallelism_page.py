@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pantheraml.parallel.pipeline import bubble_fraction
 from pantheraml.planner.dims import check_together, choose_dims
+from pantheraml.planner.stages import bubble_fraction
 from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
 from pantheraml.specs.train import TrainConfig
 

@@ -234,6 +234,7 @@ class FastLanguageModel:
             alpha=lora_alpha,
             dropout=lora_dropout,
             rslora=use_rslora,
+            target_parameters=tuple(target_parameters or ()),
             target_modules=chosen_targets(
                 model, layers, attention=finetune_attention_modules, mlp=finetune_mlp_modules
             ),
@@ -247,7 +248,6 @@ class FastLanguageModel:
                 model,
                 method,
                 seed=random_state,
-                target_parameters=target_parameters or (),
                 full_modules=full_modules,
             )
         finally:

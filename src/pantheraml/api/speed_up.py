@@ -14,6 +14,7 @@ from pantheraml.base.env import launched_rank
 from pantheraml.engine.compile import compile_steady_shapes
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.models.causal_lm import FastCausalLM
+from pantheraml.models.experts import speed_up_experts
 from pantheraml.models.fast import (
     enable_layer_graphs,
     fuse,
@@ -38,6 +39,7 @@ def prepare_adapted(fast: FastCausalLM, adapted: PeftModel, checkpointing: Check
     if checkpointing is None:
         checkpointing = cast(CheckpointingMode, fast.requested_checkpointing)
     use_float32_copies(adapted, cast(PreTrainedModel, fast).dtype)
+    speed_up_experts(adapted)
     if type(adapted) is PeftModelForCausalLM:
         use_cached_walk(adapted)
     _speed_up(fast, adapted, checkpointing)

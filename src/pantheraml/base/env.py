@@ -217,6 +217,11 @@ def api_key() -> str | None:
     return os.environ.get("PANTHERAML_API_KEY") or None
 
 
+def inference_key() -> str | None:
+    """`PANTHERAML_INFERENCE_KEY`: key of the server that `pantheraml serve --inference-url` hands chat on to."""
+    return os.environ.get("PANTHERAML_INFERENCE_KEY") or None
+
+
 NO_FOREIGN_CODE = "PANTHERAML_NO_FOREIGN_CODE"
 
 

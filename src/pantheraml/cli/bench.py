@@ -1,4 +1,4 @@
-"""`pantheraml bench`: runs a suite of benchmarks, ours and other systems side by side.
+"""`pantheraml bench`: runs a suite of benchmarks, ours and other systems side by side, or calibrates this machine.
 
 Suites, their results and the pages made from them belong to the source tree (`benchmarks/`), not to the installed
 package: they measure other people's programs beside ours. So this needs a checkout, and only starts what is there.
@@ -21,9 +21,14 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
         help="compare speed and memory with other systems",
-        description="Run a suite of benchmarks and write its results, the tables in docs/ included. Needs a checkout.",
+        description="Run a suite of benchmarks and write its results, the tables in docs/ included; this needs a"
+        " checkout. Or, with --calibrate, measure the rates from which `pantheraml plan` predicts times.",
     )
-    parser.add_argument("--suite", required=True, metavar="NAME", help="which suite: h200, h200-families, smoke")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--suite", metavar="NAME", help="which suite: h200, h200-families, smoke")
+    which.add_argument(
+        "--calibrate", action="store_true", help="measure and store this machine's rates, in about ten seconds"
+    )
     parser.add_argument("--list", action="store_true", help="list the suite's cases and run nothing")
     parser.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="only cases so named (`ours-8b-*`); repeatable"
@@ -50,6 +55,8 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate:
+        return _calibrate(arguments)
     script = find_script()
     command = [sys.executable, str(script), "--suite", arguments.suite]
     command += [word for pattern in arguments.only for word in ("--only", pattern)]
@@ -59,6 +66,22 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         command += [] if value is None else [f"--{name}", str(value)]
     return subprocess.run(command, check=False).returncode
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from pantheraml.runs.calibration import calibrate
+
+    for rates, path in calibrate(cpu=arguments.device == "cpu"):
+        if arguments.json:
+            print(rates.model_dump_json(indent=1))
+            continue
+        for name, value in rates.model_dump(exclude={"device", "source", "matmul_tflops"}).items():
+            if value is not None:
+                print(f"{name:18} {value:10.4g}")
+        for name, value in rates.matmul_tflops.items():
+            print(f"{'matmul ' + name:18} {value:10.4g} TFLOP/s")
+        print(f"Stored for {rates.device}: {path}")
+    return 0
 
 
 def find_script() -> Path:

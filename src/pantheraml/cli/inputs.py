@@ -17,10 +17,20 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 def check_inputs(config: TrainConfig) -> None:
     """Raise ModelError or DataError if something is missing. The data itself is read by the run."""
+    check_model(config)
+    check_data(config)
+
+
+def check_model(config: TrainConfig) -> Path:
+    """Return the folder of the model's config.json, downloaded if necessary."""
     folder = config_folder(config.model.path, revision=config.model.revision)
     _check_architecture(config.model, read_hf_config(folder), folder)
     if config.model.tokenizer is not None:
         _check_tokenizer(config.model.tokenizer)
+    return folder
+
+
+def check_data(config: TrainConfig) -> None:
     for key, name in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
         if name is not None and not Path(name).exists():
             raise DataError(f"There is no data at {name}.", where=key, fix="Check the path.")

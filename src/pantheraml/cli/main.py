@@ -11,6 +11,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, PantheraError, WorkerError
@@ -22,6 +23,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message[0].upper()}{message[1:]}.", fix=f"See `{self.prog} --help`.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest the nearest value instead of listing many."""
+        close = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+        if close and value not in (action.choices or ()):
+            name = "/".join(action.option_strings) or action.metavar
+            raise ConfigError(
+                f"Argument {name}: {value!r} is not a choice.",
+                fix=f"Did you mean {close[0]}? See `{self.prog} --help`.",
+            )
+        super()._check_value(action, value)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -57,6 +69,8 @@ def _suggestion(parser: argparse.ArgumentParser, command: str | None, unknown: s
     flags = [flag for each in (parser, *chosen) for action in each._actions for flag in action.option_strings]
     if close := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
         return f"Did you mean {close[0]}? "
+    if name == "--config" and any(action.dest == "config" for each in chosen for action in each._actions):
+        return f"The config file needs no flag: pantheraml {command} FILE. "
     words = name[2:].replace("-", "_")
     of_adapters = ("method", words.removeprefix("lora_"))
     known = words.startswith("lora_") and of_adapters in all_keys()

@@ -1,12 +1,20 @@
-"""`pantheraml plan`: show what a run would do, and why, without starting it."""
+"""`pantheraml plan`: whether a run fits, how long it takes and with which settings, without starting it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pantheraml.base.text import printable
+from pantheraml.base.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from pantheraml.base.env import ProcessRank
+    from pantheraml.devices.fake import Cluster
+    from pantheraml.planner.facts import DeviceFacts, ModelFacts
+    from pantheraml.specs.plan import Choice, DeviceSpec, Plan
+    from pantheraml.specs.train import TrainConfig
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -14,33 +22,137 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
-        help="show what a run would do, and why",
-        description="Show every choice that a run would make, with its reason, without starting it.",
+        help="show whether a run fits, how long it takes, and why",
+        description="Show every choice that a run would make, with its reason, and the predicted memory and time,"
+        " without starting it. --data is optional; with it, the length of the run is estimated.",
     )
     add_config_options(parser)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--gpus", metavar="TEXT", help='plan for this hardware instead: "8xH100-80GB", "2x8xH100-80GB nvlink, 400Gb"'
+    )
+    parser.add_argument("--price", type=float, metavar="N", help="price of a GPU per hour, to show what the run costs")
+    parser.add_argument(
+        "--explain", action="store_true", help="also show all compared plans and where figures are from"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, which `train --plan` replays")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pantheraml.cli.inputs import check_inputs
-    from pantheraml.cli.train import config_from
-    from pantheraml.devices.select import devices_for_run
-    from pantheraml.planner.choose import choose
-    from pantheraml.planner.no_effect import long_warmup
-
-    config = config_from(arguments)
-    check_inputs(config)
-    plan = choose(config, devices_for_run(config))
-    steps = config.train.max_steps
-    if steps is not None and (message := long_warmup(config.train, steps)) is not None:
-        plan = plan.model_copy(update={"warnings": (*plan.warnings, message)})
+    if arguments.price is not None and not arguments.price > 0:
+        raise ConfigError(f"--price must be more than 0, not {arguments.price:g}.", fix="For example: --price 2.50")
+    config = _config(arguments)
+    plan, facts, devices = _plan(arguments, config)
     if arguments.json:
+        from pantheraml.runs.plan_here import inputs_of
+
+        plan = plan.model_copy(update={"made_for": inputs_of(config, devices)})
         print(json.dumps(plan.model_dump(mode="json"), indent=1))
         return 0
-    width = max(len(choice.name) for choice in plan.choices)
-    for choice in plan.choices:
-        print(printable(f"{choice.name:{width}}  {choice.value!s:12}  {choice.reason}"))
-    for message in plan.warnings:
-        print(printable(f"Warning: {message}."))
+    from pantheraml.cli.plan_view import show
+
+    show(plan, config, facts, explain=arguments.explain)
     return 0
+
+
+def _config(arguments: argparse.Namespace) -> TrainConfig:
+    from pantheraml.cli.train import config_from
+
+    if arguments.config is None and arguments.data is None and arguments.model is not None:
+        arguments.data = ""  # planned for full sequences
+    return config_from(arguments)
+
+
+def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, ModelFacts, DeviceSpec]:
+    from pantheraml.devices.select import devices_for_run
+    from pantheraml.planner.no_effect import long_warmup
+    from pantheraml.planner.plan_run import Outlook, plan_run, total_steps
+
+    place, hardware = None, None
+    if arguments.gpus is None:
+        facts = _checked(config)
+        devices = devices_for_run(config)
+    else:
+        from pantheraml.devices.fake import parse_cluster
+
+        cluster = parse_cluster(arguments.gpus)
+        facts = _checked(config)
+        devices = cluster.device_spec()
+        config, place, hardware = _described(cluster, config)
+    sequences = _sequences(config)
+    outlook = Outlook(sequences, arguments.price)
+    plan = plan_run(config, devices, place, model=facts, hardware=hardware, outlook=outlook)
+    steps = total_steps(config, sequences)
+    plan = plan.model_copy(update={"choices": (*plan.choices, _learning_rate(config, facts, steps))})
+    if steps is not None and (message := long_warmup(config.train, steps)) is not None:
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, message)})
+    return plan, facts, devices
+
+
+def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) -> Choice:
+    from pantheraml.planner.defaults import learning_rate_choice
+
+    decoder = None if facts.shapes is None else facts.shapes.decoder
+    if decoder is None:
+        return learning_rate_choice(config, None, None, steps)
+    return learning_rate_choice(config, decoder.family, decoder.hidden, steps)
+
+
+def _checked(config: TrainConfig) -> ModelFacts:
+    """Facts of the model; its inputs are checked as far as they are here. A known model needs no folder."""
+    from pantheraml.cli.inputs import check_data, check_model
+    from pantheraml.planner.facts import model_facts
+    from pantheraml.planner.known_models import known_config, nearest_name
+
+    if not Path(config.model.path).expanduser().exists() and known_config(config.model.path) is not None:
+        if config.data.path:
+            check_data(config)
+        return model_facts(config.model)
+    try:
+        folder = check_model(config)
+    except ModelError as err:
+        near = nearest_name(config.model.path)
+        if Path(config.model.path).expanduser().is_dir() or near is None:
+            raise
+        fix = f"{err.fix or ''} The sizes of {near} are known here, for example.".strip()
+        raise ModelError(err.what, where=err.where, fix=fix) from err
+    if config.data.path:
+        check_data(config)
+    return model_facts(config.model, folder)
+
+
+def _described(cluster: Cluster, config: TrainConfig) -> tuple[TrainConfig, ProcessRank | None, DeviceFacts | None]:
+    """The configuration, rank and hardware facts of a run on a cluster that is only described."""
+    import dataclasses
+
+    from pantheraml.base.env import ProcessRank
+    from pantheraml.planner.facts import device_facts
+    from pantheraml.planner.known_rates import known_rates
+    from pantheraml.planner.links import Links
+
+    if cluster.model is None:
+        return config, None, None
+    place = None
+    if cluster.nodes > 1:
+        world_size = config.parallel.world_size or cluster.nodes * cluster.gpus_per_node
+        config = config.model_copy(update={"parallel": dataclasses.replace(config.parallel, world_size=world_size)})
+        place = ProcessRank(0, 0, world_size, min(world_size, cluster.gpus_per_node))
+    link = known_rates(cluster.model).link_gb_s if cluster.nvlink else None
+    network = None if cluster.network_gbits is None else cluster.network_gbits / 8
+    hardware = device_facts(
+        cluster.device_spec().gpus,
+        model=cluster.model,
+        links=Links(cluster.gpus_per_node, link, network),
+        memory_fraction=config.parallel.memory_fraction,
+    )
+    return config, place, hardware
+
+
+def _sequences(config: TrainConfig) -> float | None:
+    """Sequences of an epoch, estimated from the beginning of the data; None: no data, or no tokenizer at hand."""
+    if not config.data.path:
+        return None
+    from pantheraml.cli.plan_data import estimate
+
+    lengths = estimate(config)
+    return None if lengths is None else lengths.sequences(config.data.seq_len, packed=config.data.packing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
     )
     parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
+    parser.add_argument(
+        "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
+    )
+    parser.add_argument(
+        "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
+    )
+    parser.add_argument(
+        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
+    )
     parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
     return parser
 
@@ -64,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} must be a number from 0.")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535.")
+    if not arguments.chat_idle_seconds > 0:
+        raise ConfigError("--chat-idle-seconds must be above 0.")
     settings = Settings(
         data_dir=Path(arguments.data_dir),
         models_dir=Path(arguments.models_dir),
@@ -78,8 +90,22 @@ def run(arguments: argparse.Namespace) -> int:
         price_per_gpu_hour=arguments.price_per_gpu_hour,
         stall_seconds=arguments.stall_seconds,
         open_metrics=arguments.open_metrics,
+        chat_idle_seconds=arguments.chat_idle_seconds,
+        allow_private_webhooks=arguments.allow_private_webhooks,
+        inference_url=_checked_url(arguments.inference_url),
+        inference_key=env.inference_key(),
     )
     return serve(settings)
+
+
+def _checked_url(url: str | None) -> str | None:
+    """Return it. ConfigError unless it is one of http or https."""
+    if url is not None and not re.fullmatch(r"https?://[^/@\s?#]+(/[^\s?#]*)?", url):
+        raise ConfigError(
+            "--inference-url must be a URL such as http://127.0.0.1:8001/v1.",
+            fix="A key of that server belongs into PANTHERAML_INFERENCE_KEY.",
+        )
+    return url
 
 
 def checked_database_url(url: str | None) -> str | None:

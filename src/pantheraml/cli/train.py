@@ -12,8 +12,11 @@ from pantheraml.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from pantheraml.specs.config_file import Key
+    from pantheraml.specs.plan import Plan
     from pantheraml.specs.train import TrainConfig
 
+CONSENT = ("trust_remote_code", "allow_pickle")
+"""Keys of `model` that a plan file cannot consent to."""
 FLAGS = {
     "model": ("model", "path"),
     "data": ("data", "path"),
@@ -39,6 +42,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     add_allow_change(parser)
     add_node_options(parser)
+    parser.add_argument("--plan", metavar="FILE", help="replay the plan that `pantheraml plan --json` wrote to FILE")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     return parser
@@ -89,9 +93,7 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     from pantheraml.specs.config_file import load_config
     from pantheraml.specs.consent import check_config_file
 
-    given = vars(arguments)
-    overrides: dict[Key, Any] = {key: given[flag] for flag, key in FLAGS.items() if given.get(flag) is not None}
-    overrides |= _common_overrides(arguments)
+    overrides = given_overrides(arguments)
     if arguments.config is None and not {("model", "path"), ("data", "path")} <= overrides.keys():
         raise ConfigError(
             f"Nothing to {arguments.command}: pass a config file, or --model and --data.",
@@ -102,6 +104,12 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
     if path is not None:
         check_config_file(path, config.model, overrides)
     return config
+
+
+def given_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
+    given = vars(arguments)
+    overrides: dict[Key, Any] = {key: given[flag] for flag, key in FLAGS.items() if given.get(flag) is not None}
+    return overrides | _common_overrides(arguments)
 
 
 def resume_overrides(arguments: argparse.Namespace) -> dict[Key, Any]:
@@ -166,7 +174,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.resume and arguments.overwrite:
         raise ConfigError("--resume and --overwrite are mutually exclusive.", fix="Remove one of them.")
-    config = config_from(arguments)
+    planned = _planned(arguments)
+    config = config_from(arguments) if planned is None else _planned_config(planned, arguments)
     if arguments.allow_change:
         allowed = config.checkpoint.model_copy(update={"allow_change": arguments.allow_change})
         config = config.model_copy(update={"checkpoint": allowed})
@@ -179,9 +188,37 @@ def run(arguments: argparse.Namespace) -> int:
         resume=arguments.resume is not None or restarted,
         overwrite=arguments.overwrite and not restarted,
         readers=progress(f"train {output}", quiet=arguments.json),
+        planned=planned,
     )
     show_result(summary, output, as_json=arguments.json)
     return 0
+
+
+def _planned(arguments: argparse.Namespace) -> Plan | None:
+    from pantheraml.runs.plan_here import read_plan
+
+    if arguments.plan is None:
+        return None
+    if arguments.resume:
+        raise ConfigError("--plan is for a new run; --resume goes on with the run's own.", fix="Remove one of them.")
+    return read_plan(Path(arguments.plan))
+
+
+def _planned_config(planned: Plan, arguments: argparse.Namespace) -> TrainConfig:
+    """The configuration that the plan was made for, with the command line's over it, unless a config file is given."""
+    from pantheraml.specs.config_file import with_overrides
+    from pantheraml.specs.consent import Consent
+
+    if arguments.config is not None or planned.made_for is None:
+        return config_from(arguments)
+    overrides = given_overrides(arguments)
+    config = with_overrides(planned.made_for.config, overrides, whole=arguments.plan)
+    if not config.data.path:
+        raise ConfigError("The plan was made without data.", where=arguments.plan, fix="Add --data FILE.")
+    given = {field: overrides.get(("model", field)) is True for field in CONSENT}
+    flags = {field: f"--set model.{field}=true" for field in CONSENT}
+    Consent(**given).check(config.model, where=arguments.plan, flags=flags)
+    return config
 
 
 def show_result(summary: dict[str, Any], output: Path, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.devices.gpu_table import GPUModel, by_text
+from pantheraml.specs.gpu_table import GPUModel, by_text
 from pantheraml.specs.plan import GPU, DeviceSpec
 
 _UNITS = {"gb": 10**9, "tb": 10**12, "gib": 2**30, "tib": 2**40}

@@ -381,12 +381,13 @@ class TrainingLoop:
         raise self._nonfinite_error(what)
 
     def _nonfinite_error(self, what: str) -> NonFiniteError:
+        wider = {"fp16": " or use model.precision=bf16 or fp32", "bf16": " or use model.precision=fp32", "fp32": ""}
         return NonFiniteError(
             what,
             where=self._judge.incident
             or f"the `verdict` events of {self.job.run_dir / FILE_NAME} name samples and tensors",
-            fix="Inspect those samples; in a new run, lower train.learning_rate or use model.precision=bf16 or fp32;"
-            " if it was the first step, check that the model's own weights are finite."
+            fix="Inspect the samples of that step; in a new run, lower train.learning_rate"
+            f"{wider[self.job.plan.precision]}; if it was the first step, check that the model's weights are finite."
             f" {self._resume_hint('stability.on_nonfinite=skip')}",
         )
 

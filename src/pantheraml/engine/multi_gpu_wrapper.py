@@ -42,7 +42,7 @@ from pantheraml.parallel.micro_batches import MicroBatches
 from pantheraml.parallel.process_group import World, join_process_group, world_from_process_group
 from pantheraml.parallel.sharded_loader import (
     BatchWeight,
-    loader_arguments,
+    rebuilt_loader,
     shard_loader,
     weigh_gradients,
 )
@@ -310,12 +310,7 @@ class MultiGPUWrapper:
         self.setup()
         if _world_size() > 1 and self._config.mode not in (MultiGPUMode.NONE, MultiGPUMode.DATAPARALLEL):
             return shard_loader(loader, self._weight, **changed)
-        if not changed:
-            return loader
-        arguments = loader_arguments(loader, **changed)
-        if loader.batch_sampler is not None:
-            return DataLoader(batch_sampler=loader.batch_sampler, **arguments)
-        return DataLoader(sampler=loader.sampler, batch_size=None, **arguments)
+        return rebuilt_loader(loader, **changed) if changed else loader
 
     def sum_losses(self, sums: bool) -> None:
         """Say whether the user's loss is a sum over samples (of the global batch) instead of a mean."""

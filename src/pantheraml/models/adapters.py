@@ -11,7 +11,7 @@ import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -46,12 +46,10 @@ def apply_method(
     method: MethodConfig,
     *,
     seed: int,
-    target_parameters: Sequence[str] = (),
     full_modules: FullModules | None = None,
 ) -> nn.Module:
     """Return the model set up for `method`: adapters over frozen weights, or all weights trainable.
 
-    `target_parameters`: weights that are no layers of their own, such as stacked experts, to be adapted as well.
     `full_modules`: modules to be trained in full beside the adapters.
     """
     if method.kind == "full":
@@ -65,7 +63,7 @@ def apply_method(
     # PEFT draws initial values that are replaced below; preserve the caller's RNG state.
     with torch.random.fork_rng(devices=[]), _peft_errors(targets):
         config = _lora_config(model, method, targets)
-        config.target_parameters = _check_parameters(model, method, target_parameters) or None
+        config.target_parameters = _check_parameters(model, method) or None
         if full_modules is not None and full_modules.names:
             config.modules_to_save, config.ensure_weight_tying = list(full_modules.names), full_modules.tied
         adapted = get_peft_model(model, config, adapter_name=ADAPTER)
@@ -159,8 +157,9 @@ def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> li
     return [name for name in layers if name in selected]
 
 
-def _check_parameters(model: nn.Module, method: MethodConfig, names: Sequence[str]) -> list[str]:
+def _check_parameters(model: nn.Module, method: MethodConfig) -> list[str]:
     """ConfigError for a name that no weight has, or for settings that PEFT supports for layers only."""
+    names = method.target_parameters
     known = [name for name, _ in model.named_parameters()]
     for target in names:
         if not any(name == target or name.endswith(f".{target}") for name in known):

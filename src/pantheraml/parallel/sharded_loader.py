@@ -190,6 +190,23 @@ def loader_arguments(loader: DataLoader[Any], **changed: Any) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in KEPT} | changed
 
 
+def has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the loader was given a batch sampler, which then chooses samples and batch size."""
+    made_by_torch = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
+    return loader.batch_sampler is not None and not made_by_torch
+
+
+def rebuilt_loader(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """Return a DataLoader of the same batches with the arguments `changed`."""
+    arguments = loader_arguments(loader, **changed)
+    if has_own_batches(loader):
+        return DataLoader(batch_sampler=loader.batch_sampler, **arguments)
+    arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not isinstance(loader.dataset, IterableDataset):  # which draws its own order
+        arguments["sampler"] = loader.sampler
+    return DataLoader(**arguments)
+
+
 def shard_loader(loader: DataLoader[Any], weight: BatchWeight, **changed: Any) -> DataLoader[Any]:
     """Return `loader` with the samples of this rank, its own batch size (per rank) and the arguments `changed`."""
     if isinstance(loader.dataset, IterableDataset):
@@ -204,7 +221,7 @@ def shard_loader(loader: DataLoader[Any], weight: BatchWeight, **changed: Any) -
         logger.info("the DataLoader has a %s already: it is kept", type(loader.sampler).__name__)
         return loader
     arguments = loader_arguments(loader, **changed)
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    if has_own_batches(loader):
         batches = ShardedBatchSampler(loader.batch_sampler)
         return ShardedLoader(weight, batches, batch_sampler=batches, **arguments)
     sampler = ShardedSampler(loader.dataset, loader.sampler, loader.batch_size or 1, drop_last=loader.drop_last)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from pantheraml.base.env import ProcessRank
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.planner.choices import Choices
+from pantheraml.planner.decided import Decided
 from pantheraml.planner.dims import check_together, choose_dims
 from pantheraml.planner.no_effect import ignored_settings
 from pantheraml.planner.precision import (
@@ -28,7 +29,7 @@ from pantheraml.planner.single_process import (
 )
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
-from pantheraml.specs.train import TrainConfig, TrainSettings
+from pantheraml.specs.train import Checkpointing, TrainConfig, TrainSettings
 
 # Tokens per micro-batch that keep a device busy. Beyond this, activation memory grows but the throughput of small and
 # mid-sized models does not.
@@ -36,9 +37,18 @@ GPU_TOKENS_PER_MICRO_BATCH = 16_384
 CPU_TOKENS_PER_MICRO_BATCH = 4_096
 
 
-def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None = None) -> Plan:
-    """Plan a run. `place`: rank of this process if a launcher started it, possibly with ranks on other nodes."""
-    choices = Choices()
+NOT_DECIDED = Decided()
+
+
+def choose(
+    config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None = None, decided: Decided = NOT_DECIDED
+) -> Plan:
+    """Plan a run. `place`: rank of this process if a launcher started it, possibly with ranks on other nodes.
+
+    `decided`: what a comparison of plans has decided among the settings that the configuration leaves open.
+    """
+    choices = Choices(decided.reasons)
+    config, checkpointing = _checkpointing(decided.apply(config))
     device = _device(config, devices, choices)
     if device == "cpu" and config.parallel.device_ids is not None:
         raise ConfigError("parallel.device_ids names GPUs, but the run is on the CPU.", fix="Remove one of them.")
@@ -69,8 +79,10 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
     choices.automatic(
         "threads_per_process", threads, f"{devices.cpu_count} cores for {local_world_size} process(es){shared}"
     )
-    checkpointing = config.train.activation_checkpointing
-    choices.configured("train.activation_checkpointing", checkpointing)
+    if checkpointing.reason is None:
+        choices.configured("train.activation_checkpointing", checkpointing.mode)
+    else:
+        choices.automatic("train.activation_checkpointing", checkpointing.mode, checkpointing.reason)
     return Plan(
         device=device,
         device_ids=tuple(gpu.index for gpu in (gpus if single.copies or single.split else gpus[:local_world_size])),
@@ -85,7 +97,7 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         compile=compiled,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=micro_batch,
-        activation_checkpointing=checkpointing,
+        activation_checkpointing=checkpointing.mode,
         threads_per_process=threads,
         predicted_memory_bytes=None,
         predicted_seconds=None,
@@ -96,6 +108,22 @@ def choose(config: TrainConfig, devices: DeviceSpec, place: ProcessRank | None =
         mig_uuid=gpus[0].mig_uuid if gpus else None,
         warnings=(*local.warnings(local_world_size), *ignored_settings(config, dims, device=device)),
     )
+
+
+class _Checkpointing(NamedTuple):
+    mode: Checkpointing
+    reason: str | None
+    """None: as configured."""
+
+
+def _checkpointing(config: TrainConfig) -> tuple[TrainConfig, _Checkpointing]:
+    """Resolve `auto`, so that the choices after it read what the run does."""
+    mode = config.train.activation_checkpointing
+    if mode != "auto":
+        return config, _Checkpointing(mode, None)
+    train = config.train.model_copy(update={"activation_checkpointing": "none"})
+    reason = "recomputing costs time, and memory is not predicted to be short"
+    return config.model_copy(update={"train": train}), _Checkpointing("none", reason)
 
 
 def _device(config: TrainConfig, devices: DeviceSpec, choices: Choices) -> Literal["cpu", "cuda"]:

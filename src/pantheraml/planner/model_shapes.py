@@ -6,6 +6,7 @@ headers name every tensor. Sizes of quantized layers are those of `models.quanti
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -57,14 +58,50 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Decoder:
+    """Sizes of the decoder layers, which are all alike."""
+
+    family: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class ModelShapes:
     weights: tuple[Weight, ...]
     tied: bool
     """The output head is the embedding."""
+    decoder: Decoder | None = None
+    """None: not known, of a model read from its weight files alone."""
 
     @property
     def parameters(self) -> int:
         return sum(weight.size for weight in self.weights)
+
+    @functools.cached_property
+    def outside(self) -> tuple[Weight, ...]:
+        """Weights outside of decoder layers."""
+        return tuple(weight for weight in self.weights if _layer_number(weight.name) is None)
+
+    @functools.cached_property
+    def of_layer(self) -> tuple[Weight, ...]:
+        """Weights of the first decoder layer; the others have the same if the model is known by its configuration."""
+        return tuple(weight for weight in self.weights if _layer_number(weight.name) == 0)
 
     def by_part(self) -> dict[Part, int]:
         """Parameters of each part. A tied head counts as embedding."""
@@ -97,6 +134,17 @@ class ModelShapes:
                 fix=f"Choose from {', '.join(known)}, or use all-linear.",
             )
         return chosen
+
+
+def _layer_number(name: str) -> int | None:
+    """Number of the decoder layer that has the tensor of this name."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def is_target(weight: Weight, targets: str | Sequence[str]) -> bool:
+    """Whether `method.target_modules` names the layer of this weight."""
+    names = [targets] if isinstance(targets, str) else targets
+    return weight.linear and (targets == "all-linear" or any(f".{weight.layer}".endswith(f".{name}") for name in names))
 
 
 def linear_bytes(out_in: tuple[int, int], quantized: FrozenFormat) -> int:
@@ -142,10 +190,11 @@ def shapes_of_config(config: Mapping[str, Any]) -> ModelShapes:
     known = FAMILIES[str(family)]
     tied = bool(config.get("tie_word_embeddings", known.ties))
     try:
-        weights = tuple(known.weights(known.sizes(config), tied))
+        sizes = known.sizes(config)
+        weights = tuple(known.weights(sizes, tied))
     except KeyError as err:
         raise ModelError(f"The model's config.json lacks {err}.", fix="Download it again.") from err
-    return ModelShapes(weights, tied)
+    return ModelShapes(weights, tied, sizes.decoder())
 
 
 class _Sizes:
@@ -161,6 +210,10 @@ class _Sizes:
         self.head_dim = int(config.get("head_dim") or default)
         self.attention_bias = bool(config.get("attention_bias", False))
         self.mlp_bias = bool(config.get("mlp_bias", False))
+
+    def decoder(self) -> Decoder:
+        sizes = self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.vocab
+        return Decoder(self.family, self.layers, *sizes)
 
 
 _HEAD_DIMS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}

@@ -40,7 +40,14 @@ _CLIPPING_KEYS: dict[str, tuple[str, ...]] = {
 }
 """stability.clipping -> the keys that it uses."""
 
-_ADAPTER = ("method.rank", "method.alpha", "method.dropout", "method.target_modules", "method.rslora")
+_ADAPTER = (
+    "method.rank",
+    "method.alpha",
+    "method.dropout",
+    "method.target_modules",
+    "method.target_parameters",
+    "method.rslora",
+)
 _BETWEEN_RANKS = tuple(
     f"parallel.{name}"
     for name in (

@@ -1,15 +1,19 @@
 """Out-of-memory errors: what used the memory, and which settings save how much. Pure functions of measured sizes.
 
 Savings are given where they follow from the numbers: optimizer states, gradients and weights scale with their dtype,
-activations with the micro-batch. Savings that depend on the architecture are given without a number.
+activations with the micro-batch. Those that depend on the architecture are given where the planner predicts its memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.planner.memory import predict_memory
+from pantheraml.planner.model_shapes import ModelShapes
 from pantheraml.planner.precision import FP8_CAPABILITY
+from pantheraml.planner.setting import setting_of
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import Checkpointing, TrainConfig
 
@@ -65,17 +69,22 @@ class Shortage:
         return f"{requested or ':'}{' with' if requested else ''} {_gib(self.free)} of {_gib(self.total)} free"
 
 
-def memory_error(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> OutOfMemoryError:
+def memory_error(
+    shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan, shapes: ModelShapes | None = None
+) -> OutOfMemoryError:
+    """Build the error. `shapes`: of the model; None: not known."""
     device = "GPU" if plan.device == "cuda" else "machine"
     smallest = " with a micro-batch of 1" if plan.micro_batch_size == 1 else ""
     peak = "" if use is None else f" Peak use: {use}."
-    settings = "; ".join(advice(shortage, use, config, plan))
+    settings = "; ".join(advice(shortage, use, config, plan, shapes))
     return OutOfMemoryError(
         f"The {device} ran out of memory{smallest}{shortage}.{peak}", fix=f"Change one or more of these: {settings}."
     )
 
 
-def advice(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan) -> list[str]:
+def advice(
+    shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan: Plan, shapes: ModelShapes | None = None
+) -> list[str]:
     """Return settings that save memory, cheapest in speed first."""
     ways = []
     if plan.micro_batch_size > 1:
@@ -86,14 +95,46 @@ def advice(shortage: Shortage, use: MemoryUse | None, config: TrainConfig, plan:
         ways += _full_fine_tune(use, config, plan)
     else:
         ways += _frozen_base(shortage, use, config, plan)
-    modes = LEANER_CHECKPOINTING[plan.activation_checkpointing]
-    if modes:
-        listed = " or ".join(f"train.activation_checkpointing={mode}" for mode in modes)
-        ways.append(f"{listed} (now {plan.activation_checkpointing}; each needs less memory than the one before)")
+    ways += _leaner_checkpointing(config, plan, shapes)
     ways.append(f"a shorter data.seq_len (now {config.data.seq_len})")
     if not plan.dims.model_is_sharded:
         ways.append("parallel.shard=N, which shards the weights over N processes")
     return ways
+
+
+def _leaner_checkpointing(config: TrainConfig, plan: Plan, shapes: ModelShapes | None) -> list[str]:
+    now = plan.activation_checkpointing
+    modes = leaner_modes(plan)
+    saved = {} if shapes is None else _predicted_savings(config, plan, shapes, modes)
+    if saved:
+        known = ((mode, size) for mode, size in saved.items() if size > 0)
+        return [f"train.activation_checkpointing={mode} ({_effect(now, size)})" for mode, size in known]
+    listed = " or ".join(f"train.activation_checkpointing={mode}" for mode in modes)
+    return [f"{listed} (now {now}; each needs less memory than the one before)"] if modes else []
+
+
+def leaner_modes(plan: Plan) -> tuple[Checkpointing, ...]:
+    """Modes that need less memory. Fused fp8 layers keep less than `selective` stores: the outputs of their matmuls."""
+    fp8 = plan.fused and (plan.frozen_weights in ("fp8", "nf4") or plan.fp8_matmuls)
+    modes = LEANER_CHECKPOINTING[plan.activation_checkpointing]
+    return tuple(mode for mode in modes if not (fp8 and mode == "selective"))
+
+
+def _predicted_savings(
+    config: TrainConfig, plan: Plan, shapes: ModelShapes, modes: Sequence[Checkpointing]
+) -> dict[Checkpointing, int]:
+    """Bytes that each mode saves of the predicted peak; empty: not predicted."""
+    setting = setting_of(config, plan)
+    now = predict_memory(shapes, setting)
+    if now is None:
+        return {}
+    found = {}
+    for mode in modes:  # recomputed layers are compiled only if that was asked for
+        changes = {"activation_checkpointing": mode, "compile": config.train.compile == "on"}
+        then = predict_memory(shapes, setting.model_copy(update=changes))
+        if then is not None:
+            found[mode] = now.allocated_bytes - then.allocated_bytes
+    return found
 
 
 def leaner_resume(plan: Plan) -> str:

@@ -21,15 +21,14 @@ from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import ErrorRaised, Notice, PlanMade, RunFinished, RunRestarted, RunStarted, WarningIssued
 from pantheraml.base.folders import write_text
 from pantheraml.base.private import private_files
-from pantheraml.devices.select import devices_for_run
 from pantheraml.launch import local, ranks
-from pantheraml.planner.choose import choose
 from pantheraml.readers.follow import Follower, Reader
 from pantheraml.readers.report import write_report
 from pantheraml.readers.sinks import open_sink
 from pantheraml.readers.summary import write_run_json
 from pantheraml.runs import errors
 from pantheraml.runs.attempt import Attempt, WorkerCommand
+from pantheraml.runs.plan_here import plan_here
 from pantheraml.runs.restarts import Restarts
 from pantheraml.runs.telemetry import RunTelemetry
 from pantheraml.specs.faults import planned_faults
@@ -46,13 +45,17 @@ def run_training(
     resume: bool = False,
     overwrite: bool = False,
     readers: Sequence[Reader] = (),
+    planned: Plan | None = None,
 ) -> dict[str, Any]:
-    """Train, and return the contents of run.json. Raises what stopped the run, after it has been written down."""
+    """Train, and return the contents of run.json. Raises what stopped the run, after it has been written down.
+
+    `planned`: the plan to replay, instead of making one.
+    """
     planned_faults()  # an invalid one is an error before anything starts
     place = ranks.own_rank(config.parallel)
     if place is not None:
         config = ranks.with_world_size(config, place)
-    plan = choose(config, devices_for_run(config, place), place)
+    plan = plan_here(config, place, planned, resumed=RunDir(output) if resume else None)
     config = with_absolute_paths(config)
     if place is not None and place.rank > 0:
         ranks.become_worker(output, config, plan, place)

@@ -76,6 +76,19 @@ class Limits:
     """Folders that all of its paths must be in."""
     cache: Path
 
+    def environment(self, folder: Path, **changes: str | None) -> dict[str, str]:
+        """Environment of a process that works in `folder` within these limits."""
+        return env.worker_environment(
+            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, (*self.roots, folder, self.cache))),
+            PANTHERAML_NO_FOREIGN_CODE="1",
+            PANTHERAML_CACHE=str(self.cache),
+            HF_HUB_OFFLINE="1",
+            HF_TOKEN=None,
+            HUGGING_FACE_HUB_TOKEN=None,
+            **{env.DATABASE_URL: None, **env.outside_of_launch()},
+            **changes,
+        )
+
 
 @dataclass(frozen=True)
 class SupervisedRun:
@@ -104,16 +117,7 @@ class SupervisedRun:
             (self.folder / name).unlink(missing_ok=True)
         request = RunRequest(name=self.name, token=token, config=config)
         write_text(self.request_file, request.model_dump_json())
-        environment = env.worker_environment(
-            **{JOB: f"{self.name}:{token}"},
-            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, (*limits.roots, self.folder, limits.cache))),
-            PANTHERAML_NO_FOREIGN_CODE="1",
-            PANTHERAML_CACHE=str(limits.cache),
-            HF_HUB_OFFLINE="1",
-            HF_TOKEN=None,
-            HUGGING_FACE_HUB_TOKEN=None,
-            **{env.DATABASE_URL: None, **env.outside_of_launch()},
-        )
+        environment = limits.environment(self.folder, **{JOB: f"{self.name}:{token}"})
         with open(open_private(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
             try:
                 return subprocess.Popen(

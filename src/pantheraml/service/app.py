@@ -21,15 +21,35 @@ from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.forward import Forwarder
+from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
-from pantheraml.service.routes import files, fine_tuning, health, jobs, metrics, models, multigpu, overview, usage
+from pantheraml.service.routes import (
+    chat,
+    files,
+    fine_tuning,
+    health,
+    jobs,
+    metrics,
+    models,
+    multigpu,
+    overview,
+    page,
+    preview,
+    session,
+    uploads,
+    usage,
+    webhooks,
+)
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.webhooks.sender import WebhookSender
 
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
@@ -46,8 +66,11 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(Gate, settings=settings)
     app.state.request_metrics = RequestMetrics()
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
-    for module in (health, files, jobs, fine_tuning, models, overview, usage, metrics):
+    for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
         app.include_router(module.router)
+    for module in (overview, usage, metrics, preview, page):
+        app.include_router(module.router)
+    app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
         app.include_router(multigpu.router, prefix=prefix)
     return app
@@ -72,20 +95,22 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
         stack.enter_context(prepared.sampler)
-        dispatching = asyncio.create_task(prepared.dispatcher.run())
+        tasks = [asyncio.create_task(each) for each in prepared.loops()]
         try:
             yield prepared
         finally:
-            prepared.notifier.close()
-            dispatching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await dispatching
+            prepared.end_waiting()
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
 
 @contextlib.asynccontextmanager
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
     with private_files(), _claimed(settings):
+        stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
         try:
             if not await database.claim():
@@ -101,8 +126,24 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
-            yield ServiceContext(settings, database, catalog, dispatcher, notifier, authenticator, sampler)
+            forwarder = None
+            if settings.inference_url is not None:
+                forwarder = await stack.enter_async_context(Forwarder(settings.inference_url, settings.inference_key))
+            yield ServiceContext(
+                settings=settings,
+                database=database,
+                catalog=catalog,
+                dispatcher=dispatcher,
+                notifier=notifier,
+                authenticator=authenticator,
+                sampler=sampler,
+                previewer=Previewer(dispatcher.limits),
+                chat=ChatQueue(settings, dispatcher),
+                webhooks=WebhookSender(database, settings),
+                forwarder=forwarder,
+            )
         finally:
+            await stack.aclose()
             await database.close()
 
 
@@ -120,7 +161,14 @@ async def _is_open(settings: Settings, database: Database) -> bool:
 @contextlib.contextmanager
 def _claimed(settings: Settings) -> Iterator[None]:
     """The data folder, private and held by this service alone."""
-    for folder in (settings.data_dir, settings.files, settings.incoming, settings.jobs, settings.cache):
+    for folder in (
+        settings.data_dir,
+        settings.files,
+        settings.incoming,
+        settings.uploads,
+        settings.jobs,
+        settings.cache,
+    ):
         private_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")

@@ -3,6 +3,8 @@
 A key is `pml-` and 256 random bits; its SHA-256 is kept, since a slow hash protects weak passwords, not random keys.
 Scopes: `read` one's own files and jobs, `submit` new ones and change them, `admin` everybody's. A service that has no
 keys and listens on loopback serves everybody as the user `local` with all scopes.
+
+A program sends its key with every request. A browser exchanges it once for a session cookie (`sessions`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from fastapi import Depends, Request
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from pantheraml.service import sessions
 from pantheraml.service.errors import ApiError
 from pantheraml.service.ids import new_id
 from pantheraml.service.store.database import Database
@@ -98,10 +101,16 @@ class Authenticator:
             return Principal(LOCAL_USER, _INCLUDES["admin"])
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         text = text.strip()
-        if scheme.lower() != "bearer" or not text:
+        cookie = request.cookies.get(sessions.cookie_name(request))
+        if not request.headers.get("authorization") and cookie:
+            sessions.refuse_forgery(request)
+            query = sessions.key_of(cookie)
+        elif scheme.lower() == "bearer" and text:
+            query = select(Key).where(Key.hash == hash_key(text))
+        else:
             raise _unauthorized("You did not provide an API key: send the header `Authorization: Bearer KEY`.")
         async with self._database.read() as session:
-            key = await session.scalar(select(Key).where(Key.hash == hash_key(text)))
+            key = await session.scalar(query)
         now = time.time()
         if key is None or key.revoked_at is not None or (key.expires_at is not None and key.expires_at <= now):
             raise _unauthorized("This API key is not known, was revoked, or has expired.")

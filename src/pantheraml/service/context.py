@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service.auth import Authenticator
 from pantheraml.service.catalog import Catalog
+from pantheraml.service.chat.forward import Forwarder
+from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
+from pantheraml.service.webhooks.sender import WebhookSender
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,20 @@ class ServiceContext:
     authenticator: Authenticator
     sampler: BackgroundSampler
     """Of the GPUs that jobs may be given, and of the host."""
+    previewer: Previewer
+    chat: ChatQueue
+    webhooks: WebhookSender
+    forwarder: Forwarder | None
+    """To the operator's inference server; None: `chat` answers."""
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the routes, as long as the service does."""
+        return [self.dispatcher.run(), self.chat.run(), self.webhooks.run()]
+
+    def end_waiting(self) -> None:
+        """Answer everybody who waits for something: the service is ending."""
+        self.notifier.close()
+        self.chat.close()
 
 
 def _context(request: Request) -> ServiceContext:

@@ -1,15 +1,19 @@
-"""Check an uploaded training file: every row, with the line and the reason of the first wrong one."""
+"""Check an uploaded training file: every row; those that are wrong are told with their line, field and reason."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pantheraml.base.errors import DataError
 from pantheraml.base.text import printable
 from pantheraml.data import row_formats
 from pantheraml.data.chunks import read_lines
-from pantheraml.data.rows import RowError
+from pantheraml.data.rows import Row, RowError
+
+MOST_WRONG_ROWS = 50
+"""Named; then the rest is not read."""
 
 
 @dataclass(frozen=True)
@@ -18,27 +22,43 @@ class Dataset:
     format: str
 
 
+class WrongRowsError(DataError):
+    """Some rows cannot be trained on."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        first = rows[0]
+        field = f", field `{first['field']}`" if first["field"] else ""
+        more = "" if len(rows) == 1 else f" ({len(rows)} wrong rows)"
+        super().__init__(f"Line {first['line']}{field}: {first['problem']}.{more}")
+        self.rows = rows
+
+
 def check_jsonl(path: Path) -> Dataset:
-    """Return what the file holds. DataError if a row is wrong, or the rows have no format that can be trained on."""
+    """Return what the file holds. DataError if rows are wrong, or have no format that can be trained on."""
     rows, format = 0, None
+    wrong: list[dict[str, Any]] = []
     for chunk in read_lines(path, plain=False):
         for number, row in chunk.rows():
-            if isinstance(row, RowError):
-                raise _wrong(number, row)
-            format = format or row_formats.detect(row)
-            if format is None:
-                columns = ", ".join(f"`{printable(str(name))[:40]}`" for name in list(row)[:12])
-                raise DataError(f"Line {number}: found the fields {columns}; expected {row_formats.ACCEPTED}.")
             try:
+                if isinstance(row, RowError):
+                    raise row
+                format = format or _format(row)
                 row_formats.validate_row(format, row)
             except RowError as err:
-                raise _wrong(number, err) from err
+                wrong.append({"line": number, "field": err.field, "problem": printable(err.problem)})
+                if len(wrong) >= MOST_WRONG_ROWS:
+                    raise WrongRowsError(wrong) from err
             rows += 1
+    if wrong:
+        raise WrongRowsError(wrong)
     if format is None:
         raise DataError("The file has no rows.")
     return Dataset(rows, format)
 
 
-def _wrong(number: int, err: RowError) -> DataError:
-    field = f", field `{err.field}`" if err.field else ""
-    return DataError(printable(f"Line {number}{field}: {err.problem}."))
+def _format(row: Row) -> str:
+    found = row_formats.detect(row)
+    if found is None:
+        columns = ", ".join(f"`{printable(str(name))[:40]}`" for name in list(row)[:12])
+        raise RowError(f"found the fields {columns}; expected {row_formats.ACCEPTED}", None)
+    return found

@@ -8,7 +8,7 @@ something never answers 409.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -36,6 +36,8 @@ class ApiError(HTTPException):
         super().__init__(status, message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers: dict[str, str] = {}
+        self.rows: list[dict[str, Any]] = []
+        """Wrong rows of a file."""
 
 
 def not_found(what: str, name: str, *, param: str | None = None) -> ApiError:
@@ -48,9 +50,22 @@ def refusal(err: PantheraError, *, param: str | None = None) -> ApiError:
     return ApiError(400, printable(message), param=param, code=type(err).__name__)
 
 
-def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    rows: Sequence[dict[str, Any]] = (),
+) -> JSONResponse:
+    body = error_object(status, message, param=param, code=code)
+    if rows:
+        body["error"]["rows"] = list(rows)
     return JSONResponse(body, status, {"x-should-retry": "true" if status in (429, 503) else "false"})
 
 
@@ -82,7 +97,7 @@ def install(app: FastAPI) -> None:
 
 async def _refused(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, ApiError)
-    response = error_response(err.status, err.message, param=err.param, code=err.code)
+    response = error_response(err.status, err.message, param=err.param, code=err.code, rows=err.rows)
     response.headers.update(err.headers)
     return response
 

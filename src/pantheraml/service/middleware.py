@@ -6,6 +6,7 @@ A page on any site can have a browser on this machine send requests to a port of
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import MovingWindowRateLimiter
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pantheraml.base import log
@@ -27,7 +29,7 @@ logger = log.get(__name__)
 MAX_BODY_BYTES = 1 << 20
 _KEYS_PER_ADDRESS = 10
 """Keys that one address may use to their limits."""
-_UPLOADS = ("/v1/files",)
+_UPLOADS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 """Paths whose bodies have limits of their own."""
 _SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
@@ -78,6 +80,8 @@ class Gate:
             response = error_response(err.status, err.message, param=err.param, code=err.code)
             response.headers.update(err.headers)
             await response(scope, receive, sending)
+        except ClientDisconnect:
+            logger.info("%s %s: the client hung up (%s)", scope["method"], scope["path"], request_id)
         except Exception:
             logger.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id)
             if started:
@@ -99,7 +103,7 @@ class Gate:
         length = headers.get("content-length")
         if length is not None and not length.isdigit():
             raise ApiError(400, "The header Content-Length is not a number.")
-        if length is not None and int(length) > MAX_BODY_BYTES and scope["path"] not in _UPLOADS:
+        if length is not None and int(length) > MAX_BODY_BYTES and not _UPLOADS.fullmatch(scope["path"]):
             raise _body_too_large()
         client = scope.get("client")
         address = client[0] if client else ""
@@ -130,7 +134,7 @@ def _names(settings: Settings) -> frozenset[str]:
 
 def _limited(scope: Scope, receive: Receive) -> Receive:
     """A body without a Content-Length is counted while it arrives."""
-    if scope["path"] in _UPLOADS:
+    if _UPLOADS.fullmatch(scope["path"]):
         return receive
     total = 0
 

@@ -11,7 +11,7 @@ import uvicorn
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError
 from pantheraml.service.app import create_app, preparation
-from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.context import ServiceContext
 from pantheraml.service.settings import Settings
 
 SHUTDOWN_SECONDS = 5
@@ -41,7 +41,7 @@ async def _serve(settings: Settings) -> int:
             print("No API keys: every request is served, as the user `local`.", file=sys.stderr, flush=True)
         if not env.debug_requested():  # else the command line has started it already
             log.start()
-        server = _Server(config, context.notifier)
+        server = _Server(config, context)
         await server.serve(sockets=[listener])
     return 0
 
@@ -49,12 +49,12 @@ async def _serve(settings: Settings) -> int:
 class _Server(uvicorn.Server):
     """Ends live streams before it waits for open connections."""
 
-    def __init__(self, config: uvicorn.Config, notifier: Notifier) -> None:
+    def __init__(self, config: uvicorn.Config, context: ServiceContext) -> None:
         super().__init__(config)
-        self._notifier = notifier
+        self._context = context
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._notifier.close()
+        self._context.end_waiting()
         await super().shutdown(sockets)
 
 

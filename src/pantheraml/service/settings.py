@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pantheraml.service.jobs.scheduler import Allowance
@@ -46,6 +46,18 @@ class Settings:
     max_attempts: int = 3
     """Starts of a job whose processes were killed or crashed; a start that reached a new checkpoint does not count."""
 
+    chat_idle_seconds: float = 300.0
+    """The model in memory for chat leaves it after that long without a request."""
+    chat_max_waiting: int = 32
+    """Chat requests in the queue; more are refused."""
+    inference_url: str | None = None
+    """Server of the operator that answers chat instead, such as vLLM: `http://127.0.0.1:8001/v1`."""
+    inference_key: str | None = field(default=None, repr=False)
+    """Of that server."""
+
+    allow_private_webhooks: bool = False
+    """Send webhooks to loopback and private addresses, and without TLS."""
+
     @property
     def allowance(self) -> Allowance:
         return Allowance(self.max_running_per_user, self.max_hours_per_user)
@@ -60,8 +72,18 @@ class Settings:
         return self.data_dir / "incoming"
 
     @property
+    def uploads(self) -> Path:
+        """Parts of uploads that are not complete."""
+        return self.data_dir / "uploads"
+
+    @property
     def jobs(self) -> Path:
         return self.data_dir / "jobs"
+
+    @property
+    def chat(self) -> Path:
+        """Where the chat worker writes its log."""
+        return self.data_dir / "chat"
 
     @property
     def cache(self) -> Path:

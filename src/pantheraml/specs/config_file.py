@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
@@ -42,6 +43,14 @@ def load_config(path: Path | None, overrides: Mapping[Key, Any] | None = None) -
         put_value(values, key, value)
         sources[key] = "command line"
     return validate(values, sources, whole=str(path) if path else "command line")
+
+
+def with_overrides(values: dict[str, Any], overrides: Mapping[Key, Any], *, whole: str) -> TrainConfig:
+    """Validate the values of a stored configuration with `overrides` applied on top."""
+    changed = copy.deepcopy(values)
+    for key, value in overrides.items():
+        put_value(changed, key, value)
+    return validate(changed, dict.fromkeys(overrides, "command line"), whole=whole)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:

@@ -63,6 +63,18 @@ class LayerSplit(FrozenModel):
         return isinstance(self.device_map, str) or len(set(self.device_map.values())) > 1
 
 
+class PlanInputs(FrozenModel):
+    """What a plan was made for, to refuse it for anything else."""
+
+    config: dict[str, Any]
+    model_digest: str | None
+    """Of its config.json; None: a model known by its name only."""
+    data_digest: str | None
+    """None: planned without data."""
+    gpus: tuple[GPU, ...]
+    """GPUs of a node."""
+
+
 class Plan(FrozenModel):
     """All decisions made before a run starts. Printed, stored as plan.json, and read by the workers."""
 
@@ -108,6 +120,8 @@ class Plan(FrozenModel):
     """Memory, time, cost and energy of the run; None: not predicted."""
     alternatives: tuple[Alternative, ...] = ()
     """Other plans that were compared, the best first."""
+    made_for: PlanInputs | None = None
+    """Set in plans that `pantheraml plan --json` prints, which `train --plan` replays."""
 
     @model_validator(mode="before")
     @classmethod

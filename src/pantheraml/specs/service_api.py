@@ -56,6 +56,8 @@ class QueueEntry(_Answer):
     """None: another user's."""
     user: str | None
     model: str | None
+    suffix: str | None = None
+    """That its user gave it."""
     priority: int
     devices: int
     """How many it needs."""
@@ -80,6 +82,8 @@ class RunningJob(_Answer):
     job: str
     user: str
     model: str
+    suffix: str | None = None
+    """That its user gave it."""
     state: str
     devices: list[str]
     started_at: int | None

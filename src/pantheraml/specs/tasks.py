@@ -49,6 +49,16 @@ class GenerateRequest(ReceivedRequest):
     batch_size: int
 
 
+class PreviewRequest(Request):
+    """Tokenize the first rows of a data file as a run would; the result is written to `preview.json`."""
+
+    model: Path
+    data: Path
+    format: str
+    seq_len: int
+    rows: int
+
+
 class VerifyRequest(Request):
     """Run the first steps in each mode and in one process; the result is written to `verdicts.json`."""
 

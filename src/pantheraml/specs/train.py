@@ -37,6 +37,11 @@ Revision = Annotated[str, Field(pattern=r"^[\w+@=-]+([./][\w+@=-]+)*$", max_leng
 """A git revision: no `..` and no leading `/`, which would escape the hub cache."""
 
 
+def _as_names(value: Any) -> Any:
+    """Accept one name, or names with commas, as on the command line."""
+    return (value.split(",") if value else ()) if isinstance(value, str) else value
+
+
 def _as_switch(value: Any) -> Any:
     """Accept booleans: YAML parses `on` and `off` as true and false."""
     return ("on" if value else "off") if isinstance(value, bool) else value
@@ -143,6 +148,8 @@ class MethodConfig(ConfigSection):
     """Dropout on the adapter's input. With dropout, N processes no longer match one process bit for bit."""
     target_modules: Annotated[str | list[str], BeforeValidator(split_commas)] = "all-linear"
     """Layers that get an adapter: names (`q_proj`), or all-linear (every linear layer except the output head)."""
+    target_parameters: Annotated[tuple[str, ...], BeforeValidator(_as_names)] = ()
+    """Stacked experts that get an adapter, too: names of weights (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
     rslora: bool = False
     """Rank-stabilized scaling, alpha/sqrt(rank)."""
 
@@ -181,9 +188,9 @@ class TrainSettings(ConfigSection):
     """Clip gradients to this norm; 0 = no clipping."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed for sample order, adapter initialization and dropout."""
-    activation_checkpointing: Checkpointing = "none"
-    """Recompute activations in the backward. selective: cheap ops; full: whole layers; offload: full, with the layers'
-    inputs in host memory."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full", "offload"] = "auto"
+    """Recompute activations in the backward. auto: none, unless the planner predicts that memory is short. selective:
+    cheap ops; full: whole layers; offload: full, with the layers' inputs in host memory."""
     fused: Switch = "auto"
     """Fused kernels for decoder layers of supported families. auto: on GPUs, for LoRA without dropout, and for full
     fine-tunes with bf16 weights that use fp8 matmuls or `offload` activation checkpointing."""

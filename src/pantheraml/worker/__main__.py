@@ -22,16 +22,8 @@ from pantheraml.worker.process import run_reporting
 Task = Callable[[Path, EventWriter], None]
 
 TASKS = (
-    "prepare",
-    "train",
-    "prepare_and_train",
-    "generate",
-    "export",
-    "quantize",
-    "verify",
-    "replay",
-    "profile",
-    "collective",
+    *("prepare", "train", "prepare_and_train", "preview"),
+    *("generate", "export", "quantize", "verify", "replay", "profile", "collective"),
 )
 TRAINING = ("train", "prepare_and_train")
 

@@ -41,6 +41,7 @@ from pantheraml.launch.flight_record import RECORDER_ENVIRONMENT
 from pantheraml.launch.stacks import COLLECTIVE_SHARE
 from pantheraml.models.adapters import TrainedWeights, apply_method, parameter_count, save_trained, trained_form
 from pantheraml.models.base_identity import BaseIdentity
+from pantheraml.models.experts import speed_up_experts
 from pantheraml.models.fast import enable_layer_chain, fuse, quantize_head_like_layers
 from pantheraml.models.loader import load_model, load_tokenizer, weights_fingerprint
 from pantheraml.models.packing_check import isolate_documents, require_packing_support
@@ -322,6 +323,11 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, pa
     if isolation.masked is not None and packed:
         emit(Notice(message=f"documents are separated by an attention mask: {isolation.masked}"))
     model = apply_method(model, config.method, seed=config.train.seed)
+    if config.train.fused != "off":
+        for reason, count in speed_up_experts(model).items():
+            emit(
+                Notice(message=f"adapters of the experts in {count} layers are added to all of their weights: {reason}")
+            )
     if plan.fp8_matmuls:
         use_fp8_matmuls(model)
     if plan.fused:

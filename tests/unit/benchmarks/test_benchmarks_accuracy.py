@@ -76,7 +76,6 @@ def test_figures(python: Python) -> None:
 RUN = "import json, accuracy\nprint(json.dumps(accuracy.run(size='tiny', seeds=1, precisions='bf16,nf4')))"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_runs(python: Python) -> None:
     measured = json.loads(python(RUN).splitlines()[-1])

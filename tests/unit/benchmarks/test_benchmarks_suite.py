@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pantheraml.cli.main import build_parser, main
@@ -60,7 +61,9 @@ def test_commands_of_the_suite_are_valid(python: Python) -> None:
         config = config_from(build_parser().parse_args(words))
         assert config.train.max_steps is not None, name
         assert config.method.rank == 16, name
-        assert config.train.global_batch_size * config.data.seq_len == 8192, name
+        tokens = config.train.global_batch_size * config.data.seq_len
+        assert tokens == config.data.seq_len if name.endswith("k") else tokens == 8192, name
+        assert bool(config.method.target_parameters) == name.endswith("-experts"), name
 
 
 NAMES = """
@@ -107,7 +110,6 @@ def test_cases_beyond_the_time_budget_have_a_reason(tmp_path: Path) -> None:
     assert record["results"][0]["reason"] == "no time left of 0.5 minutes"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     first = bench(tmp_path / "results", "--only", "ours-tiny-lora")
@@ -121,7 +123,6 @@ def test_resume_keeps_measured_cases(tmp_path: Path) -> None:
     assert statuses(again)["unsloth-tiny-lora"] == "skipped"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_preference_and_group_cases_of_both_systems(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -159,7 +160,6 @@ def test_quantize_command_is_valid(python: Python, tmp_path: Path) -> None:
     assert Path(data).name.startswith("tiny-full"), "same data as other models of that shape"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_cases_through_trl_prepare_ahead_of_their_turn(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -197,7 +197,6 @@ with CaseLauncher(SuiteFolder(Path(sys.argv[1]), "cpu", Path(sys.argv[2]))) as l
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_failures_and_timeouts_are_results(python: Python, tmp_path: Path) -> None:
     for package in ("unsloth", "unsloth_zoo", "bitsandbytes", "trl", "datasets"):
@@ -253,18 +252,22 @@ from suites.process import Process
 folder = Path(sys.argv[1])
 reader = "import pathlib, sys; pathlib.Path('read').write_text(repr(sys.stdin.readline()))"
 Process([sys.executable, "-c", reader], folder / "log", dict(os.environ), cwd=folder)
-Process(["sleep", "5"], folder / "sleep", dict(os.environ))
+other = Process(["sleep", "1000"], folder / "sleep", dict(os.environ))
+print(other._process.pid, flush=True)
 os._exit(0)
 """
 
 
 def test_waiting_process_notices_the_end_of_the_suite(python: Python, tmp_path: Path) -> None:
-    python(DEATH, str(tmp_path))
-    deadline = time.monotonic() + 4
-    while not (tmp_path / "read").exists() or not (tmp_path / "read").read_text():
-        assert time.monotonic() < deadline, "another process of the suite keeps its stdin open"
-        time.sleep(0.05)
-    assert (tmp_path / "read").read_text() == "''"
+    other = psutil.Process(int(python(DEATH, str(tmp_path))))
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "read").exists() or not (tmp_path / "read").read_text():
+            assert time.monotonic() < deadline, "another process of the suite keeps its stdin open"
+            time.sleep(0.05)
+        assert (tmp_path / "read").read_text() == "''"
+    finally:
+        other.kill()
 
 
 def test_listing_runs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +310,9 @@ small = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
              num_key_value_heads=1, head_dim=16)
 for shape in json.loads(sys.argv[2]):
     folder = Path(sys.argv[1]) / shape
-    layers = {"layer_types": inputs.SHAPES[shape]["layer_types"][4:6]} if "layer_types" in inputs.SHAPES[shape] else {}
+    lists = {name: value[2:4] for name, value in inputs.SHAPES[shape].items() if isinstance(value, list)}
+    experts = {name: 4 for name in ("num_experts", "num_local_experts") if name in inputs.SHAPES[shape]}
+    layers = lists | experts | {name: 2 for name in ("num_experts_per_tok",) if name in inputs.SHAPES[shape]}
     inputs.SHAPES["small"] = inputs.SHAPES[shape] | small | layers
     inputs.write_model(folder, "small")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -318,14 +323,26 @@ print(json.dumps(found))
 """
 
 
+MORE_SHAPES = {
+    "8b-long": ("LlamaForCausalLM", False),
+    "olmo3-7b": ("Olmo3ForCausalLM", False),
+    "granite-8b": ("GraniteForCausalLM", True),
+    "smollm3-3b": ("SmolLM3ForCausalLM", True),
+    "qwen3-32b-half": ("Qwen3ForCausalLM", False),
+    "gpt-oss-20b": ("GptOssForCausalLM", False),
+    "qwen3-30b-a3b-half": ("Qwen3MoeForCausalLM", False),
+}
+
+
 def test_models_of_other_families_are_written(python: Python, tmp_path: Path) -> None:
-    shapes = ["8b", "qwen3-4b", "qwen2.5-3b", "gemma3-4b", "mistral-7b"]
+    shapes = ["8b", "qwen3-4b", "qwen2.5-3b", "gemma3-4b", "mistral-7b", *MORE_SHAPES]
     assert json.loads(python(FAMILIES, str(tmp_path), json.dumps(shapes)).splitlines()[-1]) == {
         "8b": ["LlamaForCausalLM", "torch.bfloat16", False, True],
         "qwen3-4b": ["Qwen3ForCausalLM", "torch.bfloat16", True, True],
         "qwen2.5-3b": ["Qwen2ForCausalLM", "torch.bfloat16", True, True],
         "gemma3-4b": ["Gemma3ForCausalLM", "torch.bfloat16", True, True],
         "mistral-7b": ["MistralForCausalLM", "torch.bfloat16", False, True],
+        **{shape: [name, "torch.bfloat16", tied, True] for shape, (name, tied) in MORE_SHAPES.items()},
     }
 
 
@@ -336,6 +353,52 @@ def test_unknown_names_are_rejected_with_the_known_ones(capfd: pytest.CaptureFix
     assert "no case of smoke matches nothing" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--peers", "no/such/folder"]) == 2
     assert "no such folder: no/such/folder" in capfd.readouterr().err
+
+
+ROOM = """
+import json
+from pathlib import Path
+from suites.workshop import SuiteFolder
+folder = SuiteFolder(Path(sys.argv[1]))
+for name in ("8b", "1b", "1b-quantized"):
+    folder.model(name).mkdir(parents=True)
+log = folder.log("model")
+found = []
+for text in ("OutOfMemoryError", "OSError: [Errno 28] No space left on device"):
+    log.write_text(text)
+    removed, models = folder._make_room(log, keep="1b"), folder.folder / "models"
+    found.append([removed, sorted(path.name for path in models.iterdir())])
+print(json.dumps(found))
+"""
+
+
+def test_other_models_are_removed_when_the_disk_is_full(python: Python, tmp_path: Path) -> None:
+    assert json.loads(python(ROOM, str(tmp_path))) == [[False, ["1b", "1b-quantized", "8b"]], [True, ["1b"]]]
+
+
+LONGEST = """
+import json
+from suites.comparison import Longest, Targets
+names = "a", "b", "c"
+targets = Targets((), (), (Longest("8B", names, ("peer-a", "peer-b"), 1.3),))
+print(targets.markdown([{"results": json.loads(sys.argv[1])}]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "line"),
+    [
+        ({"a": 4096, "b": 8192, "peer-a": 4096}, "| 8B | 8,192 | 4,096 | 2.00 | ≥ 1.3: yes |"),
+        ({"a": 4096, "peer-a": 4096}, "| 8B | 4,096 | 4,096 | 1.00 | ≥ 1.3: no |"),
+        ({"a": 4096}, "| 8B | 4,096 | not measured | – | ≥ 1.3 |"),
+    ],
+)
+def test_the_longest_sequences_are_compared(lengths: dict[str, int], line: str, python: Python) -> None:
+    rows = [
+        {"case": name, "seq": lengths.get(name, 1 << 20), "status": "measured" if name in lengths else "out of memory"}
+        for name in ("a", "b", "c", "peer-a", "peer-b")
+    ]
+    assert line in python(LONGEST, json.dumps(rows))
 
 
 COMPARED = """

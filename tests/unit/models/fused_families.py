@@ -20,6 +20,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {**COMMON_FAMILIES["granite"], "residual_multiplier": 0.6, "attention_multiplier": 0.3,
                 "embedding_multiplier": 1.5},
     "smollm3": {**COMMON, "no_rope_layers": [1, 0]},
+    "olmo2": COMMON,
+    "olmo3": {
+        **COMMON, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+        },
+    },
+    "exaone4": {
+        **COMMON, "head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cwm": {**COMMON, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "cohere2": {**COMMON, "sliding_window": 4},
     "ministral3": {
         **COMMON, "head_dim": 8, "rope_parameters": {
@@ -43,6 +56,10 @@ FUSED = [
     "smollm3",
     "ministral",
     "ministral3",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "cwm",
 ]
-CHAINED = [family for family in FUSED if family != "gemma3_text"]
-"""Families whose layers all get the same arguments. Gemma 3's have a RoPE table with a window, and one without."""
+CHAINED = [family for family in FUSED if family not in ("gemma3_text", "olmo3")]
+"""Families whose layers all get the same arguments. The others have a RoPE table with a window, and one without."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pantheraml.data.batch import collate
 from pantheraml.data.documents import TokenSequence, as_ints
@@ -24,6 +26,8 @@ from pantheraml.engine.step.loss import LossModel
 from pantheraml.models.adapters import target_layers, trainable_parameters
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse, is_fused
+from pantheraml.models.fast.families import FAMILIES as FAMILY_TABLE
+from pantheraml.models.fast.families import UNFUSED
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, quantize_linears
 from pantheraml.specs.train import Checkpointing
@@ -165,7 +169,7 @@ def assert_near_in_fp8(make: Callable[[], Any], *, noise: float = 1.0, **lora: A
     assert relative_error(ours["logits"], exact["logits"]) < 1.2 * relative_error(theirs["logits"], exact["logits"])
 
 
-NOISE = {"gemma3_text": 3.0}
+NOISE = {"gemma3_text": 3.0, "olmo2": 3.0, "olmo3": 3.0, "exaone4": 4.0}
 """Norms of small outputs of attention and the MLP amplify the noise, of unfused layers as well."""
 
 
@@ -462,7 +466,15 @@ def test_adapters_that_cannot_be_fused(lora: dict[str, Any], reason: str, caplog
 @pytest.mark.parametrize("family", ["gpt2", "cohere2"])
 def test_unsupported_families(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = adapted(base_model(family), fan_in_fan_out=family == "gpt2")
-    assert_left_alone(model, "is not a supported family", caplog)
+    reason = {"gpt2": "is not a supported family", "cohere2": "side by side (Cohere2DecoderLayer)"}[family]
+    assert_left_alone(model, reason, caplog)
+
+
+def test_tables_name_classes_that_exist() -> None:
+    assert not FAMILY_TABLE.keys() & UNFUSED.keys()
+    for name in [*FAMILY_TABLE, *UNFUSED]:
+        module, _, kind = name.rpartition(".")
+        assert issubclass(getattr(importlib.import_module(module), kind), GradientCheckpointingLayer)
 
 
 def test_other_activations_sizes_and_trained_norms(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,9 +47,9 @@ class Runs:
         self.lengths: list[int] = []
         real = layers._run_layers
 
-        def run(some: Any, *args: Any) -> Tensor:
+        def run(some: Any, *args: Any, **options: Any) -> Tensor:
             self.lengths.append(len(some))
-            return real(some, *args)
+            return real(some, *args, **options)
 
         monkeypatch.setattr(layers, "_run_layers", run)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pantheraml.kernels.head_norm_rope import HeadNorms
 from pantheraml.kernels.rms_norm import Normed, QuantizedRows, rms_norm, rms_norm_backward, rms_norm_backward_rows
 from pantheraml.models.fast import autograd_functions as functions
-from pantheraml.models.fast import fuse, residual_branch
+from pantheraml.models.fast import fuse, residual_branch, stream_reader
 from pantheraml.models.fast.kept_inputs import KeptInputs
 from pantheraml.models.quantize.fp8 import FP8Linear
 from tests.unit.models.test_models_fast import (
@@ -42,7 +42,7 @@ def fused_model(family: str, *, fp8: bool = True) -> nn.Module:
 
 def from_plain_rows(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(functions, "_plain_norm_input", lambda normed, _: normed.total)
+        patch.setattr(stream_reader.Read, "plain_norm_input", lambda read, *_: read.total)
         return results(model, input_ids=IDS, labels=IDS)
 
 
@@ -82,9 +82,10 @@ def distances(model: nn.Module, change: Change, monkeypatch: pytest.MonkeyPatch)
         return rms_norm_backward_rows(g, x, weight, inverse, plus_one=plus_one, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(functions, "_plain_norm_input", lambda normed, _: normed.total)
-        patch.setattr(functions, "_norm_input", lambda plain, *rows: (plain, change(*rows)))
+        patch.setattr(stream_reader.Read, "plain_norm_input", lambda read, *_: read.total)
+        patch.setattr(functions, "norm_rows", lambda _, plain, operand: (plain, change(*operand)))
         patch.setattr(functions, "rms_norm_backward", backward)
+        patch.setattr(stream_reader, "rms_norm_backward", backward)
         patch.setattr(residual_branch, "rms_norm_backward_rows", backward_rows)
         results(model, input_ids=IDS, labels=IDS)
     return collected
@@ -141,7 +142,8 @@ def test_norm_inputs_are_saved_only_without_fp8_matmuls(fp8: bool, monkeypatch: 
         saved.append(tensor)
         return tensor
 
-    monkeypatch.setattr(functions, "rms_norm", logged_rms_norm)
+    for module in (stream_reader, functions):
+        monkeypatch.setattr(module, "rms_norm", logged_rms_norm)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
     addresses = [tensor.untyped_storage().data_ptr() for tensor in saved]

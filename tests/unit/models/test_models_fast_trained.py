@@ -35,7 +35,7 @@ from tests.unit.models.test_models_fast import (
     runs_fused,
 )
 
-FAMILIES = ["llama", "mistral", "qwen3", "gemma", "phi3"]
+FAMILIES = ["llama", "mistral", "qwen3", "gemma", "phi3", "olmo3", "exaone4"]
 OTHER_IDS = IDS.flip(0)
 
 

@@ -18,7 +18,7 @@ from tests.unit.models.conftest import COMMON
 from tests.unit.models.gguf_tokenizers import SIZE, TEXT, tokenizer
 
 llama_cpp = pytest.importorskip(
-    "llama_cpp", reason="llama-cpp-python is not installed: GGUF files are checked by reading them back only"
+    "llama_cpp", reason="llama-cpp-python is not installed: test_models_gguf.py reads the files back instead"
 )
 
 SIZES = {**COMMON, "vocab_size": SIZE, "max_position_embeddings": 128, "initializer_range": 0.3}

@@ -313,6 +313,7 @@ def test_the_check_preserves_rng_and_thread_count() -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(900)
 def test_the_families_page_is_current() -> None:
     module = generator()
     _, table, _ = module.parts(module.PAGE.read_text(encoding="utf-8"))

@@ -247,7 +247,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.seed("S0-034", "S3-054")
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_stays_near_the_loaded_size(large: Path, tiny_model: Callable[..., Path]) -> None:
     command = [sys.executable, "-c", MEASURE, str(tiny_model("llama")), str(large)]

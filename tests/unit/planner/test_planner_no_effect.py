@@ -46,6 +46,7 @@ NO_EFFECT = {
     "method.alpha": ["method.kind=full", "method.alpha=64"],
     "method.dropout": ["method.kind=full", "method.dropout=0.1"],
     "method.target_modules": ["method.kind=full", "method.target_modules=[q_proj]"],
+    "method.target_parameters": ["method.kind=full", "method.target_parameters=[experts.down_proj]"],
     "method.rslora": ["method.kind=full", "method.rslora=true"],
     "train.epochs": ["train.max_steps=3", "train.epochs=3"],
     "train.min_learning_rate_ratio": ["train.schedule=constant", "train.min_learning_rate_ratio=0.1"],

@@ -6,6 +6,7 @@ import pytest
 
 from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.planner.choose import choose
+from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
 from pantheraml.planner.out_of_memory import MemoryUse, Shortage, advice, leaner_resume, memory_error
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
@@ -114,5 +115,41 @@ def test_advice_lists_only_applicable_settings(
     [("none", ["selective", "full", "offload"]), ("selective", ["full", "offload"]), ("full", ["offload"])],
 )
 def test_stronger_checkpointing_modes_are_listed_in_order(mode: str, named: list[str]) -> None:
-    text = "; ".join(advice(SHORTAGE, use(), *planned(train={"activation_checkpointing": mode})))
+    plain = {"activation_checkpointing": mode, "fused": "off"}
+    text = "; ".join(advice(SHORTAGE, use(), *planned(train=plain)))
     assert " or ".join(f"train.activation_checkpointing={name}" for name in named) + f" (now {mode};" in text
+
+
+LLAMA_1B = shapes_of_config(
+    {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+def test_fused_fp8_layers_are_not_told_to_checkpoint_selectively() -> None:
+    ways = "; ".join(advice(SHORTAGE, use(), *planned()))
+    assert "selective" not in ways
+    assert "train.activation_checkpointing=full or train.activation_checkpointing=offload (now none" in ways
+
+
+def test_savings_of_checkpointing_are_predicted_for_a_known_model() -> None:
+    config, plan = planned(train={"micro_batch_size": 4, "global_batch_size": 4})
+    ways = [way for way in advice(SHORTAGE, use(), config, plan, LLAMA_1B) if "checkpointing" in way]
+    assert [way.split("=")[1].split(" ")[0] for way in ways] == ["full", "offload"]
+    sizes = [float(way.split("saves about ")[1].split(" ")[0]) for way in ways]
+    # 16 layers keep 6.1 GiB; recomputed, one of them, and 16 or 2 inputs of 32 MiB
+    assert 5 < sizes[0] < sizes[1] < 6.1
+
+
+def test_savings_of_an_unknown_model_have_no_numbers() -> None:
+    config, plan = planned(train={"activation_checkpointing": "full"})
+    ways = "; ".join(advice(SHORTAGE, None, config, plan, ModelShapes((), tied=False)))
+    assert "train.activation_checkpointing=offload (now full; each needs less memory than the one before)" in ways

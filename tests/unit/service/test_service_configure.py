@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pantheraml.base.errors import ConfigError, DeviceError
+from pantheraml.base.errors import ConfigError, DeviceError, OutOfMemoryError
+from pantheraml.planner.known_models import known_config
 from pantheraml.service.jobs.configure import Inputs, JobPlan, configure
 from pantheraml.service.jobs.inventory import gpu_indices
 from pantheraml.service.schemas.fine_tuning import CreateJob
@@ -48,6 +52,33 @@ def test_a_job_uses_every_gpu_unless_it_says_how_many(inputs: Inputs) -> None:
 def test_data_parallel_leases_the_gpus_of_its_one_process(inputs: Inputs) -> None:
     plan = planned(inputs, 4, processes=2, mode="dataparallel")
     assert (plan.plan.world_size, plan.devices) == (1, 2)
+
+
+def large(inputs: Inputs, tmp_path: Path, name: str) -> Inputs:
+    """A model of which only the sizes are here."""
+    (tmp_path / "config.json").write_text(json.dumps(known_config(name)))
+    return dataclasses.replace(inputs, model=tmp_path)
+
+
+def test_the_time_of_a_job_is_predicted_for_the_queue(inputs: Inputs, tmp_path: Path) -> None:
+    """Backfill and `estimated_start` read it; memory that running jobs use now does not count."""
+    busy = machine(1).gpus[0].model_copy(update={"name": "NVIDIA H200", "free_bytes": GIB})
+    devices = machine(1).model_copy(update={"gpus": (busy,)})
+    body = CreateJob.model_validate({"model": "tiny", "training_file": "file-1"})
+    plan = configure(body, large(inputs, tmp_path, "llama-3.1-8b"), 7, devices).plan
+    assert plan.prediction is not None
+    assert plan.prediction.steps == 8, "three epochs of 40 rows in batches of 16"
+    assert plan.prediction.step_seconds is not None
+    assert plan.predicted_seconds == pytest.approx(8 * plan.prediction.step_seconds)
+    assert plan.predicted_memory_bytes is not None
+
+
+def test_a_job_that_cannot_fit_is_refused_with_what_would(inputs: Inputs, tmp_path: Path) -> None:
+    own = {"config": {"method": {"kind": "full"}}, "processes": 1}
+    body = CreateJob.model_validate({"model": "tiny", "training_file": "file-1", "pantheraml": own})
+    with pytest.raises(OutOfMemoryError, match=r"at least .* GiB would be needed") as caught:
+        configure(body, large(inputs, tmp_path, "llama-3.1-70b"), 7, machine(1))
+    assert "method.kind=qlora" in str(caught.value.fix)
 
 
 def test_more_gpus_than_there_are(inputs: Inputs) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import anyio
 
-from pantheraml.service.jobs.housekeeping import tidy
+from pantheraml.service.jobs.housekeeping import tidy, tidy_uploads
 from pantheraml.service.jobs.states import State
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.jobs import add_job, move
-from pantheraml.service.store.tables import File, Job
+from pantheraml.service.store.tables import File, Job, Upload, UploadPart
 
 
 def file(name: str, expires_at: float | None) -> File:
@@ -54,3 +54,37 @@ def test_tidy(tmp_path: Path) -> None:
 
     anyio.run(check)
     assert sorted(path.name for path in folder.iterdir()) == ["in-use", "kept", "later", "young"]
+
+
+def upload(name: str, status: str, expires_at: float) -> Upload:
+    known = {"owner": "a", "purpose": "user_data", "filename": "a", "bytes": 1, "created_at": 1.0}
+    return Upload(id=name, status=status, expires_at=expires_at, **known)
+
+
+def test_uploads_that_nobody_completed_go(tmp_path: Path) -> None:
+    folder = tmp_path / "uploads"
+    folder.mkdir()
+    past, future = time.time() - 1, time.time() + 1000
+    for name in ("of-the-expired", "of-the-pending", "orphan", "young"):
+        (folder / name).write_text("x")
+    os.utime(folder / "orphan", (past - 4000, past - 4000))
+
+    async def check() -> None:
+        database = Database(f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+        try:
+            await database.migrate()
+            async with database.write() as session:
+                session.add_all([upload("expired", "pending", past), upload("pending", "pending", future)])
+                await session.flush()
+                for name in ("expired", "pending"):
+                    session.add(UploadPart(id=f"of-the-{name}", upload_id=name, bytes=1, created_at=1.0))
+            await tidy_uploads(database, folder)
+            async with database.read() as session:
+                assert (await session.get_one(Upload, "expired")).status == "expired"
+                assert (await session.get_one(Upload, "pending")).status == "pending"
+                assert await session.get(UploadPart, "of-the-expired") is None
+        finally:
+            await database.close()
+
+    anyio.run(check)
+    assert sorted(path.name for path in folder.iterdir()) == ["of-the-pending", "young"]

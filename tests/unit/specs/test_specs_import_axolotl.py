@@ -66,13 +66,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "lora": (
-        {**LORA, "lora_target_modules": ["q_proj", "v_proj"], "sample_packing": True, "seed": 7},
+        {
+            **LORA,
+            "lora_target_modules": ["q_proj", "v_proj"],
+            "lora_target_parameters": ["mlp.experts.down_proj"],
+            "sample_packing": True,
+            "seed": 7,
+        },
         {
             "method.kind": "lora",
             "method.rank": 32,
             "method.alpha": 64,
             "method.dropout": 0.1,
             "method.target_modules": ["q_proj", "v_proj"],
+            "method.target_parameters": ["mlp.experts.down_proj"],
             "data.packing": True,
             "train.seed": 7,
         },

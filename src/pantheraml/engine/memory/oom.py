@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pantheraml.base.errors import OutOfMemoryError, PassTooLargeError
+from pantheraml.base.errors import OutOfMemoryError, PantheraError, PassTooLargeError
 from pantheraml.engine.step.step import Stepper
+from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
 from pantheraml.planner.out_of_memory import MemoryUse, Shortage, memory_error
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.train import TrainConfig
@@ -38,7 +40,15 @@ def explain(
 ) -> OutOfMemoryError:
     """Build the error. Without a stepper (the model was still being built) the memory use is unknown."""
     use = None if stepper is None or stepper.world.device.type != "cuda" else memory_use(stepper)
-    return memory_error(read_shortage(str(err)), use, config, plan)
+    return memory_error(read_shortage(str(err)), use, config, plan, None if stepper is None else _shapes(stepper.model))
+
+
+def _shapes(model: Any) -> ModelShapes | None:
+    """Shapes of the model by its configuration; None if its family is not known."""
+    try:
+        return shapes_of_config(model.config.to_dict())
+    except (AttributeError, PantheraError):
+        return None
 
 
 def pass_too_large(

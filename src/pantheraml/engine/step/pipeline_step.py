@@ -31,7 +31,6 @@ from pantheraml.parallel.gradient_sum import sum_gradients
 from pantheraml.parallel.pipeline import (
     BodyParts,
     add_peer_gradient,
-    assign_layers,
     cannot_pipeline,
     find_body_parts,
     p2p_device,
@@ -40,11 +39,9 @@ from pantheraml.parallel.pipeline import (
     tied_weight,
     view,
 )
+from pantheraml.planner.stages import EMBEDDING_COST, assign_layers
 
 _PROBE_TOKENS = 5
-
-EMBEDDING_COST = 1.0
-"""In layers. The embedding lookup takes almost no time, but the first stage holds the most micro-batches in memory."""
 
 Autocast = Callable[[], AbstractContextManager[object]]
 

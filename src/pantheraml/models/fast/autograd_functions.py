@@ -19,16 +19,12 @@ from torch import Tensor
 
 from pantheraml.kernels.gated_activation import gated_activation, gated_activation_backward
 from pantheraml.kernels.head_norm_rope import HeadNorms, head_norm_rope, head_norm_rope_backward
-from pantheraml.kernels.rms_norm import (
-    Normed,
-    QuantizedRows,
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_weight_gradient,
-)
+from pantheraml.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_weight_gradient
 from pantheraml.kernels.rotary import rope_backward, rope_backward_quantized, rope_forward
 from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup, Operand
-from pantheraml.models.fast.residual_branch import PLAIN, Branch, Norm, input_grad_and_operand
+from pantheraml.models.fast.part_norms import PartNorms
+from pantheraml.models.fast.residual_branch import PLAIN, Branch, Norm
+from pantheraml.models.fast.stream_reader import StreamGradient, norm_rows, read_stream
 
 
 class Heads(NamedTuple):
@@ -77,8 +73,8 @@ class QKV(NamedTuple):
 
     group: ForwardGroup
     heads: Heads
-    norms: HeadNorms | None = None
-    """Norms of every query and key head before RoPE."""
+    norms: HeadNorms | PartNorms | None = None
+    """Norms of queries and keys before RoPE: of every head, or others."""
     keep_input: tuple[bool, bool] = (False, False)
     """Whether backward takes the normalized query and key heads from the norms' input instead of the output."""
     in_place: bool = False
@@ -86,9 +82,13 @@ class QKV(NamedTuple):
 
 
 def attention_input(
-    x: Tensor, norm: Norm, qkv: QKV, rope: tuple[Tensor, Tensor] | None, pending: PendingResidual | None = None
+    x: Tensor,
+    norm: Norm | None,
+    qkv: QKV,
+    rope: tuple[Tensor, Tensor] | None,
+    pending: PendingResidual | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run RMSNorm (after adding `pending`) and the fused QKV matmul.
+    """Run RMSNorm, if any (after adding `pending`), and the fused QKV matmul.
 
     Returns query and key (with RoPE if `rope`, cos and sin, is given) and value, each [rows, heads, size], and x for
     the residual add.
@@ -97,16 +97,20 @@ def attention_input(
     delta, link, branch = (None, None, PLAIN) if pending is None else pending
     weights = (None, None) if qkv.norms is None else (qkv.norms.query, qkv.norms.key)
     out: tuple[Tensor, Tensor, Tensor, Tensor] = _AttentionInput.apply(
-        x, norm.weight, delta, branch.weight, *weights, norm, branch, qkv, cos, sin, link, *qkv.group.parameters()
+        x, _weight_of(norm), delta, branch.weight, *weights, norm, branch, qkv, cos, sin, link, *qkv.group.parameters()
     )
     return out
+
+
+def _weight_of(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 class AfterAttention(NamedTuple):
     """The part of a layer after attention: y = x + attention branch(output(attn_out)), then y + MLP branch(second(
     activation(gate) * up)), with gate, up = first(norm(y))."""
 
-    norm: Norm
+    norm: Norm | None
     groups: Sequence[ForwardGroup]
     """Output, first and second."""
     gelu: bool
@@ -114,7 +118,7 @@ class AfterAttention(NamedTuple):
 
 
 def after_attention(x: Tensor, attn_out: Tensor, rest: AfterAttention) -> Tensor:
-    weights = rest.norm.weight, rest.branches[0].weight, rest.branches[1].weight
+    weights = _weight_of(rest.norm), rest.branches[0].weight, rest.branches[1].weight
     out: Tensor = _AfterAttention.apply(x, attn_out, *weights, rest, None, *_parameters(rest.groups))
     return out
 
@@ -122,7 +126,7 @@ def after_attention(x: Tensor, attn_out: Tensor, rest: AfterAttention) -> Tensor
 def after_attention_deferred(x: Tensor, attn_out: Tensor, rest: AfterAttention) -> tuple[Tensor, PendingResidual]:
     """Return y alone, and leave the MLP's output to the next layer's `attention_input`."""
     link = ResidualLink(cast(LinearGroup, rest.groups[-1]))
-    weights = rest.norm.weight, rest.branches[0].weight, None
+    weights = _weight_of(rest.norm), rest.branches[0].weight, None
     y, delta = _AfterAttention.apply(x, attn_out, *weights, rest, link, *_parameters(rest.groups))
     return y, PendingResidual(delta, link, rest.branches[1])
 
@@ -190,26 +194,6 @@ class _WeightVersions:
             )
 
 
-def _plain_norm_input(normed: Normed, trainable: bool) -> Tensor | None:
-    """Return the norm's plain input if the gradient of its input or weight needs it."""
-    return normed.total if trainable or normed.scales is None else None
-
-
-def _norm_input(plain: Tensor | None, qdata: Tensor, scales: Tensor | None) -> Tensor | QuantizedRows:
-    """Return the rows that the norm's gradient is computed from."""
-    if plain is not None:
-        return plain
-    assert scales is not None
-    return QuantizedRows(qdata, scales)
-
-
-def _norm_weight_grad(needed: bool, norm: Norm, g: Tensor, plain: Tensor | None, inverse: Tensor) -> Tensor | None:
-    if not needed:
-        return None
-    assert plain is not None
-    return rms_norm_weight_gradient(g, plain, inverse, norm.weight.dtype)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, _weight: Tensor, norm: Norm) -> Tensor:
@@ -225,7 +209,10 @@ class _RMSNorm(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = rms_norm_backward(grads[0], x, norm.weight, inverse, plus_one=norm.plus_one)
-        return dx, _norm_weight_grad(ctx.needs_input_grad[1], norm, grads[0], x, inverse), None
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = rms_norm_weight_gradient(grads[0], x, inverse, norm.weight.dtype)
+        return dx, d_weight, None
 
 
 class _AttentionInput(torch.autograd.Function):
@@ -233,12 +220,12 @@ class _AttentionInput(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        _weight: Tensor,
+        _weight: Tensor | None,
         delta: Tensor | None,
         _branch_weight: Tensor | None,
         _query_weight: Tensor | None,
         _key_weight: Tensor | None,
-        norm: Norm,
+        norm: Norm | None,
         branch: Branch,
         qkv: QKV,
         cos: Tensor | None,
@@ -248,20 +235,19 @@ class _AttentionInput(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         group, heads = qkv.group, qkv.heads
         added, branch_inverse = (None, None) if delta is None else branch.forward(delta)
-        normed = rms_norm(
-            x, norm.weight, norm.epsilon,
-            delta=added, pad_cols=group.pad_cols, plus_one=norm.plus_one, quantize=group.quantized,
-        )  # fmt: skip
+        read = read_stream(x, norm, group, added)
         del added
-        merged, lora_mid = group.forward(Operand(normed.qdata, normed.scales))
-        plain = _plain_norm_input(normed, ctx.needs_input_grad[1])
+        merged, lora_mid = group.forward(read.operand)
+        plain = read.plain_norm_input(norm, ctx.needs_input_grad[1])
         ctx.qkv, ctx.norm, ctx.branch, ctx.link = qkv, norm, branch, link
         ctx.weight_versions = _WeightVersions([group])
         counts = (heads.queries, heads.keys, heads.keys)
-        saved_heads: tuple[Tensor | None, ...] = None, None, None
+        saved_heads: tuple[Tensor, ...] = ()
+        if isinstance(qkv.norms, PartNorms):
+            merged, saved_heads = qkv.norms.forward(merged)
         if cos is None or sin is None:
             q, k, v = merged.unflatten(1, (-1, heads.size)).split(counts, dim=1)
-        elif qkv.norms is None:
+        elif not isinstance(qkv.norms, HeadNorms):
             q, k, v = rope_forward(merged, cos, sin, heads=counts, in_place=qkv.in_place)
         else:
             rows = head_norm_rope(
@@ -270,10 +256,10 @@ class _AttentionInput(torch.autograd.Function):
             q, k, v, saved_heads = *rows[:3], (*rows.saved, rows.inverse)
         saved_delta = None if delta is None else branch.saved(delta)
         _save(
-            ctx, plain, normed.qdata, normed.scales, normed.inverse, lora_mid, cos, sin, saved_delta, branch_inverse,
+            ctx, plain, *read.operand, read.inverse, lora_mid, cos, sin, saved_delta, branch_inverse,
             *saved_heads,
         )  # fmt: skip
-        return q, k, v, normed.total
+        return q, k, v, read.total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -282,16 +268,17 @@ class _AttentionInput(torch.autograd.Function):
         group, norm, branch, link = ctx.qkv.group, ctx.norm, ctx.branch, ctx.link
         g, head_weights = _heads_gradient(ctx, (grads[0], grads[1], grads[2]), cos, sin, saved_heads)
         needs_input_grad = any(ctx.needs_input_grad[:4])
-        d_normed, gradients = group.backward(g, Operand(qdata, scales), lora_mid, needs_input_grad=needs_input_grad)
+        read = Operand(qdata, scales)
+        d_rows, gradients = group.backward(g, read, lora_mid, needs_input_grad=needs_input_grad)
         dx = d_weight = d_delta = d_branch = None
-        if d_normed is not None:
-            x = _norm_input(plain, qdata, scales)
-            d_weight = _norm_weight_grad(ctx.needs_input_grad[1], norm, d_normed, plain, inverse)
+        if d_rows is not None:
+            gradient = StreamGradient(d_rows, norm, norm_rows(norm, plain, read), inverse, grads[3])
+            d_weight = gradient.of_weight(plain) if ctx.needs_input_grad[1] else None
             if link is not None and branch.is_plain:
-                dx, rows = input_grad_and_operand(d_normed, x, norm, inverse, grads[3], link.group)
+                dx, rows = gradient.of_stream_and_operand(link.group)
                 d_delta = dx
             else:
-                dx = rms_norm_backward(d_normed, x, norm.weight, inverse, plus_one=norm.plus_one, residual=grads[3])
+                dx = gradient.of_stream()
                 if link is not None:
                     d_delta, rows = branch.backward(dx, delta, branch_inverse, link.group)
             if link is not None:
@@ -308,8 +295,12 @@ def _heads_gradient(
     qkv: QKV = ctx.qkv
     group = cast(LinearGroup, qkv.group)  # a pass that is differentiated has no frozen groups
     no_weights = None, None
+    if isinstance(qkv.norms, PartNorms):
+        turned = _merged(parts) if cos is None or sin is None else rope_backward(parts, cos, sin)
+        rows, weights = qkv.norms.backward(turned, tuple(saved_heads), weights=any(ctx.needs_input_grad[4:6]))
+        return group.gradient_operand(rows), weights
     if cos is None or sin is None:
-        return group.gradient_operand(torch.cat([part.flatten(1) for part in parts], dim=1)), no_weights
+        return group.gradient_operand(_merged(parts)), no_weights
     if qkv.norms is not None:
         q, k, inverse = saved_heads
         gradient = head_norm_rope_backward(
@@ -323,9 +314,13 @@ def _heads_gradient(
         query, key = gradient.weights
         return operand, (query.to(qkv.norms.query.dtype), key.to(qkv.norms.key.dtype))
     if group.quantized:
-        rows = rope_backward_quantized(parts, cos, sin, pad_cols=group.pad_cols, multiplier=group.multiplier)
-        return Operand(*rows), no_weights
+        quantized = rope_backward_quantized(parts, cos, sin, pad_cols=group.pad_cols, multiplier=group.multiplier)
+        return Operand(*quantized), no_weights
     return Operand(rope_backward(parts, cos, sin, pad_cols=group.pad_cols), None), no_weights
+
+
+def _merged(parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 class _AfterAttention(torch.autograd.Function):
@@ -334,7 +329,7 @@ class _AfterAttention(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         attn_out: Tensor,
-        _weight: Tensor,
+        _weight: Tensor | None,
         _attention_weight: Tensor | None,
         _mlp_weight: Tensor | None,
         rest: AfterAttention,
@@ -348,12 +343,9 @@ class _AfterAttention(torch.autograd.Function):
         added, branch_inverse = attention_branch.forward(attn_delta)
         delta = attention_branch.saved(attn_delta)
         del attn_delta
-        normed = rms_norm(
-            x, norm.weight, norm.epsilon,
-            delta=added, pad_cols=first.pad_cols, plus_one=norm.plus_one, quantize=first.quantized,
-        )  # fmt: skip
+        read = read_stream(x, norm, first, added)
         del added
-        gate_up, first_lora_mid = first.forward(Operand(normed.qdata, normed.scales))
+        gate_up, first_lora_mid = first.forward(read.operand)
         hidden = gated_activation(gate_up, pad_cols=second.pad_cols, gelu=rest.gelu, quantize=second.quantized)
         mlp_delta = mlp_inverse = None
         if _RECOMPUTING.get() and mlp_branch.norm is None:  # the output is known: only the saved tensors are needed
@@ -364,15 +356,15 @@ class _AfterAttention(torch.autograd.Function):
             if link is None:
                 mlp_delta = mlp_branch.saved(out)
                 added, mlp_inverse = mlp_branch.forward(out)
-                out = added + normed.total  # not in place: selective checkpointing stores matmul outputs
-        plain = _plain_norm_input(normed, ctx.needs_input_grad[2])
+                out = added + read.total  # not in place: selective checkpointing stores matmul outputs
+        plain = read.plain_norm_input(norm, ctx.needs_input_grad[2])
         _save(
-            ctx, *rows, output_lora_mid, delta, branch_inverse, plain, normed.inverse, normed.qdata, normed.scales,
+            ctx, *rows, output_lora_mid, delta, branch_inverse, plain, read.inverse, *read.operand,
             first_lora_mid, gate_up, second_lora_mid, mlp_delta, mlp_inverse,
         )  # fmt: skip
         ctx.rest, ctx.link, ctx.weight_versions = rest, link, _WeightVersions(rest.groups)
         ctx.owns_gate_up = _is_checkpointed()
-        return out if link is None else (normed.total, out)
+        return out if link is None else (read.total, out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -400,17 +392,17 @@ class _AfterAttention(torch.autograd.Function):
         )  # fmt: skip
         second_gradients = second.parameter_gradients(g_second, Operand(*hidden), lora_operands)
         del d_hidden, hidden, g_second
-        d_normed, first_gradients = first.backward(Operand(*d_gate_up), Operand(qdata, scales), first_lora_mid)
-        assert d_normed is not None
+        read = Operand(qdata, scales)
+        d_rows, first_gradients = first.backward(Operand(*d_gate_up), read, first_lora_mid)
+        assert d_rows is not None
         del d_gate_up
-        d_weight = _norm_weight_grad(ctx.needs_input_grad[2], rest.norm, d_normed, plain, inverse)
-        x = _norm_input(plain, qdata, scales)
+        gradient = StreamGradient(d_rows, rest.norm, norm_rows(rest.norm, plain, read), inverse, g)
+        d_weight = gradient.of_weight(plain) if ctx.needs_input_grad[2] else None
         d_attention_weight = None
         if attention_branch.is_plain:
-            d_total, g_output = input_grad_and_operand(d_normed, x, rest.norm, inverse, g, output)
+            d_total, g_output = gradient.of_stream_and_operand(output)
         else:
-            weight, _, plus_one = rest.norm
-            d_total = rms_norm_backward(d_normed, x, weight, inverse, plus_one=plus_one, residual=g)
+            d_total = gradient.of_stream()
             _, g_output = attention_branch.backward(d_total, delta, branch_inverse, output)
             if ctx.needs_input_grad[3]:
                 d_attention_weight = attention_branch.weight_gradient(d_total, delta, branch_inverse)

@@ -37,17 +37,16 @@ from pantheraml.models.fast.autograd_functions import (
     fused_rms_norm,
 )
 from pantheraml.models.fast.families import (
-    INPUT_NORM,
     Family,
     epsilon_of,
     family_of,
     head_norms,
     kind_of,
+    norms_each_head,
     projections,
     query_scale,
     uses_gelu,
     why_not_layer,
-    window_of,
 )
 from pantheraml.models.fast.frozen_group import FrozenGroup
 from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup
@@ -55,6 +54,7 @@ from pantheraml.models.fast.kept_inputs import KeptInputs
 from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
 from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup
+from pantheraml.models.fast.part_norms import PartNorms
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
 from pantheraml.models.fast.residual_branch import Branch, Norm
 from pantheraml.models.fast.self_check import why_not_equal
@@ -160,12 +160,16 @@ class _FusedParts:
     """Attention depends on the positions, besides its RoPE table."""
     graphs: LayerGraphs | None = None
     chain: LayerChain | None = None
+    ran = False
+    """Whether this layer has run fused."""
+    failed = False
+    """Whether it is left unfused because fused layers failed at their first use."""
 
     def __init__(self, layer: Any, family: Family, groups: list[LinearGroup]) -> None:
         self.groups = groups
         self.frozen_groups = [FrozenGroup(group) for group in groups if isinstance(group, LoraGroup)]
         """The groups for passes with disabled adapters; empty if the layer is trainable."""
-        self.device: torch.device = layer.input_layernorm.weight.device
+        self.device: torch.device = getattr(layer, family.norms[0]).weight.device
         self._dtype = groups[0].dtype
         attention = layer.self_attn
         self._config = config = attention.config
@@ -182,12 +186,13 @@ class _FusedParts:
         size = attention.head_dim
         self.heads = Heads(config.num_attention_heads, config.num_key_value_heads, size)
         self._head_epsilon = next(map(epsilon_of, head_norms(attention)), None)
+        self._norms_each_head = norms_each_head(attention)
         self._kept_inputs = KeptInputs()
         self.reads_positions = family.scales_queries
         self.uses_rope, self._multiplier = family.uses_rope(attention), family.multiplier_of(layer)
         self.attention_arguments: dict[str, Any] = {}
         if family.windowed:
-            self.attention_arguments["sliding_window"] = window_of(attention)
+            self.attention_arguments["sliding_window"] = family.window_of(attention)
 
     def start_pass(self, hidden_states: Tensor, arguments: dict[str, Any]) -> None:
         """Called with the first layer: bring the shared state up to date."""
@@ -202,20 +207,31 @@ class _FusedParts:
         """Return all norms of the layer."""
         return [*(layer._modules[name] for name in self._family.norms), *head_norms(layer.self_attn)]
 
-    def norm(self, layer: Any, name: str) -> Norm:
+    def norm(self, layer: Any, name: str | None) -> Norm | None:
         """Return the norm with its current weight, which may be trainable or exchanged."""
+        return None if name is None else self._norm(layer, name)
+
+    def input_norm(self, layer: Any) -> Norm | None:
+        return self.norm(layer, self._family.input_norm)
+
+    def _norm(self, layer: Any, name: str) -> Norm:
         return Norm(weight_of(layer._modules[name]), self._epsilons[name], self.plus_one)
 
     def qkv(self, attention: Any, group: ForwardGroup, *, in_place: bool) -> QKV:
-        if self._head_epsilon is None or not self.uses_rope:
+        if self._head_epsilon is None:
             return QKV(group, self.heads, in_place=in_place)
         query, key = (weight_of(attention._modules[name]) for name in ("q_norm", "k_norm"))
+        if not (self._norms_each_head and self.uses_rope):
+            queries, keys, size = self.heads
+            columns = queries * size, keys * size
+            parts = PartNorms(query, key, self._head_epsilon, self.plus_one, columns)
+            return QKV(group, self.heads, parts, in_place=in_place)
         norms = HeadNorms(query, key, self._head_epsilon, self.plus_one)
         return QKV(group, self.heads, norms, self._kept_inputs.of(norms), in_place)
 
     def after_attention(self, layer: Any, groups: Sequence[ForwardGroup]) -> AfterAttention:
         names = self._family.output_norms
-        norms = [self.norm(layer, name) for name in names] if names else [None, None]
+        norms = [self._norm(layer, name) for name in names] if names else [None, None]
         attention, mlp = (Branch(norm, self._multiplier) for norm in norms)
         return AfterAttention(self.norm(layer, self._family.mlp_norm), groups, self.gelu, (attention, mlp))
 
@@ -251,8 +267,11 @@ class _Fused(RuntimeSubclass):
         elif parts.may_start_table and embeddings is not None and torch.is_grad_enabled():
             parts.decisions.record(embeddings[0], reason)
         frozen = parts.shared.disabled and not recomputed and not torch.is_grad_enabled()
+        if parts.shared.failed and not recomputed:
+            parts.failed = True
         run_plain = (
             args
+            or parts.failed
             or kwargs.get("past_key_values") is not None
             or embeddings is None
             or embeddings[0].ndim != 3  # M-RoPE that attention itself composes from three tables
@@ -264,18 +283,51 @@ class _Fused(RuntimeSubclass):
             or parts.changed()
         )
         if run_plain:
-            out: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            return out
+            return self.forward_unfused(hidden_states, *args, **kwargs)
+        run = _run_layers if parts.ran or recomputed else _run_first_time
         if frozen:
-            return _run_layers([self], hidden_states, embeddings, kwargs, frozen=True)
+            return run([self], hidden_states, embeddings, kwargs, frozen=True)
         if runner is not None and parts.is_first:
             chain_output = runner.begin(hidden_states, embeddings, kwargs)
             if chain_output is not None:
                 return chain_output
-        result = _run_layers([self], hidden_states, embeddings, kwargs)
-        if runner is not None:
+        result = run([self], hidden_states, embeddings, kwargs)
+        if runner is not None and not parts.failed:
             runner.ran(self, hidden_states, result, kwargs)
         return result
+
+    def forward_unfused(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return out
+
+
+def _run_first_time(
+    layers: Sequence[Any],
+    hidden_states: Tensor,
+    embeddings: tuple[Tensor, Tensor],
+    kwargs: dict[str, Any],
+    *,
+    frozen: bool = False,
+) -> Tensor:
+    """Run one layer fused; if that fails (a kernel does not compile on this GPU), run it unfused, and all from then on.
+
+    An error that the unfused layer raises as well is not one of fusing. Recomputed layers of this pass run as in their
+    own forward: those before this one have run fused.
+    """
+    (layer,) = layers
+    parts: _FusedParts = layer.fused_parts
+    try:
+        result = _run_layers(layers, hidden_states, embeddings, kwargs, frozen=frozen)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as err:  # noqa: BLE001 - a compiler may raise anything; the reason is logged
+        out: Tensor = layer.forward_unfused(hidden_states, **kwargs)
+        reason = next(iter(str(err).splitlines()), "")
+        logger.warning("decoder layers run unfused: the first fused pass failed (%s: %s)", type(err).__name__, reason)
+        parts.failed = parts.shared.failed = True
+        return out
+    parts.ran = True
+    return result
 
 
 def _run_layers(
@@ -335,7 +387,7 @@ def _attention(
         cos, sin = parts.rope_cache.rows(embeddings, shape, new_pass=parts.may_start_table)
         rope = cos, sin
     qkv = parts.qkv(attention, group, in_place=_can_rope_in_place(attention, group, x.device, shape[1]))
-    q, k, v, x = attention_input(x, parts.norm(layer, INPUT_NORM), qkv, rope, pending)
+    q, k, v, x = attention_input(x, parts.input_norm(layer), qkv, rope, pending)
     q, k, v = (part.unflatten(0, shape[:-1]).transpose(1, 2) for part in (q, k, v))
     if parts.reads_positions:
         q = q * query_scale(attention, kwargs["position_ids"], q.dtype)

@@ -336,6 +336,8 @@ class GroupSet:
         """Why the adapters cannot run fused now, or None."""
         self.disabled = False
         """Whether all adapters are disabled, and none is merged: the frozen weights alone can run fused."""
+        self.failed = False
+        """Whether a layer failed when it first ran fused."""
         adapted = [
             (member, name)
             for group in self._with_adapters

@@ -50,7 +50,7 @@ def why_not_equal(layer: Any, fuse_layer: Callable[[Any], None]) -> str | None:
 
 
 def _device(layer: Any) -> torch.device:
-    device: torch.device = layer.input_layernorm.weight.device
+    device: torch.device = next(layer.parameters()).device
     return device
 
 
@@ -78,7 +78,7 @@ def _generator(device: torch.device | str) -> torch.Generator:
 def _run(layer: Any) -> tuple[Tensor, Tensor]:
     """Return what the layer adds to its input, and the gradient of the input, less that of the output."""
     attention, device = layer.self_attn, _device(layer)
-    draw, width, size = _generator("cpu"), layer.input_layernorm.weight.shape[0], attention.head_dim
+    draw, width, size = _generator("cpu"), attention.config.hidden_size, attention.head_dim
     x, g = (torch.randn(1, TOKENS, width, generator=draw).to(device) for _ in range(2))
     angles = torch.arange(TOKENS)[:, None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
     rope = tuple(torch.cat([table] * 2, 1)[None].to(device) for table in (angles.cos(), angles.sin()))

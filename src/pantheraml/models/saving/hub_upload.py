@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # of the client's HTTP library, which differs between versions
+)
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, ModelError
@@ -40,8 +44,10 @@ def upload_folder(
             f"Uploading to {repo_id} failed: {reason}",
             fix="Check the name, and that the token (token=, HF_TOKEN or `hf auth login`) may write there.",
         ) from err
-    # connection errors come from the hub client's HTTP library, which differs between versions
-    except OSError as err:
-        raise ModelError(f"The hub cannot be reached to upload {repo_id}: {err}", fix="Try again later.") from err
+    except (OSError, HTTPError) as err:
+        raise ModelError(
+            f"The hub cannot be reached to upload {repo_id}: {err}",
+            fix="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or save to a folder and upload that later.",
+        ) from err
     logger.info("uploaded to %s", commit.commit_url)
     return str(commit.commit_url)

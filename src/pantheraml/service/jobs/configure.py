@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.planner.choose import choose
+from pantheraml.planner.plan_run import Outlook, plan_run
 from pantheraml.service.schemas.fine_tuning import CreateJob, OwnSettings
 from pantheraml.specs.config_file import validate
 from pantheraml.specs.gpu_config import GPUConfig
@@ -68,7 +68,7 @@ def configure(
             "data": {
                 "path": str(inputs.training),
                 "eval_path": None if inputs.validation is None else str(inputs.validation),
-                "seq_len": _seq_len(inputs.model),
+                "seq_len": default_seq_len(inputs.model),
                 "packing": False,  # on OpenAI's wire a batch counts examples
                 **settings.get("data", {}),
             },
@@ -86,7 +86,8 @@ def configure(
             "device": device,
         }
     )
-    plan = choose(config, devices)
+    sequences = None if config.data.packing else float(inputs.rows)
+    plan = plan_run(config, devices, outlook=Outlook(sequences), total_memory=True)
     config.parallel.world_size = plan.world_size
     return JobPlan(config.to_dict(), plan, hyperparameters)
 
@@ -113,14 +114,14 @@ def _parallel(own: OwnSettings, devices: DeviceSpec, gpus: GPUConfig | None) -> 
     return {"mode": own.mode, "world_size": own.processes, **chosen}
 
 
-_OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
+OF_THE_REQUEST = {"epochs": "n_epochs", "global_batch_size": "batch_size", "learning_rate": "learning_rate_multiplier"}
 
 
 def _conflicts(train: dict[str, Any]) -> str:
-    return ", ".join(f"train.{name}" for name in (*_OF_THE_REQUEST, "seed") if name in train)
+    return ", ".join(f"train.{name}" for name in (*OF_THE_REQUEST, "seed") if name in train)
 
 
-def _seq_len(model: Path) -> int:
+def default_seq_len(model: Path) -> int:
     """Our default, or the positions that the model has if they are fewer."""
     try:
         positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sqlalchemy import select
@@ -19,7 +20,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
-from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, tidy
+from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
 from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
@@ -61,6 +62,8 @@ class Dispatcher:
         self._alarm = Alarm(database, settings.stall_seconds, health)
         self.inventory = inventory
         self._notifier = notifier
+        self.limits = Limits([settings.models_dir.resolve(), settings.files.resolve()], settings.cache.resolve())
+        """What the processes of jobs may reach."""
         self._wake = asyncio.Event()
         self.hide = PathHider({"[models]": settings.models_dir, "[data]": settings.data_dir})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -71,6 +74,9 @@ class Dispatcher:
         self._queue_changed, self._scheduled = True, 0.0
         self._ticked = time.monotonic()
         self._tidied = -EVERY_SECONDS
+        self._allotting = asyncio.Lock()
+        self._lent: tuple[str, Callable[[], Awaitable[None]]] | None = None
+        """Device that no job holds and chat uses, and how to get it back."""
 
     def wake(self) -> None:
         """Look at once: something was asked for."""
@@ -116,19 +122,44 @@ class Dispatcher:
                 logger.info("%s: %s; it is looked at again", job.id, err)
         if self._queue_changed or time.monotonic() - self._scheduled > SCHEDULE_SECONDS:
             self._queue_changed, self._scheduled = False, time.monotonic()
-            await self._schedule()
+            async with self._allotting:
+                await self._schedule()
         if time.monotonic() - self._tidied > EVERY_SECONDS:
-            await tidy(self._database, self._settings.files)
+            await keep_house(self._database, self._settings)
             self._tidied = time.monotonic()
+
+    # Lending ----------------------------------------------------------------------------------------------------------
+
+    async def borrow(self, give_back: Callable[[], Awaitable[None]]) -> str | None:
+        """Lend a device that no job holds, for `returned` or until a job needs it: then `give_back` is called, and the
+        job starts when it returns. None: jobs hold all of them."""
+        async with self._allotting:
+            async with self._database.read() as session:
+                held = await leases(session)
+            free = [name for name in self.inventory.devices if name not in held]
+            if not free:
+                return None
+            self._lent = free[-1], give_back
+            return free[-1]
+
+    def returned(self, name: str) -> None:
+        if self._lent is not None and self._lent[0] == name:
+            self._lent = None
+
+    async def _take_back(self, devices: list[str]) -> None:
+        if self._lent is not None and self._lent[0] in devices:
+            await self._lent[1]()
+            self._lent = None
 
     # Starting ---------------------------------------------------------------------------------------------------------
 
     async def _schedule(self) -> None:
-        for job_id, devices in (await self._decide()).items():
+        for job_id, chosen in (await self._decide()).items():
             async with self._database.read() as session:
                 job = await session.get_one(Job, job_id)
             if job.state == State.QUEUED:
-                await self._start(job, devices)
+                await self._take_back(chosen)
+                await self._start(job, chosen)
 
     async def _decide(self) -> dict[str, list[str]]:
         """Devices of each job that can start now; also why the others wait."""
@@ -144,8 +175,10 @@ class Dispatcher:
             allowance = self._settings.allowance
             hours = {} if allowance.hours is None else await device_hours(session, USAGE_DAYS)
         active = [Running(job.id, job.owner, job.processes, _expected_end(job)) for job in running]
+        lent = None if self._lent is None else self._lent[0]
+        devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
         unusable = dict.fromkeys(self._failed_gpus(), "not healthy") | dict.fromkeys(disabled, "disabled")
-        decision = decide(queue, active, self.inventory.devices, held, usage, time.time(), allowance, hours, unusable)
+        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, unusable)
         self._reasons = decision.waiting
         return decision.starts
 
@@ -177,10 +210,8 @@ class Dispatcher:
         self._notifier.notify(job.id)
         config = dict(job.config)
         config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
-        folders = (self._settings.models_dir, self._settings.files)  # the run is in a folder of its own
-        limits = Limits([folder.resolve() for folder in folders], self._settings.cache.resolve())
         try:
-            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, limits)
+            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, self.limits)
         except PantheraError as err:
             await self._crashed(job, err.what)
         else:

@@ -7,15 +7,43 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
+from pantheraml.service.jobs.delete_model import finish_deletions
+from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.files import content_of, job_that_reads
-from pantheraml.service.store.tables import File
+from pantheraml.service.store.tables import File, Upload, UploadPart, WebhookDelivery
 
 EVERY_SECONDS = 60.0
 _YOUNG_SECONDS = 3600.0
 """Content is written before its row is: what is younger may be about to get one."""
+
+_TOLD_SECONDS = 7 * 86_400.0
+"""How long deliveries that have ended are kept, for whoever wants to know."""
+
+
+async def keep_house(database: Database, settings: Settings) -> None:
+    await tidy(database, settings.files)
+    await tidy_uploads(database, settings.uploads)
+    await finish_deletions(database, settings)
+    async with database.write() as session:
+        told = WebhookDelivery.next_at.is_(None) & (WebhookDelivery.created_at < time.time() - _TOLD_SECONDS)
+        await session.execute(delete(WebhookDelivery).where(told))
+
+
+async def tidy_uploads(database: Database, folder: Path) -> None:
+    """End uploads that have expired, and remove parts that no row knows."""
+    async with database.write() as session:
+        old = (Upload.status == "pending") & (Upload.expires_at <= time.time())
+        for upload in (await session.scalars(select(Upload).where(old))).all():
+            upload.status = "expired"
+        ended = select(Upload.id).where(Upload.status != "pending")
+        gone = delete(UploadPart).where(UploadPart.upload_id.in_(ended)).returning(UploadPart.id)
+        expired = (await session.scalars(gone)).all()
+    async with database.read() as session:
+        known = set((await session.scalars(select(UploadPart.id))).all())
+    await asyncio.to_thread(_remove, folder, known, expired)
 
 
 async def tidy(database: Database, folder: Path) -> list[str]:

@@ -18,6 +18,9 @@ _METRICS = (
     *("tokens_per_second", "memory_bytes"),
 )
 
+_EXPLAINED = ("step", "action", "cause", "anomaly", "transient", "finding", "module", "tensor", "ranks", "samples")
+_MOST_ITEMS = 50
+
 Say = Callable[[Any], str]
 
 _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
@@ -70,7 +73,7 @@ def to_job_event(job_id: str, event: EventBase, hide: Callable[[str], str]) -> E
         kind=event.kind,
         message=printable(hide(say(event)))[:2000],
         step=values.get("step"),
-        data=_data(event, values),
+        data=_data(event, values, hide),
     )
 
 
@@ -81,8 +84,8 @@ def energy_of(events: Iterable[EventBase]) -> float | None:
     return sum(known) if known else None
 
 
-def _data(event: EventBase, values: dict[str, Any]) -> dict[str, Any]:
-    """Figures alone: paths and tracebacks of this machine are for its operator."""
+def _data(event: EventBase, values: dict[str, Any], hide: Callable[[str], str]) -> dict[str, Any]:
+    """Figures and, of bad steps, what caused them: paths and tracebacks of this machine are for its operator."""
     if isinstance(event, run_events.TrainStep):
         chosen = {name: values[name] for name in _METRICS}
         return {"step": event.step, "train_loss": _finite(event.loss), **{k: _finite(v) for k, v in chosen.items()}}
@@ -90,11 +93,22 @@ def _data(event: EventBase, values: dict[str, Any]) -> dict[str, Any]:
         return {"step": event.step, "valid_loss": _finite(event.loss), "perplexity": _finite(event.perplexity)}
     if isinstance(event, run_events.CheckpointSaved):
         return {"step": event.step, "bytes": event.bytes, "best": event.best}
+    if isinstance(event, run_events.VerdictReached | run_events.IncidentRecorded):
+        return {name: _told(values[name], hide) for name in _EXPLAINED if name in values}
     return {
         name: value
         for name, value in values.items()
         if name not in _ENVELOPE and isinstance(value, int | float | bool) and _finite(value) is not None
     }
+
+
+def _told(value: Any, hide: Callable[[str], str]) -> Any:
+    """What an explanation holds, cut to a length that people read."""
+    if isinstance(value, dict):
+        return {printable(hide(str(key))): _told(inner, hide) for key, inner in list(value.items())[:_MOST_ITEMS]}
+    if isinstance(value, list):
+        return [_told(inner, hide) for inner in value[:_MOST_ITEMS]]
+    return printable(hide(value))[:1000] if isinstance(value, str) else _finite(value)
 
 
 def _finite(value: Any) -> Any:

@@ -86,14 +86,14 @@ async def queue_now(
     session: AsyncSession, context: ServiceContext, principal: Principal, limit: int | None
 ) -> tuple[list[QueueEntry], int]:
     """The first jobs of the queue, and how long it is."""
-    columns = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at)
+    columns = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
     query = select(*columns).where(Job.state == State.QUEUED.value).order_by(Job.queued_at, Job.id)
     rows = {row[0]: row for row in await session.execute(query)}
     reasons = {name: context.dispatcher.reason(name) for name in rows}
     order = sorted(rows, key=lambda name: reason.position if (reason := reasons[name]) else len(rows) + 1)
     found = []
     for position, name in enumerate(order[:limit], 1):
-        _, owner, model, priority, processes, queued_at = rows[name]
+        _, owner, model, priority, processes, queued_at, suffix = rows[name]
         mine, reason = principal.owner in (None, owner), reasons[name]
         start = None if reason is None else reason.estimated_start
         found.append(
@@ -102,6 +102,7 @@ async def queue_now(
                 job=name if mine else None,
                 user=owner if mine else None,
                 model=model if mine else None,
+                suffix=suffix if mine else None,
                 priority=priority,
                 devices=processes,
                 waiting_reason="it was queued a moment ago" if reason is None else _told(reason.text, mine),
@@ -118,7 +119,7 @@ def _told(reason: str, mine: bool) -> str:
 
 async def running_now(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[RunningJob]:
     query = select(Job).where(Job.state.in_([state.value for state in ACTIVE])).order_by(Job.started_at, Job.id)
-    columns = load_only(Job.id, Job.owner, Job.model, Job.state, Job.started_at, Job.token)
+    columns = load_only(Job.id, Job.owner, Job.model, Job.suffix, Job.state, Job.started_at, Job.token)
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
     held = await leases(session)
@@ -141,6 +142,7 @@ async def _running(session: AsyncSession, job: Job, devices: list[str]) -> Runni
         job=job.id,
         user=job.owner,
         model=job.model,
+        suffix=job.suffix,
         state=job.state,
         devices=devices,
         started_at=None if job.started_at is None else int(job.started_at),

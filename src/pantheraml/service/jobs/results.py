@@ -16,6 +16,7 @@ from pantheraml.service.ids import new_id
 from pantheraml.service.store.tables import Event, File
 
 COLUMNS = ("step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "epoch", "tokens", "tokens_per_second")
+ADAPTER_FILE = "adapter.tar"
 _BLOCK = 1 << 20
 
 
@@ -26,7 +27,7 @@ def write_results(folder: Path, owner: str, events: Sequence[Event], trained: Pa
     """
     files = [_written(folder, owner, "step_metrics.csv", lambda path: _write_metrics(path, events))]
     if trained.name == "adapter":
-        files.append(_written(folder, owner, "adapter.tar", lambda path: _write_tar(path, trained)))
+        files.append(_written(folder, owner, ADAPTER_FILE, lambda path: _write_tar(path, trained)))
     return files
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pantheraml.base.errors import PantheraError
+from pantheraml.base.errors import OutOfMemoryError, PantheraError
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.errors import ApiError, refusal
@@ -46,13 +46,11 @@ async def plan_job(
     if body.pantheraml.priority > 0 and not principal.allows("admin"):
         raise ApiError(403, "A priority above 0 needs the scope `admin`.", param="pantheraml.priority")
     base = beside.model or _folder_of(body.model, context)
-    training = await _training_data(body.training_file, "training_file", principal, context)
+    training = await training_data(body.training_file, "training_file", principal, context)
     files = context.settings.files.resolve()
     validation = None
     if body.validation_file is not None:
-        validation = content_of(
-            await _training_data(body.validation_file, "validation_file", principal, context), files
-        )
+        validation = content_of(await training_data(body.validation_file, "validation_file", principal, context), files)
     inputs = Inputs(base, content_of(training, files), training.rows or 0, validation)
     inventory = context.dispatcher.inventory
     devices = _devices_for(beside, inventory)
@@ -60,7 +58,8 @@ async def plan_job(
         planned = await asyncio.to_thread(configure, body, inputs, seed, devices, beside.gpus)
     except PantheraError as err:
         refused = refusal(err)
-        raise ApiError(400, context.dispatcher.hide(refused.message), code=refused.code) from err
+        code = "does_not_fit" if isinstance(err, OutOfMemoryError) else refused.code
+        raise ApiError(400, context.dispatcher.hide(refused.message), code=code) from err
     available = len(devices.gpus) or len(inventory.devices)
     if planned.devices > available:
         message = f"It needs {planned.devices} {inventory.kind}s, but there are {available}."
@@ -93,7 +92,7 @@ def require_gpus(indices: Sequence[int], spec: DeviceSpec) -> None:
         raise ApiError(400, f"There is no GPU {missing[0]}: {known}.", param="gpu_ids", code="gpu_not_found")
 
 
-async def _training_data(file_id: str, param: str, principal: Principal, context: ServiceContext) -> File:
+async def training_data(file_id: str, param: str, principal: Principal, context: ServiceContext) -> File:
     async with context.database.read() as session:
         file = await find_file(session, file_id, principal.owner)
     if file is None:

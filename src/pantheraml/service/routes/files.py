@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from pantheraml.base.errors import DataError
 from pantheraml.service import audit
+from pantheraml.service.accept_file import check_purpose, keep_file, new_file
 from pantheraml.service.auth import Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
-from pantheraml.service.datasets import Dataset, check_jsonl
-from pantheraml.service.errors import ApiError, not_found, refusal
-from pantheraml.service.ids import new_id
-from pantheraml.service.multipart import Upload, received, too_large
+from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.multipart import received, too_large
 from pantheraml.service.schemas.files import file_object, parse_expiry
 from pantheraml.service.store.files import bytes_of, content_of, find_file, job_that_reads
 from pantheraml.service.store.pages import fetch_page
@@ -39,47 +37,21 @@ async def create_file(request: Request, principal: Submitter, context: Context) 
     if announced is not None and int(announced) > limit + (1 << 20):  # the form around the file is small
         raise too_large(limit)
     async with received(request, settings.incoming, file_field="file", limit=limit) as upload:
-        file = await _accept(upload, principal)
-        path = content_of(file, settings.files)
-        upload.path.rename(path)
-        try:
-            async with context.database.write() as session:
-                session.add(file)
-                audit.record(session, principal, "file.create", file.id, request)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        file = await new_file(
+            upload.path,
+            principal.user,
+            purpose=check_purpose(upload.fields.get("purpose")),
+            filename=upload.filename or "upload",
+            size=upload.size,
+            sha256=upload.sha256,
+            expires_at=parse_expiry(upload.fields, time.time()),
+        )
+
+        async def record(session: AsyncSession) -> None:
+            audit.record(session, principal, "file.create", file.id, request)
+
+        await keep_file(context, upload.path, file, record)
     return file_object(file)
-
-
-async def _accept(upload: Upload, principal: Principal) -> File:
-    purpose = upload.fields.get("purpose")
-    if purpose not in ("fine-tune", "user_data"):
-        raise ApiError(400, "`purpose` must be `fine-tune` or `user_data`.", param="purpose")
-    now, dataset = time.time(), None
-    if purpose == "fine-tune":
-        dataset = await _checked(upload)
-    return File(
-        id=new_id("file"),
-        owner=principal.user,
-        purpose=purpose,
-        filename=upload.filename or "upload",
-        bytes=upload.size,
-        sha256=upload.sha256,
-        rows=None if dataset is None else dataset.rows,
-        format=None if dataset is None else dataset.format,
-        created_at=now,
-        expires_at=parse_expiry(upload.fields, now),
-    )
-
-
-async def _checked(upload: Upload) -> Dataset:
-    try:
-        return await asyncio.to_thread(check_jsonl, upload.path)
-    except DataError as err:
-        error = refusal(err, param="file")
-        error.code = "invalid_file_format"
-        raise error from err
 
 
 @router.get("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy import exists, select
@@ -15,6 +15,7 @@ from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.jobs.states import ENDED, ForbiddenTransitionError, State
 from pantheraml.service.jobs.submit import plan_job, random_seed, submit
 from pantheraml.service.schemas.fine_tuning import (
+    METRIC_KINDS,
     CreateJob,
     Waiting,
     checkpoint_object,
@@ -160,10 +161,13 @@ async def list_events(
     context: Context,
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 20,
+    type: Literal["message", "metrics"] | None = None,
 ) -> dict[str, Any]:
-    """Newest first."""
+    """Newest first. `type`: only the messages, or only the figures of steps."""
     await existing_job(context, principal, job_id)
     query = select(Event).where(Event.job_id == job_id)
+    if type is not None:
+        query = query.where(Event.kind.in_(METRIC_KINDS) if type == "metrics" else Event.kind.not_in(METRIC_KINDS))
     return await _event_page(context, query, after, limit, "ftevent-", event_object)
 
 

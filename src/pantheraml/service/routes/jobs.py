@@ -10,15 +10,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import FileResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
-from sqlalchemy import select
+from sqlalchemy import Text, cast, select
 
 from pantheraml.runs.supervised import SupervisedRun
 from pantheraml.service.auth import Reader
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
+from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
+from pantheraml.service.jobs.curves import curves
 from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.jobs.thin import thinned
+from pantheraml.service.jobs.timeline import timeline
 from pantheraml.service.routes.fine_tuning import existing_job
 from pantheraml.service.schemas.fine_tuning import event_object
 from pantheraml.service.store.tables import Event, Job
@@ -101,6 +105,33 @@ async def metric_series(
         "total": len(found),
         "cursor": cursor,
     }
+
+
+@router.get("/curves")
+async def job_curves(
+    job: ReadableJob, context: Context, points: Annotated[int, Query(ge=2, le=20_000)] = POINTS
+) -> dict[str, Any]:
+    """All figures over the steps, each thinned to about `points`, with the epoch, tokens and seconds at each point.
+    The stream goes on after `cursor` (`Last-Event-ID: ftevent-<cursor>`)."""
+    columns = (Event.id, Event.kind, Event.step, cast(Event.data, Text))  # parsed in a thread
+    query = select(*columns).where(Event.job_id == job.id, Event.kind.in_(CURVE_KINDS)).order_by(Event.id)
+    async with context.database.read() as session:
+        rows = [(event, kind, step or 0, data) for event, kind, step, data in await session.execute(query)]
+    return await asyncio.to_thread(curves, rows, points)
+
+
+@router.get("/hardware")
+async def hardware(
+    job: ReadableJob, context: Context, after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0
+) -> dict[str, Any]:
+    """GPUs and host while it ran. `after`: the `cursor` of an earlier answer. None: the driver does not tell."""
+    return await asyncio.to_thread(timeline, _run(context, job).run_dir.path, after)
+
+
+@router.get("/config")
+async def job_config(job: ReadableJob, context: Context) -> dict[str, Any]:
+    """Its configuration, and the `request` that makes the same job again. Folders of this machine are not shown."""
+    return {"config": shown_config(job.config, context.dispatcher.hide), "request": request_of(job)}
 
 
 @router.get("/logs", response_class=FileResponse)

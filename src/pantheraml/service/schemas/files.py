@@ -8,7 +8,7 @@ from typing import Any
 from pantheraml.service.errors import ApiError
 from pantheraml.service.store.tables import File
 
-_SHORTEST, _LONGEST = 3600, 30 * 24 * 3600
+SHORTEST_SECONDS, LONGEST_SECONDS = 3600, 30 * 24 * 3600
 
 
 def file_object(file: File) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def parse_expiry(fields: Mapping[str, str], now: float) -> float | None:
         return None
     if anchor != "created_at":
         raise ApiError(400, "`expires_after[anchor]` must be `created_at`.", param="expires_after[anchor]")
-    if seconds is None or not seconds.isdigit() or not _SHORTEST <= int(seconds) <= _LONGEST:
-        message = f"`expires_after[seconds]` must be between {_SHORTEST} and {_LONGEST}."
+    if seconds is None or not seconds.isdigit() or not SHORTEST_SECONDS <= int(seconds) <= LONGEST_SECONDS:
+        message = f"`expires_after[seconds]` must be between {SHORTEST_SECONDS} and {LONGEST_SECONDS}."
         raise ApiError(400, message, param="expires_after[seconds]")
     return now + int(seconds)

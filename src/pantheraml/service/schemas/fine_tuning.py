@@ -17,6 +17,8 @@ def _chosen_here(value: Any) -> Any:
 
 
 _Auto = BeforeValidator(_chosen_here)
+METRIC_KINDS = ("train.step", "eval.done")
+"""Kinds of events that carry the figures of a step."""
 FileId = Annotated[str, Field(max_length=64)]
 
 
@@ -152,6 +154,7 @@ def job_object(job: Job, waiting: Waiting | None = None, price_per_gpu_hour: flo
         "estimated_finish": finish,
         "model": job.model,
         "fine_tuned_model": job.fine_tuned_model,
+        "user_provided_suffix": job.suffix,
         "organization_id": job.owner,
         "status": OPENAI_STATUS[state],
         "training_file": job.training_file,
@@ -187,7 +190,7 @@ def event_object(event: Event) -> dict[str, Any]:
         "created_at": int(event.created_at),
         "level": event.level,
         "message": event.message,
-        "type": "metrics" if event.kind in ("train.step", "eval.done") else "message",
+        "type": "metrics" if event.kind in METRIC_KINDS else "message",
         "data": event.data,
         "kind": event.kind,
     }

@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.service.jobs.states import ENDED
-from pantheraml.service.store.tables import File, Job
+from pantheraml.service.store.tables import File, Job, Upload
 
 
 async def find_file(session: AsyncSession, file_id: str, owner: str | None) -> File | None:
@@ -23,8 +23,11 @@ def content_of(file: File, folder: Path) -> Path:
 
 
 async def bytes_of(session: AsyncSession, owner: str) -> int:
-    """Bytes of all files of a user."""
-    return int(await session.scalar(select(func.sum(File.bytes)).where(File.owner == owner)) or 0)
+    """Bytes of all files of a user, and of those that are being uploaded in parts."""
+    files = await session.scalar(select(func.sum(File.bytes)).where(File.owner == owner))
+    coming = (Upload.owner == owner) & (Upload.status == "pending")
+    announced = await session.scalar(select(func.sum(Upload.bytes)).where(coming))
+    return int(files or 0) + int(announced or 0)
 
 
 async def job_that_reads(session: AsyncSession, file_id: str) -> str | None:

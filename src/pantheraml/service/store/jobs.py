@@ -14,6 +14,7 @@ from pantheraml.service.jobs.scheduler import Place, Waiting
 from pantheraml.service.jobs.states import ACTIVE, State, check_transition
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import close_stretches
+from pantheraml.service.store.webhooks import announce
 
 
 class StaleJobError(Exception):
@@ -43,7 +44,9 @@ async def move(session: AsyncSession, job: Job, to: State, message: str, **chang
         await session.execute(delete(Lease).where(Lease.job_id == job.id))
         await close_stretches(session, job.id, now)
     await reread(session, job)
-    session.add(_state_event(job, to, message))
+    event = _state_event(job, to, message)
+    session.add(event)
+    await announce(session, job, event)
 
 
 async def reread(session: AsyncSession, job: Job) -> None:

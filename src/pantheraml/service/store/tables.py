@@ -40,6 +40,17 @@ class Key(Base):
     revoked_at: Mapped[float | None]
 
 
+class PageSession(Base):
+    """A browser that signed in with a key; only the hash of its cookie is kept."""
+
+    __tablename__ = "page_sessions"
+
+    hash: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(ForeignKey("keys.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+
+
 class File(Base):
     """An uploaded or produced file; its content lies in `files/<id>` of the data folder."""
 
@@ -113,6 +124,8 @@ class Job(Base):
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     fine_tuned_model: Mapped[str | None] = mapped_column(Text)
     trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    model_deleted_at: Mapped[float | None]
+    """When its user deleted the model; the name stays with the job."""
     result_files: Mapped[list[str]]
     events_offset: Mapped[int] = mapped_column(BigInteger, default=0)
     """Bytes of the run's event stream that are in `events`."""
@@ -175,6 +188,73 @@ class Lease(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), index=True)
     token: Mapped[int]
     created_at: Mapped[float]
+
+
+class Upload(Base):
+    """A file that comes in parts."""
+
+    __tablename__ = "uploads"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(index=True)
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    """pending, completed, cancelled or expired."""
+    purpose: Mapped[str]
+    filename: Mapped[str] = mapped_column(Text)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    """Of the whole file, as announced."""
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+    file_lifetime: Mapped[float | None]
+    """Seconds that the file is to be kept; None: until it is deleted."""
+    file_id: Mapped[str | None]
+    """Of the completed file."""
+
+
+class UploadPart(Base):
+    """A part of an upload; its content lies in `uploads/<id>` of the data folder."""
+
+    __tablename__ = "upload_parts"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id", ondelete="CASCADE"), index=True)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[float]
+
+
+class WebhookEndpoint(Base):
+    """An address that is told about its owner's jobs."""
+
+    __tablename__ = "webhook_endpoints"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(index=True)
+    name: Mapped[str]
+    url: Mapped[str] = mapped_column(Text)
+    event_types: Mapped[list[str]]
+    secret: Mapped[str]
+    """What signs deliveries; shown to its owner once."""
+    old_secret: Mapped[str | None]
+    """The one before, which signs beside it until `old_secret_until`."""
+    old_secret_until: Mapped[float | None]
+    created_at: Mapped[float]
+    updated_at: Mapped[float]
+
+
+class WebhookDelivery(Base):
+    """An event on its way to an endpoint, written in the transaction of what happened."""
+
+    __tablename__ = "webhook_deliveries"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    endpoint_id: Mapped[str] = mapped_column(ForeignKey("webhook_endpoints.id", ondelete="CASCADE"), index=True)
+    body: Mapped[str] = mapped_column(Text)
+    attempts: Mapped[int] = mapped_column(default=0)
+    created_at: Mapped[float]
+    next_at: Mapped[float | None] = mapped_column(index=True)
+    """When it is tried next; None: it has arrived, or was given up."""
+    outcome: Mapped[str | None] = mapped_column(Text)
+    """Of the last attempt."""
 
 
 class MultiGPUSettings(Base):

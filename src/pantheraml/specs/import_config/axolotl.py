@@ -39,6 +39,7 @@ _LORA_KEYS = (
     "lora_dropout",
     "lora_target_modules",
     "lora_target_linear",
+    "lora_target_parameters",
     "lora_modules_to_save",
     "lora_fan_in_fan_out",
     "lora_model_dir",
@@ -174,6 +175,8 @@ def _lora(draft: Draft) -> None:
     if draft.flag("peft_use_rslora"):
         draft.put("method.rslora", True, "peft_use_rslora")
     draft.unneeded("peft_use_rslora", "off")
+    if draft.has("lora_target_parameters"):
+        draft.put("method.target_parameters", draft.get("lora_target_parameters"), "lora_target_parameters")
     modules = draft.get("lora_target_modules")
     if draft.flag("lora_target_linear"):
         draft.put("method.target_modules", "all-linear", "lora_target_linear")

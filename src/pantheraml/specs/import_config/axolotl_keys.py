@@ -43,7 +43,7 @@ NOT_NEEDED = {
 
 NOT_SUPPORTED = {
     "weights other than the adapter's cannot be trained along with it": (
-        "lora_modules_to_save lora_target_parameters unfrozen_parameters lora_layers_to_transform"
+        "lora_modules_to_save unfrozen_parameters lora_layers_to_transform"
         " lora_layers_pattern lora_rank_pattern lora_alpha_pattern lora_bias"
     ),
     "an adapter is trained from its start; to continue one, merge it into the base model first": (

@@ -76,6 +76,7 @@ def upgrade() -> None:
         sa.Column("error", sa.JSON(none_as_null=True), nullable=True),
         sa.Column("fine_tuned_model", sa.Text(), nullable=True),
         sa.Column("trained_tokens", sa.BigInteger(), nullable=True),
+        sa.Column("model_deleted_at", sa.Float(), nullable=True),
         sa.Column("result_files", sa.JSON(), nullable=False),
         sa.Column("events_offset", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_jobs")),
@@ -166,7 +167,86 @@ def upgrade() -> None:
     with op.batch_alter_table("stretches", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_stretches_job_id"), ["job_id"], unique=False)
         batch_op.create_index("ix_stretches_period", ["started_at", "ended_at"], unique=False)
+    op.create_table(
+        "page_sessions",
+        sa.Column("hash", sa.String(length=64), nullable=False),
+        sa.Column("key_id", sa.String(length=255), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=False),
+        sa.ForeignKeyConstraint(["key_id"], ["keys.id"], name=op.f("fk_page_sessions_key_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("hash", name=op.f("pk_page_sessions")),
+    )
+    op.create_table(
+        "uploads",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("owner", sa.String(length=255), nullable=False),
+        sa.Column("status", sa.String(length=16), nullable=False),
+        sa.Column("purpose", sa.String(length=255), nullable=False),
+        sa.Column("filename", sa.Text(), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=False),
+        sa.Column("file_lifetime", sa.Float(), nullable=True),
+        sa.Column("file_id", sa.String(length=255), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_uploads")),
+    )
+    with op.batch_alter_table("uploads", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_uploads_owner"), ["owner"], unique=False)
+        batch_op.create_index(batch_op.f("ix_uploads_status"), ["status"], unique=False)
+
+    op.create_table(
+        "upload_parts",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("upload_id", sa.String(length=255), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["upload_id"], ["uploads.id"], name=op.f("fk_upload_parts_upload_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_upload_parts")),
+    )
+    with op.batch_alter_table("upload_parts", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_upload_parts_upload_id"), ["upload_id"], unique=False)
+
+    op.create_table(
+        "webhook_endpoints",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("owner", sa.String(length=255), nullable=False),
+        sa.Column("name", sa.String(length=255), nullable=False),
+        sa.Column("url", sa.Text(), nullable=False),
+        sa.Column("event_types", sa.JSON(), nullable=False),
+        sa.Column("secret", sa.String(length=255), nullable=False),
+        sa.Column("old_secret", sa.String(length=255), nullable=True),
+        sa.Column("old_secret_until", sa.Float(), nullable=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("updated_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_webhook_endpoints")),
+    )
+    with op.batch_alter_table("webhook_endpoints", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_webhook_endpoints_owner"), ["owner"], unique=False)
+
+    op.create_table(
+        "webhook_deliveries",
+        sa.Column("id", sa.String(length=255), nullable=False),
+        sa.Column("endpoint_id", sa.String(length=255), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("attempts", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("next_at", sa.Float(), nullable=True),
+        sa.Column("outcome", sa.Text(), nullable=True),
+        sa.ForeignKeyConstraint(
+            ["endpoint_id"],
+            ["webhook_endpoints.id"],
+            name=op.f("fk_webhook_deliveries_endpoint_id"),
+            ondelete="CASCADE",
+        ),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_webhook_deliveries")),
+    )
+    with op.batch_alter_table("webhook_deliveries", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_webhook_deliveries_endpoint_id"), ["endpoint_id"], unique=False)
+        batch_op.create_index(batch_op.f("ix_webhook_deliveries_next_at"), ["next_at"], unique=False)
 
 
 def downgrade() -> None:
+    op.drop_table("page_sessions")
     raise NotImplementedError("the first version has none before it")

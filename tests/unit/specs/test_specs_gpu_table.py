@@ -6,7 +6,7 @@ import pytest
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.devices.fake import Cluster, parse_cluster
-from pantheraml.devices.gpu_table import GIB, TABLE, by_driver_name, by_text
+from pantheraml.specs.gpu_table import GIB, TABLE, by_driver_name, by_text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,271 @@
+"""The section of docs/planner.md on memory: what the planner predicts for every recorded run, and what was measured.
+
+Predictions come from the planner alone: the settings of the case, the shapes of `inputs.py`, one H200. Some runs are of
+older code, which stored more; what is known of that is added here, not in the product (`CodeThen`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from inputs import FAMILY, SHAPES
+from suites.run_case import cli_settings
+from table import markdown_table
+
+from pantheraml.planner.choose import choose
+from pantheraml.planner.memory import predict_memory, why_not_predicted
+from pantheraml.planner.memory.head import chunk_rows
+from pantheraml.planner.memory.step_sizes import step_sizes
+from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
+from pantheraml.planner.setting import Setting, setting_of
+from pantheraml.specs.config_file import validate
+from pantheraml.specs.plan import GPU, DeviceSpec
+from pantheraml.specs.prediction import MemoryPrediction
+
+SUITES = ("h200", "h200-families")
+BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
+GIB = 2**30
+
+H200 = DeviceSpec(
+    gpus=(GPU(index=0, name="NVIDIA H200", total_bytes=None, free_bytes=None, compute_capability=(9, 0)),),
+    cpu_count=16,
+    ram_bytes=None,
+    driver=None,
+)
+
+FIRST_COMPARABLE = "2026-11-16T13:30"
+"""Before, layers kept other tensors: the rows of the MLP, for example, which are recomputed now."""
+ONE_LAYOUT_COMMITS = ("f293ba1",)
+"""Runs of code with one layout of fp8 weights."""
+SECOND_LAYOUT_SHARE = 0.75
+"""Second layouts took up to this share of the memory of all fp8 weights, of MLPs alone."""
+BIG_CHUNKS_FROM = "2026-11-18T21:27"
+"""Since then, an fp8 head of a narrow model takes more tokens at a time."""
+
+DEVELOPED_ON = frozenset(
+    {
+        *("ours-8b-lora-fp8", "ours-8b-lora-bf16", "ours-8b-qlora-lean", "ours-1b-full", "ours-1b-full-lean"),
+        *("compile on", "compile off"),
+    }
+)
+"""Cases that were looked at while the formulas were written. All others were compared when these stood."""
+
+# Ablations of docs/performance.md in the words of cases: name and side -> settings
+_FULL_BF16 = {"model.precision": "bf16", "train.weights": "bf16", "train.optimizer": "adamw_bf16"}
+ABLATIONS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "compile on": ("1b", "full", {**_FULL_BF16, "train.cuda_graph": "on"}),
+    "compile off": ("1b", "full", {**_FULL_BF16, "train.cuda_graph": "on", "train.compile": "off"}),
+    "stochastic_rounding on": ("1b", "full", _FULL_BF16),
+    "stochastic_rounding off": ("1b", "full", {"model.precision": "bf16"}),
+    "adamw8bit on": ("1b", "full", {**_FULL_BF16, "train.optimizer": "adamw8bit"}),
+    "full_fp8 on": ("1b", "full", {**_FULL_BF16, "model.precision": "fp8"}),
+    "fp8_layouts off, 8b": ("8b", "lora", {"model.precision": "fp8"}),
+    "fp8_layouts off, 1b": ("1b", "lora", {"model.precision": "fp8"}),
+    "step_cuda_graph off, 8b": ("8b", "lora", {"model.precision": "fp8", "train.cuda_graph": "off"}),
+    "step_cuda_graph off, 1b": ("1b", "lora", {"model.precision": "fp8", "train.cuda_graph": "off"}),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A recorded run of ours."""
+
+    case: str
+    model: str
+    settings: Mapping[str, object]
+    """As given to `pantheraml train`."""
+    peak_gib: float
+    date: str
+    commit: str
+    loop: Literal["pantheraml", "SFTTrainer"]
+
+
+@dataclass(frozen=True)
+class CodeThen:
+    """How the code of a run differed from today's, as far as it changes memory."""
+
+    two_layouts: bool
+    small_chunks: bool
+
+    @property
+    def note(self) -> str:
+        notes = ["two layouts" if self.two_layouts else "", "smaller chunks of logits" if self.small_chunks else ""]
+        return ", ".join(filter(None, notes))
+
+    def extra_bytes(self, shapes: ModelShapes, setting: Setting, found: MemoryPrediction) -> int:
+        more = _second_layouts(shapes, setting) if self.two_layouts else 0
+        if self.small_chunks and found.instant == "loss" and shapes.decoder is not None:
+            vocabulary, width = shapes.decoder.vocabulary, shapes.decoder.hidden
+            less = chunk_rows(vocabulary, trained=False, fp8_width=width) - chunk_rows(vocabulary, trained=False)
+            more -= less * vocabulary * 3  # logits in bf16, their gradient in fp8
+        return more
+
+
+def _second_layouts(shapes: ModelShapes, setting: Setting) -> int:
+    """Bytes of the transposed copies that MLPs had; their adapters' rows were stored apart, without padding."""
+    decoder = shapes.decoder
+    assert decoder is not None
+    sizes = step_sizes(decoder, setting)
+    groups = [group.height * group.width for group in sizes.groups]
+    mlp = sum(groups[2:])
+    layers = min(decoder.layers, round(decoder.layers * SECOND_LAYOUT_SHARE * sum(groups) / mlp))
+    each = 0
+    for group in sizes.groups[2:]:
+        pad = sizes.pad(group)
+        each += group.width * (group.height + pad) - pad * (group.width + pad)
+    return layers * each
+
+
+def measured_runs(records: Sequence[Mapping[str, Any]]) -> list[Measured]:
+    """The newest run of each case whose code is comparable with today's."""
+    newest: dict[str, Measured] = {}
+    for record in sorted(records, key=lambda record: str(record["date"])):
+        for run in (*_of_suite(record), *_of_ablation(record)):
+            if run.date >= FIRST_COMPARABLE:
+                newest[run.case] = run
+    return list(newest.values())
+
+
+def _of_suite(record: Mapping[str, Any]) -> Iterator[Measured]:
+    if record["benchmark"] not in SUITES:
+        return
+    for row in record["results"]:
+        if row["system"] != "pantheraml" or row["peak_gib"] is None or row.get("trainer", "sft") != "sft":
+            continue
+        settings = cli_settings(row)
+        loop: Literal["pantheraml", "SFTTrainer"] = "pantheraml" if row["path"] == "cli" else "SFTTrainer"
+        if loop == "SFTTrainer" and row["method"] == "full":  # trl_run.py: weights in bf16, torch's AdamW over them
+            settings |= {"train.weights": "bf16", "train.optimizer": "adamw_bf16", "train.compile": "off"}
+        model = str(row["model"]).removesuffix("-quantised").removesuffix("-quantized")
+        yield Measured(row["case"], model, settings, row["peak_gib"], str(row["date"]), str(row["commit"])[:7], loop)
+
+
+def _of_ablation(record: Mapping[str, Any]) -> Iterator[Measured]:
+    if record["benchmark"] != "ablation":
+        return
+    for row in record["results"]:
+        shape = row["setting"].partition(" ")[0]
+        names = {f"{row['trick']} {side}" if "trick" in row else f"{row['piece']} {side}, {shape}" for side in SIDES}
+        for name in sorted(names & ABLATIONS.keys()):
+            model, method, settings = ABLATIONS[name]
+            peak = row["on_peak_gib" if " on" in name else "off_peak_gib"]
+            if model != shape or peak is None or row.get("path", "train task") != "train task":
+                continue
+            case = {"method": method, "precision": "fp8", "checkpointing": "none", "batch": 4, "seq": 2048}
+            given = cli_settings({**case, "settings": settings})
+            yield Measured(name, model, given, peak, str(record["date"]), str(record["commit"])[:7], "pantheraml")
+
+
+SIDES = ("on", "off")
+
+
+@dataclass(frozen=True)
+class Compared:
+    run: Measured
+    setting: Setting
+    code: CodeThen
+    predicted_gib: float | None
+    instant: str | None
+    reason: str | None
+    """Why nothing is predicted."""
+
+    @property
+    def error(self) -> float | None:
+        return None if self.predicted_gib is None else self.predicted_gib / self.run.peak_gib - 1
+
+    @property
+    def developed(self) -> bool:
+        return self.run.case in DEVELOPED_ON
+
+
+def compare(run: Measured) -> Compared:
+    shapes = model_shapes(run.model)
+    sections: dict[str, dict[str, object]] = {"model": {"path": "model"}, "data": {"path": "data.jsonl"}}
+    for key, value in run.settings.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    config = validate(sections)
+    setting = setting_of(config, choose(config, H200))
+    then = _code_then(run, setting)
+    found = predict_memory(shapes, setting, capability=(9, 0))
+    if found is None:
+        return Compared(run, setting, then, None, None, why_not_predicted(shapes, setting))
+    total = found.allocated_bytes + then.extra_bytes(shapes, setting, found)
+    return Compared(run, setting, then, total / GIB, found.instant, None)
+
+
+def _code_then(run: Measured, setting: Setting) -> CodeThen:
+    fp8 = setting.frozen_weights == "fp8" and setting.fused
+    two = fp8 and setting.activation_checkpointing == "none" and run.commit not in ONE_LAYOUT_COMMITS
+    return CodeThen(
+        two_layouts=two and not run.case.startswith("fp8_layouts off"), small_chunks=fp8 and run.date < BIG_CHUNKS_FROM
+    )
+
+
+def model_shapes(name: str) -> ModelShapes:
+    values = {key: value for key, value in SHAPES[name].items() if key != FAMILY}
+    return shapes_of_config({"model_type": SHAPES[name].get(FAMILY, "llama"), **values})
+
+
+HEAD = ("case", "setting", "measured GiB", "predicted GiB", "error", "peak at", "code", "used for")
+
+
+def section(records: Sequence[Mapping[str, Any]]) -> str:
+    """The text between the markers."""
+    found = [compare(run) for run in measured_runs(records)]
+    ours, others = ([each for each in found if each.run.loop == loop] for loop in ("pantheraml", "SFTTrainer"))
+    parts = [
+        *_table("`pantheraml train`", ours),
+        "",
+        *_table(
+            "`SFTTrainer` with our layers: another loop, for which the planner makes no promise; shown to see how far"
+            " its figures carry",
+            others,
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def _table(title: str, rows: Sequence[Compared]) -> list[str]:
+    rows = sorted(rows, key=lambda each: (not each.developed, each.run.case))
+    return [f"**{title}.** {_summary(rows)}", "", *markdown_table(HEAD, [_cells(each) for each in rows])]
+
+
+def _summary(rows: Sequence[Compared]) -> str:
+    words = []
+    for held_out, name in ((True, "held out"), (False, "used for development")):
+        errors = [abs(each.error) for each in rows if each.error is not None and each.developed != held_out]
+        if errors:
+            words.append(f"{len(errors)} {name}: median {statistics.median(errors):.2%}, worst {max(errors):.2%}")
+    return f"Absolute error of the allocated peak: {'; '.join(words)}."
+
+
+def _cells(row: Compared) -> list[str]:
+    run, setting = row.run, row.setting
+    predicted = "-" if row.predicted_gib is None else f"{row.predicted_gib:.2f}"
+    error = "-" if row.error is None else f"{row.error:+.2%}"
+    code = f"{run.date[:10]} `{run.commit}`" + (f" ({row.code.note})" if row.code.note else "")
+    used = "-" if row.predicted_gib is None else "development" if row.developed else "test"
+    where = row.instant if row.instant is not None else f"not predicted: {row.reason}"
+    return [run.case, _words(run.model, setting), f"{run.peak_gib:.2f}", predicted, error, str(where), code, used]
+
+
+def _words(model: str, setting: Setting) -> str:
+    weights = setting.frozen_weights or ("fp8 matmuls" if setting.fp8_matmuls else setting.precision)
+    traits = [
+        setting.optimizer if setting.method == "full" else "",
+        "" if setting.activation_checkpointing == "none" else setting.activation_checkpointing,
+        "fused" if setting.fused else "compiled" if setting.compile else "",
+        "graph" if setting.cuda_graph else "",
+    ]
+    sizes = f"{setting.micro_batch} x {setting.seq_len}"
+    return ", ".join(filter(None, [f"{model} {setting.method} {weights}", sizes, *traits]))
+
+
+def with_section(page: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return docs/planner.md with its section on recorded runs replaced."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{section(records)}\n\n{END}{rest.partition(END)[2]}"

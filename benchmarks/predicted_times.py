@@ -1,0 +1,158 @@
+"""Predicted step times beside the recorded ones of our cases on the H200, for docs/planner.md.
+
+    python benchmarks/predicted_times.py       print the table
+
+Each case counts once, by its newest record. Rows that a constant was taken from are marked as used; all others test it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import predicted_scaling
+from inputs import FAMILY, SHAPES
+
+from pantheraml.planner.known_rates import H200
+from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
+from pantheraml.planner.setting import Setting
+from pantheraml.planner.step_time import TimeInputs, predict_time
+
+RESULTS = Path(__file__).with_name("results")
+USED = {
+    "ours-8b-lora-fp8": "the share of single kernels' rates that a step reaches",
+    "ours-8b-lora-bf16": "the share of single kernels' rates that a step reaches",
+    "ours-8b-lora-uneven": "packed documents, which take as long in attention as one row",
+    "ablation: 1b without CUDA graph": "the host's time to launch a kernel",
+    "ablation: 1b full, 8-bit states": "the bytes of 8-bit states",
+}
+"""Case -> what was taken from it."""
+RENAMED = {"quantised": "quantized"}
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    case: str
+    setting: Setting
+    seconds: float
+    predicted: float
+    limited_by: str
+    used: str | None
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.seconds - 1
+
+
+def time_rows() -> list[TimeRow]:
+    found = dict(_ablations())
+    for path in sorted(RESULTS.glob("h200-*.json")):
+        for row in json.loads(path.read_text())["results"]:
+            if row["system"] == "pantheraml" and row["status"] == "measured" and _is_training(row):
+                case = _renamed(row["case"])
+                found[case] = (_renamed(row["model"]), _setting(row), row["tokens_per_second"])
+    return [_row(case, *values) for case, values in found.items()]
+
+
+def _is_training(row: Mapping[str, Any]) -> bool:
+    """Preference and online training add passes that the planner does not plan."""
+    return row["path"] == "cli" and row.get("trainer") in (None, "sft")
+
+
+def _renamed(name: str) -> str:
+    for old, new in RENAMED.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _setting(row: Mapping[str, Any]) -> Setting:
+    """What `pantheraml plan` chooses for such a case, on one H200."""
+    full, precision, checkpointing = row["method"] == "full", row["precision"], row["checkpointing"]
+    offload = checkpointing == "offload"
+    fused = not full or precision == "fp8" or offload
+    options = row["settings"]
+    return Setting(
+        method="full" if full else "lora",
+        trained_weights=options.get("train.weights", "fp32"),
+        optimizer=options.get("train.optimizer", "adamw"),
+        frozen_weights=precision if not full and precision in ("fp8", "nf4") else None,
+        fp8_matmuls=full and precision == "fp8",
+        fused=fused,
+        compile=not fused,
+        cuda_graph=not offload,
+        activation_checkpointing=checkpointing,
+        micro_batch=row["batch"],
+        seq_len=row["seq"],
+    )
+
+
+def _ablations() -> Iterator[tuple[str, tuple[str, Setting, float]]]:
+    pieces = json.loads((RESULTS / "ablation-20261118T210646Z.json").read_text())["results"]
+    lora = Setting(frozen_weights="fp8", fused=True, micro_batch=4, seq_len=2048)
+    for piece in pieces:
+        if piece["piece"] == "step_cuda_graph":
+            shape = piece["setting"].split()[0]
+            yield f"ablation: {shape} without CUDA graph", (shape, lora, piece["off_tokens_per_second"])
+    full = Setting(
+        method="full", trained_weights="bf16", optimizer="adamw8bit", compile=True, cuda_graph=True, micro_batch=4
+    )
+    tricks = json.loads((RESULTS / "ablation-20261116T162433Z.json").read_text())["results"]
+    (trick,) = [each for each in tricks if each["trick"] == "adamw8bit"]
+    yield "ablation: 1b full, 8-bit states", ("1b", full, trick["on_tokens_per_second"])
+
+
+def shapes_of(name: str) -> ModelShapes:
+    values = dict(SHAPES[name.removesuffix("-quantized")])
+    return shapes_of_config({"model_type": values.pop(FAMILY, "llama"), **values})
+
+
+def _row(case: str, model: str, setting: Setting, tokens_per_second: float) -> TimeRow:
+    given = TimeInputs.of(shapes_of(model), setting, H200)
+    assert given is not None
+    time = predict_time(setting, given)
+    assert time is not None
+    return TimeRow(case, setting, setting.tokens / tokens_per_second, time.seconds, time.limited_by, USED.get(case))
+
+
+def markdown() -> str:
+    rows = time_rows()
+    lines = [
+        "| case | batch | sequence | measured | predicted | error | limited by | row |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda each: each.case):
+        lines.append(
+            f"| {row.case} | {row.setting.micro_batch} | {row.setting.seq_len:,} | {1e3 * row.seconds:.1f} ms |"
+            f" {1e3 * row.predicted:.1f} ms | {100 * row.error:+.1f} % | {row.limited_by} |"
+            f" {'held out' if row.used is None else 'used for ' + row.used} |"
+        )
+    for name, chosen in (("All rows", rows), ("Held out", [row for row in rows if row.used is None])):
+        errors = sorted(abs(row.error) for row in chosen)
+        median, worst = 100 * statistics.median(errors), 100 * errors[-1]
+        lines += [
+            "",
+            f"{name}: {len(errors)}; median error {median:.1f} % (target 8 %: {_verdict(median <= 8)}),"
+            f" worst {worst:.1f} % (target 20 %: {_verdict(worst <= 20)}).",
+        ]
+    return "\n".join(lines)
+
+
+def with_sections(page: str) -> str:
+    """Return docs/planner.md with its tables of times and of predicted plans replaced."""
+    for name, text in (("time", markdown()), ("scaling", predicted_scaling.tables())):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def _verdict(reached: bool) -> str:
+    return "reached" if reached else "not reached"
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,0 +1,221 @@
+"""Plans to compare: parallelism, checkpointing, micro-batch and frozen weights, where the user left them open.
+
+The rules of `choose` give the first one, which was measured where anything was. Others take its place only if it does
+not fit into memory, or if they are clearly faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pantheraml.base.env import ProcessRank
+from pantheraml.base.errors import PantheraError
+from pantheraml.planner.choose import choose
+from pantheraml.planner.decided import Decided
+from pantheraml.planner.facts import DeviceFacts, ModelFacts
+from pantheraml.planner.layer_sizes import layer_sizes
+from pantheraml.planner.memory import predict_memory
+from pantheraml.planner.model_shapes import ModelShapes
+from pantheraml.planner.setting import Setting, setting_of
+from pantheraml.planner.step_time import StepTime, TimeInputs, predict_time
+from pantheraml.specs.multi_gpu import MultiGPUMode
+from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
+from pantheraml.specs.plan import DeviceSpec, Plan
+from pantheraml.specs.prediction import MemoryPrediction
+from pantheraml.specs.train import Checkpointing, MethodConfig, TrainConfig
+
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
+"""From the fastest to the leanest."""
+SAFE_SHARE = 0.95
+"""Of the memory; a plan that is predicted to need more is not chosen, as predictions err."""
+ALLOCATOR_SHARE = 1.07
+"""Memory that torch reserves, over what it allocates at the peak: typically 1.05 to 1.07."""
+CONTEXT_BYTES = 1268 << 20
+"""A CUDA context on an A100, the largest that is known."""
+DEGREES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A run to plan, and what is known for predicting it."""
+
+    config: TrainConfig
+    devices: DeviceSpec
+    place: ProcessRank | None
+    shapes: ModelShapes
+    model: ModelFacts
+    hardware: DeviceFacts
+
+    def memory(self, setting: Setting) -> MemoryPrediction | None:
+        capability = self.devices.gpus[0].compute_capability if self.devices.gpus else None
+        capacity = self.hardware.capacity_bytes
+        return predict_memory(self.shapes, setting, capacity_bytes=capacity, capability=capability)
+
+    @cached_property
+    def time_inputs(self) -> tuple[TimeInputs | None, TimeInputs | None]:
+        """By the rates that are known, and by peaks."""
+        sizes = layer_sizes(self.shapes)
+        trained = count_trained(self.config.method, self.shapes)
+        rates, links = (self.hardware.rates, self.hardware.bounds), self.hardware.links
+        known, bounds = (
+            None if each is None or sizes is None else TimeInputs(sizes, self.shapes.parameters, trained, each, links)
+            for each in rates
+        )
+        return known, bounds
+
+    def plan(self, decided: Decided) -> Plan | None:
+        """None: the rules do not allow it."""
+        try:
+            return choose(self.config, self.devices, self.place, decided)
+        except PantheraError:
+            return None
+
+
+@dataclass
+class Candidate:
+    """A plan with its predictions; memory is predicted when somebody asks."""
+
+    problem: Problem
+    decided: Decided
+    plan: Plan
+    setting: Setting
+    time: StepTime | None
+    ranking_seconds: float
+    """For comparing: predicted, or bounded by data-sheet peaks; 0: not known."""
+    _memory: tuple[MemoryPrediction | None] | None = None
+
+    @property
+    def memory(self) -> MemoryPrediction | None:
+        if self._memory is None:
+            self._memory = (self.problem.memory(self.setting),)
+        return self._memory[0]
+
+    @property
+    def fits(self) -> bool | None:
+        return fits(self.memory)
+
+    @property
+    def parallel_effort(self) -> int:
+        """How much parallelism asks of links and model: the less, the fewer ways to be slower than predicted."""
+        dims, node = self.setting.dims, self.problem.hardware.links.ranks_per_node
+        splits_layers = dims.world_size > dims.data
+        return (
+            sum(degree > 1 for degree in dims.degrees) + 3 * splits_layers + (dims.shard > 1) + 2 * (dims.shard > node)
+        )
+
+    @property
+    def effort(self) -> tuple[int, int, int]:
+        """What to prefer among equals: simple parallelism, little recomputation, large micro-batches."""
+        mode = CHECKPOINTING.index(self.setting.activation_checkpointing)
+        return self.parallel_effort, mode, -self.setting.micro_batch
+
+
+def fits(memory: MemoryPrediction | None) -> bool | None:
+    """Whether it fits with a margin; None: not known."""
+    if memory is None or memory.capacity_bytes is None:
+        return None
+    return needed_bytes(memory) <= SAFE_SHARE * memory.capacity_bytes
+
+
+def needed_bytes(memory: MemoryPrediction) -> float:
+    """Memory of the device that a run needs; with typical shares for the allocator and CUDA if these are not known."""
+    if memory.device_bytes is not None:
+        return memory.device_bytes
+    return (memory.reserved_bytes or ALLOCATOR_SHARE * memory.allocated_bytes) + CONTEXT_BYTES
+
+
+def candidate(problem: Problem, decided: Decided) -> Candidate | None:
+    plan = problem.plan(decided)
+    return None if plan is None else of_plan(problem, decided, plan)
+
+
+def of_plan(problem: Problem, decided: Decided, plan: Plan) -> Candidate:
+    setting = setting_of(problem.config, plan)
+    return _timed(problem, decided, plan, setting)
+
+
+def _timed(problem: Problem, decided: Decided, plan: Plan, setting: Setting) -> Candidate:
+    known, bounds = problem.time_inputs
+    time = None if known is None else predict_time(setting, known)
+    bound = None if bounds is None else predict_time(setting, bounds)
+    ranked = time or bound
+    return Candidate(problem, decided, plan, setting, time, 0.0 if ranked is None else ranked.seconds)
+
+
+def with_micro_batch(found: Candidate, size: int) -> Candidate:
+    """The same plan with other micro-batches, without asking the rules again."""
+    share = math.ceil(found.plan.global_batch_size / found.plan.dims.data)
+    setting = found.setting.model_copy(update={"micro_batch": size, "accumulation": math.ceil(share / size)})
+    decided = Decided(found.decided.dims, found.decided.checkpointing, size, found.decided.frozen_weights)
+    return _timed(found.problem, decided, found.plan, setting)
+
+
+def alternatives_to(base: Candidate, *, quantized: bool = False) -> Iterator[Candidate]:
+    """Every other plan that the configuration leaves open. `quantized`: those with frozen weights in 4 bits."""
+    problem = base.problem
+    formats: tuple[Literal["int8", "nf4"] | None, ...] = ("nf4",) if quantized else (base.decided.frozen_weights,)
+    if quantized and not may_quantize(problem.config, base.setting):
+        return
+    for dims in _dims(problem, base.plan):
+        for mode in _modes(problem.config):
+            for frozen in formats:
+                decided = Decided(
+                    dims=None if dims == base.plan.dims else dims,
+                    checkpointing=None if mode == base.setting.activation_checkpointing else mode,
+                    frozen_weights=frozen,
+                )
+                found = candidate(problem, decided)
+                if found is not None and found.plan.world_size == base.plan.world_size:
+                    yield from _micro_batches(found)
+
+
+def count_trained(method: MethodConfig, shapes: ModelShapes) -> int:
+    """Parameters that the method trains."""
+    return shapes.parameters if method.kind == "full" else shapes.lora_parameters(method.rank, method.target_modules)
+
+
+def may_quantize(config: TrainConfig, setting: Setting) -> bool:
+    return config.model.precision == "auto" and config.method.kind == "lora" and setting.frozen_weights != "nf4"
+
+
+def _modes(config: TrainConfig) -> tuple[Checkpointing, ...]:
+    mode = config.train.activation_checkpointing
+    return CHECKPOINTING if mode == "auto" else (mode,)
+
+
+def _micro_batches(found: Candidate) -> Iterator[Candidate]:
+    yield found
+    size, dims = found.setting.micro_batch, found.setting.dims
+    share = math.ceil(found.plan.global_batch_size / dims.data)
+    is_open = found.problem.config.train.micro_batch_size == "auto"
+    if is_open and found.setting.method == "full" and dims.shard > 1 and share > size:
+        yield with_micro_batch(found, share)  # gradients of several passes would be summed before they are sharded
+    while is_open and size > 1:
+        size = (size + 1) // 2
+        yield with_micro_batch(found, size)
+
+
+def _dims(problem: Problem, plan: Plan) -> list[ParallelDims]:
+    """Parallel degrees that use all processes, the planned ones first."""
+    parallel, n = problem.config.parallel, plan.world_size
+    is_open = parallel.mode is MultiGPUMode.AUTO and all(getattr(parallel, name) is None for name in DIMENSIONS)
+    if n == 1 or not is_open or parallel.batch_shares != "even" or parallel.aggregation != "mean":
+        return [plan.dims]
+    node, heads = problem.hardware.links.ranks_per_node, problem.model.heads_divide
+    found = [plan.dims, ParallelDims(replicate=n), ParallelDims(shard=n)]
+    shards = [size for size in (node, *(node * k for k in DEGREES), *DEGREES) if 1 < size < n and n % size == 0]
+    found += [ParallelDims(replicate=n // size, shard=size) for size in shards]
+    for degree in (each for each in DEGREES if n % each == 0):
+        if degree <= node and heads % degree == 0:
+            found += [
+                ParallelDims(replicate=n // degree, tensor=degree),
+                ParallelDims(shard=n // degree, tensor=degree),
+            ]
+            found += [ParallelDims(shard=n // degree, context=degree)]
+        found.append(ParallelDims(replicate=n // degree, pipeline=degree))
+    batch = problem.config.train.global_batch_size
+    return [dims for dims in dict.fromkeys(found) if dims.data <= batch]

@@ -1,0 +1,107 @@
+"""What predictions need besides the configuration: the model's sizes, and the rates and memory of the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import PantheraError
+from pantheraml.planner.known_models import known_config
+from pantheraml.planner.known_rates import known_rates, peak_rates, rates_of
+from pantheraml.planner.links import Links
+from pantheraml.planner.model_shapes import FAMILIES, ModelShapes, read_shapes, shapes_of_config
+from pantheraml.planner.rates import MachineRates
+from pantheraml.specs.gpu_table import GPUModel, by_driver_name
+from pantheraml.specs.hf_config import read_hf_config
+from pantheraml.specs.plan import GPU
+from pantheraml.specs.train import ModelConfig
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as far as its sizes are known."""
+
+    shapes: ModelShapes | None
+    why_unknown: str | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    source: str = "its config.json"
+
+    @property
+    def heads_divide(self) -> int:
+        """Degrees of tensor and context parallelism must divide this; 1: not known."""
+        return math.gcd(self.heads or 1, self.kv_heads or self.heads or 1)
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Rates and memory of the devices of a run."""
+
+    rates: MachineRates | None
+    bounds: MachineRates | None
+    """Peaks of the data sheet, for comparing plans where the rates are not known."""
+    links: Links
+    capacity_bytes: int | None
+    """Memory of the device that has the least; None: not known."""
+
+
+def model_facts(model: ModelConfig, folder: Path | None = None) -> ModelFacts:
+    """Sizes of the configured model: of `folder`, of its own folder, or of a model of that name that is known."""
+    path = folder or Path(model.path).expanduser()
+    values: Mapping[str, Any] | None
+    if path.is_dir():
+        try:
+            values, shapes = read_hf_config(path), read_shapes(path)
+        except PantheraError as err:
+            return ModelFacts(None, err.what)
+        return _facts(values, shapes, "its config.json" if values.get("model_type") in FAMILIES else "its weight files")
+    values = known_config(model.path)
+    if values is None:
+        return ModelFacts(None, f"the sizes of {model.path} are not known here")
+    return _facts(values, shapes_of_config(values), "the table of known models")
+
+
+def _facts(values: Mapping[str, Any], shapes: ModelShapes, source: str) -> ModelFacts:
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    return ModelFacts(shapes, None, heads, values.get("num_key_value_heads") or heads, source)
+
+
+def device_facts(
+    gpus: Sequence[GPU],
+    *,
+    model: GPUModel | None = None,
+    links: Links | None = None,
+    memory_fraction: float | None = None,
+    total_memory: bool = False,
+    calibrated: bool = True,
+) -> DeviceFacts:
+    """Facts of the GPUs of a run.
+
+    `model`, `links`: of GPUs that are only described. `total_memory`: others will have left by then, so that not only
+    the free memory counts. `calibrated`: rates measured on this machine may count; not where every node plans for
+    itself, and all must come to the same result.
+    """
+    if not gpus:
+        return DeviceFacts(None, None, Links(1, None), None)
+    known = model or by_driver_name(gpus[0].name)
+    rates = None if known is None else known_rates(known)
+    if model is None and calibrated:
+        rates = rates_of(gpus[0].name)
+    sizes = [_memory(gpu, memory_fraction, total_only=total_memory) for gpu in gpus]
+    known_sizes = [size for size in sizes if size is not None]
+    return DeviceFacts(
+        rates=rates,
+        bounds=None if known is None else peak_rates(known),
+        links=links or Links(len(gpus), None if rates is None else rates.link_gb_s),
+        capacity_bytes=min(known_sizes) if len(known_sizes) == len(sizes) else None,
+    )
+
+
+def _memory(gpu: GPU, fraction: float | None, *, total_only: bool) -> int | None:
+    free = gpu.total_bytes if total_only or gpu.free_bytes is None else gpu.free_bytes
+    if fraction is None or gpu.total_bytes is None or free is None:
+        return free
+    return min(free, int(gpu.total_bytes * fraction))

@@ -1,0 +1,76 @@
+"""Sizes of common models by their hub names, for planning where the hub cannot be reached.
+
+Each is what the model's own `config.json` says. A name is looked up without its owner, and without the suffix of a
+tuned variant, which has the same sizes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+_KEYS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+)
+
+# fmt: off
+_TABLE: dict[str, tuple[Any, ...]] = {
+    "llama-3.2-1b":   ("llama", 128_256, 2048, 8192, 16, 32, 8, 64, True),
+    "llama-3.2-3b":   ("llama", 128_256, 3072, 8192, 28, 24, 8, 128, True),
+    "llama-3-8b":     ("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, False),
+    "llama-3-70b":    ("llama", 128_256, 8192, 28_672, 80, 64, 8, 128, False),
+    "llama-3.1-8b":   ("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, False),
+    "llama-3.1-70b":  ("llama", 128_256, 8192, 28_672, 80, 64, 8, 128, False),
+    "llama-3.3-70b":  ("llama", 128_256, 8192, 28_672, 80, 64, 8, 128, False),
+    "llama-3.1-405b": ("llama", 128_256, 16_384, 53_248, 126, 128, 8, 128, False),
+    "llama-2-7b":     ("llama", 32_000, 4096, 11_008, 32, 32, 32, 128, False),
+    "llama-2-13b":    ("llama", 32_000, 5120, 13_824, 40, 40, 40, 128, False),
+    "llama-2-70b":    ("llama", 32_000, 8192, 28_672, 80, 64, 8, 128, False),
+    "tinyllama-1.1b": ("llama", 32_000, 2048, 5632, 22, 32, 4, 64, False),
+    "smollm2-135m":   ("llama", 49_152, 576, 1536, 30, 9, 3, 64, True),
+    "smollm2-360m":   ("llama", 49_152, 960, 2560, 32, 15, 5, 64, True),
+    "smollm2-1.7b":   ("llama", 49_152, 2048, 8192, 24, 32, 32, 64, True),
+    "mistral-7b-v0.1": ("mistral", 32_000, 4096, 14_336, 32, 32, 8, 128, False),
+    "mistral-7b-v0.2": ("mistral", 32_000, 4096, 14_336, 32, 32, 8, 128, False),
+    "mistral-7b":     ("mistral", 32_768, 4096, 14_336, 32, 32, 8, 128, False),
+    "qwen2.5-0.5b":   ("qwen2", 151_936, 896, 4864, 24, 14, 2, 64, True),
+    "qwen2.5-1.5b":   ("qwen2", 151_936, 1536, 8960, 28, 12, 2, 128, True),
+    "qwen2.5-3b":     ("qwen2", 151_936, 2048, 11_008, 36, 16, 2, 128, True),
+    "qwen2.5-7b":     ("qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128, False),
+    "qwen2.5-14b":    ("qwen2", 152_064, 5120, 13_824, 48, 40, 8, 128, False),
+    "qwen2.5-32b":    ("qwen2", 152_064, 5120, 27_648, 64, 40, 8, 128, False),
+    "qwen2.5-72b":    ("qwen2", 152_064, 8192, 29_568, 80, 64, 8, 128, False),
+    "qwen3-0.6b":     ("qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, True),
+    "qwen3-1.7b":     ("qwen3", 151_936, 2048, 6144, 28, 16, 8, 128, True),
+    "qwen3-4b":       ("qwen3", 151_936, 2560, 9728, 36, 32, 8, 128, True),
+    "qwen3-8b":       ("qwen3", 151_936, 4096, 12_288, 36, 32, 8, 128, False),
+    "qwen3-14b":      ("qwen3", 151_936, 5120, 17_408, 40, 40, 8, 128, False),
+    "qwen3-32b":      ("qwen3", 151_936, 5120, 25_600, 64, 64, 8, 128, False),
+}
+# fmt: on
+
+_TUNED = re.compile(r"-(instruct|chat|hf|base|it)(?=-|$)")
+_VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{4})$")
+
+
+def known_config(name: str) -> dict[str, Any] | None:
+    """Settings of the `config.json` of the model that people call `name`; None: it is not in the table."""
+    key = _key(name)
+    values = _TABLE.get(key) or _TABLE.get(_VERSION.sub("", key))
+    return None if values is None else dict(zip(_KEYS, values, strict=True))
+
+
+def nearest_name(name: str) -> str | None:
+    """Return the known name that is most like `name`; None: none is like it."""
+    near = difflib.get_close_matches(_key(name), _TABLE, n=1, cutoff=0.5)
+    return near[0] if near else None
+
+
+def known_names() -> tuple[str, ...]:
+    return tuple(_TABLE)
+
+
+def _key(name: str) -> str:
+    return _TUNED.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))

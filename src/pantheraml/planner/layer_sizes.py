@@ -1,0 +1,73 @@
+"""Widths of a model's decoder layers, from the shapes of its weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pantheraml.planner.model_shapes import ModelShapes, Weight
+
+_LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
+_ATTENTION_OUTPUT = re.compile(r"\.(o_proj|c_proj|out_proj|dense|wo)$")
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    layers: int
+    hidden: int
+    vocab: int
+    queries: int
+    """Width of the queries: heads x size of a head."""
+    qkv: int
+    """Width of queries, keys and values together."""
+    inner: int
+    """Width of the MLP."""
+    gated: bool
+    """The MLP has a gate: gate and up are `inner` wide each."""
+    linear_parameters: int
+    """Parameters of one layer's matrices."""
+    matrices: int
+    """Matrices of one layer."""
+    norms: int
+    """Norms of one layer as wide as the residual stream."""
+    tied: bool
+
+
+def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
+    """Sizes of a model of equal layers; None: its weights do not tell."""
+    numbers = {int(found[1]) for each in shapes.weights if (found := _LAYER.search(f".{each.name}"))}
+    tables = [each for each in shapes.weights if each.part == "embedding" and len(each.shape) == 2]
+    if not numbers or not tables:
+        return None
+    table = max(tables, key=lambda each: each.shape[0])
+    first = [each for each in shapes.weights if _number(each) == min(numbers)]
+    linears = [each for each in first if each.linear]
+    last = [each for each in shapes.weights if _number(each) == max(numbers) and each.linear]
+    if sum(each.size for each in linears) != sum(each.size for each in last):
+        return None
+    attention = [each for each in linears if each.part == "attention"]
+    outputs = [each for each in attention if _ATTENTION_OUTPUT.search(each.layer)]
+    mlp = [each for each in linears if each.part == "mlp"]
+    if len(outputs) != 1 or len(mlp) < 2:
+        return None
+    hidden = table.shape[1]
+    inner = max((each for each in mlp if each.out_in[0] == hidden), key=lambda each: each.size, default=mlp[-1])
+    widths = sum(each.out_in[0] for each in mlp if each is not inner)
+    return LayerSizes(
+        layers=len(numbers),
+        hidden=hidden,
+        vocab=table.shape[0],
+        queries=outputs[0].out_in[1],
+        qkv=sum(each.out_in[0] for each in attention if each is not outputs[0]),
+        inner=inner.out_in[1],
+        gated=widths >= 2 * inner.out_in[1],
+        linear_parameters=sum(each.size for each in linears),
+        matrices=len(linears),
+        norms=sum(1 for each in first if each.part == "norms" and each.shape == (hidden,) and "bias" not in each.name),
+        tied=shapes.tied,
+    )
+
+
+def _number(weight: Weight) -> int | None:
+    found = _LAYER.search(f".{weight.name}")
+    return None if found is None else int(found[1])

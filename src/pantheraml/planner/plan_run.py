@@ -1,0 +1,393 @@
+"""Plan a run with predictions: the rules' choices, compared with every other plan that the configuration leaves open.
+
+Where the model or the GPU is not known, and on CPUs, the rules decide alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pantheraml.base.env import ProcessRank
+from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.planner.candidates import (
+    Candidate,
+    Problem,
+    alternatives_to,
+    candidate,
+    fits,
+    needed_bytes,
+    of_plan,
+)
+from pantheraml.planner.choose import choose
+from pantheraml.planner.decided import Decided
+from pantheraml.planner.facts import DeviceFacts, ModelFacts, device_facts, model_facts
+from pantheraml.planner.memory import why_not_predicted
+from pantheraml.planner.step_time import NO_RATES, NO_SIZES, why_no_time
+from pantheraml.planner.suggestions import suggestions
+from pantheraml.specs.plan import DeviceSpec, Plan
+from pantheraml.specs.prediction import Alternative, MemoryPrediction, Prediction
+from pantheraml.specs.train import TrainConfig
+
+CLEARLY_FASTER = 1.10
+"""A plan must be predicted to be that much faster to replace the rules', which fits."""
+WORTH_ITS_EFFORT = 1.15
+"""More complicated parallelism must be predicted to be that much faster."""
+AS_FAST = 1.03
+"""Among plans about as fast as the fastest, the simplest is taken."""
+CERTAIN_SHARE = 0.9
+"""Of a prediction that is certainly needed; if not even that is there, the run is refused."""
+SHOWN = 6
+"""Alternatives that a plan keeps."""
+TOO_LARGE_SHOWN = 2
+"""Of them that do not fit."""
+LOOKED_AT = 16
+"""Kinds of alternatives that they are taken from."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known besides configuration and hardware; None: not known."""
+
+    sequences: float | None = None
+    """Sequences of an epoch, packed ones if the run packs."""
+    dollars_per_hour: float | None = None
+    """Of a GPU."""
+
+
+NOTHING = Outlook()
+
+
+def plan_run(
+    config: TrainConfig,
+    devices: DeviceSpec,
+    place: ProcessRank | None = None,
+    *,
+    model: ModelFacts | None = None,
+    hardware: DeviceFacts | None = None,
+    outlook: Outlook = NOTHING,
+    resumed: Plan | None = None,
+    total_memory: bool = False,
+) -> Plan:
+    """Plan a run. `model`, `hardware`: facts that are not read from the configured model folder or from `devices`.
+
+    `resumed`: plan of the run that is continued, whose frozen weights keep their format. `total_memory`: plan for a
+    moment at which nobody else uses the GPUs.
+
+    OutOfMemoryError, with the cheapest changes that would fit, if no plan can fit into the GPUs' memory.
+    """
+    start = _as_before(config, resumed)
+    rules = choose(config, devices, place, start)
+    if rules.device == "cpu":
+        return rules
+    model = model or model_facts(config.model)
+    used = [gpu for gpu in devices.gpus if gpu.index in rules.device_ids]
+    hardware = hardware or device_facts(
+        used,
+        memory_fraction=config.parallel.memory_fraction,
+        total_memory=total_memory or place is not None,
+        calibrated=place is None,
+    )
+    if model.shapes is None:
+        return _unpredicted(rules, f"memory and time are not predicted: {model.why_unknown}")
+    problem = Problem(config, devices, place, model.shapes, model, hardware)
+    base = of_plan(problem, start, rules)
+    if base.fits is None and _fits_uncompiled(base) is not False:
+        why = why_not_predicted(model.shapes, base.setting) or "the memory of the GPU is not known"
+        if _fits_uncompiled(base):
+            why += ", but it would fit even without compiling"
+        return _finished(base, (), outlook, (f"memory is not predicted, so the rules decide: {why}",))
+    compared = _compared(base, may_quantize=resumed is None)
+    best = _best(base, compared)
+    if best is None:
+        _refuse_if_certain(base, compared)
+        best = min(compared, key=lambda each: _needed(each.memory))
+    chosen = _decided(base, best)
+    others = [each for each in compared if each is not best]
+    faster = _faster_quantized(base, best) if resumed is None else None
+    warnings = [] if chosen.fits else [_close_call(chosen.memory)]
+    warnings += _told_of_unlike_gpus(rules, devices)
+    finished = _finished(
+        chosen, _alternatives(chosen, others, faster), outlook, (f"sizes of the model: {model.source}",)
+    )
+    return finished.model_copy(update={"warnings": (*finished.warnings, *warnings)}) if warnings else finished
+
+
+def _fits_uncompiled(base: Candidate) -> bool | None:
+    """Whether the rules' plan, whose memory is not known, would fit if its layers were not compiled, which saves some.
+
+    None: that is not known, either.
+    """
+    return fits(base.problem.memory(base.setting.model_copy(update={"compile": False})))
+
+
+def _as_before(config: TrainConfig, resumed: Plan | None) -> Decided:
+    if resumed is None or config.model.precision != "auto" or config.method.kind != "lora":
+        return Decided()
+    if resumed.frozen_weights not in ("int8", "nf4"):
+        return Decided()
+    reasons = {"frozen_weights": "as before the run was interrupted"}
+    return Decided(frozen_weights=resumed.frozen_weights, reasons=reasons)
+
+
+def _compared(base: Candidate, *, may_quantize: bool) -> list[Candidate]:
+    """All plans with the frozen weights as the rules have them; with 4-bit ones if none of those fits."""
+    found = [base, *(each for each in alternatives_to(base) if each.setting != base.setting)]
+    found.sort(key=lambda each: (each.ranking_seconds, each.effort))  # memory is predicted for the first ones only
+    if may_quantize and not any(each.fits for each in found):
+        found += alternatives_to(base, quantized=True)
+    return found
+
+
+def _best(base: Candidate, compared: list[Candidate]) -> Candidate | None:
+    """`compared`: the fastest first."""
+    fastest = next((each for each in compared if each.fits), None)
+    if fastest is None:
+        return None
+    if base.fits and base.ranking_seconds <= CLEARLY_FASTER * fastest.ranking_seconds:
+        return base
+    simple = fastest
+    for each in compared:
+        if each.ranking_seconds > WORTH_ITS_EFFORT * fastest.ranking_seconds:
+            break
+        if each.parallel_effort < simple.parallel_effort and each.fits:
+            simple = each  # the fastest of its kind, as the fastest come first
+    near = (each for each in compared if each.ranking_seconds <= AS_FAST * simple.ranking_seconds)
+    return min((each for each in near if each.fits), key=lambda each: each.effort)
+
+
+def _needed(memory: MemoryPrediction | None) -> float:
+    return math.inf if memory is None else needed_bytes(memory)
+
+
+def _decided(base: Candidate, best: Candidate) -> Candidate:
+    """The candidate with the reasons why it takes the rules' place."""
+    if best is base:
+        return base
+    memory = base.memory
+    if base.fits:
+        why = f"predicted to be {base.ranking_seconds / best.ranking_seconds:.2f} times as fast"
+    elif memory is None:
+        why = f"{describe(base)} would not fit"
+    else:
+        need, there_is = _gib(_needed(memory)), _gib(memory.capacity_bytes or 0)
+        why = f"{describe(base)} would need {need} of {there_is}"
+    names = {
+        "parallel": best.decided.dims,
+        "train.activation_checkpointing": best.decided.checkpointing,
+        "train.micro_batch_size": best.decided.micro_batch,
+        "frozen_weights": best.decided.frozen_weights,
+    }
+    reasons = {name: why for name, value in names.items() if value is not None}
+    decided = Decided(
+        best.decided.dims,
+        best.decided.checkpointing,
+        best.decided.micro_batch,
+        best.decided.frozen_weights,
+        reasons,
+    )
+    again = candidate(base.problem, decided)
+    assert again is not None
+    return again
+
+
+def _finished(
+    chosen: Candidate, alternatives: tuple[Alternative, ...], outlook: Outlook, sources: tuple[str, ...]
+) -> Plan:
+    prediction = _prediction(chosen, outlook, sources)
+    memory = prediction.memory
+    return chosen.plan.model_copy(
+        update={
+            "prediction": prediction,
+            "alternatives": alternatives,
+            "predicted_memory_bytes": None if memory is None else memory.allocated_bytes,
+            "predicted_seconds": prediction.total_seconds,
+        }
+    )
+
+
+def _prediction(chosen: Candidate, outlook: Outlook, sources: tuple[str, ...]) -> Prediction:
+    plan, time, rates = chosen.plan, chosen.time, chosen.problem.hardware.rates
+    steps = total_steps(chosen.problem.config, outlook.sequences)
+    total = None if time is None or steps is None else steps * time.seconds
+    hours = None if total is None else plan.world_size * total / 3600
+    watts = None if rates is None else rates.watts
+    told = [*sources, *(time.sources if time is not None else (_why_no_time(chosen),))]
+    if time is None and chosen.ranking_seconds:
+        told.append(f"a step takes at least {chosen.ranking_seconds:.3g} s, by the peaks of the data sheet")
+    if hours is not None and watts is not None:
+        told.append(f"energy: {watts:.0f} W per GPU throughout, the GPUs alone")
+    return Prediction(
+        memory=chosen.memory,
+        step_seconds=None if time is None else time.seconds,
+        total_seconds=total,
+        energy_kwh=None if hours is None or watts is None else hours * watts / 1000,
+        dollars=None if hours is None or outlook.dollars_per_hour is None else hours * outlook.dollars_per_hour,
+        steps=steps,
+        time_parts={} if time is None else time.parts,
+        sources=tuple(told),
+    )
+
+
+def _why_no_time(chosen: Candidate) -> str:
+    hardware = chosen.problem.hardware
+    if hardware.rates is None:
+        return f"time is not predicted: {NO_RATES}"
+    given, _ = chosen.problem.time_inputs
+    return f"time is not predicted: {NO_SIZES if given is None else why_no_time(chosen.setting, given)}"
+
+
+def total_steps(config: TrainConfig, sequences: float | None) -> int | None:
+    """Steps of the whole run; None: not known."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    if sequences is None:
+        return None
+    return max(1, math.ceil(sequences * config.train.epochs / config.train.global_batch_size))
+
+
+def _unpredicted(plan: Plan, why: str) -> Plan:
+    prediction = Prediction(
+        memory=None, step_seconds=None, total_seconds=None, energy_kwh=None, dollars=None, sources=(why,)
+    )
+    return plan.model_copy(update={"prediction": prediction})
+
+
+# -- what was not chosen
+
+
+def _faster_quantized(base: Candidate, best: Candidate) -> Candidate | None:
+    """The fastest plan with 4-bit weights, if the model has to be split only because it is not quantized."""
+    if best.setting.frozen_weights == "nf4" or best.setting.dims == base.setting.dims:
+        return None
+    found = sorted(alternatives_to(base, quantized=True), key=lambda each: (each.ranking_seconds, each.effort))
+    return next((each for each in found if each.ranking_seconds < best.ranking_seconds and each.fits), None)
+
+
+def _alternatives(chosen: Candidate, others: list[Candidate], faster: Candidate | None) -> tuple[Alternative, ...]:
+    """The best others, each kind once: with the largest micro-batch that fits, if any does."""
+    kinds: dict[tuple[object, ...], list[Candidate]] = {}
+    for each in others:
+        setting = each.setting
+        kinds.setdefault((setting.dims, setting.activation_checkpointing, setting.frozen_weights), []).append(each)
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    for members in list(kinds.values())[:LOOKED_AT]:
+        best = next((each for each in members if each.fits), members[0])
+        if best.memory is not None and not _is_worse(best, chosen):
+            (fitting if best.fits else too_large).append(best)
+        if len(fitting) == SHOWN:
+            break
+    fitting.sort(key=lambda each: (each.ranking_seconds, each.effort))
+    too_large = too_large[:TOO_LARGE_SHOWN]
+    quantized = [] if faster is None else [faster]
+    kept = [*quantized, *fitting[: SHOWN - len(quantized) - len(too_large)], *too_large]
+    return tuple(_alternative(chosen, each) for each in kept)
+
+
+def _is_worse(each: Candidate, chosen: Candidate) -> bool:
+    """With the same parallelism it needs more memory and more time, so nobody would want it."""
+    if each.setting.dims != chosen.setting.dims or not each.fits:
+        return False
+    return each.ranking_seconds >= chosen.ranking_seconds and _needed(each.memory) >= _needed(chosen.memory)
+
+
+def _alternative(chosen: Candidate, each: Candidate) -> Alternative:
+    return Alternative(
+        name=describe(each),
+        changes=_changes(chosen, each),
+        fits=each.fits,
+        step_seconds=None if each.time is None else each.time.seconds,
+        memory=each.memory,
+        limited_by="memory" if not each.fits else None if each.time is None else each.time.limited_by,
+        reason=_reason(chosen, each),
+    )
+
+
+def describe(each: Candidate) -> str:
+    setting = each.setting
+    words = [str(setting.dims)] if setting.dims.world_size > 1 else []
+    words.append(f"micro-batch {setting.micro_batch}")
+    if setting.accumulation > 1:
+        words.append(f"x {setting.accumulation}")
+    if setting.activation_checkpointing != "none":
+        words.append(f"checkpointing {setting.activation_checkpointing}")
+    if setting.frozen_weights is not None:
+        words.append(setting.frozen_weights)
+    return ", ".join(words).replace(", x ", " x ")
+
+
+def _changes(chosen: Candidate, each: Candidate) -> dict[str, object]:
+    """Settings that make the run this plan, whatever was chosen."""
+    full = Decided(
+        dims=each.setting.dims if each.setting.dims != chosen.setting.dims else None,
+        checkpointing=each.setting.activation_checkpointing
+        if each.setting.activation_checkpointing != chosen.setting.activation_checkpointing
+        else None,
+        micro_batch=each.setting.micro_batch if each.setting.micro_batch != chosen.setting.micro_batch else None,
+        frozen_weights=each.decided.frozen_weights,
+    )
+    return full.changes()
+
+
+def _reason(chosen: Candidate, each: Candidate) -> str:
+    memory = each.memory
+    assert memory is not None
+    if not each.fits:
+        return f"needs {_gib(_needed(memory))} of {_gib(memory.capacity_bytes or 0)}"
+    if not each.ranking_seconds or not chosen.ranking_seconds:
+        return "fits, too; which is faster is not known"
+    ratio = each.ranking_seconds / chosen.ranking_seconds
+    if each.decided.frozen_weights != chosen.decided.frozen_weights:
+        return f"predicted to take {ratio:.2f} of the time, but rounds the frozen weights to 4 bits"
+    if ratio > AS_FAST:
+        return f"a step would take {ratio:.2f} times as long"
+    if ratio < 1 / AS_FAST:
+        return f"predicted to take {ratio:.2f} of the time, too close to give up the simpler or measured plan"
+    before, after = chosen.setting, each.setting
+    if after.dims != before.dims:
+        return "about as fast, with more complicated parallelism"
+    if after.activation_checkpointing != before.activation_checkpointing:
+        return "about as fast, with other recomputation"
+    return "about as fast, with smaller micro-batches"
+
+
+# -- nothing fits
+
+
+def _refuse_if_certain(base: Candidate, compared: list[Candidate]) -> None:
+    leanest = min(compared, key=lambda each: _needed(each.memory))
+    capacity = base.problem.hardware.capacity_bytes
+    if leanest.memory is None or capacity is None or leanest.memory.allocated_bytes * CERTAIN_SHARE <= capacity:
+        return
+    least = leanest.memory.allocated_bytes
+    replicas = [each for each in compared if each.setting.dims.world_size == each.setting.dims.data]
+    ways = suggestions(min(replicas or [leanest], key=lambda each: _needed(each.memory)))
+    raise OutOfMemoryError(
+        f"This run does not fit into the GPU's memory: at least {_gib(least)} would be needed, and there are"
+        f" {_gib(capacity)}.",
+        where=describe(leanest),
+        fix="These would fit: " + "; ".join(ways) + "."
+        if ways
+        else "Use more or larger GPUs, or a smaller model: no single change of the settings is enough.",
+    )
+
+
+def _close_call(memory: MemoryPrediction | None) -> str:
+    assert memory is not None
+    need, there_is = _gib(_needed(memory)), _gib(memory.capacity_bytes or 0)
+    return f"memory is short: {need} of {there_is} are predicted to be needed; the run may stop with out of memory"
+
+
+def _told_of_unlike_gpus(plan: Plan, devices: DeviceSpec) -> list[str]:
+    sizes = sorted({gpu.total_bytes for gpu in devices.gpus if gpu.index in plan.device_ids and gpu.total_bytes})
+    if len(sizes) < 2 or plan.world_size < 2 or sizes[-1] < 1.05 * sizes[0]:
+        return []
+    return [
+        f"the GPUs have unlike memory ({_gib(sizes[0])} to {_gib(sizes[-1])}): all get micro-batches that fit the"
+        " smallest; with DDP, parallel.batch_shares=adaptive gives more sequences to faster ones"
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

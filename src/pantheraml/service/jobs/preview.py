@@ -1,0 +1,92 @@
+"""What a model would be trained on: the tokens of the first rows of a file, made by a worker process.
+
+Chat templates are programs of whoever made the model, and tokenizers need transformers, so neither runs in the service.
+Answers are kept, since the same file is looked at again and again while a job is put together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from pantheraml.base.errors import PantheraError, WorkerError
+from pantheraml.base.event_stream import read_events
+from pantheraml.base.events import ErrorRaised
+from pantheraml.launch.script import python_module
+from pantheraml.runs.supervised import Limits
+from pantheraml.specs.tasks import PreviewRequest
+
+SECONDS = 60.0
+_KEPT = 100
+
+
+class Previewer:
+    """One worker at a time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._working = asyncio.Lock()
+        self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    async def preview(self, model: Path, data: Path, format: str, seq_len: int, rows: int) -> dict[str, Any]:
+        """Raises PantheraError if the model's tokenizer or template cannot be used."""
+        key = f"{model} {_changed(model)} {data.name} {format} {seq_len} {rows}"
+        async with self._working:
+            if key not in self._known:
+                with tempfile.TemporaryDirectory(dir=self._limits.cache, prefix="preview-") as name:
+                    folder = Path(name)
+                    request = PreviewRequest(
+                        run_dir=folder, model=model, data=data, format=format, seq_len=seq_len, rows=rows
+                    )
+                    request.write(folder)
+                    self._known[key] = await self._run(folder)
+            self._known.move_to_end(key)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+            return self._known[key]
+
+    async def _run(self, folder: Path) -> dict[str, Any]:
+        worker = await asyncio.create_subprocess_exec(
+            *python_module("pantheraml.worker"),
+            "preview",
+            str(folder),
+            cwd=folder,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=self._limits.environment(folder, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+            start_new_session=True,
+        )
+        try:
+            await asyncio.wait_for(worker.wait(), SECONDS)
+        except TimeoutError as err:
+            raise WorkerError(f"The preview took more than {SECONDS:.0f} s.", fix="Choose a smaller file.") from err
+        finally:
+            if worker.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+                await worker.wait()
+        if worker.returncode != 0:
+            raise _reason(folder)
+        found: dict[str, Any] = json.loads((folder / "preview.json").read_text())
+        return found
+
+
+def _reason(folder: Path) -> PantheraError:
+    told = [event for event in read_events(folder) if isinstance(event, ErrorRaised)]
+    if not told:
+        return WorkerError("The preview's worker ended without a word.")
+    return WorkerError(told[-1].what, fix=told[-1].fix)
+
+
+def _changed(model: Path) -> float:
+    """When the newest of the files that make tokens was changed."""
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    return max((path.stat().st_mtime for name in names if (path := model / name).is_file()), default=0.0)

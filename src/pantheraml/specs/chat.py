@@ -1,0 +1,89 @@
+"""What the service and its chat worker tell each other: one JSON object per line, over the worker's stdin and stdout.
+
+The worker answers requests one after another. Of each it says `ChatLoaded`, then `ChatText` as the text comes, and at
+the end `ChatDone` or `ChatFailed`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from pantheraml.specs.train import MethodConfig, ModelConfig
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    id: int
+    """Of the request."""
+
+
+class ChatModel(BaseModel):
+    """A base model, or what a run made of one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelConfig
+    method: MethodConfig = MethodConfig()
+    trained: Path | None = None
+    """Folder of the trained weights; None: the base model."""
+
+
+class ChatRequest(_Message):
+    kind: Literal["chat"] = "chat"
+    model: ChatModel
+    messages: list[dict[str, str]]
+    """With `role` and `content`."""
+    max_tokens: int | None
+    """None: as many as the model has positions, at most `default_tokens`."""
+    default_tokens: int
+    temperature: float
+    top_p: float
+    stop: list[str]
+    seed: int | None
+
+
+class ChatCancel(_Message):
+    """Stop answering this request; it ends with `ChatDone`."""
+
+    kind: Literal["cancel"] = "cancel"
+
+
+class ChatLoaded(_Message):
+    """The model is in memory."""
+
+    kind: Literal["loaded"] = "loaded"
+
+
+class ChatText(_Message):
+    kind: Literal["text"] = "text"
+    text: str
+
+
+class ChatDone(_Message):
+    kind: Literal["done"] = "done"
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ChatFailed(_Message):
+    kind: Literal["failed"] = "failed"
+    error: str
+    """Class name (`base.errors`)."""
+    what: str
+    fix: str | None
+    unexpected: bool = False
+    """The request is not to blame."""
+
+
+ChatReply = ChatLoaded | ChatText | ChatDone | ChatFailed
+CHAT_INPUT: TypeAdapter[ChatRequest | ChatCancel] = TypeAdapter(
+    Annotated[ChatRequest | ChatCancel, Field(discriminator="kind")]
+)
+CHAT_REPLY: TypeAdapter[ChatReply] = TypeAdapter(Annotated[ChatReply, Field(discriminator="kind")])

@@ -1,0 +1,208 @@
+"""`pantheraml plan` on clusters that are only described, from one laptop GPU to 64 x 8 H100."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pantheraml.cli.main import main
+from pantheraml.planner import plan_run
+from pantheraml.specs.plan import GPU, DeviceSpec, Plan
+from pantheraml.specs.train import TrainConfig
+
+LARGE = "64x8xH100-80GB nvlink, 3200Gb"
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Plans by the command line; each argument of `settings` is a --set."""
+
+    def run(model: str, gpus: str, *arguments: str, **settings: object) -> Plan:
+        given = [word for key, value in settings.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+        assert main(["plan", "--model", model, "--gpus", gpus, "--json", *arguments, *given]) == 0
+        return Plan.model_validate(json.loads(capsys.readouterr().out))
+
+    return run
+
+
+def dims(plan: Plan) -> str:
+    return str(plan.dims)
+
+
+def laptop(gibibytes: int) -> DeviceSpec:
+    size = gibibytes << 30
+    gpu = GPU(index=0, name="Some Laptop GPU", total_bytes=size, free_bytes=size, compute_capability=(8, 9))
+    return DeviceSpec(gpus=(gpu,), cpu_count=8, ram_bytes=None, driver=None)
+
+
+def config(model: str, **train: object) -> TrainConfig:
+    return TrainConfig.model_validate({"model": {"path": model}, "data": {"path": "d"}, "train": train})
+
+
+def test_cluster_1_a_laptop_gpu_gets_4_bit_weights_only_if_it_must() -> None:
+    """8 GiB: a 1B model in bf16 with recomputation, an 8B model in 4 bits."""
+    small = plan_run.plan_run(config("Llama-3.2-1B"), laptop(8))
+    assert small.frozen_weights is None
+    assert small.micro_batch_size < 8
+    large = plan_run.plan_run(config("Llama-3.1-8B"), laptop(8))
+    assert large.frozen_weights == "nf4"
+    assert "of 8.0 GiB" in large.reason("frozen_weights") or "would not fit" in large.reason("frozen_weights")
+    for each in (small, large):
+        assert each.prediction is not None
+        assert each.prediction.memory is not None
+        assert each.prediction.memory.allocated_bytes < 8 << 30
+        assert each.prediction.step_seconds is None, "nobody measured this GPU"
+        assert any("--calibrate" in source for source in each.prediction.sources)
+
+
+def test_cluster_2_a_consumer_card_recomputes(plan: Any) -> None:
+    found = plan("Llama-3.1-8B", "1xRTX4090")
+    assert found.activation_checkpointing in ("full", "offload")
+    assert found.frozen_weights is None, "bf16 weights fit, so nothing is quantized"
+    assert "of 23.5 GiB" in found.reason("train.activation_checkpointing")
+    assert found.global_batch_size == 16
+
+
+def test_cluster_3_one_h200_keeps_the_measured_defaults(plan: Any) -> None:
+    """The headline case of docs/performance.md: 4 x 2048 tokens, nothing recomputed, fp8, one CUDA graph."""
+    found = plan("Llama-3.1-8B", "1xH200", train__global_batch_size=4)
+    assert (found.micro_batch_size, found.activation_checkpointing) == (4, "none")
+    assert (found.frozen_weights, found.fused, found.cuda_graph) == ("fp8", True, True)
+    assert found.prediction.step_seconds == pytest.approx(8192 / 29148, rel=0.05)
+    assert found.prediction.memory.allocated_bytes == pytest.approx(31.92 * 2**30, rel=0.06)
+    assert any(each.changes.get("train.activation_checkpointing") == "full" for each in found.alternatives)
+
+
+def test_cluster_4_a_model_that_fits_is_replicated(plan: Any) -> None:
+    for gpus in ("4xL40S", "8xH100-80GB"):
+        found = plan("Llama-3.1-8B", gpus)
+        assert found.dims.replicate == found.world_size
+        assert found.reason("parallel").startswith("DDP")
+
+
+def test_cluster_5_a_full_fine_tune_is_sharded_within_the_node(plan: Any) -> None:
+    found = plan("Llama-3.1-8B", "8xH100-80GB", "--method", "full")
+    assert dims(found) == "shard 8"
+    assert found.activation_checkpointing == "none"
+    assert "replicate 8" in found.reason("parallel")
+    assert "of 79.2 GiB" in found.reason("parallel")
+
+
+def test_cluster_6_a_large_frozen_model_is_sharded(plan: Any) -> None:
+    found = plan("Llama-3.1-70B", "8xH100-80GB")
+    assert dims(found) == "shard 8"
+    assert found.frozen_weights is None
+    refused = [each for each in found.alternatives if each.fits is False]
+    assert refused
+    assert all(each.limited_by == "memory" and "needs" in each.reason for each in refused)
+
+
+def test_cluster_7_slow_links_and_little_memory_mean_a_pipeline(plan: Any) -> None:
+    found = plan("Llama-3.1-70B", "2x4xRTX4090, 100Gb")
+    assert dims(found) == "pipeline 8"
+    assert found.global_batch_size == 16
+
+
+def test_cluster_8_nodes_replicate_what_a_node_shards(plan: Any) -> None:
+    found = plan("Llama-3.1-8B", LARGE, "--method", "full", train__global_batch_size=1024)
+    assert dims(found) == "replicate 64 x shard 8"
+    large = plan("Llama-3.1-70B", LARGE, "--method", "full", train__global_batch_size=1024)
+    assert large.dims.shard > 8
+    assert large.activation_checkpointing == "full"
+    for each in (found, large):
+        assert each.world_size == 512
+        assert each.global_batch_size == 1024
+        assert each.prediction.time_parts["communication"] >= 0
+
+
+def test_what_the_user_set_stays(plan: Any) -> None:
+    found = plan("Llama-3.1-8B", "1xRTX4090", train__micro_batch_size=1, train__activation_checkpointing="offload")
+    assert (found.micro_batch_size, found.activation_checkpointing) == (1, "offload")
+    assert found.reason("train.activation_checkpointing") == "as configured"
+    assert found.alternatives == ()
+    sharded = plan("Llama-3.1-8B", "8xH100-80GB", parallel__tensor=2)
+    assert dims(sharded) == "replicate 4 x tensor 2"
+
+
+def test_what_cannot_fit_is_refused_with_changes_that_would(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "Llama-3.1-70B", "--method", "full", "--gpus", "1xH200"]
+    assert main(arguments) != 0
+    error = capsys.readouterr().err
+    assert error.startswith("OutOfMemoryError: This run does not fit into the GPU's memory: at least")
+    assert "method.kind=qlora" in error
+    assert "parallel.shard=" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "Llama-3.1-8B", "--gpus", "8xH300"], "Did you mean H"),
+        (["--model", "Llama-3.1-9B", "--gpus", "1xH200"], "llama-3.1-8b"),
+        (["--model", "Llama-3.1-8B", "--gpus", "0xH200"], "does not describe a cluster"),
+        (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--price", "-1"], "--price must be more than 0"),
+        (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--set", "data.seq_len=0"], "data.seq_len"),
+        (["--model", "Llama-3.1-8B", "--gpus", LARGE], "too small for 512 processes"),
+        (["--gpus", "1xH200"], "Nothing to plan"),
+    ],
+)
+def test_bad_input_is_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) not in (0, 1)
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_without_a_config_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(tmp_path), "--gpus", "1xH200"]) == 4
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_an_uneven_global_batch_stays_what_it_is(plan: Any) -> None:
+    found = plan("Llama-3.1-8B", "8xH100-80GB", train__global_batch_size=13)
+    assert found.global_batch_size == 13
+    assert found.micro_batch_size * 8 >= 13
+
+
+def test_gpus_of_unlike_memory_share_what_fits_the_smallest() -> None:
+    sizes = (80 << 30, 24 << 30)
+    gpus = tuple(
+        GPU(index=i, name="NVIDIA A100-SXM4-80GB", total_bytes=size, free_bytes=size, compute_capability=(8, 0))
+        for i, size in enumerate(sizes)
+    )
+    devices = DeviceSpec(gpus=gpus, cpu_count=8, ram_bytes=None, driver=None)
+    found = plan_run.plan_run(config("Llama-3.1-8B"), devices)
+    assert found.prediction is not None
+    assert found.prediction.memory is not None
+    assert found.prediction.memory.capacity_bytes == 24 << 30
+    assert any("unlike memory (24.0 GiB to 80.0 GiB)" in warning for warning in found.warnings)
+
+
+def test_time_energy_and_cost_to_the_end(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan("Llama-3.1-8B", "8xH100-80GB", "--price", "2.5", train__max_steps=1000)
+    prediction = found.prediction
+    assert prediction.total_seconds == pytest.approx(1000 * prediction.step_seconds)
+    assert found.predicted_seconds == prediction.total_seconds
+    assert prediction.dollars == pytest.approx(8 * 2.5 * prediction.total_seconds / 3600)
+    assert prediction.energy_kwh == pytest.approx(8 * 0.7 * prediction.total_seconds / 3600)
+    assert sum(prediction.time_parts.values()) == pytest.approx(prediction.step_seconds)
+    assert sum(prediction.memory.parts.values()) == prediction.memory.allocated_bytes
+    assert plan("Llama-3.1-8B", "8xH100-80GB", train__max_steps=1000).prediction.dollars is None, "no price is invented"
+    shown = ["plan", "--model", "Llama-3.1-8B", "--gpus", "8xH100-80GB", "--price", "2.5", "--explain"]
+    assert main([*shown, "--set", "train.max_steps=1000"]) == 0
+    text = capsys.readouterr().out
+    for word in ("Memory", "activations", "Time", "1,000 steps", "Energy", "Cost", "Not chosen:", "Note: rates"):
+        assert word in text
+
+
+def test_planning_is_fast(plan: Any) -> None:
+    """One machine in 0.3 s, and 4,096 GPUs in 2 s, of a core: other processes do not count."""
+    plan("Llama-3.1-8B", "1xH200")  # imports
+    for gpus, batch, limit in (("8xH100-80GB", 16, 0.3), ("512x8xH100-80GB nvlink, 3200Gb", 4096, 2.0)):
+        took = []
+        for _ in range(3):
+            start = time.process_time()
+            plan("Llama-3.1-70B", gpus, train__global_batch_size=batch)
+            took.append(time.process_time() - start)
+        assert min(took) < limit

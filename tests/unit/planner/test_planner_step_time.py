@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pantheraml.planner.known_rates import H200, known_rates, peak_rates, rates_of
+from pantheraml.planner.layer_sizes import LayerSizes, layer_sizes
+from pantheraml.planner.links import Links
+from pantheraml.planner.model_shapes import ModelShapes, Weight, shapes_of_config
+from pantheraml.planner.rates import MachineRates
+from pantheraml.planner.setting import Setting
+from pantheraml.planner.step_time import StepTime, TimeInputs, predict_time, why_no_time
+from pantheraml.specs.gpu_table import TABLE, by_text
+from pantheraml.specs.parallel import ParallelDims
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+BASE = Setting(frozen_weights="fp8", fused=True, cuda_graph=True, micro_batch=4, seq_len=2048)
+NODE = Links(ranks_per_node=8, link_gb_s=345.0)
+
+
+def inputs(setting: Setting, rates: MachineRates, links: Links | None) -> TimeInputs:
+    given = TimeInputs.of(shapes_of_config(LLAMA_8B), setting, rates, links)
+    assert given is not None
+    return given
+
+
+def predict(
+    setting: Setting = BASE, rates: MachineRates = H200, links: Links | None = NODE, **changes: Any
+) -> StepTime:
+    setting = setting.model_copy(update=changes)
+    time = predict_time(setting, inputs(setting, rates, links))
+    assert time is not None
+    return time
+
+
+def test_widths_follow_from_the_weights() -> None:
+    sizes = layer_sizes(shapes_of_config(LLAMA_8B))
+    assert sizes == LayerSizes(
+        layers=32,
+        hidden=4096,
+        vocab=128_256,
+        queries=4096,
+        qkv=6144,
+        inner=14_336,
+        gated=True,
+        linear_parameters=218_103_808,
+        matrices=7,
+        norms=2,
+        tied=False,
+    )
+    gpt2 = {"model_type": "gpt2", "vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    small = layer_sizes(shapes_of_config(gpt2))
+    assert small is not None
+    assert (small.queries, small.qkv, small.inner, small.gated, small.vocab) == (768, 2304, 3072, False, 50_257)
+    assert layer_sizes(ModelShapes((Weight("odd.weight", (4, 4), "other"),), tied=True)) is None
+
+
+def test_the_h200s_rates_are_those_of_the_records() -> None:
+    kernels = json.loads((RESULTS / "kernels-20261116T162053Z.json").read_text())["results"]
+    took = {(row["op"], row["implementation"]): row["milliseconds"] / 1e3 for row in kernels if "milliseconds" in row}
+    product = 2 * 8192 * 4096 * 14_336
+    plain = took["fp8_product", "torch, compiled"] + took["fp8_product, backward", "torch, compiled"]
+    assert 2 * product / plain == pytest.approx(H200.matmul_tflops["bf16"] * 1e12, rel=0.01)
+    fp8 = took["fp8_product", "ours"] + took["fp8_product, backward", "ours"]
+    assert 2 * product / fp8 == pytest.approx(H200.matmul_tflops["fp8"] * 1e12, rel=0.01)
+    assert H200.copy_gb_s is not None
+    assert H200.attention_tflops is not None
+    assert 2 * 2 * 8192 * 4096 / took["copy_rows", "ours"] == pytest.approx(H200.copy_gb_s * 1e9, rel=0.01)
+    rows = json.loads((RESULTS / "packed_attention-20261116T105805Z.json").read_text())["results"]
+    (chosen,) = [row for row in rows if row["attention"] == "rows: as chosen"]
+    assert 7 * 4 * 2048**2 * 4096 / chosen["seconds"] == pytest.approx(H200.attention_tflops * 1e12, rel=0.01)
+
+
+def test_rates_that_nobody_measured_stay_unknown() -> None:
+    """`?` of a data sheet is no number, and a data-sheet peak is no achieved rate."""
+    for model in TABLE:
+        rates = known_rates(model)
+        assert (rates.link_gb_s is None) == (not model.nvlink or model.nvlink_gb_s is None)
+        if model.name not in ("A100", "H100", "H200", "B200", "MI300X"):
+            assert rates.matmul_tflops == {}
+            assert rates.attention_tflops is None
+    reason = why_no_time(BASE, inputs(BASE, known_rates(by_text("RTX 4090")), None))
+    assert reason is not None
+    assert "matmul_tflops.fp8" in reason
+    assert "--calibrate" in reason
+    assert "fp8" not in peak_rates(by_text("A100")).matmul_tflops
+    assert rates_of("Some future GPU") is None
+
+
+def test_each_part_grows_with_what_it_depends_on() -> None:
+    base = predict()
+    assert base.limited_by == "compute"
+    assert predict(accumulation=2).seconds == pytest.approx(2 * base.seconds, rel=0.01)
+    longer = predict(seq_len=4096, micro_batch=2)
+    assert longer.parts["attention"] == pytest.approx(2 * base.parts["attention"])
+    assert longer.parts["matmul"] == pytest.approx(base.parts["matmul"])
+    assert predict(frozen_weights=None).parts["matmul"] == pytest.approx(2 * base.parts["matmul"], rel=0.02)
+    full = predict(method="full", frozen_weights=None, fused=False, compile=True)
+    assert full.parts["matmul"] == pytest.approx(1.5 * predict(frozen_weights=None).parts["matmul"], rel=0.05)
+    assert full.parts["optimizer"] > 100 * base.parts["optimizer"]
+    recomputed = predict(activation_checkpointing="full")
+    assert 1.3 * base.seconds < recomputed.seconds < 1.5 * base.seconds
+    selective = predict(activation_checkpointing="selective")
+    assert base.seconds < selective.seconds < recomputed.seconds
+    assert predict(fused=False, frozen_weights=None).parts["memory"] > 2 * predict(frozen_weights=None).parts["memory"]
+
+
+def test_a_small_step_without_a_graph_waits_for_the_host() -> None:
+    tiny = predict(micro_batch=1, seq_len=256, cuda_graph=False)
+    assert tiny.limited_by == "launch"
+    assert tiny.seconds > 2 * predict(micro_batch=1, seq_len=256).seconds
+
+
+@pytest.mark.parametrize("dimension", ["replicate", "shard", "tensor", "context", "pipeline"])
+def test_every_kind_of_parallelism_waits(dimension: str) -> None:
+    dims = ParallelDims(**{dimension: 8})
+    time = predict(dims=dims, frozen_weights=None, fused=False, accumulation=8)
+    assert time.parts["communication"] > 0
+    assert (time.parts["bubble"] > 0) == (dimension == "pipeline")
+    setting = BASE.model_copy(update={"dims": dims})
+    reason = why_no_time(setting, inputs(setting, H200, Links(ranks_per_node=8, link_gb_s=None)))
+    assert reason is not None
+    assert dimension in reason
+
+
+def test_groups_across_nodes_share_the_network() -> None:
+    links = Links(ranks_per_node=8, link_gb_s=345.0, network_gb_s=400.0)
+    dims = ParallelDims(replicate=4, tensor=8)
+    assert links.bandwidth(dims, "tensor") == 345e9
+    assert links.bandwidth(dims, "replicate") == pytest.approx(400e9 * 0.97 / 8)
+    whole = ParallelDims(shard=32)
+    assert links.bandwidth(whole, "shard") == 345e9
+    slow = Links(ranks_per_node=8, link_gb_s=345.0, network_gb_s=50.0)
+    assert slow.bandwidth(whole, "shard") == pytest.approx(50e9 * 0.97)
+    assert Links(ranks_per_node=8, link_gb_s=345.0).bandwidth(whole, "shard") is None
+    half = ParallelDims(replicate=2, shard=2)
+    assert Links(ranks_per_node=4, link_gb_s=100.0).gather_seconds(half, "shard", 2e9) == pytest.approx(0.01, rel=0.01)
+    assert links.gather_seconds(half, "tensor", 1e9) == 0.0
