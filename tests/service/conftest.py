@@ -109,7 +109,7 @@ class Server:
             with contextlib.suppress(psutil.Error, OSError):
                 environment = process.environ()
                 job = environment.get("PANTHERAML_JOB")
-                ours = environment.get("PANTHERAML_CACHE") == str(self.data / "cache")
+                ours = environment.get("PANTHERAML_CACHE") == str((self.data / "cache").resolve())
                 if ours and job is not None and job.startswith(mark) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -240,3 +241,15 @@ def test_a_stream_outlives_the_service(own_server: Callable[..., Server]) -> Non
         assert "".join(client.jobs.follow_logs(job)) == client.jobs.logs(job)
         series = client.jobs.series(job, points=10)
         assert (series.total, len(series.steps)) == (180, 10)
+
+
+@pytest.mark.extended
+def test_folders_may_be_named_as_seen_from_here(own_server: Callable[..., Server], data: Path, models: Path) -> None:
+    """As the documentation does: the processes of jobs work in other folders."""
+    here, there = (Path(os.path.relpath(path)) for path in (data.parent / "service-data", models))
+    server = own_server("--cpu-slots", "1", data=here, models_dir=there)
+    with Client(server.url) as client:
+        file = client.files.upload(data).id
+        job = client.jobs.submit(Submission(model="tiny", training_file=file, epochs=1, batch_size=8)).id
+        ended = client.jobs.wait(job)
+        assert (ended.state, ended.error) == ("succeeded", None)

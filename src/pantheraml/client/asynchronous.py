@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import httpx2
 
-from pantheraml.base.errors import DataError, PantheraError, ServiceError, ServiceUnavailableError
+from pantheraml.base.errors import DataError, PantheraError, ServiceUnavailableError
 from pantheraml.client import calls, failures
 from pantheraml.client.answers import Artifact, File, Job, JobEvent, JobPlan, Model, Series
 from pantheraml.client.calls import Call, Submission
@@ -269,10 +269,7 @@ class AsyncJobs:
             return b""
         if response.is_success:
             return response.content
-        failure = _refusal(response)
-        if isinstance(failure, ServiceError) and failure.status == 404 and await self.get(job_id):
-            return b""  # the job is there, its output is not
-        raise failure
+        raise _refusal(response)
 
     async def artifacts(self, job_id: str) -> Sequence[Artifact]:
         return await self._client.send(calls.artifacts(job_id))

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import httpx2
 
-from pantheraml.base.errors import DataError, PantheraError, ServiceError, ServiceUnavailableError
+from pantheraml.base.errors import DataError, PantheraError, ServiceUnavailableError
 from pantheraml.client import calls, failures
 from pantheraml.client.answers import Artifact, File, Job, JobEvent, JobPlan, Model, Series
 from pantheraml.client.calls import Call, Submission
@@ -278,10 +278,7 @@ class Jobs:
             return b""
         if response.is_success:
             return response.content
-        failure = _refusal(response)
-        if isinstance(failure, ServiceError) and failure.status == 404 and self.get(job_id):
-            return b""  # the job is there, its output is not
-        raise failure
+        raise _refusal(response)
 
     def artifacts(self, job_id: str) -> Sequence[Artifact]:
         return self._client.send(calls.artifacts(job_id))

@@ -78,10 +78,11 @@ class Limits:
 
     def environment(self, folder: Path, **changes: str | None) -> dict[str, str]:
         """Environment of a process that works in `folder` within these limits."""
+        cache = self.cache.resolve()  # absolute, since the process works in another folder
         return env.worker_environment(
-            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, (*self.roots, folder, self.cache))),
+            PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(str(path.resolve()) for path in (*self.roots, folder, cache)),
             PANTHERAML_NO_FOREIGN_CODE="1",
-            PANTHERAML_CACHE=str(self.cache),
+            PANTHERAML_CACHE=str(cache),
             HF_HUB_OFFLINE="1",
             HF_TOKEN=None,
             HUGGING_FACE_HUB_TOKEN=None,
@@ -121,7 +122,7 @@ class SupervisedRun:
         with open(open_private(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
             try:
                 return subprocess.Popen(
-                    [*python_module("pantheraml.runs.supervisor"), str(self.folder), str(token)],
+                    [*python_module("pantheraml.runs.supervisor"), str(self.folder.resolve()), str(token)],
                     cwd=self.folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

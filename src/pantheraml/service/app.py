@@ -29,6 +29,7 @@ from pantheraml.service.jobs.inventory import take_inventory
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
+from pantheraml.service.openapi import DescribedAPI
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
 from pantheraml.service.routes import (
     chat,
@@ -54,7 +55,7 @@ from pantheraml.service.webhooks.sender import WebhookSender
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
     """`context`: already prepared by the caller; None: prepared when the application starts."""
-    app = FastAPI(
+    app = DescribedAPI(
         title="PantheraML",
         version=__version__,
         description="Fine-tune language models: OpenAI's fine-tuning API, served by this machine.",

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from pantheraml.base import log
@@ -48,6 +49,18 @@ def refusal(err: PantheraError, *, param: str | None = None) -> ApiError:
     """The answer for an error of the library that the request caused."""
     message = err.what if err.fix is None else f"{err.what} {err.fix}"
     return ApiError(400, printable(message), param=param, code=type(err).__name__)
+
+
+def invalid_values(err: ValidationError) -> ApiError:
+    """The answer for values of a request that its own model allowed."""
+    first = err.errors()[0]
+    return _invalid_value(first["loc"], first["msg"])
+
+
+def _invalid_value(place: Sequence[int | str], message: str) -> ApiError:
+    param = ".".join(map(str, place)) or None
+    message = printable(message.removeprefix("Value error, "))
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_request")
 
 
 def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -105,16 +118,17 @@ async def _refused(request: Request, err: Exception) -> JSONResponse:
 async def _invalid(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, RequestValidationError)
     first: dict[str, Any] = err.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]  # the first says where: body, query, header
-    param = ".".join(place) or None
-    message = first["msg"].removeprefix("Value error, ")
-    return error_response(400, f"{param}: {message}" if param else message, param=param, code="invalid_request")
+    refused = _invalid_value(first["loc"][1:], first["msg"])  # the first says where: body, query, header
+    return error_response(400, refused.message, param=refused.param, code=refused.code)
 
 
 async def _http(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, HTTPException)
     response = error_response(err.status_code, str(err.detail))
     response.headers.update(err.headers or {})
+    described = request.app.openapi()["paths"].get(getattr(request.scope.get("route"), "path", None))
+    if err.status_code == 405 and described is not None:  # the framework names the methods of one of the routes alone
+        response.headers["allow"] = ", ".join(sorted(method.upper() for method in described))
     return response
 
 

@@ -8,11 +8,12 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
-from pantheraml.service.errors import ApiError
+from pantheraml.service.errors import ApiError, invalid_values
 from pantheraml.service.jobs.configure import LEARNING_RATE
 from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.jobs.submit import Beside, submit
@@ -43,8 +44,10 @@ async def start_training(
     try:
         request = _as_job(kind, body, training, gpus, file.id, context)
         return await submit(request, principal, context, idempotency_key=None, record=record, beside=Beside(gpus=gpus))
-    except BaseException:
+    except BaseException as err:
         await remove_text_file(context, file)
+        if isinstance(err, ValidationError):  # each value is allowed, but not what they make together
+            raise invalid_values(err) from err
         raise
 
 

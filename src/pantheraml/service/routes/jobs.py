@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import Text, cast, select
 
@@ -135,11 +135,11 @@ async def job_config(job: ReadableJob, context: Context) -> dict[str, Any]:
 
 
 @router.get("/logs", response_class=FileResponse)
-async def logs(job: ReadableJob, context: Context) -> FileResponse:
+async def logs(job: ReadableJob, context: Context) -> Response:
     """Output of the job's processes; ranges of bytes are possible (`Range: bytes=-65536` for the end)."""
     log = _run(context, job).log
     if not log.is_file():
-        raise not_found("log yet of job", job.id)
+        return PlainTextResponse("")  # nothing was written yet
     return FileResponse(log, media_type="text/plain; charset=utf-8")
 
 

@@ -1,0 +1,144 @@
+"""The description of the API at `/openapi.json`: what each answer looks like, errors among them, keys, and examples.
+
+Routes that speak OpenAI's wire build their answers by hand; here they are described by the models with which our client
+reads them, so that one test checks the service, the description and the client against each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from pantheraml.client.answers import Artifact, File, Job, JobEvent, JobPlan, Model, Page, Series
+from pantheraml.service.schemas.fine_tuning import CreateJob
+from pantheraml.specs.plan import Plan
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Every refusal, as OpenAI's wire has it."""
+
+    error: ErrorDetail
+
+
+class Deleted(BaseModel):
+    id: str
+    object: str
+    deleted: bool
+
+
+_FILES, _JOBS, _JOB = "/v1/files", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs/{job_id}"
+_ANSWERS: dict[tuple[str, str], type[BaseModel] | tuple[type[BaseModel], ...]] = {
+    ("post", _FILES): File,
+    ("get", _FILES): Page[File],
+    ("get", f"{_FILES}/{{file_id}}"): File,
+    ("delete", f"{_FILES}/{{file_id}}"): Deleted,
+    ("post", _JOBS): (Job, JobPlan),
+    ("get", _JOBS): Page[Job],
+    ("get", _JOB): Job,
+    **{("post", f"{_JOB}/{action}"): Job for action in ("cancel", "pause", "resume")},
+    ("get", f"{_JOB}/events"): Page[JobEvent],
+    ("get", f"{_JOB}/series"): Series,
+    ("get", f"{_JOB}/artifacts"): Page[Artifact],
+    ("get", f"{_JOB}/plan"): Plan,
+    ("get", "/v1/models/{name}"): Model,
+}
+_BYTES = {
+    f"{_FILES}/{{file_id}}/content": "application/octet-stream",
+    f"{_JOB}/logs": "text/plain",
+    f"{_JOB}/artifacts/{{name}}": "application/octet-stream",
+}
+"""Answers with content, whole or a range of it."""
+_OPEN = frozenset({"/healthz", "/readyz"})
+_REFERENCE = "#/components/schemas/{model}"
+_UPLOAD = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"type": "string", "enum": ["fine-tune", "user_data"]},
+                    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                    "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+                },
+            }
+        }
+    },
+}
+_EXAMPLE = CreateJob.model_validate(
+    {
+        "model": "llama-3.2-1b",
+        "training_file": "file-0123456789abcdef01234567",
+        "suffix": "first",
+        "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 8}}},
+        "pantheraml": {"priority": 0, "config": {"method": {"rank": 16}}},
+    }
+).model_dump(exclude_unset=True, exclude_none=True)
+
+
+class DescribedAPI(FastAPI):
+    """A FastAPI whose description says what its answers are."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = described(super().openapi())
+        return self.openapi_schema
+
+
+def described(schema: dict[str, Any]) -> dict[str, Any]:
+    """Complete FastAPI's own description, in place."""
+    models: dict[type[BaseModel], None] = {Error: None}
+    for answer in _ANSWERS.values():
+        models.update(dict.fromkeys(answer if isinstance(answer, tuple) else (answer,)))
+    _, definitions = models_json_schema([(each, "serialization") for each in models], ref_template=_REFERENCE)
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    components["responses"] = {
+        "Error": {"description": "It was refused.", "content": {"application/json": {"schema": _reference(Error)}}}
+    }
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            _complete(path, method, operation)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(unused, None)
+    return schema
+
+
+def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
+    answers = operation["responses"]
+    answers.pop("422", None)  # FastAPI's own form of errors, which is not ours
+    answers["default"] = {"$ref": "#/components/responses/Error"}
+    if path not in _OPEN:
+        operation["security"] = [{}, {"key": []}]  # without keys, the service takes none
+    answer = _ANSWERS.get((method, path))
+    if answer is not None:
+        schema = _reference(answer) if isinstance(answer, type) else {"anyOf": [_reference(each) for each in answer]}
+        answers["200"]["content"] = {"application/json": {"schema": schema}}
+    if path in _BYTES:
+        content = {_BYTES[path]: {"schema": {"type": "string", "format": "binary"}}}
+        answers["200"]["content"] = content
+        answers["206"] = {"description": "The range that was asked for.", "content": content}
+        answers["416"] = {"description": "There is no such range."}
+    if (method, path) == ("post", _FILES):
+        operation["requestBody"] = _UPLOAD
+    if (method, path) == ("post", _JOBS):
+        operation["requestBody"]["content"]["application/json"]["examples"] = {"supervised": {"value": _EXAMPLE}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    """To the schema under the name that pydantic gives it."""
+    name = model.__name__.replace("[", "_").replace("]", "_")
+    return {"$ref": _REFERENCE.format(model=name)}

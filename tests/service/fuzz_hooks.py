@@ -1,0 +1,27 @@
+"""What the fuzzer is told: a model and a file that exist, so that some of its jobs are accepted; they wait on hold."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import schemathesis
+
+FILE = "FUZZED_FILE"
+"""Environment variable: id of the file."""
+
+
+@schemathesis.hook
+def map_body(context: Any, body: Any) -> Any:
+    if context.operation.path != "/v1/fine_tuning/jobs" or not isinstance(body, dict):
+        return body
+    own = body.get("pantheraml")
+    held = {**own, "hold": True} if isinstance(own, dict) else {"hold": True}
+    known = {"model": "tiny", "training_file": os.environ[FILE], "pantheraml": held}
+    return {**{name: value for name, value in body.items() if name != "validation_file"}, **known}
+
+
+@schemathesis.hook
+def map_query(context: Any, query: Any) -> Any:
+    """A test of devices trains for seconds: nobody waits for it."""
+    return {**(query or {}), "wait": False} if context.operation.path.endswith("/gpu/test") else query

@@ -1,0 +1,94 @@
+"""The API under fire by the unmodified schemathesis, stateful where it can: no 5xx, no breach of its description."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pantheraml.base.env import child_environment
+from tests import toy
+from tests.service.conftest import Server, jsonl
+from tests.service.fuzz_hooks import FILE
+
+EXAMPLES = 15
+NOT_CHECKED = (
+    # whether a name is that of a model, and whether rows can be trained on, no description can say
+    "positive_data_acceptance",
+)
+ENDLESS = "stream$"
+"""A stream ends with its job, and those that are made here wait."""
+
+
+@pytest.mark.extended
+def test_nothing_that_is_sent_makes_the_service_fail(own_server: Callable[..., Server], tmp_path: Path) -> None:
+    server = own_server("--cpu-slots", "1")
+    file = server.client().files.create(file=jsonl(toy.arithmetic(4)), purpose="fine-tune").id
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("schemathesis")),
+            *("run", f"{server.url}/openapi.json", "--phases", "examples,coverage,fuzzing,stateful"),
+            *("--max-examples", str(EXAMPLES), "--exclude-path-regex", ENDLESS),
+            *("--exclude-checks", ",".join(NOT_CHECKED), "--no-color", "--request-timeout", "60"),
+            *("--seed", "1"),  # the same requests every time
+        ],
+        cwd=tmp_path,
+        env=child_environment(
+            **{FILE: file},
+            SCHEMATHESIS_HOOKS="tests.service.fuzz_hooks",
+            PYTHONPATH=str(Path(__file__).parents[2]),
+        ),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    told = done.stdout[-8000:]
+    assert done.returncode == 0, told
+    assert "API Links:" in told
+    with server.http() as http:
+        assert http.get("/readyz").status_code == 200
+    made = list(server.client().fine_tuning.jobs.list(limit=100))
+    assert made, "some of its jobs were accepted"
+    assert "failed (req_" not in server.stop(), "no exception was caught on the way"
+
+
+def test_the_description_says_what_answers_are(server: Server) -> None:
+    with server.http() as http:
+        described = http.get("/openapi.json").raise_for_status().json()
+    components = described["components"]["schemas"]
+    assert {"Job", "File", "Page_Job_", "JobPlan", "Error", "Overview", "UsageReport"} <= components.keys()
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            assert "default" in operation["responses"], (method, path)
+            assert "422" not in operation["responses"], (method, path)
+    body = described["paths"]["/v1/fine_tuning/jobs"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["examples"]["supervised"]["value"]["model"] == "llama-3.2-1b"
+    references = set(find_references(described))
+    assert {name.rpartition("/")[2] for name in references if "/schemas/" in name} <= components.keys()
+
+
+def find_references(value: object) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [each for inner in value.values() for each in find_references(inner)]
+    return [each for inner in value for each in find_references(inner)] if isinstance(value, list) else []
+
+
+def test_a_method_that_a_path_does_not_have(server: Server) -> None:
+    with server.http() as http:
+        answer = http.put("/v1/files")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+
+
+def test_texts_that_make_no_job_are_refused(server: Server) -> None:
+    with server.http() as http:
+        body = {"model_name": "tiny", "dataset_config": {"texts": ["a"]}}
+        large = {**body, "training_config": {"batch_size_per_gpu": 1 << 16, "world_size": 4096}}
+        answer = http.post("/multigpu/training/auto", json=large)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "hyperparameters.batch_size")
+        answer = http.post("/multigpu/training/auto", json={**body, "user_id": "a\0"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
