@@ -8,6 +8,7 @@ something never answers 409.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -126,10 +127,18 @@ async def _http(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, HTTPException)
     response = error_response(err.status_code, str(err.detail))
     response.headers.update(err.headers or {})
-    described = request.app.openapi()["paths"].get(getattr(request.scope.get("route"), "path", None))
-    if err.status_code == 405 and described is not None:  # the framework names the methods of one of the routes alone
-        response.headers["allow"] = ", ".join(sorted(method.upper() for method in described))
+    if err.status_code == 405 and (methods := _methods_at(request)):
+        response.headers["allow"] = ", ".join(methods)
     return response
+
+
+def _methods_at(request: Request) -> list[str]:
+    """Methods of a path; the framework names those of one of its routes alone."""
+    for template, operations in request.app.openapi()["paths"].items():
+        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(template))
+        if re.fullmatch(pattern, request.scope["path"]):
+            return sorted(method.upper() for method in operations)
+    return []
 
 
 async def _library(request: Request, err: Exception) -> JSONResponse:
