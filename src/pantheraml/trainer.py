@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import CheckpointError, ConfigError, MissingExtraError, error_classes
+from pantheraml.base.events import Emit
 from pantheraml.hooks import trainer_checkpoints
 from pantheraml.hooks.embedding_rate import set_embedding_rate
 from pantheraml.hooks.guard_callback import GuardCallback
@@ -38,6 +40,7 @@ from pantheraml.hooks.trainer_settings import (
 from pantheraml.multigpu import start_ranks
 from pantheraml.parallel.device_map import is_split
 from pantheraml.parallel.json_gather import broadcast_json
+from pantheraml.runs.telemetry import RunTelemetry
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 
 try:
@@ -115,9 +118,21 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
             guard,
             timeout_seconds=min(config.timeout_seconds, self.args.ddp_timeout),
             per_rank=config.enable_multi_gpu_monitoring,
+            telemetry=self._sample if config.enable_multi_gpu_monitoring else None,
         )
         self.add_callback(events)
         return events
+
+    def _sample(self, emit: Emit) -> RunTelemetry:
+        """Sample the GPUs of this node that the training uses."""
+        place, device = env.process_rank(), self.args.device
+        if device.type != "cuda":
+            return RunTelemetry((), emit)
+        several = place.world_size > 1 or is_split(self.model)
+        count = torch.cuda.device_count()
+        if place.world_size > 1:
+            count = min(count, place.local_world_size or place.world_size)
+        return RunTelemetry(range(count) if several else [device.index or 0], emit)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None

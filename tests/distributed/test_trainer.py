@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pantheraml.base.event_stream import read_events
-from pantheraml.base.events import RanksLeftOut, TrainRanks, TrainStarted, TrainStep
+from pantheraml.base.events import HardwareFound, HardwareSampled, RanksLeftOut, TrainRanks, TrainStarted, TrainStep
 from pantheraml.readers.report import write_report
 from tests import toy
 from tests.distributed.launching import run_ranks
@@ -84,7 +84,7 @@ def test_settings_are_checked_against_the_ranks(runs: dict[str, Any]) -> None:
         assert "2 processes were launched" in rank["processes"]
 
 
-@pytest.mark.seed("S0-031", "S0-045")
+@pytest.mark.seed("S0-029", "S0-031", "S0-045", "S0-047")
 def test_events_of_two_ranks(runs: dict[str, Any]) -> None:
     root: Path = runs["root"]
     one, two = (read_events(root / name / "mean") for name in ("one", "two"))
@@ -94,4 +94,10 @@ def test_events_of_two_ranks(runs: dict[str, Any]) -> None:
     assert [(e.tokens, e.target_tokens) for e in steps[0]] == [(e.tokens, e.target_tokens) for e in steps[1]]
     ranks = [event for event in two if isinstance(event, TrainRanks)]
     assert [sum(event.tokens) for event in ranks] == [event.tokens for event in steps[1]]
+    for events in (one, two):
+        (hardware,) = [event for event in events if isinstance(event, HardwareFound)]
+        assert hardware.cpu_count >= 1
+        sampled = [event for event in events if isinstance(event, HardwareSampled)]
+        assert sum(event.samples for event in sampled) >= 1
+        assert max(event.ram_bytes for event in sampled) > 0
     assert "2 processes" in write_report(root / "two" / "mean").read_text()

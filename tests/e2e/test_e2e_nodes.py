@@ -78,9 +78,7 @@ def ranks(folder: Path) -> list[Event]:
 
 
 @pytest.mark.seed("S4-007", partly="over gloo, not over NCCL")
-@pytest.mark.seed(
-    *("S0-029", "S0-047"), partly="memory of each rank in events; GPUs are sampled beside `pantheraml train` only"
-)
+@pytest.mark.seed("S0-029", "S0-047")
 @pytest.mark.seed("S0-005", "S0-095", "S3-063", "S4-013")
 @pytest.mark.seed("S1-028", "S1-090", "S1-111", "S4-006", "S4-117", "S4-167")
 def test_two_nodes_match_two_processes_on_one_node(playground: Playground, undisturbed: tuple[Ended, Ended]) -> None:

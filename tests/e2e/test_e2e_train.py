@@ -27,7 +27,7 @@ def losses(playground: Playground, run: str) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events if event["kind"] == "train.step"}
 
 
-@pytest.mark.seed("S0-121")
+@pytest.mark.seed("S0-007", "S0-121")
 def test_a_config_file_trains_and_the_result_speaks_and_exports(playground: Playground) -> None:
     config = playground.root / "first.yaml"
     config.write_text(
@@ -53,6 +53,12 @@ def test_a_config_file_trains_and_the_result_speaks_and_exports(playground: Play
     spoken = playground("generate", "runs/first", "--prompt", "1+2=", "--max-new-tokens", "4", "--json")
     assert spoken.code == 0, spoken
     assert json.loads(spoken.out)["prompt"] == "1+2="
+    prompts = [word for number in range(5) for word in ("--prompt", f"{number}+{number}=")]
+    told = ["generate", "runs/first", *prompts, "--max-new-tokens", "4", "--device", "cpu", "--json"]
+    alone, ranks = playground(*told), playground(*told, "--nproc", "2")
+    assert (alone.code, ranks.code) == (0, 0), ranks
+    assert [json.loads(line)["prompt"] for line in alone.out.splitlines()] == prompts[1::2]
+    assert ranks.out == alone.out
 
     exported = playground("export", "runs/first", "--merge", "--output", "merged")
     assert exported.code == 0, exported

@@ -19,3 +19,9 @@ def map_body(context: Any, body: Any) -> Any:
     held = {**own, "hold": True} if isinstance(own, dict) else {"hold": True}
     known = {"model": "tiny", "training_file": os.environ[FILE], "pantheraml": held}
     return {**{name: value for name, value in body.items() if name != "validation_file"}, **known}
+
+
+@schemathesis.hook
+def map_query(context: Any, query: Any) -> Any:
+    """A test of devices trains for seconds: nobody waits for it."""
+    return {**(query or {}), "wait": False} if context.operation.path.endswith("/gpu/test") else query

@@ -74,6 +74,7 @@ def test_training_on_texts(server: Server) -> None:
         ("auto", {"dataset_config": {"texts": ["  "]}}, 400, "dataset_config.texts"),
         ("auto", {"training_config": {"epochs": 0}}, 400, "training_config.epochs"),
         ("auto", {"training_config": {"optimizer": "x"}}, 400, "training_config.optimizer"),
+        ("auto", {"training_config": {"learning_rate": True}}, 400, "training_config.learning_rate"),
         ("distributed", {"training_config": {"world_size": 3}}, 400, "pantheraml.processes"),
     ],
 )

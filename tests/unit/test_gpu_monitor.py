@@ -208,6 +208,8 @@ def test_gpu_config_defaults() -> None:
         ({"gpu_ids": [1, 1]}, "each GPU once"),
         ({"backend": "mpi"}, "backend"),
         ({"gpus": 3}, "gpus"),
+        ({"mixed_precision": 0}, "mixed_precision"),
+        ({"batch_size_per_gpu": True}, "batch_size_per_gpu"),
     ],
 )
 def test_invalid_configs(values: dict[str, Any], says: str) -> None:

@@ -16,6 +16,7 @@ from pantheraml.cli.consent_flags import add_consent, consent_from
 if TYPE_CHECKING:
     from pantheraml.readers.follow import Reader
     from pantheraml.specs.consent import Consent
+    from pantheraml.specs.plan import DeviceSpec, Plan
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -33,6 +34,13 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to run on")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes, each with a copy of the model and a GPU of its own",
+    )
     parser.add_argument("--base", action="store_true", help="use the base model, as it was before training")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line: prompt, completion")
     add_consent(parser)
@@ -45,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = [*arguments.prompt, *_from_file(arguments.prompts)]
     if not prompts:
         raise ConfigError("No prompt given.", fix='Add --prompt "..." or --prompts FILE.')
+    if arguments.nproc < 1:
+        raise ConfigError("--nproc must be at least 1.")
     if arguments.max_new_tokens < 1 or arguments.temperature < 0:
         raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0.")
     quiet = arguments.json or not sys.stderr.isatty()
@@ -54,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         readers=progress(f"generate {arguments.run_dir}", quiet=quiet),
         weights="base" if arguments.base else "trained",
         device=arguments.device,
+        processes=arguments.nproc,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         seed=arguments.seed,
@@ -86,12 +97,13 @@ def complete(
     readers: Sequence[Reader],
     weights: str = "trained",
     device: str = "auto",
+    processes: int = 1,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
     consent: Consent | None = None,
 ) -> list[str]:
-    """Complete `prompts` with the model of a run, in a worker process. `consent` None: no consent."""
+    """Complete `prompts` with the model of a run, in worker processes. `consent` None: no consent."""
     from pantheraml.devices.probe import probe
     from pantheraml.planner.choose import choose
     from pantheraml.runs.tasks import messages, run_request
@@ -110,7 +122,8 @@ def complete(
     here = {"device": device, "parallel": one}
     changes = {"device_map": None, "max_memory": None} | ({"precision": "auto"} if device != "auto" else {})
     here["model"] = config.model.model_copy(update=changes)
-    plan = choose(config.model_copy(update=here), probe())
+    devices = probe()
+    plan = _on_ranks(choose(config.model_copy(update=here), devices), devices, min(processes, len(prompts)))
     request = GenerateRequest.model_validate(
         {
             "run_dir": run_dir.absolute(),
@@ -130,8 +143,27 @@ def complete(
         if not readers:  # otherwise a reader has printed them
             for notice in messages(folder):
                 print(printable(notice), file=sys.stderr)
-        lines = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["completion"] for line in lines]
+        found = [""] * len(prompts)
+        for rank in range(plan.world_size):
+            lines = (folder / f"answers-{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+            found[rank :: plan.world_size] = [json.loads(line)["completion"] for line in lines]
+        return found
 
     answers: list[str] = run_request("generate", request, plan=plan, readers=readers, answer=read_answers)
     return answers
+
+
+def _on_ranks(plan: Plan, devices: DeviceSpec, processes: int) -> Plan:
+    """`plan`, which is for one process, for that many."""
+    from pantheraml.base.errors import DeviceError
+    from pantheraml.specs.parallel import ParallelDims
+
+    if processes == 1:
+        return plan
+    gpus = tuple(gpu.index for gpu in devices.gpus) if plan.device == "cuda" else ()
+    if plan.device == "cuda" and processes > len(gpus):
+        raise DeviceError(
+            f"{processes} processes were requested, but {len(gpus)} GPU(s) are visible.", fix="Lower --nproc."
+        )
+    changes = {"world_size": processes, "dims": ParallelDims(replicate=processes), "device_ids": gpus[:processes]}
+    return plan.model_copy(update={**changes, "threads_per_process": max(1, devices.cpu_count // processes)})

@@ -92,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         jobs,
         keys,
         plan,
+        profile,
         quantize,
         replay,
         report,
@@ -106,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pantheraml", description="Fine-tune language models on one, several or many GPUs.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    running, results = (demo, train, resume, plan, verify, replay, generate), (export, quantize)
+    running, results = (demo, train, resume, plan, profile, verify, replay, generate), (export, quantize)
     reading = (watch, report, compare)
     for module in (*running, *reading, *results, serve, jobs, keys, doctor, gpus, schema, import_config, bench):
         command = module.add(commands)

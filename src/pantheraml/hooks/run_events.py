@@ -12,10 +12,10 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import (
     CheckpointRemoved,
     CheckpointSaved,
+    Emit,
     ErrorRaised,
     EvalDone,
     EventBase,
@@ -52,14 +53,32 @@ from pantheraml.readers.summary import write_run_json
 logger = log.get(__name__)
 
 
+class Telemetry(Protocol):
+    """Samples in a thread of its own between `__enter__` and `__exit__`; `tick` writes what is due."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: object) -> None: ...
+    def tick(self) -> None: ...
+
+
 class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Writes the events of a training; all ranks log at the same steps, which their shared figures rely on."""
 
-    def __init__(self, guard: GuardCallback | None, *, timeout_seconds: float, per_rank: bool = True) -> None:
-        """`timeout_seconds`: without progress for most of it, stacks are dumped. `per_rank`: write `train.ranks`."""
+    def __init__(
+        self,
+        guard: GuardCallback | None,
+        *,
+        timeout_seconds: float,
+        per_rank: bool = True,
+        telemetry: Callable[[Emit], Telemetry] | None = None,
+    ) -> None:
+        """`timeout_seconds`: without progress for most of it, stacks are dumped. `per_rank`: write `train.ranks`.
+        `telemetry`: samples GPUs and host beside the training, in rank 0."""
         self._guard, self._timeout, self._per_rank = guard, timeout_seconds, per_rank
         self._writer: EventWriter | None = None
         self._watchdog: StackDumpWatchdog | None = None
+        self._make_telemetry = telemetry
+        self._telemetry: Telemetry | None = None
         self._world = World(rank=0, size=1, device=torch.device("cpu"))
         self._folder = Path()
         self._verdicts_seen = 0
@@ -82,7 +101,7 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         self._begin(args)
         status = "failed"
         try:
-            with self._watching():
+            with self._sampling(), self._watching():
                 yield
             status = "succeeded"
         except BaseException as err:
@@ -108,6 +127,18 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
             self._folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventWriter(self._folder)
         self._emit(RunStarted(command=" ".join(sys.orig_argv[1:]), pantheraml=__version__, output=str(self._folder)))
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        if self._writer is None or self._make_telemetry is None:
+            yield
+            return
+        self._telemetry = self._make_telemetry(self._emit)
+        try:
+            with self._telemetry:
+                yield
+        finally:
+            self._telemetry = None
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -255,6 +286,8 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         self._emit(TrainFinished(steps=state.global_step, stopped_by="end" if done else "callback"))
 
     def _beat(self, step: int) -> None:
+        if self._telemetry is not None:
+            self._telemetry.tick()
         if self._watchdog is not None:
             self._watchdog.beat(step)
 

@@ -102,7 +102,7 @@ class RunSession:
         with EventWriter(output) as self._emit:
             self._attempt = Attempt(Follower(output, [*readers, *sinks], from_end=True))
             self._announce([notice for sink in sinks for notice in sink.notices])
-            self._telemetry = RunTelemetry(self.plan, self._emit)
+            self._telemetry = RunTelemetry(self.plan.device_ids if self.plan.device == "cuda" else (), self._emit)
             with self._written_down(), self._restoring(self._previous), self._telemetry:
                 if self._place is None:
                     self._run_attempts()

@@ -1,5 +1,7 @@
 """Telemetry of a run: the supervisor samples GPUs and host beside the workers, and writes events.
 
+A trainer of `pantheraml.trainer` does so in its rank 0, which has no supervisor.
+
 A background thread takes a sample a second. Each event summarizes those since the last one: one event a second at
 first, one in thirty seconds from the first hour on, so that a day on eight GPUs adds about 3 MB to the stream. The
 thread never writes: `tick`, which the supervisor calls while it waits, does.
@@ -32,7 +34,6 @@ from pantheraml.devices.health import Health, judge_once
 from pantheraml.devices.nvml import NoDriverError, Nvml
 from pantheraml.devices.probe import cpu_count, visible_gpus
 from pantheraml.devices.sampler import GPUSnapshot
-from pantheraml.specs.plan import Plan
 
 logger = log.get(__name__)
 
@@ -42,11 +43,11 @@ AGE_SHARE = 0.01
 
 
 class RunTelemetry:
-    """Samples the GPUs of a plan, none on CPUs, and the host. Use it in a `with` block."""
+    """Samples the GPUs of these indices and the host. Use it in a `with` block."""
 
-    def __init__(self, plan: Plan, emit: Emit, *, sampler: BackgroundSampler | None = None) -> None:
+    def __init__(self, indices: Sequence[int], emit: Emit, *, sampler: BackgroundSampler | None = None) -> None:
         self._emit = emit
-        self._indices = plan.device_ids if plan.device == "cuda" else ()
+        self._indices = tuple(indices)
         self._sampler = sampler or BackgroundSampler(self._indices)
         self._began = self._next = self._until = time.monotonic()
         self._last: HostSample | None = None

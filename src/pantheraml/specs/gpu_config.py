@@ -9,25 +9,27 @@ from pydantic import Field, field_validator
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.own_loop_configs import OwnLoopConfig
 
+_Switch = Annotated[bool, Field(strict=True)]
+
 
 class GPUConfig(OwnLoopConfig):
-    use_multi_gpu: bool = True
+    use_multi_gpu: _Switch = True
     """False: one GPU."""
-    gpu_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    gpu_ids: list[Annotated[int, Field(ge=0, strict=True)]] = Field(default_factory=list)
     """GPU indices to use, as shown by `pantheraml gpus`; empty = those that are healthy and free."""
-    distributed_training: bool = False
+    distributed_training: _Switch = False
     """One process per GPU (DistributedDataParallel); False: one process with a replica per GPU (DataParallel)."""
     backend: Literal["nccl", "gloo"] = "nccl"
     """Communication backend for GPUs; CPU processes always use gloo."""
-    batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
+    batch_size_per_gpu: Annotated[int, Field(ge=1, strict=True)] = 8
     """Samples per forward pass of each GPU."""
-    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, strict=True)] = 1
     """Forward passes per optimizer step."""
-    sync_batch_norm: bool = True
+    sync_batch_norm: _Switch = True
     """Synchronize batch norm, if the model has any."""
-    mixed_precision: bool = True
+    mixed_precision: _Switch = True
     """Compute in bf16 or fp16, whichever the GPU has; False: fp32."""
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    memory_fraction: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9
     """Share of each GPU's memory that may be used; a GPU with less free memory is not available."""
 
     @field_validator("gpu_ids")

@@ -36,7 +36,7 @@ class ReceivedRequest(Request):
 
 
 class GenerateRequest(ReceivedRequest):
-    """Generate completions for prompts; they are written to `answers.jsonl` in the task folder."""
+    """Generate completions for prompts; each rank writes its own to `answers-RANK.jsonl`."""
 
     prompts: list[str]
     weights: Literal["trained", "base"]
@@ -136,6 +136,45 @@ class CollectiveResult(BaseModel):
     """Size of the all-reduced tensor."""
     seconds: float
     """Best of a few all-reduces."""
+
+
+class ProfileRequest(Request):
+    """Run some steps under a profiler; the result is written to `profile.json`, and with `trace` also `trace.json`."""
+
+    steps: int
+    warmup: int
+    trace: bool
+
+
+class ProfileRow(BaseModel):
+    """One line of a profile, for each step."""
+
+    name: str
+    seconds: float
+    share: float
+    """Of all lines of its table."""
+    calls: float
+
+
+class ProfileResult(BaseModel):
+    """Result of `profile`, of rank 0."""
+
+    device: str
+    precision: str
+    world_size: int
+    steps: int
+    warmup: int
+    step_seconds: float
+    tokens_per_second: float
+    """Of all ranks."""
+    memory_bytes: int
+    """Most that was in use: of the GPU, or of the process on a CPU."""
+    phases: list[ProfileRow]
+    """Where the time of a step goes; they add up to it."""
+    parts: list[ProfileRow]
+    """Work of the device by kind, with operators of the same kind added up."""
+    operators: list[ProfileRow]
+    """The slowest operators, or kernels on a GPU."""
 
 
 class ReplayRequest(ReceivedRequest):

@@ -23,7 +23,7 @@ Task = Callable[[Path, EventWriter], None]
 
 TASKS = (
     *("prepare", "train", "prepare_and_train", "preview"),
-    *("generate", "export", "quantize", "verify", "replay", "collective"),
+    *("generate", "export", "quantize", "verify", "replay", "profile", "collective"),
 )
 TRAINING = ("train", "prepare_and_train")
 

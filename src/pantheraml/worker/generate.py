@@ -1,4 +1,7 @@
-"""Task `generate`: complete the prompts of `request.json` and write them to `answers.jsonl`."""
+"""Task `generate`: complete the prompts of `request.json`, and write those of each rank to `answers-RANK.jsonl`.
+
+Ranks do not communicate: each has a copy of the model, and every so-many-th prompt.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pantheraml.base import env
 from pantheraml.base.event_stream import EventWriter
-from pantheraml.base.events import GenerateDone, GenerateProgress
+from pantheraml.base.events import Emit, GenerateDone, GenerateProgress, silent
 from pantheraml.base.folders import write_text
 from pantheraml.data.formats import render_prompt
 from pantheraml.models.generate import generate
@@ -28,26 +32,30 @@ def generate_task(folder: Path, emit: EventWriter) -> None:
     run, config = load_received_run(request, emit)
     tokenizer = load_tokenizer(config.model)
     data_format = run.data()["format"]
-    prompts = [render_prompt(data_format, prompt, tokenizer) for prompt in request.prompts]
+    place = env.process_rank()
+    own = request.prompts[place.rank :: place.world_size]
+    prompts = [render_prompt(data_format, prompt, tokenizer) for prompt in own]
+    report: Emit = emit if place.rank == 0 else silent
     begin = time.perf_counter()
     answers = generate(
-        _load_model(request, config, run),
+        _load_model(request, config, run, place.local_rank),
         tokenizer,
         prompts,
         max_new_tokens=request.max_new_tokens,
         temperature=request.temperature,
         seed=request.seed,
         batch_size=request.batch_size,
-        on_progress=lambda done, total: emit(GenerateProgress(done=done, total=total)),
+        on_progress=lambda done, total: report(GenerateProgress(done=done, total=total)),
     )
-    lines = [json.dumps({"prompt": p, "completion": a}) for p, a in zip(request.prompts, answers, strict=True)]
-    write_text(folder / "answers.jsonl", "\n".join(lines) + "\n")
+    lines = [json.dumps({"prompt": p, "completion": a}) for p, a in zip(own, answers, strict=True)]
+    write_text(folder / f"answers-{place.rank}.jsonl", "\n".join(lines) + "\n")
     tokens = sum(len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
-    emit(GenerateDone(prompts=len(prompts), tokens=tokens, seconds=time.perf_counter() - begin))
+    report(GenerateDone(prompts=len(prompts), tokens=tokens, seconds=time.perf_counter() - begin))
 
 
-def _load_model(request: GenerateRequest, config: TrainConfig, run: RunDir) -> nn.Module:
-    dtype, device = DTYPES[request.precision], torch.device(request.device)
+def _load_model(request: GenerateRequest, config: TrainConfig, run: RunDir, local_rank: int) -> nn.Module:
+    on_gpu = request.device == "cuda"
+    dtype, device = DTYPES[request.precision], torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if request.weights == "base":
         return load_model(config.model, dtype=dtype, device=device)
     return load_finetuned_model(config.model, config.method, run.trained(), dtype=dtype, device=device)

@@ -36,7 +36,7 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(request)
         with EventWriter(tmp_path) as emit:
             emit(Notice(message="something is unusual"))
-        (tmp_path / "answers.jsonl").write_text(json.dumps({"completion": "x"}) + "\n")
+        (tmp_path / "answers-0.jsonl").write_text(json.dumps({"completion": "x"}) + "\n")
         return answer(tmp_path)
 
     monkeypatch.setattr(tasks, "run_request", fake_request)

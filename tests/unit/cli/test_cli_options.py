@@ -41,6 +41,7 @@ OPTIONS = {
         "run_dir",
     ],
     "plan": [*CONFIG, "--explain", "--gpus", "--json", "--price"],
+    "profile": [*CONFIG, "--json", "--steps", "--trace", "--warmup"],
     "verify": ["--config", "--device", "--json", "--modes", "--nproc", "--steps"],
     "replay": [*CONSENT, "--device", "--json", "incident"],
     "generate": [
@@ -49,6 +50,7 @@ OPTIONS = {
         "--device",
         "--json",
         "--max-new-tokens",
+        "--nproc",
         "--prompt",
         "--prompts",
         "--seed",
@@ -102,6 +104,7 @@ def test_commands_are_pinned() -> None:
         "train",
         "resume",
         "plan",
+        "profile",
         "verify",
         "replay",
         "generate",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,8 +19,8 @@ from pantheraml.runs.telemetry import RunTelemetry, interval, summarize
 
 Host = Callable[..., FakeNvml]
 GIB = 2**30
-CUDA: Any = SimpleNamespace(device="cuda", device_ids=(0, 3))
-CPU: Any = SimpleNamespace(device="cpu", device_ids=())
+CUDA = (0, 3)
+CPU = ()
 
 SNAPSHOT = GPUSnapshot(
     index=0,

@@ -10,7 +10,7 @@ TrainingType = Literal["auto", "distributed", "dataparallel"]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class DatasetConfig(_Body):

@@ -1,0 +1,37 @@
+"""Kinds of work, by the names of operators and kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from pantheraml.engine.profile import KINDS, REST, _rows, kind_of
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", "matrix products"),
+        ("aten::addmm", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
+        ("c10d::allreduce_", "communication"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::native_layer_norm", "norms"),
+        ("Memcpy DtoH (Device -> Pageable)", "copies and memory"),
+        ("aten::nll_loss_forward", "loss and vocabulary"),
+        ("aten::silu", REST),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_every_kind_has_a_name_of_its_own() -> None:
+    assert len({kind for kind, _ in KINDS} | {REST}) == len(KINDS) + 1
+
+
+def test_rows_are_per_step_and_ordered() -> None:
+    rows = _rows([("a", 1.0, 2), ("b", 6.0, 2), ("a", 1.0, 4)], 2)
+    assert [(row.name, row.seconds, row.share, row.calls) for row in rows] == [("b", 3.0, 0.75, 1), ("a", 1.0, 0.25, 3)]
+    assert _rows([], 2) == []
