@@ -88,7 +88,7 @@ def get_multi_gpu_config() -> dict[str, Any]:
     """Return what multi-GPU training would use here: the switch, ranks, GPUs, and the settings in force."""
     devices, launched, settings = probe(), env.launched_rank(), multi_gpu.current()
     rank = env.process_rank()
-    gpus = len(devices.gpus)
+    gpus, fallback = len(devices.gpus), env.script_fallback()
     enabled = env.multi_gpu_requested() or settings is not None
     several = rank.world_size > 1
     return {
@@ -103,13 +103,19 @@ def get_multi_gpu_config() -> dict[str, Any]:
         "local_rank": rank.local_rank,
         "device": f"cuda:{rank.local_rank}" if gpus else "cpu",
         "backend": ("nccl" if gpus else "gloo") if several or gpus > 1 else None,
+        "fallback_reason": None if fallback is None else fallback.reason,
         "batch_size_per_gpu": None if settings is None else settings.batch_size_per_gpu,
         "gradient_aggregation": None if settings is None else settings.gradient_aggregation,
     }
 
 
-def start_ranks(num_gpus: int | None = None, settings: multi_gpu.MultiGPUSettings | None = None) -> None:
-    """Relaunch a single process as one rank per GPU; a rank continues, if there are as many as `num_gpus` says."""
+def start_ranks(
+    num_gpus: int | None = None, settings: multi_gpu.MultiGPUSettings | None = None, *, strict: bool = False
+) -> None:
+    """Relaunch a single process as one rank per GPU; a rank continues, if there are as many as `num_gpus` says.
+
+    If a rank of a relaunched script cannot use its GPU, rank 0 continues alone with a warning, unless `strict`.
+    """
     log.start_for_scripts()
     settings = settings or multi_gpu.MultiGPUSettings()
     launched = env.launched_rank()
@@ -118,6 +124,7 @@ def start_ranks(num_gpus: int | None = None, settings: multi_gpu.MultiGPUSetting
         settings.check_ranks(launched.world_size)
         if env.was_relaunched():
             die_with_parent()
+            _agree_on_gpus(launched, strict=strict)
         if launched.world_size > 1:
             multi_gpu.announce(f"{launched.world_size} processes, {settings}")
         return
@@ -126,6 +133,11 @@ def start_ranks(num_gpus: int | None = None, settings: multi_gpu.MultiGPUSetting
             "This process was relaunched as a rank, but its rank is missing from the environment.",
             fix="Do not unset RANK, LOCAL_RANK and WORLD_SIZE.",
         )
+    fallback = env.script_fallback()
+    if fallback is not None:
+        settings.check_ranks(1)
+        logger.warning("%s; the global batch is that of one process", fallback)
+        return
     processes, reason = _process_count(num_gpus if num_gpus is not None else env.processes_requested())
     if processes == 1:
         settings.check_ranks(1)
@@ -137,6 +149,16 @@ def start_ranks(num_gpus: int | None = None, settings: multi_gpu.MultiGPUSetting
         settings.check_ranks(processes)
         logger.info("relaunching as %d processes: %s", processes, reason)
         relaunch(processes)
+
+
+def _agree_on_gpus(rank: env.ProcessRank, *, strict: bool) -> None:
+    """Let the ranks vote on whether to continue; not without GPUs, where no device fails."""
+    if rank.world_size == 1 or not probe().gpus:
+        return
+    # imported here: a script that only relaunches itself need not wait for torch
+    from pantheraml.rendezvous.script_vote import agree_on_gpus
+
+    agree_on_gpus(rank, rank.local_rank, strict=strict)
 
 
 def _check_launched(launched: env.ProcessRank, num_gpus: int | None) -> None:
@@ -237,7 +259,8 @@ def _process_count(requested: int | None) -> tuple[int, str]:
         raise DeviceError(
             f"{requested} processes were requested, but {gpus} GPU(s) are visible.", fix=f"Request {gpus} or fewer."
         )
-    return requested, f"{requested} were requested"
+    asked = f"{requested} {'was' if requested == 1 else 'were'} requested"
+    return requested, asked if gpus or requested == 1 else f"{asked}, on CPUs: {devices.note or 'no GPU is visible'}"
 
 
 def _start_method(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Literal["spawn", "fork"]:

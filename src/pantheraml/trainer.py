@@ -204,7 +204,7 @@ class PantheraMLDistributedTrainer(PantheraMLTrainer):
         if isinstance(model, nn.Module) and is_split(model):
             logger.info("the model's layers are on several devices of this process, which continues as one process")
         elif config.mode is not MultiGPUMode.NONE:
-            start_ranks(config.world_size)
+            start_ranks(config.world_size, strict=config.strict)
 
 
 class UnslothTrainer(PantheraMLTrainer):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pantheraml.base.errors import DeviceError
-from tests.e2e.conftest import Playground
+from tests.e2e.conftest import Ended, Playground, result_of
 from tests.event_log import raw_events
 from tests.harness import values
 
@@ -35,8 +37,7 @@ def broken(playground: Playground, tmp_path: Path) -> Playground:
     return replace(playground, environment={**playground.environment, "PYTHONPATH": os.pathsep.join(paths)})
 
 
-@pytest.mark.seed("S0-104", partly="in `pantheraml train`; a script stops with an error")
-@pytest.mark.seed("C14")
+@pytest.mark.seed("S0-104", "C14")
 def test_rank_0_continues_alone_and_reports_it(broken: Playground, playground: Playground) -> None:
     """Also with parallel.batch_shares: the remaining rank gets the whole batch."""
     ended = broken.train("fallback-two", *SHORT, "--nproc", "2", "--set", "parallel.batch_shares=[1,3]")
@@ -62,3 +63,77 @@ def test_a_strict_run_stops(broken: Playground) -> None:
     assert ended.code == DeviceError.exit_code
     assert "rank 1 cannot use its device: it fell off the bus" in ended.err
     assert "Traceback" not in ended.err
+
+
+TWO_GPUS = """
+import os, sys
+def pretend():
+    from pantheraml import multigpu
+    from pantheraml.rendezvous import device_vote
+    from pantheraml.specs.plan import GPU, DeviceSpec
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
+    gpus = tuple(
+        GPU(index=int(index), name="GPU", total_bytes=1, free_bytes=1, compute_capability=(9, 0))
+        for index in visible.split(",")
+    )
+    multigpu.probe = lambda: DeviceSpec(gpus=gpus, cpu_count=1, ram_bytes=1, driver="1")
+    lost = os.environ.get("LOST") == os.environ.get("RANK", "none")
+    device_vote.device_problem = lambda device: "it fell off the bus" if lost else None
+"""
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import sitecustomize
+sitecustomize.pretend()
+import pantheraml
+pantheraml.enable_multi_gpu(batch_size_per_gpu=4)
+found = pantheraml.get_multi_gpu_config()
+import torch
+from torch import nn
+from transformers import TrainingArguments
+from pantheraml.performance import create_performance_optimizer
+optimizer = create_performance_optimizer()
+assert optimizer.wrap_model_for_multi_gpu(model := nn.Linear(1, 1)) is model
+status = optimizer.get_multi_gpu_status()
+seen = {name: value for name, value in os.environ.items() if name in ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")}
+Path(sys.argv[1]).write_text(json.dumps([found, status, seen]))
+"""
+REASON = "rank 1 cannot use its device: it fell off the bus"
+
+
+def run_script(playground: Playground, folder: Path, lost: str, **environment: str) -> Ended:
+    """Run a script on a host that seems to have two GPUs, one of which fails."""
+    (folder / "sitecustomize.py").write_text(TWO_GPUS)
+    (folder / "script.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, "script.py", "found.json"],
+        cwd=folder,
+        env={**playground.environment, "PYTHONPATH": str(folder), "LOST": lost, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    playground.started.append(process)
+    return result_of(process)
+
+
+@pytest.mark.seed("S0-104", "C14")
+def test_a_script_continues_alone_and_reports_it(playground: Playground, tmp_path: Path) -> None:
+    """Rank 0 starts again as a single process that sees its own GPU; the other ranks end with success."""
+    ended = run_script(playground, tmp_path, "1")
+    assert ended.code == 0, ended
+    said = f"the script continues in one process instead of 2: {REASON}; the global batch is that of one process"
+    assert said in ended.err
+    found, status, seen = json.loads((tmp_path / "found.json").read_text())
+    assert found["fallback_reason"] == status["fallback_reason"] == REASON
+    assert (found["world_size"], found["num_gpus"], found["launched"], found["batch_size_per_gpu"]) == (1, 1, False, 4)
+    assert seen == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+@pytest.mark.seed("C14")
+def test_a_strict_script_stops(playground: Playground, tmp_path: Path) -> None:
+    ended = run_script(playground, tmp_path, "1", PANTHERAML_STRICT="1")
+    assert ended.code != 0
+    assert f"DeviceError: 1 of 2 ranks have no usable device: {REASON}" in ended.err
+    assert not (tmp_path / "found.json").exists()

@@ -90,6 +90,13 @@ def no_relaunch(host: Host) -> None:
     pantheraml.enable_multi_gpu()
 
 
+def falls_back(host: Host) -> None:
+    host.with_gpus(1)
+    reason = "rank 2 cannot use its device: CUDA error: uncorrectable ECC error encountered"
+    host.patch.setenv("PANTHERAML_FALLBACK", f"4:{reason}")
+    pantheraml.enable_multi_gpu()
+
+
 def relaunches(host: Host) -> None:
     host.with_gpus(4)
     host.patch.setattr(multigpu, "relaunch", lambda processes: None)
@@ -212,7 +219,7 @@ def rows_repeat(host: Host) -> None:
 
 Provocation = Callable[[Host], None]
 PROVOCATIONS: tuple[Provocation, ...] = (
-    no_gpu, no_relaunch, relaunches, enabled, on_one_gpu, too_many, other_number_launched, half_a_launcher,
+    no_gpu, no_relaunch, falls_back, relaunches, enabled, on_one_gpu, too_many, other_number_launched, half_a_launcher,
     in_a_notebook, too_late, a_rank_is_missing, a_rank_hangs, a_rank_is_killed, trainer_out_of_memory,
     run_out_of_memory, planned_out_of_memory, split_out_of_memory, map_names_other_gpus, frozen, not_a_number,
     ranks_drift, rows_repeat,
@@ -259,7 +266,7 @@ def test_the_guide_shows_what_is_printed(
 def test_there_is_no_message_that_nothing_prints() -> None:
     """Each indented error of the page is one of those above."""
     classes = re.findall(r"^    (\w+Error): ", GUIDE.read_text(), re.MULTILINE)
-    logged = (no_gpu, no_relaunch, relaunches, enabled, on_one_gpu, rows_repeat, a_rank_is_killed)
+    logged = (no_gpu, no_relaunch, falls_back, relaunches, enabled, on_one_gpu, rows_repeat, a_rank_is_killed)
     assert classes.count("RuntimeError") == 1, "torch's own"
     assert len(classes) - 1 == len(PROVOCATIONS) - len(logged)
 

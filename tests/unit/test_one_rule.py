@@ -29,7 +29,10 @@ ONE_PLACE = {
     "says which GPUs have bf16": (r"BF16_CAPABILITY", {"planner/precision.py", "api/unsloth_names.py"}),
     # fallback: ranks vote before the first collective
     "decides a fallback": (r"def agree_on_devices", {"rendezvous/device_vote.py"}),
-    "lets ranks vote": (r"\bagree_on_devices\(", {"rendezvous/device_vote.py", "parallel/process_group.py"}),
+    "lets ranks vote": (
+        r"\bagree_on_devices\(",
+        {"rendezvous/device_vote.py", "rendezvous/script_vote.py", "parallel/process_group.py"},
+    ),
     "makes a process group": (r"dist\.init_process_group\(", {"parallel/process_group.py"}),
     # device maps
     "places layers": (r"infer_auto_device_map\(|get_balanced_memory\(", {"parallel/device_map.py"}),

@@ -170,6 +170,32 @@ def was_relaunched() -> bool:
     return "PANTHERAML_RELAUNCHED" in os.environ
 
 
+@dataclass(frozen=True)
+class ScriptFallback:
+    """Why a script that had relaunched itself continues as one process."""
+
+    planned: int
+    """Number of processes that were started."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the script continues in one process instead of {self.planned}: {self.reason}"
+
+
+FALLBACK = "PANTHERAML_FALLBACK"
+
+
+def script_fallback() -> ScriptFallback | None:
+    """`PANTHERAML_FALLBACK=4:rank 2 cannot use ...`, set by the ranks of a script for the one that continues alone."""
+    planned, _, reason = os.environ.get(FALLBACK, "").partition(":")
+    return ScriptFallback(int(planned), reason) if planned.isdigit() else None
+
+
+def fallback_forbidden() -> bool:
+    """`PANTHERAML_STRICT=1`: a script stops if a rank cannot use its device, as with `parallel.strict`."""
+    return os.environ.get("PANTHERAML_STRICT", "") not in ("", "0")
+
+
 def restarted_because() -> str | None:
     """`PANTHERAML_RESTARTED`: why the node's agent restarted this command, which then resumes the run; None: first
     start."""

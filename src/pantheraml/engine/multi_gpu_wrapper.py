@@ -46,6 +46,7 @@ from pantheraml.parallel.sharded_loader import (
     shard_loader,
     weigh_gradients,
 )
+from pantheraml.rendezvous.script_vote import agree_on_gpus
 from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.performance import PerformanceConfig
@@ -125,6 +126,8 @@ class MultiGPUWrapper:
             gpus = self._gpus
             backend = self._config.backend if gpus else "gloo"
             index = gpus[rank.local_rank % len(gpus)] if gpus else 0
+            if env.was_relaunched() and gpus:
+                agree_on_gpus(rank, index, strict=self._config.strict or self._config.mode is not MultiGPUMode.AUTO)
             device = torch.device("cuda", index) if backend == "nccl" else torch.device("cpu")
             retries, timeout = self._config.max_retries, self._config.timeout_seconds
             join_process_group(rank, device, backend, timeout_seconds=timeout, max_retries=retries)
@@ -132,6 +135,10 @@ class MultiGPUWrapper:
             logger.info("joined %d ranks over %s", rank.world_size, backend)
 
     def _relaunch(self) -> None:
+        fallback = env.script_fallback()
+        if fallback is not None:
+            logger.warning("%s; the global batch is that of one process", fallback)
+            return
         visible = torch.cuda.device_count()
         if any(index >= visible for index in self._config.device_ids or ()):
             return  # `wrap` raises, where callers expect it
@@ -383,6 +390,7 @@ class MultiGPUWrapper:
             **self._monitor.devices(),
             "current_mode": str(self._mode),
             "mode_reason": self._reason,
+            "fallback_reason": None if (fallback := env.script_fallback()) is None else fallback.reason,
             "world_size": _world_size(),
             "rank": dist.get_rank() if dist.is_initialized() else 0,
             "training_stats": self._monitor.training(),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pantheraml import __version__
-from pantheraml.base import log
+from pantheraml.base import env, log
 from pantheraml.base.errors import InterruptedRunError, PantheraError, WorkerError
 from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import (
@@ -34,6 +34,7 @@ from pantheraml.base.events import (
     EventBase,
     ModelReady,
     RanksLeftOut,
+    RunFallback,
     RunFinished,
     RunStarted,
     TrainFinished,
@@ -127,6 +128,8 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
             self._folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventWriter(self._folder)
         self._emit(RunStarted(command=" ".join(sys.orig_argv[1:]), pantheraml=__version__, output=str(self._folder)))
+        if fallback := env.script_fallback():
+            self._emit(RunFallback(message=str(fallback), reason=fallback.reason, planned_world_size=fallback.planned))
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ _HONORED = {
     "mode", "world_size", "backend", "aggregation", "aggregation_weights", "leave_out_nonfinite", "check_every",
     "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "static_graph", "bucket_cap_mb",
     "enable_multi_gpu_monitoring", "timeout_seconds", "use_gradient_checkpointing", "auto_device_map",
-    "enable_gradient_synchronization", "auto_policy",
+    "enable_gradient_synchronization", "auto_policy", "strict",
 }  # fmt: skip
 _IMPLIED = {"enable_hybrid", "enable_fault_tolerance"}
 """Set together with another field, which is checked."""

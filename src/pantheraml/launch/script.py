@@ -47,6 +47,20 @@ def relaunch(processes: int) -> NoReturn:
     os.execve(command[0], command, _rank_environment(processes))
 
 
+def continue_alone(gpu: int, fallback: env.ScriptFallback) -> NoReturn:
+    """Replace this rank by its script, from the beginning, as one process that sees GPU `gpu` of those visible here."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    visible = env.visible_cuda_devices()
+    changes: dict[str, str | None] = {
+        **env.outside_of_launch(),
+        "PANTHERAML_RELAUNCH": "0",
+        env.FALLBACK: f"{fallback.planned}:{fallback.reason}",
+        "CUDA_VISIBLE_DEVICES": visible.split(",")[gpu].strip() if visible else str(gpu),
+    }
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], env.child_environment(**changes))
+
+
 def main_file() -> Path | None:
     """File of the main program; None in a notebook, and for code from -c or standard input."""
     name = getattr(sys.modules["__main__"], "__file__", None)

@@ -37,7 +37,7 @@ class OptimizationLevel(StrEnum):
 ONLY_IN_TRAIN = (
     *("replicate", "shard", "tensor", "pipeline", "context", "stages_per_process"),
     *("aggregation", "aggregation_weights", "leave_out_nonfinite", "batch_shares"),
-    *("check_every", "restart_on", "min_world_size", "strict", "grace_seconds", "memory_fraction"),
+    *("check_every", "restart_on", "min_world_size", "grace_seconds", "memory_fraction"),
 )
 """Fields of MultiGPUConfig that only `pantheraml train` reads."""
 

@@ -213,7 +213,9 @@ def test_repeated_rows_are_told(rows: int, ranks: int, drop: bool, said: int, ca
     assert ([f"repeats {said} rows" in record.message for record in caplog.records] == [True]) == (said > 0)
 
 
-def test_events_are_those_of_a_run(folder: Path, tmp_path: Path) -> None:
+def test_events_are_those_of_a_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And say why a script that had relaunched itself continues as one process."""
+    monkeypatch.setenv("PANTHERAML_FALLBACK", "2:rank 1 cannot use its device: it fell off the bus")
     args = config(tmp_path, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=6)
     run = made(
         PantheraMLTrainer, folder, tmp_path, args=args, eval_dataset=Dataset.from_list(toy.arithmetic(8, seed=1))
@@ -231,6 +233,7 @@ def test_events_are_those_of_a_run(folder: Path, tmp_path: Path) -> None:
     assert isinstance(events[-1], RunFinished)
     summary = summarize(events)
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("succeeded", 6, 1)
+    assert summary["fallback_reason"] == "rank 1 cannot use its device: it fell off the bus"
     assert [event.stopped_by for event in events if isinstance(event, TrainFinished)] == ["end"]
     assert (tmp_path / "run.json").is_file()
     assert "succeeded" in write_report(tmp_path).read_text()

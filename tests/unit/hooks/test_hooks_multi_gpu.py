@@ -19,15 +19,14 @@ from pantheraml.hooks import multi_gpu
 from pantheraml.hooks.registry import REGISTRY
 from pantheraml.specs.plan import GPU, DeviceSpec
 
-ORIGINAL = Trainer.__init__
-
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def original(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`Trainer.__init__` as it is before the test and after it; earlier tests may have patched it otherwise."""
     monkeypatch.setenv("PANTHERAML_RELAUNCH", "0")
     multi_gpu.revert()
     before = Trainer.__init__
-    yield
+    yield before
     multi_gpu.revert()
     assert Trainer.__init__ is before
 
@@ -54,7 +53,7 @@ def make_trainer(folder: Path, **arguments: Any) -> Trainer:
 
 
 @pytest.mark.seed("S3-014", "S3-015", "S3-016", "S3-017", "S3-034", "C7")
-def test_batch_size_until_it_is_disabled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_size_until_it_is_disabled(tmp_path: Path, caplog: pytest.LogCaptureFixture, original: Any) -> None:
     pantheraml.enable_multi_gpu(num_gpus=1, batch_size_per_gpu=3)
     pantheraml.enable_multi_gpu(num_gpus=1, batch_size_per_gpu=3)
     with caplog.at_level("WARNING", logger="pantheraml"):
@@ -66,13 +65,13 @@ def test_batch_size_until_it_is_disabled(tmp_path: Path, caplog: pytest.LogCaptu
     assert make_trainer(tmp_path).args.per_device_train_batch_size == 5
     pantheraml.disable_multi_gpu()
     pantheraml.disable_multi_gpu()
-    assert Trainer.__init__ is ORIGINAL
+    assert Trainer.__init__ is original
     assert make_trainer(tmp_path, per_device_train_batch_size=2).args.per_device_train_batch_size == 2
 
 
-def test_without_settings_nothing_is_patched() -> None:
+def test_without_settings_nothing_is_patched(original: Any) -> None:
     pantheraml.enable_multi_gpu(num_gpus=1)
-    assert Trainer.__init__ is ORIGINAL
+    assert Trainer.__init__ is original
     assert multi_gpu.TRAINER_SETTINGS not in REGISTRY.applied
 
 
@@ -112,12 +111,12 @@ def test_a_rank_says_that_it_is_enabled(two_ranks: None, caplog: pytest.LogCaptu
     ],
 )
 def test_bad_input_leaves_nothing_behind(
-    arguments: dict[str, Any], error: type[PantheraError], message: str, caplog: pytest.LogCaptureFixture
+    arguments: dict[str, Any], error: type[PantheraError], message: str, original: Any
 ) -> None:
     with pytest.raises(error, match=message):
         pantheraml.enable_multi_gpu(**arguments)
     assert multi_gpu.current() is None
-    assert Trainer.__init__ is ORIGINAL
+    assert Trainer.__init__ is original
 
 
 @pytest.mark.seed("S3-015")
@@ -137,13 +136,13 @@ def test_more_gpus_than_the_launcher_started(two_ranks: None) -> None:
     assert multi_gpu.current() is None
 
 
-def test_unsupported_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_transformers(monkeypatch: pytest.MonkeyPatch, original: Any) -> None:
     monkeypatch.setattr(multi_gpu.TRAINER_SETTINGS, "versions", "<5")
     with pytest.raises(ConfigError, match=r"transformers .* is not supported here") as caught:
         pantheraml.enable_multi_gpu(num_gpus=1, batch_size_per_gpu=2)
     assert "enable_multi_gpu works without batch_size_per_gpu" in str(caught.value.fix)
     assert multi_gpu.current() is None
-    assert transformers.trainer.Trainer.__init__ is ORIGINAL
+    assert transformers.trainer.Trainer.__init__ is original
     pantheraml.enable_multi_gpu(num_gpus=1)
 
 
