@@ -137,18 +137,45 @@ def test_jobs_that_cannot_start_have_a_place_in_the_queue(own_server: Callable[.
     server = own_server("--cpu-slots", "1")
     client = server.client()
     file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id
-    first = submit(client, file, epochs=10_000)
+    first = submit(client, file, epochs=10_000, priority=5)
     wait_for(client, first.id, "starting", "running")
     second, third = submit(client, file), submit(client, file)
     urgent = submit(client, file, priority=5)
 
-    def positions() -> list[int | None]:
-        return [client.fine_tuning.jobs.retrieve(job.id).queue_position for job in (urgent, second, third)]  # type: ignore[attr-defined]
+    def shown(job: Any) -> Any:
+        return client.fine_tuning.jobs.retrieve(job.id)
 
-    wait_until(lambda: positions() == [1, 2, 3])
-    shown: Any = client.fine_tuning.jobs.retrieve(urgent.id)
-    assert shown.waiting_reason == "needs 1 of 1 devices; 0 free"
-    assert shown.estimated_start is None, "the plan of a tiny model on a CPU predicts no time"
+    wait_until(lambda: [shown(job).queue_position for job in (urgent, second, third)] == [1, 2, 3])
+    assert shown(urgent).waiting_reason == "needs 1 of 1 devices; 0 free"
+    assert shown(second).estimated_start is None, "the plan of a tiny model on a CPU predicts no time"
+    start = wait_until(lambda: shown(urgent).estimated_start)
+    assert start > time.time(), "told by the pace of the job that runs"
+    assert shown(first).estimated_finish == pytest.approx(start, rel=0.1)
     for job in (first, second, third, urgent):
         client.fine_tuning.jobs.cancel(job.id)
     wait_for(client, first.id, "cancelled")
+
+
+@pytest.mark.extended
+@pytest.mark.seed("S4-154")
+def test_a_job_of_higher_priority_has_a_running_one_paused(own_server: Callable[..., Server]) -> None:
+    """It continues exactly, though the service is killed while it saves its state."""
+    server = own_server("--cpu-slots", "1")
+    client = server.client()
+    file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id
+    alone = wait_for(client, submit(client, file, epochs=40).id, "succeeded")
+    low = submit(client, file, epochs=40, priority=-1)
+    wait_until(lambda: len(steps(client, low.id)) > 3)
+    urgent = submit(client, file)
+    making_room: Any = wait_for(client, low.id, "pausing")
+    assert making_room.preempted_by == urgent.id
+    server.kill()
+    server.start()
+    client = server.client()
+    assert wait_for(client, low.id, "queued").preempted_by == urgent.id
+    assert steps(client, low.id)[-1] < 240, "it was paused in its midst"
+    wait_for(client, urgent.id, "succeeded")
+    done = wait_for(client, low.id, "succeeded")
+    assert (done.starts, done.preempted_by) == (2, None)
+    assert f"Pausing: {urgent.id} has a higher priority" in messages(client, low.id)
+    assert weights(client, done) == weights(client, alone)

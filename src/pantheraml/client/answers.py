@@ -48,6 +48,8 @@ class Job(_Answer):
     processes: int
     device: str
     starts: int
+    preempted_by: str | None = None
+    """Job of higher priority that this one was paused for."""
     waiting_reason: str | None
     queue_position: int | None
     estimated_start: int | None

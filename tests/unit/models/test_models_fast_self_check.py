@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3DecoderLayer
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -94,13 +95,38 @@ def other_arguments(real: Any, layer: Any, x: Tensor, *args: Any, **kwargs: Any)
     raise TypeError("forward() needs another argument\nand more")
 
 
+def told_attention(**told: Any) -> Callable[..., Any]:
+    """Attention gets these arguments instead of the class's own."""
+
+    def change(real: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        config, own = layer.self_attn.config, layer.self_attn.config._attn_implementation
+        real_attention = ALL_ATTENTION_FUNCTIONS[own]
+        config._attn_implementation = "told"
+        ALL_ATTENTION_FUNCTIONS["told"] = lambda *inputs, **given: real_attention(*inputs, **{**given, **told})
+        try:
+            return real(layer, *args, **kwargs)
+        finally:
+            config._attn_implementation = own
+            del ALL_ATTENTION_FUNCTIONS["told"]
+
+    return change
+
+
 CHANGES: dict[str, tuple[str, type[nn.Module], Callable[..., Any], str]] = {
     "multiplier": ("llama", LlamaDecoderLayer, residual_times(0.5), "its output differs by"),
     "another multiplier": ("granite", GraniteDecoderLayer, residual_times(2.0), "its output differs by"),
     "no head norms": ("qwen3", Qwen3DecoderLayer, without_norms, "its output differs by"),
     "activation": ("gemma3_text", Gemma3DecoderLayer, with_relu, "its output differs by"),
+    "window": (
+        "qwen3", Qwen3DecoderLayer, told_attention(sliding_window=8192),
+        "Qwen3DecoderLayer calls attention with sliding_window=8192 and not None",
+    ),
+    "dropout": ("llama", LlamaDecoderLayer, told_attention(dropout=0.2), "attention with dropout=0.2 and not 0.0"),
+    "new argument": (
+        "gemma3_text", Gemma3DecoderLayer, told_attention(sinks=torch.ones(4)), "attention with sinks=a Tensor and not"
+    ),
     "arguments": ("llama", LlamaDecoderLayer, other_arguments, "failed: TypeError: forward() needs another argument"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -113,6 +139,7 @@ def test_layers_of_a_changed_class_run_unfused(
     model = adapted(quantize_to_fp8(base_model(family)) if fp8 else base_model(family))
     real: Any = kind.forward
     monkeypatch.setattr(kind, "forward", lambda layer, x, *args, **kwargs: change(real, layer, x, *args, **kwargs))
+    torch.manual_seed(0)  # for dropout
     expected = None if name == "arguments" else results(copy.deepcopy(model))
     with caplog.at_level("INFO", logger="pantheraml"):
         report = fuse(model)
@@ -122,6 +149,7 @@ def test_layers_of_a_changed_class_run_unfused(
     assert reason in text
     assert text in caplog.text
     if expected is not None:
+        torch.manual_seed(0)
         assert_same(results(model), expected, tolerance=1e-3 if fp8 else EXACT)
 
 

@@ -88,6 +88,63 @@ def test_nothing_is_guessed_where_the_plan_does_not_tell() -> None:
     assert decision.waiting["large"].estimated_start is None
 
 
+def test_everybody_is_told_when_it_is_their_turn() -> None:
+    """As long as all before it have predicted how long they take; by then all take their turn."""
+    running = [Running("r", "a", 1, NOW + 100), Running("s", "a", 1, NOW + 50)]
+    queue = [job("1", at=1, seconds=30), job("2", at=2, seconds=10), job("3", at=3), job("4", at=4), job("5", at=5)]
+    waiting = decide(queue, running, ["gpu:0", "gpu:1"], {"gpu:0": "r", "gpu:1": "s"}, {}, NOW).waiting
+    assert [waiting[name].estimated_start for name in "12345"] == [NOW + 50, NOW + 80, NOW + 90, NOW + 100, None]
+    both = [job("1", at=1, devices=2, seconds=7), job("2", at=2, devices=3), job("3", at=3)]
+    waiting = decide(both, running, ["gpu:0", "gpu:1"], {"gpu:0": "r", "gpu:1": "s"}, {}, NOW).waiting
+    assert [waiting[name].estimated_start for name in "123"] == [NOW + 100, None, NOW + 107]
+
+
+def runs(name: str, *, devices: int = 1, priority: int = 0, ran: float = 60.0, waited: float = 0.0) -> Running:
+    place = Waiting(name, "a", priority, NOW - ran - waited, devices, None, ran=ran)
+    return Running(name, "a", devices, None, place)
+
+
+def paused_for(waiting: list[Waiting], running: list[Running], devices: int = 4) -> dict[str, str]:
+    names = [f"gpu:{number}" for number in range(devices)]
+    holders = [each.id for each in running for _ in range(each.devices)]
+    decision = decide(waiting, running, names, dict(zip(names, holders, strict=False)), {}, NOW)
+    if decision.pauses:
+        (first,) = set(decision.pauses.values())
+        assert (decision.waiting[first].estimated_start, decision.starts) == (NOW, {})
+        assert "makes room" in decision.waiting[first].text
+    return decision.pauses
+
+
+def test_a_job_of_higher_priority_has_others_paused() -> None:
+    full = [runs("old", devices=2, ran=900), runs("new", devices=1, ran=5), runs("low", devices=1, priority=-1)]
+    assert paused_for([job("urgent", priority=1)], full) == {"low": "urgent"}
+    assert paused_for([job("urgent", priority=1, devices=2)], full) == {"low": "urgent", "new": "urgent"}
+    assert paused_for([job("urgent", priority=1, devices=3)], full) == {"low": "urgent", "old": "urgent"}
+    assert paused_for([job("equal", at=NOW - 7 * AGING_SECONDS)], full[:2], 3) == {}, "waiting alone pauses nobody"
+    assert paused_for([job("urgent", priority=1, on={"gpu:9"})], full) == {}
+    protected = [replace(each, if_paused=None) for each in full]
+    assert paused_for([job("urgent", priority=1)], protected) == {}
+
+
+def test_nobody_is_paused_in_vain() -> None:
+    urgent = job("urgent", priority=1, devices=2)
+    assert paused_for([urgent], [runs("low", priority=-1), runs("higher", priority=2)], 2) == {}
+    leaving = Running("leaving", "a", 1, NOW, None, is_leaving=True)
+    assert paused_for([urgent], [leaving, runs("low")], 2) == {"low": "urgent"}
+    assert paused_for([urgent], [replace(leaving, devices=2), runs("low")], 3) == {}
+    assert paused_for([urgent, job("next", priority=1, at=NOW + 1)], [runs("low", devices=3)], 4) == {"low": "urgent"}
+
+
+def test_a_paused_job_does_not_come_before_the_one_that_it_made_room_for() -> None:
+    """What it ran is no waiting; one that has waited for hours counts as much more urgent, and goes on."""
+    urgent = job("urgent", priority=2)
+    assert paused_for([urgent], [runs("long", ran=50 * AGING_SECONDS)], 1) == {"long": "urgent"}
+    assert paused_for([urgent], [runs("patient", waited=2 * AGING_SECONDS)], 1) == {}
+    place = runs("long", ran=50 * AGING_SECONDS).if_paused
+    assert place is not None
+    assert names(ordered([place, urgent], {}, NOW)) == ["urgent", "long"]
+
+
 def test_a_job_is_given_only_devices_that_it_may_have() -> None:
     both = ["gpu:0", "gpu:1", "gpu:2"]
     assert decide([job("1", on={"gpu:1"})], [], both, {}, {}, NOW).starts == {"1": ["gpu:1"]}

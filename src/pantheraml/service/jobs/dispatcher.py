@@ -24,8 +24,9 @@ from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
 from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
+from pantheraml.service.jobs.pace import Pace, pace_of
 from pantheraml.service.jobs.results import write_results
-from pantheraml.service.jobs.scheduler import USAGE_DAYS, Reason, Running, decide
+from pantheraml.service.jobs.scheduler import USAGE_DAYS, Decision, Reason, Running, decide
 from pantheraml.service.jobs.states import ACTIVE, ENDED, ForbiddenTransitionError, State
 from pantheraml.service.jobs.usage import device_seconds
 from pantheraml.service.jobs.watch import Observation, observe
@@ -33,7 +34,7 @@ from pantheraml.service.schemas.fine_tuning import model_name
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database, is_away
 from pantheraml.service.store.devices import disabled_devices
-from pantheraml.service.store.jobs import StaleJobError, jobs_in, leases, move, reread, waiting_jobs
+from pantheraml.service.store.jobs import StaleJobError, if_paused, jobs_in, leases, move, reread, waiting_jobs
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import add_energy, device_hours, open_stretch
 
@@ -71,6 +72,8 @@ class Dispatcher:
         self._signalled: set[tuple[str, int, State]] = set()
         self._lost_since: dict[tuple[str, int], float] = {}
         self._reasons: dict[str, Reason] = {}
+        self._ends: dict[str, float | None] = {}
+        """When each running job is expected to end."""
         self._queue_changed, self._scheduled = True, 0.0
         self._ticked = time.monotonic()
         self._tidied = -EVERY_SECONDS
@@ -91,6 +94,10 @@ class Dispatcher:
     def reason(self, job_id: str) -> Reason | None:
         """Why a queued job waits; None before the first look."""
         return self._reasons.get(job_id)
+
+    def expected_end(self, job_id: str) -> float | None:
+        """Of a running job, by its pace, or by its plan before it has one; None: not known."""
+        return self._ends.get(job_id)
 
     @property
     def is_alive(self) -> bool:
@@ -167,33 +174,51 @@ class Dispatcher:
     # Starting ---------------------------------------------------------------------------------------------------------
 
     async def _schedule(self) -> None:
-        for job_id, chosen in (await self._decide()).items():
+        decision = await self._decide()
+        for job_id, chosen in decision.starts.items():
             async with self._database.read() as session:
                 job = await session.get_one(Job, job_id)
             if job.state == State.QUEUED:
                 await self._take_back(chosen)
                 await self._start(job, chosen)
+        for job_id, other in decision.pauses.items():
+            await self._make_room(job_id, other)
 
-    async def _decide(self) -> dict[str, list[str]]:
-        """Devices of each job that can start now; also why the others wait."""
+    async def _make_room(self, job_id: str, other: str) -> None:
+        """Pause a running job for one of higher priority; `_paused` puts it back into the queue."""
+        try:
+            async with self._database.write() as session:
+                job = await session.get_one(Job, job_id)
+                if if_paused(job, time.time()) is None:
+                    return  # it has ended, or was told to
+                message = f"Pausing: {other} has a higher priority"
+                await move(session, job, State.PAUSING, message, preempted_by=other)
+        except (StaleJobError, ForbiddenTransitionError):
+            return
+        self._done(job)
+
+    async def _decide(self) -> Decision:
+        """What starts now, on which devices, and what is paused for it; also why the others wait."""
+        now = time.time()
         async with self._database.read() as session:
             queue = await waiting_jobs(session)
+            running = await jobs_in(session, ACTIVE)
+            self._ends = {job.id: _expected_end(job, await pace_of(session, job.id), now) for job in running}
             if not queue:
                 self._reasons = {}
-                return {}
-            running = await jobs_in(session, ACTIVE)
+                return Decision({}, {})
             held = {name: lease.job_id for name, lease in (await leases(session)).items()}
             usage = await device_seconds(session)
             disabled = await disabled_devices(session)
             allowance = self._settings.allowance
             hours = {} if allowance.hours is None else await device_hours(session, USAGE_DAYS)
-        active = [Running(job.id, job.owner, job.processes, _expected_end(job)) for job in running]
+        active = [_as_running(job, self._ends[job.id], now) for job in running]
         lent = None if self._lent is None else self._lent[0]
         devices = sorted(self.inventory.devices, key=lambda name: name == lent)  # others first
         unusable = dict.fromkeys(self._failed_gpus(), "not healthy") | dict.fromkeys(disabled, "disabled")
-        decision = decide(queue, active, devices, held, usage, time.time(), allowance, hours, unusable)
+        decision = decide(queue, active, devices, held, usage, now, allowance, hours, unusable)
         self._reasons = decision.waiting
-        return decision.starts
+        return decision
 
     def _failed_gpus(self) -> list[str]:
         """Devices on which no job is started; those that only warn are used."""
@@ -217,6 +242,7 @@ class Dispatcher:
                     token=token,
                     started_at=now,
                     leased=devices,
+                    preempted_by=None,
                 )
         except (IntegrityError, StaleJobError, ForbiddenTransitionError):
             return  # taken by another service, or changed by its user
@@ -303,7 +329,7 @@ class Dispatcher:
         if job.state == State.CANCELLING:
             await self._move(job, State.CANCELLED, "Cancelled", **_finished(job))
         elif job.state == State.PAUSING:
-            await self._move(job, State.PAUSED, "Paused: its processes were gone", **_stopped(job))
+            await self._paused(job, "Paused: its processes were gone")
         else:
             await self._crashed(job, "Its supervisor was killed, or this machine restarted.")
 
@@ -319,7 +345,7 @@ class Dispatcher:
         elif ended.status == "failed":
             await self._failed(job, ended)
         elif state is State.PAUSING:
-            await self._move(job, State.PAUSED, "Paused; its state is saved", **_stopped(job))
+            await self._paused(job, "Paused; its state is saved")
         else:
             await self._crashed(job, ended.what or "Its processes ended without a word.")
 
@@ -352,6 +378,14 @@ class Dispatcher:
         error = {"code": ended.error or "failed", "message": message, "param": None}
         await self._move(job, State.FAILED, self.hide(f"Failed: {ended.what}"), error=error, **_finished(job))
 
+    async def _paused(self, job: Job, message: str) -> None:
+        """One that made room for another is queued again at once."""
+        async with self._database.write() as session:
+            await move(session, job, State.PAUSED, message, **_stopped(job))
+            if job.preempted_by is not None:
+                await move(session, job, State.QUEUED, f"Queued again; {job.preempted_by} goes first")
+        self._done(job)
+
     async def _crashed(self, job: Job, why: str) -> None:
         """Count the crash; one after a new checkpoint is the first again."""
         step = await asyncio.to_thread(self._supervised(job).run_dir.last_checkpoint)
@@ -382,10 +416,18 @@ class Dispatcher:
             self._signalled = {mark for mark in self._signalled if mark[0] != job.id}
 
 
-def _expected_end(job: Job) -> float | None:
+def _as_running(job: Job, end: float | None, now: float) -> Running:
+    is_leaving = job.state in (State.PAUSING, State.CANCELLING)
+    return Running(job.id, job.owner, job.processes, now if is_leaving else end, if_paused(job, now), is_leaving)
+
+
+def _expected_end(job: Job, pace: Pace, now: float) -> float | None:
+    left = pace.seconds_left(now)
+    if left is not None:
+        return now + left
     if job.predicted_seconds is None or job.started_at is None:
         return None
-    return job.started_at + job.predicted_seconds
+    return job.started_at + max(0.0, job.predicted_seconds - job.seconds_run)
 
 
 def _runtime(job: Job) -> float:

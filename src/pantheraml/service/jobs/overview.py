@@ -14,13 +14,12 @@ from pantheraml.devices.sampler import GPUSnapshot
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.alarm import active_alerts
+from pantheraml.service.jobs.pace import pace_of
 from pantheraml.service.jobs.states import ACTIVE, State
 from pantheraml.service.store.jobs import leases
 from pantheraml.service.store.tables import Event, Job
 from pantheraml.specs.service_api import DeviceStatus, HostStatus, Incident, QueueEntry, RunningJob
 
-PACE_STEPS = 20
-"""Newest steps by whose pace the time left is told."""
 _LATELY_SECONDS = 10.0
 
 
@@ -131,12 +130,8 @@ async def running_now(session: AsyncSession, context: ServiceContext, principal:
 
 
 async def _running(session: AsyncSession, job: Job, devices: list[str]) -> RunningJob:
-    newest = select(Event).where(Event.job_id == job.id).order_by(Event.id.desc())
-    started = await session.scalar(newest.where(Event.kind == "train.started").limit(1))
-    steps = (await session.scalars(newest.where(Event.kind == "train.step").limit(PACE_STEPS))).all()
-    total = None if started is None else started.data.get("total_steps")
-    last = steps[0] if steps else None
-    this_start = [event for event in steps if started is None or event.id > started.id]
+    pace = await pace_of(session, job.id)
+    last, total = pace.last, pace.total_steps
     step = None if last is None else last.step
     return RunningJob(
         job=job.id,
@@ -152,21 +147,9 @@ async def _running(session: AsyncSession, job: Job, devices: list[str]) -> Runni
         epoch=None if last is None else last.data.get("epoch"),
         train_loss=None if last is None else last.data.get("train_loss"),
         tokens_per_second=None if last is None else last.data.get("tokens_per_second"),
-        seconds_left=_seconds_left(this_start, total, time.time()),
+        seconds_left=pace.seconds_left(time.time()),
         alerts=await active_alerts(session, job.id),
     )
-
-
-def _seconds_left(steps: list[Event], total: int | None, now: float) -> float | None:
-    """By the pace of these steps, the newest first; None: not known."""
-    if total is None or len(steps) < 2:
-        return None
-    last, first = steps[0], steps[-1]
-    gained, elapsed = (last.step or 0) - (first.step or 0), last.created_at - first.created_at
-    if gained <= 0 or elapsed <= 0:
-        return None
-    left = (total - (last.step or 0)) * elapsed / gained
-    return max(0.0, left - max(0.0, now - last.created_at))
 
 
 async def incidents_now(session: AsyncSession, principal: Principal, limit: int) -> list[Incident]:

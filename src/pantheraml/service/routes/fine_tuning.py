@@ -139,6 +139,9 @@ async def _change(job_id: str, action: str, request: Request, principal: Princip
         job = await session.get_one(Job, job_id)
         state = State(job.state)
         if state in _ALREADY[action]:
+            if action == "pause" and job.preempted_by is not None:
+                job.preempted_by = None  # it stays paused, instead of being queued again
+                audit.record(session, principal, "job.pause", job_id, request)
             return job
         if state not in _TARGETS[action]:
             raise ApiError(400, f"A job that is {state} cannot be told to {action}.", code="wrong_state")
@@ -224,7 +227,8 @@ async def existing_job(
 
 
 def _shown(job: Job, context: ServiceContext) -> dict[str, Any]:
-    return job_object(job, _waiting(job, context), context.settings.price_per_gpu_hour)
+    price, end = context.settings.price_per_gpu_hour, context.dispatcher.expected_end(job.id)
+    return job_object(job, _waiting(job, context), price, end)
 
 
 def _waiting(job: Job, context: ServiceContext) -> Waiting | None:

@@ -138,20 +138,22 @@ class Waiting(BaseModel):
     """Seconds since 1970; None: not known."""
 
 
-def job_object(job: Job, waiting: Waiting | None = None, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
+def job_object(
+    job: Job,
+    waiting: Waiting | None = None,
+    price_per_gpu_hour: float | None = None,
+    expected_end: float | None = None,
+) -> dict[str, Any]:
     """A job as OpenAI's wire shows it; our own fields beside."""
     hours = device_hours_of(job)
     gpu_hours = hours if job.device == "cuda" else 0.0
     state = State(job.state)
-    finish = None
-    if state is State.RUNNING and job.started_at is not None and job.predicted_seconds is not None:
-        finish = int(job.started_at + job.predicted_seconds)
     return {
         "id": job.id,
         "object": "fine_tuning.job",
         "created_at": int(job.created_at),
         "finished_at": None if job.finished_at is None else int(job.finished_at),
-        "estimated_finish": finish,
+        "estimated_finish": None if expected_end is None or state is not State.RUNNING else int(expected_end),
         "model": job.model,
         "fine_tuned_model": job.fine_tuned_model,
         "user_provided_suffix": job.suffix,
@@ -173,6 +175,7 @@ def job_object(job: Job, waiting: Waiting | None = None, price_per_gpu_hour: flo
         "processes": job.processes,
         "device": job.device,
         "starts": job.token,
+        "preempted_by": job.preempted_by,
         "gpu_hours": round(gpu_hours, 6),
         "cpu_slot_hours": round(hours - gpu_hours, 6),
         "energy_joules": job.energy_joules,

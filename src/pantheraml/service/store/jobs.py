@@ -83,7 +83,7 @@ async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
 
 async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
     """What the scheduler has to know of each queued job; their configurations are long and not read."""
-    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds)
+    columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds, Job.seconds_run)
     rows = await session.execute(select(*columns, Job.gpu_ids, Job.place).where(Job.state == State.QUEUED.value))
     return [
         Waiting(
@@ -92,12 +92,29 @@ async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
             priority,
             queued_at or 0.0,
             processes,
-            predicted,
+            None if predicted is None else max(0.0, predicted - ran),
             allowed=None if gpus is None else gpu_names(gpus),
             place=place and Place(**place),
+            ran=ran,
         )
-        for name, owner, priority, queued_at, processes, predicted, gpus, place in rows
+        for name, owner, priority, queued_at, processes, predicted, ran, gpus, place in rows
     ]
+
+
+def if_paused(job: Job, now: float) -> Waiting | None:
+    """A running job as it would stand in the queue; None: it is not paused for others."""
+    if job.is_test or job.state not in (State.STARTING, State.RUNNING):
+        return None
+    return Waiting(
+        job.id,
+        job.owner,
+        job.priority,
+        job.queued_at or 0.0,
+        job.processes,
+        None,
+        place=None if job.place is None else Place(**job.place),
+        ran=job.seconds_run + (0.0 if job.started_at is None else now - job.started_at),
+    )
 
 
 async def count_jobs(session: AsyncSession, owner: str, states: Iterable[State]) -> int:

@@ -120,7 +120,8 @@ class Job(Base):
     crashes: Mapped[int] = mapped_column(default=0)
     """In a row, without a new checkpoint."""
     crashed_at_step: Mapped[int | None]
-    waiting_reason: Mapped[str | None] = mapped_column(Text)
+    preempted_by: Mapped[str | None]
+    """Job of higher priority that it is paused for, until it starts again."""
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     fine_tuned_model: Mapped[str | None] = mapped_column(Text)
     trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
