@@ -95,6 +95,10 @@ class Dispatcher:
         """Why a queued job waits; None before the first look."""
         return self._reasons.get(job_id)
 
+    def queue(self) -> list[str]:
+        """Queued jobs in their order, at the last look."""
+        return list(self._reasons)
+
     def expected_end(self, job_id: str) -> float | None:
         """Of a running job, by its pace, or by its plan before it has one; None: not known."""
         return self._ends.get(job_id)

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import delete, func, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 from sqlalchemy.orm.attributes import set_committed_value
 
 from pantheraml.service.jobs.scheduler import Place, Waiting
@@ -15,6 +16,9 @@ from pantheraml.service.jobs.states import ACTIVE, State, check_transition
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import close_stretches
 from pantheraml.service.store.webhooks import announce
+
+SHORT = (defer(Job.config, raiseload=True), defer(Job.plan, raiseload=True))
+"""Options of a query for jobs whose configuration and plan are not needed."""
 
 
 class StaleJobError(Exception):
@@ -70,9 +74,10 @@ def _state_event(job: Job, state: State, message: str) -> Event:
     )
 
 
-async def find_job(session: AsyncSession, job_id: str, owner: str | None) -> Job | None:
-    """The job of this id; None if there is none, or it is another user's (owner None: of anybody)."""
-    job = await session.get(Job, job_id)
+async def find_job(session: AsyncSession, job_id: str, owner: str | None, *, whole: bool = False) -> Job | None:
+    """The job of this id; None if there is none, or it is another user's (owner None: of anybody). Its configuration
+    and plan, which are long, are read only for `whole`."""
+    job = await session.get(Job, job_id, options=() if whole else SHORT)
     return job if job is not None and owner in (None, job.owner) else None
 
 
