@@ -1,15 +1,16 @@
 """Compare fine-tuning over quantized weights with fine-tuning over bf16 weights, on real text.
 
-A small Llama is trained from scratch on prose (docstrings), then fine-tuned with LoRA on code (the standard library),
-with the frozen weights in bf16 and in each quantized format, three seeds each, by the same code that `pantheraml train`
-runs. Reported are the evaluation loss relative to bf16 with the same seed, and the cosine between the gradients of all
-adapter weights at the first step: with B zero (where the gradient of A is zero) and with a random B. nf4 runs fp8
-matmuls, so its error is also split in two: that of quantized weights with bf16 matmuls, and that of fp8 matmuls over
-the same weights. `nf4-quantized` is nf4 after `pantheraml quantize` has calibrated the base on the text of the
-fine-tune. With `method=full` all weights are trained, with bf16 and with fp8 matmuls.
+A small model of a `family` is trained from scratch on prose (docstrings), then fine-tuned with LoRA on code (the
+standard library), with the frozen weights in bf16 and in each quantized format, three seeds each, by the same code
+that `pantheraml train` runs. Reported are the evaluation loss relative to bf16 with the same seed, and the cosine
+between the gradients of all adapter weights at the first step: with B zero (where the gradient of A is zero) and with
+a random B. nf4 runs fp8 matmuls, so its error is also split in two: that of quantized weights with bf16 matmuls, and
+that of fp8 matmuls over the same weights. `nf4-quantized` is nf4 after `pantheraml quantize` has calibrated the base
+on the text of the fine-tune. With `method=full` all weights are trained, with bf16 and with fp8 matmuls.
 
     python benchmarks/run.py accuracy                     on a GPU: some minutes
     python benchmarks/run.py accuracy --set method=full --set precisions=bf16,fp8
+    python benchmarks/run.py accuracy --set family=qwen3
     python benchmarks/run.py accuracy --set size=cpu      on a CPU: a quarter of an hour, with the reference kernels
     python benchmarks/run.py accuracy --set size=tiny     on a CPU: a minute, as a smoke test
 """
@@ -17,6 +18,7 @@ fine-tune. With `method=full` all weights are trained, with bf16 and with fp8 ma
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+from accuracy_models import FAMILIES, model_config
 
 from pantheraml.base.events import silent  # isort: skip
 from table import Column, Table, markdown_table, percent
@@ -103,6 +106,7 @@ def run(
     precisions: str = "bf16,fp8,nf4,nf4-quantized,int8",
     workers: int = 1,
     method: str = "lora",
+    family: str = "llama",
 ) -> dict[str, Any]:
     """`workers`: number of seeds fine-tuned in parallel; such a small model does not fill a GPU."""
     names = precisions.split(",")
@@ -110,8 +114,10 @@ def run(
         raise SystemExit(f"precisions must start with {REFERENCE}; known: {', '.join(PRECISIONS)}")
     if method not in METHODS:
         raise SystemExit(f"method must be one of {', '.join(METHODS)}")
+    if family not in FAMILIES:
+        raise SystemExit(f"family must be one of {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), SIZES[size], method)
+        bench = Bench(Path(folder), SIZES[size], method, family)
         facts = bench.train_base()
         if any(name.endswith(QUANTIZED) for name in names):
             facts |= bench.quantize_base()
@@ -121,7 +127,7 @@ def run(
             with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
                 done = pool.map(bench.fine_tunes, [names] * seeds, range(seeds))
                 results = [row for rows in done for row in rows]
-    requested = {"size": size, "method": method, "seeds": seeds, "precisions": precisions}
+    requested = {"size": size, "method": method, "family": family, "seeds": seeds, "precisions": precisions}
     parameters = {**requested, **asdict(SIZES[size]), **facts}
     return {"parameters": parameters, "results": results}
 
@@ -156,8 +162,8 @@ def cosine(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 class Bench:
     """Corpus, base model and runs, all in one folder."""
 
-    def __init__(self, folder: Path, size: Size, method: str) -> None:
-        self.folder, self.size, self.method = folder, size, method
+    def __init__(self, folder: Path, size: Size, method: str, family: str) -> None:
+        self.folder, self.size, self.method, self.family = folder, size, method, family
         self.prose = corpus.write_prose(folder, int(size.prose_megabytes * 1e6))
         self.code = corpus.write_code(folder, int(size.code_megabytes * 1e6))
         self._write_start()
@@ -291,7 +297,7 @@ class Bench:
     def _write_start(self) -> None:
         """Write a tokenizer trained on both domains, and the model's config."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-        from transformers import LlamaConfig, PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast
 
         size = self.size
         tokenizer = Tokenizer(models.BPE())
@@ -307,20 +313,9 @@ class Bench:
         tokenizer.train_from_iterator(documents, trainer)
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
         fast.save_pretrained(self.folder / "start")
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=size.vocabulary,
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.hidden // size.head_dim,
-            num_key_value_heads=max(1, size.hidden // size.head_dim // 3),
-            head_dim=size.head_dim,
-            max_position_embeddings=size.seq_len,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        ).save_pretrained(self.folder / "start")
+        names = ("vocabulary", "hidden", "intermediate", "layers", "head_dim", "seq_len")
+        shape = {name: getattr(size, name) for name in names}
+        model_config(self.family, **shape).save_pretrained(self.folder / "start")
 
 
 def _last(events: Sequence[Any], kind: str, field: str) -> float:
@@ -412,14 +407,14 @@ def _free() -> None:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Summarize the newest record of each method and size."""
+    """Summarize the newest record of each method, family and size."""
     newest = {
-        (facts.get("method", "lora"), facts["size"]): record
+        (facts.get("method", "lora"), facts.get("family", "llama"), facts["size"]): record
         for record in reversed(records)
         for facts in [record["parameters"]]
     }
-    places = [(method, size) for method in METHODS for size in SIZES if (method, size) in newest]
-    return "\n\n".join(_summary(method, newest[method, size]) for method, size in places)
+    places = [place for place in itertools.product(METHODS, FAMILIES, SIZES) if place in newest]
+    return "\n\n".join(_summary(place[0], newest[place]) for place in places)
 
 
 def _summary(method: str, record: Mapping[str, Any]) -> str:
@@ -445,7 +440,7 @@ def _summary(method: str, record: Mapping[str, Any]) -> str:
     facts = record["parameters"]
     what = "LoRA" if method == "lora" else "Full fine-tune"
     about = (
-        f"{what}, newest run of size {facts['size']}{_shape(facts)}:"
+        f"{what}, {FAMILIES[facts.get('family', 'llama')]}, newest run of size {facts['size']}{_shape(facts)}:"
         f" base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings"
         f" to an evaluation loss of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of"
         f" Python source for {facts['steps']} steps, {facts['seeds']} seeds."
@@ -480,12 +475,13 @@ def _parts(record: Mapping[str, Any]) -> list[str]:
 TABLE = Table(
     title="Accuracy of quantization",
     how=(
-        "Fine-tunes of a small Llama trained on other text, relative to bf16 with the same seed: final evaluation loss,"
+        "Fine-tunes of small models trained on other text, relative to bf16 with the same seed: final evaluation loss,"
         " and cosine similarity of the trainable weights' gradients at the first step."
     ),
     columns=(
         Column("size", "parameters.size"),
         Column("method", "parameters.method"),
+        Column("family", "parameters.family"),
         Column("weights or matmuls", "precision"),
         Column("seed", "seed"),
         Column("eval loss", "eval_loss", lambda value: f"{value:.4f}"),
