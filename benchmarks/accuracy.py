@@ -414,69 +414,54 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
         for facts in [record["parameters"]]
     }
     places = [place for place in itertools.product(METHODS, FAMILIES, SIZES) if place in newest]
-    return "\n\n".join(_summary(place[0], newest[place]) for place in places)
+    bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
+    heads = ["model", "weights or matmuls", "mean eval loss", "worst difference", "min. cosine", "random B", bounds]
+    rows = [row for place in places for row in _rows(place[0], newest[place])]
+    return "\n".join([_about([newest[place] for place in places]), "", *markdown_table(heads, rows)])
 
 
-def _summary(method: str, record: Mapping[str, Any]) -> str:
-    """Table of means over the seeds, and whether every seed is within the bounds."""
+def _about(records: Sequence[Mapping[str, Any]]) -> str:
+    facts = [record["parameters"] for record in records]
+    steps, seeds = (sorted({each[name] for each in facts}) for name in ("steps", "seeds"))
+    return (
+        f"Bases trained on {_megabytes(facts, 'prose_bytes')} MB of docstrings, fine-tuned on"
+        f" {_megabytes(facts, 'code_bytes')} MB of Python source for {' or '.join(map(str, steps))} steps,"
+        f" {' or '.join(map(str, seeds))} seeds. nf4 and calibrated nf4 (`pantheraml quantize`) run fp8 matmuls."
+    )
+
+
+def _megabytes(facts: Sequence[Mapping[str, Any]], name: str) -> str:
+    return " or ".join(dict.fromkeys(f"{each[name] / 1e6:.0f}" for each in facts))
+
+
+def _rows(method: str, record: Mapping[str, Any]) -> list[list[str]]:
+    """Means over the seeds, and whether every seed is within the bounds."""
+    facts = record["parameters"]
+    model = f"{FAMILIES[facts.get('family', 'llama')]}, {'LoRA' if method == 'lora' else 'full'}{_shape(facts)}"
     rows = []
-    for precision in record["parameters"]["precisions"].split(","):
+    for precision in facts["precisions"].split(","):
         own = [row for row in record["results"] if row["precision"] == precision]
         worst = max(own, key=lambda row: abs(row["relative_difference"]))["relative_difference"]
         cosines = [min(row[name] for row in own) for name in ("gradient_cosine", "gradient_cosine_random_up")]
         within = abs(worst) <= LARGEST_DIFFERENCE and min(cosines) >= SMALLEST_COSINE
         mean = f"{statistics.mean(row['eval_loss'] for row in own):.4f}"
-        rows.append(
-            [precision, mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if within else "no"]
-        )
-    heads = [
-        "frozen weights" if method == "lora" else "matmuls",
-        "mean eval loss",
-        "worst difference to bf16",
-        "min. gradient cosine",
-        "with random B",
-    ]
-    bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
-    facts = record["parameters"]
-    what = "LoRA" if method == "lora" else "Full fine-tune"
-    about = (
-        f"{what}, {FAMILIES[facts.get('family', 'llama')]}, newest run of size {facts['size']}{_shape(facts)}:"
-        f" base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings"
-        f" to an evaluation loss of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of"
-        f" Python source for {facts['steps']} steps, {facts['seeds']} seeds."
-    )
-    return "\n".join([about, "", *markdown_table([*heads, bounds], rows), *_parts(record)])
+        figures = [mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if within else "no"]
+        rows.append([model, CALIBRATED.get(precision, precision), *figures])
+    return rows
 
 
-ROUNDING = {
-    "nf4": "Round-to-nearest nf4",
-    f"nf4{QUANTIZED}": "Calibrated nf4 (`pantheraml quantize`)",
-}
+CALIBRATED = {f"nf4{QUANTIZED}": "nf4, calibrated"}
 
 
 def _shape(facts: Mapping[str, Any]) -> str:
-    return f" ({facts['layers']} layers of {facts['hidden']})" if "layers" in facts else ""
-
-
-def _parts(record: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for precision, rounding in ROUNDING.items():
-        own = [row for row in record["results"] if row["precision"] == precision and "cosine_of_weights" in row]
-        if own:
-            weights, products = (min(row[name] for row in own) for name in ("cosine_of_weights", "cosine_of_products"))
-            lines += [
-                "",
-                f"{rounding} with bf16 matmuls has a cosine of at least {weights:.4f} with bf16; fp8 matmuls over the"
-                f" same weights have {products:.4f} with those.",
-            ]
-    return lines
+    return f", {facts['layers']} x {facts['hidden']}" if "layers" in facts else f", {facts['size']}"
 
 
 TABLE = Table(
     title="Accuracy of quantization",
     how=(
-        "Fine-tunes of small models trained on other text, relative to bf16 with the same seed: final evaluation loss,"
-        " and cosine similarity of the trainable weights' gradients at the first step."
+        "Fine-tunes of small models (layers x width) trained on other text, relative to bf16 with the same seed: final"
+        " evaluation loss, and cosine similarity of the trainable weights' gradients at the first step."
     ),
     columns=(
         Column("size", "parameters.size"),

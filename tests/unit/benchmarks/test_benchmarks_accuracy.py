@@ -67,12 +67,12 @@ def test_figures(python: Python) -> None:
     assert float(opposite) == pytest.approx(-1)
     assert float(orthogonal) == pytest.approx(0)
     assert [line for line in lines if line.startswith("| ")][1:] == [
-        "| bf16 | 2.0000 | +0.00 % | 1.0000 | 1.0000 | yes |",
-        "| fp8 | 2.0080 | +0.40 % | 0.9950 | 0.9910 | yes |",
-        "| nf4 | 1.9900 | -1.00 % | 0.9980 | 0.9990 | no |",
+        "| Llama, LoRA, small | bf16 | 2.0000 | +0.00 % | 1.0000 | 1.0000 | yes |",
+        "| Llama, LoRA, small | fp8 | 2.0080 | +0.40 % | 0.9950 | 0.9910 | yes |",
+        "| Llama, LoRA, small | nf4 | 1.9900 | -1.00 % | 0.9980 | 0.9990 | no |",
     ]
     printed = python(FIGURES)
-    named = ("LoRA, Llama, newest run of size small", "LoRA, Llama, newest run of size cpu", "of size tiny", "Gemma 3")
+    named = ("Llama, LoRA, small", "Llama, LoRA, cpu", "tiny", "Gemma 3, LoRA, small")
     assert [words in printed for words in named] == [True, True, False, True]
 
 
