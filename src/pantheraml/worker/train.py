@@ -276,11 +276,9 @@ def resolve_rope_batching(
     model: Any, config: TrainConfig, plan: Plan, datasets: Sequence[TokenDataset], emit: Emit
 ) -> Plan:
     """Return `plan` with one row per micro-batch if a long document would change the RoPE of rows batched with it."""
-    longest = max(dataset.longest_document for dataset in datasets)
-    rope = varying_rope(model.config)
-    if rope is None or not rope.in_reach(longest) or plan.micro_batch_size == 1:
+    reason = rope_batching_reason(model.config, datasets)
+    if reason is None or plan.micro_batch_size == 1:
         return plan
-    reason = f"RoPE ({rope.kind}) changes for a whole micro-batch with a document of more than {rope.length} tokens"
     if config.train.micro_batch_size != "auto":
         size = config.train.micro_batch_size
         message = f"{reason}: with train.micro_batch_size={size} the loss depends on which rows share a batch; use 1"
@@ -289,6 +287,15 @@ def resolve_rope_batching(
     choice = Choice(name="train.micro_batch_size", value=1, reason=reason, automatic=True)
     emit(ChoiceMade(**choice.model_dump()))
     return plan.model_copy(update={"micro_batch_size": 1})
+
+
+def rope_batching_reason(model_config: Any, datasets: Sequence[TokenDataset]) -> str | None:
+    """Why rows of this data must not share a micro-batch; None: they may."""
+    longest = max(dataset.longest_document for dataset in datasets)
+    rope = varying_rope(model_config)
+    if rope is None or not rope.in_reach(longest):
+        return None
+    return f"RoPE ({rope.kind}) changes for a whole micro-batch with a document of more than {rope.length} tokens"
 
 
 def resolve_learning_rate(model: Any, config: TrainConfig, steps: int, emit: Emit) -> TrainConfig:
