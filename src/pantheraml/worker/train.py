@@ -212,11 +212,11 @@ def base_trained_on(model: ModelConfig, fingerprint: str) -> BaseIdentity:
     return current if current.fingerprint == fingerprint else BaseIdentity(fingerprint, config="", commit=None)
 
 
-def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
-    """Open what `prepare` wrote: training data and, if there is any, evaluation data."""
+def open_data(run: RunDir, *, untrusted: bool = False) -> tuple[TokenDataset, TokenDataset | None]:
+    """Open what `prepare` wrote: training data and, if there is any, evaluation data. `untrusted`: by someone else."""
     paths = run.data()
-    evaluation = TokenDataset.open(Path(paths["eval"])) if paths["eval"] else None
-    return TokenDataset.open(Path(paths["train"])), evaluation
+    evaluation = TokenDataset.open(Path(paths["eval"]), untrusted=untrusted) if paths["eval"] else None
+    return TokenDataset.open(Path(paths["train"]), untrusted=untrusted), evaluation
 
 
 def training_sources(run: RunDir) -> list[Source]:
