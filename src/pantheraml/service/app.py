@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
-from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.base.private import open_private, private_files
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
@@ -49,7 +49,7 @@ from pantheraml.service.routes import (
     usage,
     webhooks,
 )
-from pantheraml.service.settings import Settings
+from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
 
@@ -180,7 +180,7 @@ def _claimed(settings: Settings) -> Iterator[None]:
         settings.jobs,
         settings.cache,
     ):
-        private_folder(folder)
+        claim_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
     lock = os.fdopen(open_private(settings.data_dir / "service.lock", os.O_RDWR | os.O_CREAT), "r+b")

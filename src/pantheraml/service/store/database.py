@@ -14,9 +14,12 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
+from alembic.util.exc import CommandError
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
+
+from pantheraml.base.errors import ConfigError
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITES = "pantheraml_writes"
@@ -39,9 +42,21 @@ class Database:
             event.listen(self.engine.sync_engine, "do_connect", _connect)
 
     async def migrate(self) -> None:
-        """Bring the tables to the newest version."""
-        async with self.engine.execution_options(**{_WRITES: True}).begin() as connection:
-            await connection.run_sync(upgrade)
+        """Bring the tables to the newest version. ConfigError if that is not possible."""
+        try:
+            async with self.engine.execution_options(**{_WRITES: True}).begin() as connection:
+                await connection.run_sync(upgrade)
+        except (DBAPIError, ConnectionError) as err:
+            reason = str(getattr(err, "orig", err)).strip().partition("\n")[0]
+            raise ConfigError(
+                f"The database of the service cannot be used: {reason}.",
+                fix="Check --database-url, and that it runs; for SQLite, service.db in --data-dir.",
+            ) from err
+        except CommandError as err:
+            raise ConfigError(
+                f"The database of the service is of another version: {err}.",
+                fix="Start the version of PantheraML that wrote it, or a newer one.",
+            ) from err
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
