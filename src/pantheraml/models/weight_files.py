@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from pantheraml.base.errors import ModelError
 from pantheraml.models.hub import links_outside
 
-SAFETENSORS = ".safetensors"
 PICKLED = ".bin"
 
 

@@ -26,8 +26,6 @@ class LayerSizes:
     """The MLP has a gate: gate and up are `inner` wide each."""
     linear_parameters: int
     """Parameters of one layer's matrices."""
-    matrices: int
-    """Matrices of one layer."""
     norms: int
     """Norms of one layer as wide as the residual stream."""
     tied: bool
@@ -62,7 +60,6 @@ def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
         inner=inner.out_in[1],
         gated=widths >= 2 * inner.out_in[1],
         linear_parameters=sum(each.size for each in linears),
-        matrices=len(linears),
         norms=sum(1 for each in first if each.part == "norms" and each.shape == (hidden,) and "bias" not in each.name),
         tied=shapes.tied,
     )

@@ -111,7 +111,7 @@ async def _jobs(session: AsyncSession, context: ServiceContext, principal: Princ
     moment = _gauge("job_last_step_timestamp_seconds", "When the newest step ended.", ("job_id",))
     alert = _gauge("job_alert", "Alerts of the job that are on.", ("job_id", "alert"))
     figures = {name: _gauge(f"job_{name}", text, ("job_id",)) for name, text in _OF_STEPS.items()}
-    for job in await running_now(session, context, principal):
+    for job in await running_now(session, principal):
         info.add_metric((job.job, job.user, job.model, job.state), 1)
         for family, value in ((devices, len(job.devices)), (step, job.step), (total, job.total_steps)):
             _add(family, job, value)

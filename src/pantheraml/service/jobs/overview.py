@@ -116,7 +116,7 @@ def _told(reason: str, mine: bool) -> str:
     return reason if mine else "waits for its turn"
 
 
-async def running_now(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[RunningJob]:
+async def running_now(session: AsyncSession, principal: Principal) -> list[RunningJob]:
     query = select(Job).where(Job.state.in_([state.value for state in ACTIVE])).order_by(Job.started_at, Job.id)
     columns = load_only(Job.id, Job.owner, Job.model, Job.suffix, Job.state, Job.started_at, Job.token)
     if principal.owner is not None:

@@ -38,7 +38,7 @@ async def overview(principal: Reader, context: Context) -> Overview:
             devices=await devices_now(session, context, principal),
             queued=queued,
             queue=queue,
-            running=await running_now(session, context, principal),
+            running=await running_now(session, principal),
             incidents=await incidents_now(session, principal, _INCIDENTS),
         )
 

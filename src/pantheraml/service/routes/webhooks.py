@@ -124,9 +124,7 @@ async def rotate_secret(
 
 
 @router.post("/webhook_endpoints/{endpoint_id}/test")
-async def test_endpoint(
-    endpoint_id: str, body: TestEndpoint, request: Request, principal: Submitter, context: Context
-) -> dict[str, Any]:
+async def test_endpoint(endpoint_id: str, body: TestEndpoint, principal: Submitter, context: Context) -> dict[str, Any]:
     """Send a sample at once; its job, `ftjob-test`, does not exist."""
     endpoint = await _existing(context, principal, endpoint_id)
     sample = delivery(endpoint, body.event_type, {"id": "ftjob-test", "message": "A test of this endpoint"})
