@@ -119,6 +119,8 @@ async def _refused(request: Request, err: Exception) -> JSONResponse:
 async def _invalid(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, RequestValidationError)
     first: dict[str, Any] = err.errors()[0]
+    if first["type"] == "json_invalid":
+        return error_response(400, "The body is not valid JSON.", code="invalid_request")
     refused = _invalid_value(first["loc"][1:], first["msg"])  # the first says where: body, query, header
     return error_response(400, refused.message, param=refused.param, code=refused.code)
 
