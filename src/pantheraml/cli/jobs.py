@@ -150,7 +150,7 @@ def _show(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _watch(client: Client, arguments: argparse.Namespace) -> int:
-    """The exit code is 0 if the job succeeded, that of a failed training or an interrupted run else."""
+    """Exit with 0 if the job succeeded, otherwise with the code of a failed or an interrupted run."""
     from pantheraml.cli.jobs_view import showing
 
     try:
@@ -228,7 +228,7 @@ def _download(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _below(folder: Path, name: str) -> Path:
-    """Where a file goes. ConfigError if a service names one that would lie elsewhere."""
+    """Return the target path of a file. ConfigError if the service's name for it leads outside of the folder."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(f"The service names a file that would lie outside of {folder}: {name!r}.")

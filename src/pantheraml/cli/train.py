@@ -205,7 +205,7 @@ def _planned(arguments: argparse.Namespace) -> Plan | None:
 
 
 def _planned_config(planned: Plan, arguments: argparse.Namespace) -> TrainConfig:
-    """The configuration that the plan was made for, with the command line's over it, unless a config file is given."""
+    """Return the plan's configuration with the command line's settings applied, unless a config file is given."""
     from pantheraml.specs.config_file import with_overrides
     from pantheraml.specs.consent import Consent
 
