@@ -35,7 +35,7 @@ class Lengths:
 
 
 def estimate(config: TrainConfig) -> Lengths | None:
-    """None: there is no row, or no tokenizer in a folder here. Errors of the data are those of the run."""
+    """Estimate the lengths; None: no row, or no local tokenizer. Raises the data errors of a run."""
     tokenizer = Path(config.model.tokenizer or config.model.path).expanduser() / "tokenizer.json"
     if not tokenizer.is_file():
         return None

@@ -200,7 +200,7 @@ def _planned(arguments: argparse.Namespace) -> Plan | None:
     if arguments.plan is None:
         return None
     if arguments.resume:
-        raise ConfigError("--plan is for a new run; --resume goes on with the run's own.", fix="Remove one of them.")
+        raise ConfigError("--plan is for a new run; --resume continues with the run's own.", fix="Remove one of them.")
     return read_plan(Path(arguments.plan))
 
 

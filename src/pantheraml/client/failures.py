@@ -70,7 +70,7 @@ def parsed(call: Call[Answer], response: httpx2.Response) -> Answer:
         return call.parse(response.json())
     except (ValueError, KeyError, TypeError, ValidationError) as err:
         raise ServiceError(
-            f"{printable(str(response.request.url))} answered with something else than expected.",
+            f"{printable(str(response.request.url))} did not answer as expected.",
             status=response.status_code,
             fix="Check that the URL is that of `pantheraml serve`, and that its version fits this one.",
         ) from err

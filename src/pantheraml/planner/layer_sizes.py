@@ -32,7 +32,7 @@ class LayerSizes:
 
 
 def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
-    """Sizes of a model of equal layers; None: its weights do not tell."""
+    """Return the sizes of a model of equal layers; None: they cannot be derived from its weights."""
     numbers = {int(found[1]) for each in shapes.weights if (found := _LAYER.search(f".{each.name}"))}
     tables = [each for each in shapes.weights if each.part == "embedding" and len(each.shape) == 2]
     if not numbers or not tables:
