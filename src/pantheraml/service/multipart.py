@@ -1,7 +1,7 @@
 """Receive a multipart form whose one file goes straight to disk.
 
-The usual form parser of a web framework writes to a temporary folder without a limit, and the file is copied from
-there. Here the limit holds while the body arrives, the memory is that of one block, and a broken upload leaves nothing.
+A web framework's form parser writes to a temporary folder without a limit, and the file is copied from there. Here the
+limit is enforced while the body arrives, one block is in memory, and a broken upload leaves nothing.
 """
 
 from __future__ import annotations
