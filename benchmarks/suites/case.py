@@ -38,6 +38,9 @@ FIELDS = (
     "cache",
     "tokens_per_second",
     "peak_gib",
+    "reserved_gib",
+    "device_gib",
+    "probe_gib",
     "seconds_to_first_step",
     "loss_first",
     "loss_last",
@@ -47,7 +50,8 @@ FIELDS = (
     "commit",
 )
 """Fields of a result row; those not measured are None. `seconds` counts from the case's turn to its end, without its
-preparation."""
+preparation. Of memory, `peak` is what torch allocated, `reserved` what its allocator held, `device` what the driver
+counted as used by all processes, `probe` what was allocated at most in the first two steps."""
 
 
 @dataclass(frozen=True)
