@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from inputs import FAMILY, SHAPES
-from suites.h200_planner import RANDOM_NAMES
+from suites.h200_planner import NOT_COMPARED, RANDOM_NAMES
 from suites.run_case import cli_settings
 from table import markdown_table
 
@@ -233,7 +233,8 @@ HEAD = ("case", "setting", "measured GiB", "predicted GiB", "error", "peak at", 
 
 def section(records: Sequence[Mapping[str, Any]]) -> str:
     """The text between the markers."""
-    found = [compare(run) for run in measured_runs(records)]
+    runs = [compare(run) for run in measured_runs(records)]
+    found = [each for each in runs if each.run.case not in NOT_COMPARED]
     ours, others = ([each for each in found if each.run.loop == loop] for loop in ("pantheraml", "SFTTrainer"))
     parts = [
         *_table("`pantheraml train`", ours),
@@ -244,7 +245,7 @@ def section(records: Sequence[Mapping[str, Any]]) -> str:
             others,
         ),
     ]
-    return "\n".join([*parts, *_more_memory(ours)])
+    return "\n".join([*parts, *_more_memory([each for each in runs if each.run.loop == "pantheraml"])])
 
 
 MORE_HEAD = ("case", "allocated", "after two steps", "reserved", "/ allocated", "driver", "- reserved")
@@ -262,7 +263,7 @@ def _more_memory(rows: Sequence[Compared]) -> list[str]:
         ratio = run.reserved_gib / run.peak_gib
         figures = [run.peak_gib, run.probe_gib, run.reserved_gib, ratio, run.device_gib, rest]
         cells.append([run.case, *("-" if value is None else f"{value:.2f}" for value in figures)])
-    known = [each for each in rows if each.error is not None]
+    known = [each for each in rows if each.error is not None and each.run.case not in NOT_COMPARED]
     errors = {
         "Reserved, taken as the predicted allocated peak": [
             ALLOCATOR_SHARE * (each.error + 1) * each.run.peak_gib / each.run.reserved_gib - 1

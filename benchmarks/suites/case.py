@@ -86,6 +86,8 @@ class Case:
     """LoRA on attention and on stacked experts, and on no other layers."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Additional `--set` options (command line only)."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Additional environment variables."""
 
     @property
     def shape(self) -> str:

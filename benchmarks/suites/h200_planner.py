@@ -102,7 +102,31 @@ def draw(seed: int = SEED, count: int = DRAWN) -> tuple[Case, ...]:
 
 RANDOM = draw()
 RANDOM_NAMES = frozenset(case.name for case in RANDOM)
-CASES = tuple(case for model in BILLIONS for case in (*CHOSEN, *RANDOM) if case.model == model)
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+EXPANDABLE = "-expandable"
+"""End of the name of a case that torch's allocator serves with segments that grow, instead of many of fixed sizes."""
+
+
+def _uneven(name: str, model: str, kind: str, checkpointing: str = "none") -> Case:
+    """Rows of many widths, which leave holes between the allocator's blocks."""
+    case = _case(model, kind, 4, 2048, checkpointing, padded=True)
+    return replace(case, name=f"plan-{name}", data="uneven", steps=30)
+
+
+COMPARED = (
+    _uneven("8b-lora-fp8-uneven-padded", "8b", "lora-fp8"),
+    _uneven("1b-full-uneven-padded-offload", "1b", "full-bf16-adamw_bf16", "offload"),
+    next(case for case in CHOSEN if case.name == "plan-8b-qlora-nf4-1x32768-offload"),
+    next(case for case in CHOSEN if case.name == "plan-qwen3-8b-lora-fp8-4x2048"),
+)
+"""Cases that run with and without such segments."""
+SEGMENTS = (
+    *COMPARED[:2],
+    *(replace(case, name=f"{case.name}{EXPANDABLE}", environment=ALLOCATOR) for case in COMPARED),
+)
+NOT_COMPARED = frozenset(case.name for case in SEGMENTS)
+"""Not compared with a prediction: theirs is for full rows, or that of the same case without such segments."""
+CASES = tuple(case for model in BILLIONS for case in (*CHOSEN, *RANDOM, *SEGMENTS) if case.model == model)
 
 TABLE = Table(
     title="One H200: what the planner predicts",

@@ -139,8 +139,9 @@ def cli_settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trl_command(case: Case, model: Path, data: Path, output: Path) -> list[str]:
+    settings = {"settings": dict(case.settings), "environment": dict(case.environment)}
     job = {
-        "case": {**dataclasses.asdict(case), "settings": dict(case.settings)},
+        "case": {**dataclasses.asdict(case), **settings},
         "model": str(model),
         "data": str(data),
         "started": time.time(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from pantheraml.cli.main import build_parser
 from pantheraml.cli.train import config_from
@@ -15,7 +16,7 @@ import planner_page
 from suites import h200_planner
 from suites.run_case import cli_command, cli_settings
 found = []
-for case in h200_planner.CASES:
+for case in (*h200_planner.CHOSEN, *h200_planner.RANDOM):
     row = dataclasses.asdict(case)
     run = planner_page.Measured(case.name, case.model, cli_settings(row), 1.0, "2030-01-01", "x", "pantheraml")
     predicted = planner_page.compare(run)
@@ -48,7 +49,7 @@ DRAWN = [
 def test_the_settings_span_what_is_promised(python: Python) -> None:
     cases = json.loads(python(CASES))
     assert len({case["name"] for case in cases}) == len(cases) >= 24
-    assert [case["name"] for case in cases if case["drawn"]] == DRAWN
+    assert {case["name"] for case in cases if case["drawn"]} == set(DRAWN)
     for name, wanted in {
         "model": {"1b", "3b", "8b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"},
         "method": {"lora", "qlora", "full"},
@@ -79,13 +80,32 @@ ROW = {
 
 
 def test_its_rows_are_shown_with_all_three_memories(python: Python) -> None:
-    record = {"benchmark": "h200-planner", "date": "2030-01-02", "results": [ROW]}
+    other = ROW | {"case": "plan-8b-lora-fp8-uneven-padded-expandable", "probe_gib": None}
+    record = {"benchmark": "h200-planner", "date": "2030-01-02", "results": [ROW, other]}
     lines = python(SECTION, json.dumps([record])).splitlines()
     (compared,) = [line for line in lines if line.startswith("| plan-8b") and "backward" in line]
     assert compared.endswith("| drawn at random |")
     assert "| 31.00 | 30." in compared
-    (more,) = [line for line in lines if line.startswith("| plan-8b") and "backward" not in line]
+    more, uneven = [line for line in lines if line.startswith("| plan-8b") and "backward" not in line]
     assert more == "| plan-8b-lora-bf16-2x2048 | 31.00 | 30.90 | 33.00 | 1.06 | 34.50 | 1.50 |"
+    assert uneven == "| plan-8b-lora-fp8-uneven-padded-expandable | 31.00 | - | 33.00 | 1.06 | 34.50 | 1.50 |"
     (told,) = [line for line in lines if line.startswith("**Beyond the allocated peak**")]
     assert "x 1.07: median error" in told
     assert "Allocated, corrected by the first two steps: median error 0.32%, worst 0.32%." in told
+
+
+ENVIRONMENT = """
+import json
+from pathlib import Path
+from suites.h200_planner import CASES
+from suites.workshop import SuiteFolder
+folder = SuiteFolder(Path(sys.argv[1]))
+print(json.dumps({case.name: folder.environment(case).get("PYTORCH_ALLOC_CONF") for case in CASES}))
+"""
+
+
+def test_four_settings_run_with_both_kinds_of_segments(python: Python, tmp_path: Path) -> None:
+    given = json.loads(python(ENVIRONMENT, str(tmp_path)))
+    growing = [name for name, value in given.items() if value == "expandable_segments:True"]
+    assert len(growing) == 4
+    assert all(given[name.removesuffix("-expandable")] is None for name in growing)
