@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked_url(url: str | None) -> str | None:
-    """Return it. ConfigError unless it is one of http or https."""
+    """Return the URL. ConfigError unless it is http or https."""
     if url is not None and not re.fullmatch(r"https?://[^/@\s?#]+(/[^\s?#]*)?", url):
         raise ConfigError(
             "--inference-url must be a URL such as http://127.0.0.1:8001/v1.",
@@ -109,8 +109,8 @@ def _checked_url(url: str | None) -> str | None:
 
 
 def checked_database_url(url: str | None) -> str | None:
-    """Return it, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat it,
-    since it may hold a password."""
+    """Return the URL, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat
+    it, since it may contain a password."""
     url = url or env.database_url()
     if url is not None and not url.startswith(("postgresql://", "postgres://")):
         raise ConfigError("--database-url must begin with postgresql://.", fix="Leave it out to use SQLite.")

@@ -1,6 +1,6 @@
-"""What `/metrics` tells Prometheus: jobs, queue, GPUs, host and accounts, read when it asks.
+"""Metrics for Prometheus: jobs, queue, GPUs, host and accounts, collected at each scrape.
 
-The label of a job is `job_id`, since Prometheus has a `job` of its own. What is not known has no sample.
+The label of a job is `job_id`, since Prometheus has a `job` of its own. Unknown values have no sample.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OF_GPUS = {
 
 
 class _Families:
-    """Anything with `collect`, as the library wants it."""
+    """A collector, as the library expects it."""
 
     def __init__(self, *parts: Iterable[Metric]) -> None:
         self._parts = parts
@@ -53,7 +53,7 @@ class _Families:
 
 
 async def render(context: ServiceContext, principal: Principal, requests: RequestMetrics) -> bytes:
-    """The text that Prometheus reads; of jobs and accounts those that the principal may see."""
+    """Return Prometheus's text format, with the jobs and accounts that the principal may see."""
     async with context.database.read() as session:
         held = await leases(session)
         families = [
@@ -156,7 +156,7 @@ def _gpus(devices: Iterable[DeviceStatus]) -> list[Metric]:
 
 
 async def _accounts(session: AsyncSession, principal: Principal) -> list[Metric]:
-    """Counters: they grow as jobs run, and are those of the database, so that a restart resets nothing."""
+    """Counters, read from the database, so that a restart does not reset them."""
     seconds = CounterMetricFamily(
         "pantheraml_usage_device_seconds", "Seconds that jobs have held devices.", labels=("user", "device")
     )

@@ -1,4 +1,4 @@
-"""What every request passes: an id, the names under which the service may be reached, limits, and security headers.
+"""Middleware for every request: request id, allowed host names, limits, and security headers.
 
 A page on any site can have a browser on this machine send requests to a port of loopback, or resolve its own name to it
 (DNS rebinding). So `Host` must be a name of this service, and `Origin`, if there is one, too.
@@ -29,7 +29,7 @@ logger = log.get(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 _KEYS_PER_ADDRESS = 10
-"""Keys that one address may use to their limits."""
+"""Keys whose rate limits one address may use up."""
 _UPLOADS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 """Paths whose bodies have limits of their own."""
 _SECURITY_HEADERS = {
@@ -100,7 +100,7 @@ class Gate:
     async def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-            raise ApiError(400, "The address holds a null character.")  # which PostgreSQL cannot even look for
+            raise ApiError(400, "The address holds a null character.")  # which PostgreSQL rejects in queries
         if not self._is_ours(headers.get("host", "")):
             raise ApiError(403, "This service is not reached under that name (header Host).", code="foreign_host")
         origin = headers.get("origin")
@@ -117,7 +117,7 @@ class Gate:
         address = client[0] if client else ""
         if "authorization" in headers:
             await self._count(self._rate, hash_key(headers["authorization"]))
-            await self._count(self._address_rate, address)  # whoever tries key after key
+            await self._count(self._address_rate, address)  # against guessing keys
         else:
             await self._count(self._rate, address)
 

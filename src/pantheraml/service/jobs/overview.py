@@ -1,4 +1,4 @@
-"""What is going on here: devices and who holds them, the queue, running jobs and how long they take, incidents."""
+"""The current state: devices and their holders, the queue, running jobs with time left, incidents."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _judgement(health: Health | None) -> dict[str, Any]:
 async def queue_now(
     session: AsyncSession, context: ServiceContext, principal: Principal, limit: int | None
 ) -> tuple[list[QueueEntry], int]:
-    """The first jobs of the queue, and how long it is."""
+    """Return the first jobs of the queue, and its length."""
     queued = Job.state == State.QUEUED.value
     length = (await session.scalar(select(func.count()).select_from(Job).where(queued))) or 0
     wanted = length if limit is None else min(limit, length)

@@ -34,7 +34,7 @@ async def create_file(request: Request, principal: Submitter, context: Context) 
         raise ApiError(403, "Your files fill your quota; delete some.", code="quota_exceeded")
     limit = min(settings.max_file_bytes, left)
     announced = request.headers.get("content-length")
-    if announced is not None and int(announced) > limit + (1 << 20):  # the form around the file is small
+    if announced is not None and int(announced) > limit + (1 << 20):  # for the form around the file
         raise too_large(limit)
     async with received(request, settings.incoming, file_field="file", limit=limit) as upload:
         file = await new_file(

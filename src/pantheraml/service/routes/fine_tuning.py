@@ -141,7 +141,7 @@ async def _change(job_id: str, action: str, request: Request, principal: Princip
         state = State(job.state)
         if state in _ALREADY[action]:
             if action == "pause" and job.preempted_by is not None:
-                job.preempted_by = None  # it stays paused, instead of being queued again
+                job.preempted_by = None  # stays paused instead of being requeued
                 audit.record(session, principal, "job.pause", job_id, request)
             return job
         if state not in _TARGETS[action]:
@@ -183,7 +183,7 @@ async def list_checkpoints(
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 10,
 ) -> dict[str, Any]:
-    """Those that exist, newest first, with the figures of their steps."""
+    """Existing checkpoints, newest first, with the figures of their steps."""
     job = await existing_job(context, principal, job_id)
     figures = Event.kind.in_(["train.step", "eval.done"])
     async with context.database.read() as session:

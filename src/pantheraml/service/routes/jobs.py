@@ -1,4 +1,4 @@
-"""What OpenAI's wire has no words for: live events, series of figures, logs, artifacts and the plan of a job."""
+"""Routes beyond OpenAI's API: live events, metric series, logs, artifacts and the plan of a job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WholeJob = Annotated[Job, Depends(_readable_whole)]
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
 
 _LOOK_AGAIN_SECONDS = 15.0
-"""Also without a notification, since another process may have written to the database."""
+"""Seconds between polls without a notification: another process may have written to the database."""
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 POINTS = 2000
 
@@ -110,7 +110,7 @@ async def job_curves(
     job: ReadableJob, context: Context, points: Annotated[int, Query(ge=2, le=20_000)] = POINTS
 ) -> Response:
     """All figures over the steps, each thinned to about `points`, with the epoch, tokens and seconds at each point.
-    The stream goes on after `cursor` (`Last-Event-ID: ftevent-<cursor>`)."""
+    The stream continues after `cursor` (`Last-Event-ID: ftevent-<cursor>`)."""
     columns = (Event.id, Event.kind, Event.step, cast(Event.data, Text))  # parsed in a thread
     chosen = (Event.job_id == job.id, Event.kind.in_(CURVE_KINDS))
     async with context.database.read() as session:
@@ -128,13 +128,13 @@ async def job_curves(
 async def hardware(
     job: ReadableJob, context: Context, after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0
 ) -> dict[str, Any]:
-    """GPUs and host while it ran. `after`: the `cursor` of an earlier answer. None: the driver does not tell."""
+    """GPUs and host while it ran. `after`: the `cursor` of an earlier answer. None: not reported by the driver."""
     return await asyncio.to_thread(timeline, _run(context, job).run_dir.path, after)
 
 
 @router.get("/config")
 async def job_config(job: WholeJob, context: Context) -> dict[str, Any]:
-    """Its configuration, and the `request` that makes the same job again. Folders of this machine are not shown."""
+    """Its configuration, and the `request` that repeats the job. Folders of this machine are not shown."""
     return {"config": shown_config(job.config, context.dispatcher.hide), "request": request_of(job)}
 
 

@@ -1,6 +1,6 @@
 """OpenAI's uploads: a file in parts of up to 64 MiB, in any order, put together at the end.
 
-What is not completed within an hour is removed with its parts.
+An upload that is not completed within an hour is removed with its parts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def add_part(upload_id: str, request: Request, principal: Submitter, conte
     """Add a part (form field `data`); several may be sent at a time."""
     upload = await _pending(context, principal, upload_id)
     announced = request.headers.get("content-length")
-    if announced is not None and int(announced) > PART_BYTES + (1 << 20):  # the form around it is small
+    if announced is not None and int(announced) > PART_BYTES + (1 << 20):  # for the form around it
         raise too_large(PART_BYTES)
     async with received(request, context.settings.incoming, file_field="data", limit=PART_BYTES) as form:
         part = UploadPart(id=new_id("part"), upload_id=upload.id, bytes=form.size, created_at=time.time())
@@ -86,7 +86,7 @@ async def add_part(upload_id: str, request: Request, principal: Submitter, conte
                 await _still_pending(session, upload.id)
                 counted = select(func.count(), func.sum(UploadPart.bytes)).where(UploadPart.upload_id == upload.id)
                 count, total = (await session.execute(counted)).one()
-                # one part may have been sent twice
+                # a part may have been sent twice
                 if count >= MOST_PARTS or (total or 0) + part.bytes > upload.bytes + PART_BYTES:
                     raise ApiError(400, f"The parts are more than the {upload.bytes:,} bytes announced.", param="data")
                 session.add(part)
@@ -100,7 +100,7 @@ async def add_part(upload_id: str, request: Request, principal: Submitter, conte
 async def complete_upload(
     upload_id: str, body: CompleteUpload, request: Request, principal: Submitter, context: Context
 ) -> dict[str, Any]:
-    """Put the parts together. If that fails, they stay, and it may be tried again."""
+    """Assemble the parts. If that fails, they stay, and the call can be repeated."""
     upload = await _existing(context, principal, upload_id)
     if upload.status == "completed":  # a repeated request whose first answer was lost
         async with context.database.read() as session:
@@ -168,13 +168,13 @@ def _require_pending(upload: Upload) -> None:
 
 
 async def _still_pending(session: AsyncSession, upload_id: str) -> None:
-    """Until the transaction ends, it stays so."""
+    """Lock the upload's status until the transaction ends."""
     _require_pending(await session.get_one(Upload, upload_id, with_for_update=True))
 
 
 async def _end(session: AsyncSession, upload: Upload, status: str, **changes: Any) -> list[str]:
-    """Give a pending upload its last status, in the transaction that does what it stands for. Return the ids of its
-    parts, which are not needed after that."""
+    """Set a pending upload's final status, within the caller's transaction. Return the ids of its parts, which are then
+    no longer needed."""
     pending = (Upload.id == upload.id) & (Upload.status == "pending")
     result = await session.execute(update(Upload).where(pending).values(status=status, **changes))
     if result.rowcount != 1:  # type: ignore[attr-defined]

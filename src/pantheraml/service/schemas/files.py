@@ -1,4 +1,4 @@
-"""A file as OpenAI's wire shows it."""
+"""A file in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def file_object(file: File) -> dict[str, Any]:
 
 
 def parse_expiry(fields: Mapping[str, str], now: float) -> float | None:
-    """Moment that `expires_after[anchor]` and `expires_after[seconds]` of an upload mean; None: never."""
+    """Return the expiry time set by `expires_after[anchor]` and `expires_after[seconds]` of an upload; None: never."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
