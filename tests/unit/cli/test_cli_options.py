@@ -65,7 +65,7 @@ OPTIONS = {
     "serve": [
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
         *("--host", "--insecure", "--max-hours-per-user", "--max-running-per-user", "--models-dir", "--port"),
-        *("--open-metrics", "--price-per-gpu-hour", "--stall-seconds"),
+        *("--keep-days", "--open-metrics", "--price-per-gpu-hour", "--requests-per-minute", "--stall-seconds"),
         *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url"),
     ],
     "jobs": ["action"],
