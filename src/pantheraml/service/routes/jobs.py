@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
-from fastapi.responses import FileResponse, PlainTextResponse, Response
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT
 from sqlalchemy import Text, cast, func, select
 
 from pantheraml.runs.supervised import SupervisedRun
@@ -46,14 +46,20 @@ _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 POINTS = 2000
 
 
-@router.get("/stream", response_class=EventSourceResponse)
+class LiveEvents(StreamingResponse):
+    """Server-sent events that are encoded already. FastAPI's own class encodes each again for each reader."""
+
+    media_type = "text/event-stream"
+
+
+@router.get("/stream", response_class=LiveEvents)
 async def stream_events(
     job: ReadableJob,
     context: Context,
     last_event_id: Annotated[str | None, Header()] = None,
-) -> EventSourceResponse:
+) -> LiveEvents:
     """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job."""
-    return EventSourceResponse(_told(context, job.id, _event_number(last_event_id)), headers=_UNBUFFERED)
+    return LiveEvents(_told(context, job.id, _event_number(last_event_id)), headers=_UNBUFFERED)
 
 
 async def _told(context: ServiceContext, job_id: str, last: int) -> AsyncIterator[bytes]:
