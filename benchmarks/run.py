@@ -48,6 +48,7 @@ NOT_BENCHMARKS = {
         "line_chart",
         "performance_page",
         "planner_page",
+        "priority",
         "predicted_scaling",
         "predicted_times",
         "recorded_calls",
