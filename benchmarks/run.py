@@ -32,6 +32,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 STABILITY = HERE.parent / "docs" / "stability.md"
 PLANNER = HERE.parent / "docs" / "planner.md"
+SERVICE = HERE.parent / "docs" / "service.md"
 README = HERE.parent / "README.md"
 HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
@@ -53,6 +54,7 @@ NOT_BENCHMARKS = {
         "predicted_times",
         "recorded_calls",
         "run",
+        "service_section",
         "stability_page",
         "suite",
         "table",
@@ -66,6 +68,7 @@ import performance_page  # noqa: E402
 import planner_page  # noqa: E402
 import predicted_times  # noqa: E402
 import readme_table  # noqa: E402
+import service_section  # noqa: E402
 import stability_page  # noqa: E402
 from table import Table, history, plain_table, render  # noqa: E402
 
@@ -202,6 +205,7 @@ def write_pages() -> list[Path]:
     found = records()
     texts = {PAGE: page(), PERFORMANCE: performance_page.page(found), STABILITY: stability_page.page(found)}
     texts |= histories() | {README: readme_table.with_ratios(README.read_text("utf-8"), found)}
+    texts |= {SERVICE: service_section.with_section(SERVICE.read_text("utf-8"), found)}
     planner = planner_page.with_section(PLANNER.read_text("utf-8"), found)
     texts |= {PLANNER: predicted_times.with_sections(planner)}
     texts |= {STABILITY.parent / "images" / name: svg for name, svg in stability_page.pictures(found).items()}

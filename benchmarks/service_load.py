@@ -83,6 +83,7 @@ def run(
         "niceness": niceness,
     }
     set_niceness(os.getpid(), niceness)
+    cores = psutil.Process().cpu_affinity()
     with tempfile.TemporaryDirectory() as folder:
         data, models = Path(folder) / "data", Path(folder) / "models"
         models.mkdir()
@@ -105,6 +106,7 @@ def run(
             server.terminate()
             server.communicate(timeout=30)
             _end_jobs(data)
+            psutil.Process().cpu_affinity(cores)
     return {"parameters": parameters, "results": rows}
 
 
