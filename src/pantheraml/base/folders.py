@@ -52,12 +52,13 @@ def committed_folder(final: Path, *, make_parents: bool = True, private: bool = 
 
 
 @contextmanager
-def added_files(final: Path, *, replaces: Sequence[str] = ()) -> Iterator[Path]:
+def added_files(final: Path, *, replaces: Sequence[str] = (), name: str = "files") -> Iterator[Path]:
     """Yield a scratch folder; if the block ends without error, its files move into `final`, beside what is there.
 
-    Files in `final` that match a pattern of `replaces` are of an earlier save, and go.
+    The scratch folder, for `name`, is inside `final`, which may be where a disk is mounted. Files in `final` that match
+    a pattern of `replaces` are of an earlier save, and go.
     """
-    scratch = _scratch(final)
+    scratch = _scratch(final / name)
     try:
         with storage_errors(final):
             final.mkdir(parents=True, exist_ok=True)

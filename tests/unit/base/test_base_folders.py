@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pantheraml.base.errors import StorageError
-from pantheraml.base.folders import committed_folder, write_text
+from pantheraml.base.folders import added_files, committed_folder, no_scratch_left, write_text
 
 
 def test_folder_appears_only_when_complete(tmp_path: Path) -> None:
@@ -27,6 +27,23 @@ def test_error_keeps_old_folder_and_leaves_no_scratch(tmp_path: Path) -> None:
         raise KeyError
     assert (final / "x").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_files_are_added_without_writing_beside_the_folder(tmp_path: Path) -> None:
+    """It may be where a disk is mounted: nothing can be renamed into it from outside, nor written there."""
+    final = tmp_path / "disk"
+    final.mkdir()
+    (final / "old-1").write_text("goes")
+    (final / "mine").write_text("stays")
+    with added_files(final, replaces=("old-*",)) as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "x").write_text("1")
+        assert [path.name for path in tmp_path.iterdir()] == ["disk"]
+    assert sorted(str(path.relative_to(final)) for path in final.rglob("*")) == ["deep", "deep/x", "mine"]
+    with pytest.raises(KeyError), no_scratch_left(final / "a.gguf"), added_files(final, name="a.gguf") as folder:
+        folder.rename(killed := final / f"{folder.name[:-1]}{'1' if folder.name[-1] == '0' else '0'}")
+        raise KeyError
+    assert not killed.exists(), "what a killed process left of that file"
 
 
 def test_full_disk_is_a_storage_error_and_keeps_old_content(tmp_path: Path) -> None:
