@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.errors import ConfigError, InterruptedRunError, TrainingError
+from pantheraml.base.text import printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -171,15 +172,11 @@ def _watch(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _ending(job: Job) -> str:
-    from pantheraml.base.text import printable
-
     told = job.fine_tuned_model if job.error is None else job.error.message
     return printable(f"{job.id} {job.state}{f': {told}' if told else ''}")
 
 
 def _logs(client: Client, arguments: argparse.Namespace) -> int:
-    from pantheraml.base.text import printable
-
     if arguments.follow and (arguments.json or arguments.bytes is not None):
         raise ConfigError("--follow goes with neither --json nor --bytes.")
     if arguments.bytes is not None and arguments.bytes < 1:
@@ -223,7 +220,7 @@ def _download(client: Client, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([str(path) for path in fetched]))
     else:
-        print("\n".join(map(str, fetched)))
+        print(printable("\n".join(map(str, fetched))))
     return 0
 
 
@@ -239,7 +236,7 @@ def _print(answer: BaseModel | Iterable[BaseModel], lines: Iterable[str], *, as_
     from pydantic import BaseModel
 
     if not as_json:
-        print("\n".join(lines))
+        print(printable("\n".join(lines)))
     elif isinstance(answer, BaseModel):
         print(answer.model_dump_json())
     else:

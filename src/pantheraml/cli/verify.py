@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +33,14 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     from pantheraml.base.errors import ConfigError, EqualityError
+    from pantheraml.base.folders import working_folder
 
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} compares nothing.", fix="Compare at least one step.")
-    folder = Path(tempfile.mkdtemp(prefix="pantheraml-verify-"))
-    config = _config(arguments, folder)
-    plan = _plan(config, arguments)
-    verdicts = _verify(config, plan, arguments, folder)
-    shutil.rmtree(folder)
+    with working_folder("verify") as folder:
+        config = _config(arguments, folder)
+        plan = _plan(config, arguments)
+        verdicts = _verify(config, plan, arguments, folder)
     if arguments.json:
         print(verdicts.model_dump_json(indent=1))
     else:
