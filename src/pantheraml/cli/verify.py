@@ -136,6 +136,7 @@ def _verify(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, fold
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import VerifyRequest
 
+    modes = _modes(arguments, plan.world_size)  # first: a wrong one is no reason to prepare data
     run = RunDir(folder / "run")
     run.mark()
     run.write_config(config)
@@ -143,7 +144,7 @@ def _verify(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, fold
     run_prepare(run, config, readers=progress("verify", quiet=arguments.json))
     request = VerifyRequest(
         run_dir=run.path,
-        modes=_modes(arguments, plan.world_size),
+        modes=modes,
         steps=arguments.steps,
         explicit=arguments.modes is not None,
     )
