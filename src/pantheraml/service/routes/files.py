@@ -16,7 +16,7 @@ from pantheraml.service.auth import Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.multipart import received, too_large
-from pantheraml.service.schemas.files import file_object, parse_expiry
+from pantheraml.service.schemas.files import file_object, parse_expiry, refuse_unknown
 from pantheraml.service.store.files import bytes_of, content_of, find_file, job_that_reads
 from pantheraml.service.store.pages import fetch_page
 from pantheraml.service.store.tables import File
@@ -37,6 +37,7 @@ async def create_file(request: Request, principal: Submitter, context: Context) 
     if announced is not None and int(announced) > limit + (1 << 20):  # the form around the file is small
         raise too_large(limit)
     async with received(request, settings.incoming, file_field="file", limit=limit) as upload:
+        refuse_unknown(upload.fields)
         file = await new_file(
             upload.path,
             principal.user,
