@@ -90,6 +90,7 @@ async def add_part(upload_id: str, request: Request, principal: Submitter, conte
                 if count >= MOST_PARTS or (total or 0) + part.bytes > upload.bytes + PART_BYTES:
                     raise ApiError(400, f"The parts are more than the {upload.bytes:,} bytes announced.", param="data")
                 session.add(part)
+                audit.record(session, principal, "upload.part", part.id, request)
         except BaseException:
             place.unlink(missing_ok=True)
             raise
