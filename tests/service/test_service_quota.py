@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import resource
+import shutil
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
 from pantheraml.cli.main import main
+from pantheraml.service import Settings, create_app
 from tests.service.conftest import Server, wait_until
 
 KIB = 1 << 10
@@ -95,6 +100,42 @@ def test_files_that_are_sent_at_a_time(own_server: Callable[..., Server]) -> Non
     wait_until(lambda: not left_in(server))
     with server.http() as http:
         assert send(http, 1).status_code == 200
+
+
+def test_a_disk_that_cannot_hold_it(own_server: Callable[..., Server]) -> None:
+    """The kernel refuses to write as it does on a full disk."""
+    server = own_server()
+    assert server.process is not None
+    with server.http() as http:
+        http.get("/v1/models").raise_for_status()
+        before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        try:
+            full = send(http, 1 << 20)
+        finally:
+            resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
+        assert (full.status_code, full.headers["x-should-retry"]) == (507, "false")
+        assert "disk of the service is full" in full.json()["error"]["message"]
+        assert not left_in(server)
+        send(http, 1 << 20).raise_for_status()
+        assert http.get("/readyz").status_code == 200
+    assert "Traceback" not in server.stop()
+
+
+def test_some_of_the_disk_is_kept_free(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(free: int, size: int) -> httpx.Response:
+        app = create_app(Settings(tmp_path / "data", models))
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
+            usage = shutil.disk_usage(tmp_path)._replace(total=100_000_000, free=free)
+            monkeypatch.setattr("pantheraml.service.quota.shutil.disk_usage", lambda _: usage)
+            files = {"file": ("a", bytes(size))}
+            return await http.post("http://localhost/v1/files", files=files, data=FORM)
+
+    for free, size, status in ((1_000_000, 10, 507), (1_200_000, 200_000, 507), (1_200_000, 190_000, 200)):
+        answer = asyncio.run(ask(free, size))
+        assert answer.status_code == status, answer.text
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("option", ["--max-user-gib", "--max-file-gib"])

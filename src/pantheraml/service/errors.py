@@ -25,6 +25,7 @@ from pantheraml.base.text import printable
 
 logger = log.get(__name__)
 
+DISK_FULL = 507
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -22,9 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pantheraml.base import log
 from pantheraml.base.text import printable
 from pantheraml.service.auth import hash_key
-from pantheraml.service.errors import ApiError, error_response
+from pantheraml.service.errors import DISK_FULL, ApiError, error_response
 from pantheraml.service.settings import Settings
-from pantheraml.service.store.database import is_away
+from pantheraml.service.store.database import is_away, is_full
 
 logger = log.get(__name__)
 
@@ -87,7 +87,10 @@ class Gate:
             logger.info("%s %s: the client hung up (%s)", scope["method"], scope["path"], request_id)
         except Exception as err:
             request = f"{scope['method']} {scope['path']} ({request_id})"
-            if is_away(err):
+            if is_full(err):
+                logger.error("%s: the disk is full: %s", request, err)
+                status, message = DISK_FULL, "The disk of the service is full: its operator must make room."
+            elif is_away(err):
                 logger.error("%s: the database does not answer: %s", request, err)
                 status, message = 503, "The database of the service does not answer; try again later."
             else:

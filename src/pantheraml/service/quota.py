@@ -6,11 +6,14 @@ One service has the database, so they are counted here.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
-from pantheraml.service.errors import ApiError
+from pantheraml.service.errors import DISK_FULL, ApiError
 from pantheraml.service.multipart import too_large
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
@@ -19,6 +22,8 @@ from pantheraml.service.store.files import bytes_of
 MOST_AT_ONCE = 32
 """Bodies with files that a user may be sending at a time."""
 _AGAIN_SECONDS = 2
+_MOST_KEPT_FREE = 1 << 30
+"""Of the disk, or a hundredth of it if that is less."""
 
 
 class Quota:
@@ -53,9 +58,20 @@ class Quota:
             if left <= 0 or (announced or 0) > left + around:
                 message = f"Your files may have {self._settings.max_user_bytes:,} bytes; {max(0, left):,} are left."
                 raise ApiError(403, f"{message} Delete some.", code="quota_exceeded")
-            limit = min(most, left)
+            free = await asyncio.to_thread(_free_bytes, self._settings.data_dir)
+            free -= self._bytes.total() - (announced or 0)
+            if free <= 0 or (announced or 0) > free:
+                message = "The disk of the service is nearly full: its operator must make room."
+                raise ApiError(DISK_FULL, message, code="disk_full")
+            limit = min(most, left, free)
             with _counted(self._bytes, user, limit if announced is None else 0):
                 yield limit
+
+
+def _free_bytes(folder: Path) -> int:
+    """What files may fill: the database and the runs of jobs need the rest."""
+    usage = shutil.disk_usage(folder)
+    return usage.free - min(_MOST_KEPT_FREE, usage.total // 100)
 
 
 @contextlib.contextmanager
