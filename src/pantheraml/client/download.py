@@ -35,7 +35,6 @@ class Download:
 
     @property
     def have(self) -> int:
-<<<<<<< HEAD
         """Bytes that are there, and that this user wrote: in a folder that others can write to, they may have put a
         file there."""
         try:
@@ -51,10 +50,6 @@ class Download:
             return open(self.part, "ab", opener=_open_nofollow)
         self.part.unlink(missing_ok=True)
         return open(self.part, "xb", opener=_open_nofollow)
-=======
-        """Bytes received so far."""
-        return self.part.stat().st_size if self.etag is not None and self.part.is_file() else 0
->>>>>>> w23
 
     def headers(self) -> dict[str, str]:
         """Headers of the next request. The first one asks for one byte, to learn the version."""

@@ -31,6 +31,7 @@ from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
 from pantheraml.service.openapi import DescribedAPI
+from pantheraml.service.quota import Quota
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
 from pantheraml.service.routes import (
     chat,
@@ -140,6 +141,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 curves=CurveCache(),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),
+                quota=Quota(database, settings),
                 forwarder=forwarder,
             )
         finally:
