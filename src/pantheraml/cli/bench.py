@@ -25,7 +25,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         " checkout. Or, with --calibrate, measure the rates from which `pantheraml plan` predicts times.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--suite", metavar="NAME", help="which suite: h200, h200-families, smoke")
+    which.add_argument("--suite", metavar="NAME", help="which suite: h200, h200-families, h200-planner, smoke")
     which.add_argument(
         "--calibrate", action="store_true", help="measure and store this machine's rates, in about ten seconds"
     )
@@ -33,9 +33,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="only cases so named (`ours-8b-*`); repeatable"
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the newest result file: what is missing in it"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue the newest result file with what it lacks")
     parser.add_argument("--again", action="store_true", help="with --resume: also measure what it has already")
     parser.add_argument("--minutes", type=float, metavar="N", help="start no case that would not end within N minutes")
     parser.add_argument("--results", metavar="DIR", help="where results go (default: benchmarks/results)")

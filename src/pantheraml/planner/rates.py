@@ -1,6 +1,6 @@
 """Rates of a machine, from which the planner computes times. `pantheraml bench --calibrate` stores them.
 
-A rate that nobody measured or published is None, and so is every time that needs it.
+A rate that was neither measured nor published is None, and so is every time that needs it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MachineRates(FrozenModel):
     watts: _Rate | None = None
     """Power of a device under load."""
     source: str
-    """Where the figures come from, for a person."""
+    """Origin of the figures, for display."""
 
 
 def rates_file(device: str) -> Path:

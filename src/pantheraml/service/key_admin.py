@@ -1,4 +1,4 @@
-"""Create, list and revoke keys from the command line, while the service runs or not."""
+"""Create, list and revoke keys from the command line, whether or not the service is running."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pantheraml.service.store.tables import Audit, Key
 
 Result = TypeVar("Result")
 OPERATOR = "operator"
-"""The user of the audit log for what is done on the command line."""
+"""User in the audit log for actions on the command line."""
 
 
 class KeyInfo(BaseModel):
