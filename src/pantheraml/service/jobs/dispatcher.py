@@ -1,5 +1,7 @@
-"""The loop that starts, watches and ends jobs. All of its state is in the database and in the jobs' folders. It can be
-killed at any moment: runs continue under their supervisors, and the next dispatcher adopts them.
+"""The loop that starts, watches and ends jobs.
+
+All of its state is in the database and in the jobs' folders. It can be killed at any moment: runs continue under their
+supervisors, and the next dispatcher adopts them.
 """
 
 from __future__ import annotations
