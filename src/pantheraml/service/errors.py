@@ -1,4 +1,4 @@
-"""Errors on the wire: OpenAI's shape, a request id, and no traceback.
+"""Error responses: OpenAI's shape, a request id, and no traceback.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
