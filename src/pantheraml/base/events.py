@@ -244,6 +244,23 @@ class TrainRanks(EventBase):
     memory_bytes: Sequence[int | None] | None
 
 
+class MemoryMeasured(EventBase):
+    """Memory of a GPU after the first two steps of a start, beside the plan's; None: not predicted."""
+
+    kind: Literal["memory.measured"] = "memory.measured"
+    step: int
+    allocated_bytes: int
+    """Most that torch allocated, of the rank that uses most."""
+    reserved_bytes: int
+    """Most that torch's allocator held on rank 0's GPU."""
+    device_bytes: int
+    """In use on rank 0's GPU by all processes, as the driver counts."""
+    capacity_bytes: int
+    predicted_bytes: int | None
+    """For `allocated_bytes`."""
+    predicted_device_bytes: int | None
+
+
 class Heartbeat(EventBase):
     """Written by every rank periodically while it makes progress."""
 
@@ -428,7 +445,8 @@ KINDS: dict[str, type[EventBase]] = {
 Event = (
     RunStarted | RunRestarted | RunFallback | RunFinished | PlanMade | ChoiceMade | DataProgress | DataReady
     | HardwareFound | HardwareSampled | GPUHealthChanged
-    | ModelReady | TrainStarted | TrainStep | TrainRanks | Heartbeat | TrainGroups | TrainStopped | TrainFinished
+    | ModelReady | TrainStarted | TrainStep | TrainRanks | MemoryMeasured | Heartbeat | TrainGroups | TrainStopped
+    | TrainFinished
     | EvalProgress | EvalDone | CheckpointSaved | CheckpointRemoved | ModelSaved
     | VerdictReached | IncidentRecorded | RanksLeftOut
     | GenerateProgress | GenerateDone | VerifyProgress | QuantizeProgress | Notice | WarningIssued | ErrorRaised

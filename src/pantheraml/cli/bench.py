@@ -25,7 +25,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         " checkout. Or, with --calibrate, measure the rates from which `pantheraml plan` predicts times.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--suite", metavar="NAME", help="which suite: h200, h200-families, smoke")
+    which.add_argument("--suite", metavar="NAME", help="which suite: h200, h200-families, h200-planner, smoke")
     which.add_argument(
         "--calibrate", action="store_true", help="measure and store this machine's rates, in about ten seconds"
     )

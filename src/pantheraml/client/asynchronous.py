@@ -107,7 +107,7 @@ class AsyncClient:
         async with self.http.stream("GET", path, headers=download.headers()) as response:
             if response.status_code == 416:  # an empty file has no first byte
                 download.etag, download.total = "empty", 0
-                download.part.touch()
+                download.open().close()
                 return
             if not response.is_success:
                 await response.aread()
@@ -116,7 +116,7 @@ class AsyncClient:
                 download.learn(response)
                 return
             offset = download.begin(response)
-            with open(download.part, "ab" if offset else "wb") as file:
+            with download.open(offset) as file:
                 async for block in response.aiter_bytes(_BLOCK):
                     file.write(block)
 

@@ -7,9 +7,12 @@ once complete.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx2
 
@@ -33,8 +36,21 @@ class Download:
 
     @property
     def have(self) -> int:
-        """Bytes received so far."""
-        return self.part.stat().st_size if self.etag is not None and self.part.is_file() else 0
+        """Bytes that are there, and that this user wrote: in a folder that others can write to, they may have put a
+        file there."""
+        try:
+            status = self.part.lstat()
+        except OSError:
+            return 0
+        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        return status.st_size if self.etag is not None and own else 0
+
+    def open(self, offset: int = 0) -> BinaryIO:
+        """Open the piece to go on at `offset`, or anew; a link is not followed."""
+        if offset:
+            return open(self.part, "ab", opener=_open_nofollow)
+        self.part.unlink(missing_ok=True)
+        return open(self.part, "xb", opener=_open_nofollow)
 
     def headers(self) -> dict[str, str]:
         """Headers of the next request. The first one asks for one byte, to learn the version."""
@@ -73,6 +89,10 @@ class Download:
                 other.unlink(missing_ok=True)  # of another version
         self.part.replace(self.target)
         return self.target
+
+
+def _open_nofollow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _literal(name: str) -> str:

@@ -118,7 +118,7 @@ class Client:
         with self.http.stream("GET", path, headers=download.headers()) as response:
             if response.status_code == 416:  # an empty file has no first byte
                 download.etag, download.total = "empty", 0
-                download.part.touch()
+                download.open().close()
                 return
             if not response.is_success:
                 response.read()
@@ -127,7 +127,7 @@ class Client:
                 download.learn(response)
                 return
             offset = download.begin(response)
-            with open(download.part, "ab" if offset else "wb") as file:
+            with download.open(offset) as file:
                 for block in response.iter_bytes(_BLOCK):
                     file.write(block)
 

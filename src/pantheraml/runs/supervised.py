@@ -86,7 +86,7 @@ class Limits:
             HF_HUB_OFFLINE="1",
             HF_TOKEN=None,
             HUGGING_FACE_HUB_TOKEN=None,
-            **{env.DATABASE_URL: None, **env.outside_of_launch()},
+            **env.outside_of_launch(),
             **changes,
         )
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
-from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.base.private import open_private, private_files
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
@@ -31,6 +31,7 @@ from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
 from pantheraml.service.openapi import DescribedAPI
+from pantheraml.service.quota import Quota
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
 from pantheraml.service.routes import (
     chat,
@@ -49,7 +50,7 @@ from pantheraml.service.routes import (
     usage,
     webhooks,
 )
-from pantheraml.service.settings import Settings
+from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
 
@@ -140,6 +141,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 curves=CurveCache(),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),
+                quota=Quota(database, settings),
                 forwarder=forwarder,
             )
         finally:
@@ -181,7 +183,7 @@ def _claimed(settings: Settings) -> Iterator[None]:
         settings.jobs,
         settings.cache,
     ):
-        private_folder(folder)
+        claim_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
     lock = os.fdopen(open_private(settings.data_dir / "service.lock", os.O_RDWR | os.O_CREAT), "r+b")

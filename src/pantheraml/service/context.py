@@ -17,6 +17,7 @@ from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
+from pantheraml.service.quota import Quota
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
@@ -36,6 +37,7 @@ class ServiceContext:
     curves: CurveCache
     chat: ChatQueue
     webhooks: WebhookSender
+    quota: Quota
     forwarder: Forwarder | None
     """Client of the operator's inference server; None: `chat` answers."""
 

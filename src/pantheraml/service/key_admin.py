@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from sqlalchemy import select
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.base.private import private_files, private_folder
+from pantheraml.base.private import private_files
 from pantheraml.service.auth import Scope, create_key
-from pantheraml.service.settings import Settings
+from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Audit, Key
 
@@ -88,7 +88,7 @@ def _info(key: Key) -> KeyInfo:
 
 def _run(settings: Settings, work: Callable[[Database], Awaitable[Result]]) -> Result:
     async def whole() -> Result:
-        private_folder(settings.data_dir)
+        claim_folder(settings.data_dir)
         database = Database(settings.url)
         try:
             await database.migrate()

@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pantheraml.base.errors import ConfigError
+from pantheraml.base.private import private_folder
 from pantheraml.service.jobs.scheduler import Allowance
 
 GIB = 1 << 30
@@ -108,6 +110,18 @@ class Settings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def claim_folder(path: Path) -> None:
+    """Make a folder of the service, private to this user. ConfigError if that is not possible."""
+    try:
+        private_folder(path)
+    except OSError as err:
+        raise ConfigError(
+            f"The folder of the service cannot be used: {err.strerror or err}.",
+            where=str(path),
+            fix="Choose another --data-dir.",
+        ) from err
 
 
 def default_settings() -> Settings:

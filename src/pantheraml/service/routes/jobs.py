@@ -16,6 +16,7 @@ from pantheraml.runs.supervised import SupervisedRun
 from pantheraml.service.auth import Reader
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
 from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
@@ -34,6 +35,17 @@ async def _readable(job_id: str, principal: Reader, context: Context) -> Job:
 ReadableJob = Annotated[Job, Depends(_readable)]
 """The job of the path, if the principal may see it."""
 
+
+def _last_event(last_event_id: Annotated[str | None, Header()] = None) -> int:
+    number = number_of(last_event_id, "ftevent-") if last_event_id else 0
+    if number is None:
+        raise ApiError(400, "Last-Event-ID is not the id of an event.", param="Last-Event-ID")
+    return number
+
+
+LastEvent = Annotated[int, Depends(_last_event)]
+"""A refusal must come before the stream begins, and so not from within it."""
+
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
 
 _LOOK_AGAIN_SECONDS = 15.0
@@ -46,10 +58,9 @@ POINTS = 2000
 async def stream_events(
     job: ReadableJob,
     context: Context,
-    last_event_id: Annotated[str | None, Header()] = None,
+    last: LastEvent,
 ) -> AsyncIterator[ServerSentEvent]:
     """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job."""
-    last = _event_number(last_event_id)
     while not context.notifier.closed:
         with context.notifier.listening(job.id) as news:
             now, events = await _news(context, job.id, last)
@@ -72,13 +83,6 @@ async def _news(context: ServiceContext, job_id: str, last: int) -> tuple[Job, l
         job = await session.get_one(Job, job_id)  # first: what came before its end is then read below
         query = select(Event).where(Event.job_id == job_id, Event.id > last).order_by(Event.id).limit(_BATCH)
         return job, list((await session.scalars(query)).all())
-
-
-def _event_number(text: str | None) -> int:
-    number = (text or "ftevent-0").removeprefix("ftevent-")
-    if not number.isdigit() or len(number) > 18:
-        raise ApiError(400, "Last-Event-ID is not the id of an event.", param="Last-Event-ID")
-    return int(number)
 
 
 @router.get("/series")

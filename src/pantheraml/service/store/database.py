@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
+from alembic.util.exc import CommandError
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
+
+from pantheraml.base.errors import ConfigError
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITES = "pantheraml_writes"
@@ -39,9 +43,21 @@ class Database:
             event.listen(self.engine.sync_engine, "do_connect", _connect)
 
     async def migrate(self) -> None:
-        """Migrate the tables to the newest version."""
-        async with self.engine.execution_options(**{_WRITES: True}).begin() as connection:
-            await connection.run_sync(upgrade)
+        """Migrate the tables to the newest version. ConfigError if that is not possible."""
+        try:
+            async with self.engine.execution_options(**{_WRITES: True}).begin() as connection:
+                await connection.run_sync(upgrade)
+        except (DBAPIError, ConnectionError) as err:
+            reason = str(getattr(err, "orig", err)).strip().partition("\n")[0]
+            raise ConfigError(
+                f"The database of the service cannot be used: {reason}.",
+                fix="Check --database-url, and that it runs; for SQLite, service.db in --data-dir.",
+            ) from err
+        except CommandError as err:
+            raise ConfigError(
+                f"The database of the service is of another version: {err}.",
+                fix="Start the version of PantheraML that wrote it, or a newer one.",
+            ) from err
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
@@ -82,6 +98,14 @@ class Database:
         if self._holder is not None:
             await self._holder.close()
         await self.engine.dispose()
+
+
+def is_full(err: BaseException) -> bool:
+    """True if the disk is full, of the database or of a file, or an account on it is."""
+    if isinstance(err, OSError):
+        return err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = getattr(getattr(err, "orig", None), "sqlstate", None) == "53100"
+    return isinstance(err, DBAPIError) and (full or "disk is full" in str(err.orig))
 
 
 def is_away(err: BaseException) -> bool:
