@@ -38,7 +38,7 @@ class ChatRequest(_Message):
     kind: Literal["chat"] = "chat"
     model: ChatModel
     messages: list[dict[str, str]]
-    """Messages with `role` and `content`."""
+    """With `role` and `content`."""
     max_tokens: int | None
     """None: as many as the model has positions, at most `default_tokens`."""
     default_tokens: int
