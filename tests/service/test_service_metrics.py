@@ -52,7 +52,7 @@ def value(text: str, name: str, **labels: str) -> float:
 
 @pytest.fixture
 def scraped(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a service with two GPUs tells."""
+    """Metrics of a service with two GPUs."""
     driver = FakeNvml("2xH100-80GB")
     driver.gpus[0].utilization = 40
     driver.gpus[1].ecc = (0, 3)

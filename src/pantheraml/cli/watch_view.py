@@ -1,6 +1,7 @@
-"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and the latest messages. Redrawn twice a
-second for the terminal's current size, so that resizing works at once; what does not fit is dropped from the bottom.
-Color marks state only.
+"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and the latest messages.
+
+Redrawn twice a second for the terminal's current size, so that resizing works at once; what does not fit is dropped
+from the bottom. Color marks state only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The OpenAPI description at `/openapi.json`: responses, errors among them, keys, and examples. Routes of OpenAI's API
-build their responses by hand; here they are described by the models with which our client reads them, so that one test
-checks the service, the description and the client against each other.
+"""The OpenAPI description at `/openapi.json`: responses, errors among them, keys, and examples.
+
+Routes of OpenAI's API build their responses by hand; here they are described by the models with which our client reads
+them, so that one test checks the service, the description and the client against each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Messages between the service and its chat worker: one JSON object per line, over the worker's stdin and stdout. The
-worker answers requests one after another. For each it sends `ChatLoaded`, then `ChatText` as the text comes, and at the
-end `ChatDone` or `ChatFailed`.
+"""Messages between the service and its chat worker: one JSON object per line, over the worker's stdin and stdout.
+
+The worker answers requests one after another. For each it sends `ChatLoaded`, then `ChatText` as the text comes, and at
+the end `ChatDone` or `ChatFailed`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ChatRequest(_Message):
     kind: Literal["chat"] = "chat"
     model: ChatModel
     messages: list[dict[str, str]]
-    """Messages with `role` and `content`."""
+    """With `role` and `content`."""
     max_tokens: int | None
     """None: as many as the model has positions, at most `default_tokens`."""
     default_tokens: int

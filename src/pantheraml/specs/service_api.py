@@ -1,5 +1,6 @@
-"""Response models for machine, queue and costs, shared by the service and its client. None: not known. Times are
-seconds since 1970. What belongs to other users is anonymous, except for administrators.
+"""Response models for machine, queue and costs, shared by the service and its client.
+
+None: not known. Times are seconds since 1970. What belongs to other users is anonymous, except for administrators.
 """
 
 from __future__ import annotations

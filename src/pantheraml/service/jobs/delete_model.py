@@ -1,5 +1,6 @@
-"""Delete a model that a job has made: every copy of its weights, but not the job's events and metrics. The row is
-marked first, so that a service killed in between finishes the deletion when it restarts.
+"""Delete a model that a job has made: every copy of its weights, but not the job's events and metrics.
+
+The row is marked first, so that a service killed in between finishes the deletion when it restarts.
 """
 
 from __future__ import annotations

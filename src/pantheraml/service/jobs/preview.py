@@ -1,6 +1,7 @@
-"""Preview of training data: the tokens of the first rows of a file, made by a worker process. Chat templates are code
-of the model's author, and tokenizers need transformers, so neither runs in the service. Answers are cached, since the
-form for a new job asks for the same file again and again.
+"""Preview of training data: the tokens of the first rows of a file, made by a worker process.
+
+Chat templates are code of the model's author, and tokenizers need transformers, so neither runs in the service. Answers
+are cached, since the form for a new job asks for the same file again and again.
 """
 
 from __future__ import annotations
