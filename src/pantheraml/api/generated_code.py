@@ -1,7 +1,7 @@
 """Run functions that a model has written, for rewards in RL: checked imports, few builtins, a time limit.
 
-These keep mistakes of a model from stopping a run. They are no security boundary: code that wants out of Python's
-namespaces gets out, so run what you do not trust in a container.
+These keep mistakes of a model from stopping a run. They are no security boundary: code that means to can escape
+Python's namespaces, so run untrusted code in a container.
 """
 
 from __future__ import annotations

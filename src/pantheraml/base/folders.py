@@ -2,7 +2,7 @@
 
 A folder is written to a scratch folder next to it, fsynced and renamed. A crash or a full disk leaves at most a
 `.partial-*` folder, which the next save of the same name removes; the previous content stays intact. Scratch names are
-random, so that nobody can plant a symlink there.
+random, so that other users cannot plant a symlink there.
 """
 
 from __future__ import annotations

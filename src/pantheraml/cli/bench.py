@@ -33,9 +33,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="only cases so named (`ours-8b-*`); repeatable"
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the newest result file: what is missing in it"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue the newest result file with what it lacks")
     parser.add_argument("--again", action="store_true", help="with --resume: also measure what it has already")
     parser.add_argument("--minutes", type=float, metavar="N", help="start no case that would not end within N minutes")
     parser.add_argument("--results", metavar="DIR", help="where results go (default: benchmarks/results)")

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Screen:
-    """Prints checks as they end, under a spinner that says what is being done."""
+    """Prints checks as they end, with a spinner for the current one."""
 
     def __init__(self, title: str) -> None:
         from rich.console import Console

@@ -41,9 +41,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
         actions.add_parser(name, help=text).add_argument("job", metavar="JOB", help="id of the job")
     logs = actions.add_parser("logs", help="output of a job's processes")
     logs.add_argument("job", metavar="JOB", help="id of the job")
-    logs.add_argument("--follow", action="store_true", help="go on until the job ends")
+    logs.add_argument("--follow", action="store_true", help="follow until the job ends")
     logs.add_argument("--bytes", type=int, metavar="N", help="the last N bytes alone")
-    download = actions.add_parser("download", help="fetch what a job has written; goes on where it was broken off")
+    download = actions.add_parser("download", help="fetch what a job has written; continues an interrupted download")
     download.add_argument("job", metavar="JOB", help="id of the job")
     download.add_argument("names", metavar="NAME", nargs="*", help="files, as `show` lists them (all)")
     download.add_argument("--output", metavar="DIR", help="folder to write to (the job's id)")
@@ -122,7 +122,7 @@ def _submission(client: Client, arguments: argparse.Namespace) -> Submission:
 
 
 def _file(client: Client, name: str) -> str:
-    """Id of the file, which is uploaded unless it is one already."""
+    """Return the file's id; a path is uploaded first."""
     if name.startswith("file-") and not Path(name).exists():
         return name
     return client.files.upload(name).id
@@ -150,7 +150,7 @@ def _show(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _watch(client: Client, arguments: argparse.Namespace) -> int:
-    """The exit code is 0 if the job succeeded, that of a failed training or an interrupted run else."""
+    """Exit with 0 if the job succeeded, otherwise with the code of a failed or an interrupted run."""
     from pantheraml.cli.jobs_view import showing
 
     try:
@@ -161,7 +161,7 @@ def _watch(client: Client, arguments: argparse.Namespace) -> int:
                 else:
                     show(event)
     except KeyboardInterrupt:
-        print("The job goes on.", file=sys.stderr)
+        print("The job continues.", file=sys.stderr)
         return 0
     job = client.jobs.get(arguments.job)
     if not arguments.json:
@@ -228,7 +228,7 @@ def _download(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _below(folder: Path, name: str) -> Path:
-    """Where a file goes. ConfigError if a service names one that would lie elsewhere."""
+    """Return the target path of a file. ConfigError if the service's name for it leads outside of the folder."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(f"The service names a file that would lie outside of {folder}: {name!r}.")

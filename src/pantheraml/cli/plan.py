@@ -99,7 +99,7 @@ def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) ->
 
 
 def _checked(config: TrainConfig) -> ModelFacts:
-    """Facts of the model; its inputs are checked as far as they are here. A known model needs no folder."""
+    """Return facts of the model, and check the inputs that exist here. A known model needs no folder."""
     from pantheraml.cli.inputs import check_data, check_model
     from pantheraml.planner.facts import model_facts
     from pantheraml.planner.known_models import known_config, nearest_name
@@ -129,7 +129,7 @@ def _checked(config: TrainConfig) -> ModelFacts:
 
 
 def _described(cluster: Cluster, config: TrainConfig) -> tuple[TrainConfig, ProcessRank | None, DeviceFacts | None]:
-    """The configuration, rank and hardware facts of a run on a cluster that is only described."""
+    """Return configuration, rank and hardware facts of a run on a cluster given by a description."""
     import dataclasses
 
     from pantheraml.base.env import ProcessRank
@@ -156,7 +156,7 @@ def _described(cluster: Cluster, config: TrainConfig) -> tuple[TrainConfig, Proc
 
 
 def _sequences(config: TrainConfig) -> float | None:
-    """Sequences of an epoch, estimated from the beginning of the data; None: no data, or no tokenizer at hand."""
+    """Estimate the sequences of an epoch from the beginning of the data; None: no data, or no local tokenizer."""
     if not config.data.path:
         return None
     from pantheraml.cli.plan_data import estimate

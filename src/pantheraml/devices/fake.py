@@ -1,4 +1,4 @@
-"""Clusters described by a short text instead of found: to plan for hardware that is elsewhere, and for tests.
+"""Clusters described by a short text instead of detected, to plan for other hardware, and for tests.
 
     2x8xH100-80GB nvlink, 400Gb     two nodes of eight, NVLink inside, 400 Gbit/s between them
     1xRTX4090                       one card
@@ -40,7 +40,7 @@ class Cluster:
     nvlink: bool | None
     """The GPUs of a node reach each other by NVLink; None: not known, or one GPU."""
     network_gbits: float | None
-    """Of each node, in Gbit/s."""
+    """Network of each node, in Gbit/s."""
     cpu_count: int | None
     """Of each node."""
     ram_bytes: int | None

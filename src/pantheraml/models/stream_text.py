@@ -20,7 +20,7 @@ from pantheraml.models.rope import supported_positions
 from pantheraml.models.sampling_params import SamplingParams
 
 _UNFINISHED = "\ufffd"
-"""What a tokenizer makes of a character of which bytes are missing."""
+"""Replacement that a tokenizer writes for an incomplete character."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The application: routes over the store, and the dispatcher beside them.
 
-To serve `/multigpu` from an application of your own, pass it `lifespan(settings)` and include `router`. It then also
-needs `Gate`, which `create_app` adds, if anything but this machine's own programs can reach it.
+To serve `/multigpu` from an application of your own, pass it `lifespan(settings)` and include `router`. Add `Gate` as
+well, as `create_app` does, unless only programs on this machine can reach it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
-from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.base.private import open_private, private_files
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
@@ -31,6 +31,7 @@ from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
 from pantheraml.service.openapi import DescribedAPI
+from pantheraml.service.quota import Quota
 from pantheraml.service.request_metrics import MeasureRequests, RequestMetrics
 from pantheraml.service.routes import (
     chat,
@@ -49,7 +50,7 @@ from pantheraml.service.routes import (
     usage,
     webhooks,
 )
-from pantheraml.service.settings import Settings
+from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
 
@@ -93,7 +94,7 @@ def lifespan(
 
 @contextlib.asynccontextmanager
 async def running(settings: Settings, context: ServiceContext | None = None) -> AsyncIterator[ServiceContext]:
-    """The service without its routes: all they share, and the dispatcher at work."""
+    """Run the service without its routes: what they share, and the dispatcher."""
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
         stack.enter_context(prepared.sampler)
@@ -110,7 +111,8 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
 
 @contextlib.asynccontextmanager
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
-    """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
+    """Prepare folders, database and what the routes share. ConfigError if the service may not start with these
+    settings."""
     with private_files(), _claimed(settings):
         stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
@@ -139,6 +141,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 curves=CurveCache(),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),
+                quota=Quota(database, settings),
                 forwarder=forwarder,
             )
         finally:
@@ -171,7 +174,7 @@ async def _is_open(settings: Settings, database: Database) -> bool:
 
 @contextlib.contextmanager
 def _claimed(settings: Settings) -> Iterator[None]:
-    """The data folder, private and held by this service alone."""
+    """Create the data folder, private, and lock it for this service."""
     for folder in (
         settings.data_dir,
         settings.files,
@@ -180,7 +183,7 @@ def _claimed(settings: Settings) -> Iterator[None]:
         settings.jobs,
         settings.cache,
     ):
-        private_folder(folder)
+        claim_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
     lock = os.fdopen(open_private(settings.data_dir / "service.lock", os.O_RDWR | os.O_CREAT), "r+b")

@@ -1,6 +1,6 @@
-"""What `/metrics` tells Prometheus: jobs, queue, GPUs, host and accounts, read when it asks.
+"""Metrics for Prometheus: jobs, queue, GPUs, host and accounts, collected at each scrape.
 
-The label of a job is `job_id`, since Prometheus has a `job` of its own. What is not known has no sample.
+The label of a job is `job_id`, since Prometheus has a `job` of its own. Unknown values have no sample.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_GPUS = {
 
 
 class _Families:
-    """Anything with `collect`, as the library wants it."""
+    """A collector, as the library expects it."""
 
     def __init__(self, *parts: Iterable[Metric]) -> None:
         self._parts = parts
@@ -52,7 +52,7 @@ class _Families:
 
 
 async def render(context: ServiceContext, principal: Principal, requests: RequestMetrics) -> bytes:
-    """The text that Prometheus reads; of jobs and accounts those that the principal may see."""
+    """Return Prometheus's text format, with the jobs and accounts that the principal may see."""
     async with context.database.read() as session:
         families = [
             *await _service(session, context),
@@ -111,7 +111,7 @@ async def _jobs(session: AsyncSession, context: ServiceContext, principal: Princ
     moment = _gauge("job_last_step_timestamp_seconds", "When the newest step ended.", ("job_id",))
     alert = _gauge("job_alert", "Alerts of the job that are on.", ("job_id", "alert"))
     figures = {name: _gauge(f"job_{name}", text, ("job_id",)) for name, text in _OF_STEPS.items()}
-    for job in await running_now(session, context, principal):
+    for job in await running_now(session, principal):
         info.add_metric((job.job, job.user, job.model, job.state), 1)
         for family, value in ((devices, len(job.devices)), (step, job.step), (total, job.total_steps)):
             _add(family, job, value)
@@ -154,7 +154,7 @@ def _gpus(devices: Iterable[DeviceStatus]) -> list[Metric]:
 
 
 async def _accounts(session: AsyncSession, principal: Principal) -> list[Metric]:
-    """Counters: they grow as jobs run, and are those of the database, so that a restart resets nothing."""
+    """Counters, read from the database, so that a restart does not reset them."""
     seconds = CounterMetricFamily(
         "pantheraml_usage_device_seconds", "Seconds that jobs have held devices.", labels=("user", "device")
     )

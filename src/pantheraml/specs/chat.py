@@ -1,7 +1,6 @@
-"""What the service and its chat worker tell each other: one JSON object per line, over the worker's stdin and stdout.
-
-The worker answers requests one after another. Of each it says `ChatLoaded`, then `ChatText` as the text comes, and at
-the end `ChatDone` or `ChatFailed`.
+"""Messages between the service and its chat worker: one JSON object per line, over the worker's stdin and stdout. The
+worker answers requests one after another. For each it sends `ChatLoaded`, then `ChatText` as the text comes, and at the
+end `ChatDone` or `ChatFailed`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     id: int
-    """Of the request."""
+    """Id of the request."""
 
 
 class ChatModel(BaseModel):
-    """A base model, or what a run made of one."""
+    """A base model, perhaps with the weights that a run trained."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,7 +37,7 @@ class ChatRequest(_Message):
     kind: Literal["chat"] = "chat"
     model: ChatModel
     messages: list[dict[str, str]]
-    """With `role` and `content`."""
+    """Messages with `role` and `content`."""
     max_tokens: int | None
     """None: as many as the model has positions, at most `default_tokens`."""
     default_tokens: int
@@ -79,7 +78,7 @@ class ChatFailed(_Message):
     what: str
     fix: str | None
     unexpected: bool = False
-    """The request is not to blame."""
+    """True if the request is not at fault."""
 
 
 ChatReply = ChatLoaded | ChatText | ChatDone | ChatFailed

@@ -1,6 +1,5 @@
-"""What only a try can tell: torch, processes that exchange tensors, and a run, as `pantheraml train` does it.
-
-They use a few MiB of temporary files, which are removed, and leave the current folder alone.
+"""Checks that need a trial: import torch, all-reduce between processes, and train as `pantheraml train` does. They use
+a few MiB of temporary files, which are removed, and do not touch the current folder.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pantheraml.specs.train import TrainConfig
 
 TIMEOUT_SECONDS = 60.0
 IMPORT_SECONDS = 300.0
-"""From a network disk, importing torch takes minutes."""
+"""Importing torch from a network disk takes minutes."""
 STEPS = 2
 
 
@@ -62,7 +61,7 @@ def check_torch(gpus: int) -> Check:
 
 
 def check_ranks() -> Check:
-    """One process per GPU, or two, meet and all-reduce."""
+    """All-reduce with one process per GPU, at least two."""
     try:
         with tempfile.TemporaryDirectory(prefix="pantheraml-doctor-") as folder:
             result = _all_reduce(Path(folder))
@@ -93,7 +92,8 @@ def _all_reduce(folder: Path) -> CollectiveResult:
 
 
 def _plan_for_ranks(config: TrainConfig) -> Plan:
-    """One rank per GPU; two where there are fewer, which share a GPU, if any, and use gloo: NCCL refuses that."""
+    """Plan one rank per GPU. With fewer than two GPUs, two ranks share one, if any, and use gloo, since NCCL refuses
+    that."""
     devices = probe()
     gpus, count = len(devices.gpus), max(2, len(devices.gpus))
     return choose(config, devices).model_copy(
@@ -142,7 +142,7 @@ def _tiny_run(folder: Path) -> TrainConfig:
 
 @contextmanager
 def _kept_after_an_error() -> Iterator[Path]:
-    """A temporary folder that stays if the run in it fails: the error points to its log."""
+    """Yield a temporary folder that is kept if the run in it fails, since the error points to its log."""
     folder = Path(tempfile.mkdtemp(prefix="pantheraml-doctor-"))
     try:
         yield folder

@@ -1,4 +1,4 @@
-"""What is going on here: devices and who holds them, the queue, running jobs and how long they take, incidents."""
+"""The current state: devices and their holders, the queue, running jobs with time left, incidents."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _judgement(health: Health | None) -> dict[str, Any]:
 async def queue_now(
     session: AsyncSession, context: ServiceContext, principal: Principal, limit: int | None
 ) -> tuple[list[QueueEntry], int]:
-    """The first jobs of the queue, and how long it is."""
+    """Return the first jobs of the queue, and its length."""
     columns = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
     query = select(*columns).where(Job.state == State.QUEUED.value).order_by(Job.queued_at, Job.id)
     rows = {row[0]: row for row in await session.execute(query)}
@@ -116,7 +116,7 @@ def _told(reason: str, mine: bool) -> str:
     return reason if mine else "waits for its turn"
 
 
-async def running_now(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[RunningJob]:
+async def running_now(session: AsyncSession, principal: Principal) -> list[RunningJob]:
     query = select(Job).where(Job.state.in_([state.value for state in ACTIVE])).order_by(Job.started_at, Job.id)
     columns = load_only(Job.id, Job.owner, Job.model, Job.suffix, Job.state, Job.started_at, Job.token)
     if principal.owner is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -12,22 +13,25 @@ from pantheraml.service import audit
 from pantheraml.service.auth import Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.states import ENDED, ForbiddenTransitionError, State
 from pantheraml.service.jobs.submit import plan_job, random_seed, submit
 from pantheraml.service.schemas.fine_tuning import (
     METRIC_KINDS,
+    MOST_PAIRS,
     CreateJob,
     Waiting,
     checkpoint_object,
     event_object,
     job_object,
 )
-from pantheraml.service.store.jobs import find_job, move
+from pantheraml.service.store.jobs import find_job, has_pair, move
 from pantheraml.service.store.pages import fetch_page
 from pantheraml.service.store.tables import Event, Job
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
+_METADATA = re.compile(r"metadata\[.*\]", re.DOTALL)
 _CHECKPOINT_FIGURES = ("train_loss", "valid_loss")
 After = Annotated[str | None, Query(max_length=64)]
 _WAITING = {
@@ -71,14 +75,15 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> dict[str, Any]:
     """Newest first. `metadata[k]=v` keeps jobs with this pair, `metadata=null` those without metadata."""
-    query = select(Job).options(defer(Job.config), defer(Job.plan))  # long, and not shown
+    query = select(Job).options(defer(Job.config), defer(Job.plan))  # large, and not in the response
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
-    for name, value in request.query_params.multi_items():
-        if name == "metadata" and value == "null":
-            query = query.where(Job.user_metadata.is_(None))
-        elif name.startswith("metadata[") and name.endswith("]"):
-            query = query.where(Job.user_metadata[name[9:-1]].as_string() == value)
+    pairs = {name[9:-1]: value for name, value in request.query_params.multi_items() if _METADATA.fullmatch(name)}
+    if len(pairs) > MOST_PAIRS:
+        raise ApiError(400, f"At most {MOST_PAIRS} pairs can be asked for.", param="metadata")
+    query = query.where(*(has_pair(context.database, name, value) for name, value in pairs.items()))
+    if request.query_params.get("metadata") == "null":
+        query = query.where(Job.user_metadata.is_(None))
     cursor = None if after is None else await existing_job(context, principal, after, param="after")
     async with context.database.read() as session:
         page = await fetch_page(session, query, Job, limit=limit, cursor=cursor)
@@ -140,7 +145,7 @@ async def _change(job_id: str, action: str, request: Request, principal: Princip
         state = State(job.state)
         if state in _ALREADY[action]:
             if action == "pause" and job.preempted_by is not None:
-                job.preempted_by = None  # it stays paused, instead of being queued again
+                job.preempted_by = None  # stays paused instead of being requeued
                 audit.record(session, principal, "job.pause", job_id, request)
             return job
         if state not in _TARGETS[action]:
@@ -182,7 +187,7 @@ async def list_checkpoints(
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 10,
 ) -> dict[str, Any]:
-    """Those that exist, newest first, with the figures of their steps."""
+    """Existing checkpoints, newest first, with the figures of their steps."""
     job = await existing_job(context, principal, job_id)
     figures = Event.kind.in_(["train.step", "eval.done"])
     async with context.database.read() as session:
@@ -207,10 +212,10 @@ async def _event_page(
     context: ServiceContext, query: Any, after: str | None, limit: int, prefix: str, shown: Any
 ) -> dict[str, Any]:
     if after is not None:
-        number = after.removeprefix(prefix)
-        if not number.isdigit() or len(number) > 18:
+        number = number_of(after, prefix)
+        if number is None:
             raise not_found("item", after, param="after")
-        query = query.where(Event.id < int(number))
+        query = query.where(Event.id < number)
     async with context.database.read() as session:
         rows = (await session.scalars(query.order_by(Event.id.desc()).limit(limit + 1))).all()
     return {"object": "list", "data": [shown(event) for event in rows[:limit]], "has_more": len(rows) > limit}

@@ -1,4 +1,4 @@
-"""Pages of a list in the order of creation, with the last item's id as the cursor, as OpenAI's wire has them."""
+"""Pages of a list in the order of creation, with the last item's id as the cursor, in OpenAI's form."""
 
 from __future__ import annotations
 
