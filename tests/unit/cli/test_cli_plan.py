@@ -255,6 +255,21 @@ def test_time_energy_and_cost_to_the_end(plan: Any, capsys: pytest.CaptureFixtur
         assert word in text
 
 
+def test_described_hardware_is_not_said_to_be_found(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> dict[str, str]:
+        assert main(["plan", "--model", "Llama-3.1-8B", "--set", "train.global_batch_size=1024", *words]) == 0
+        return {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+
+    lines = shown("--gpus", LARGE)
+    assert lines["device"].endswith(f"described: {LARGE}")
+    assert lines["parallel.world_size"].endswith("512           64 nodes of 8 GPU(s)")
+    assert "threads_per_process" not in lines, "nobody told how many cores there are"
+    assert shown("--gpus", "8xH100, 64 cores")["threads_per_process"].endswith("64 cores for 8 process(es)")
+    asked = shown("--gpus", LARGE, "--set", "parallel.world_size=256", "--device", "cuda")
+    assert asked["parallel.world_size"].endswith("as configured")
+    assert asked["device"].endswith("as configured")
+
+
 def test_planning_is_fast(plan: Any) -> None:
     """One machine in 0.3 s, and 4,096 GPUs in 2 s, of a core: other processes do not count."""
     plan("Llama-3.1-8B", "1xH200")  # imports
