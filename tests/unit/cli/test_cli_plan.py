@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,23 @@ def test_described_hardware_is_not_said_to_be_found(capsys: pytest.CaptureFixtur
     asked = shown("--gpus", LARGE, "--set", "parallel.world_size=256", "--device", "cuda")
     assert asked["parallel.world_size"].endswith("as configured")
     assert asked["device"].endswith("as configured")
+
+
+IMPORTED = """
+import sys
+from pantheraml.cli.main import main
+assert main(["plan", "--model", sys.argv[1], "--gpus", "8xH100"]) == 0
+print(sorted({"torch", "transformers", "huggingface_hub", "numpy"} & sys.modules.keys()))
+"""
+
+
+def test_planning_imports_nothing_heavy(tmp_path: Path) -> None:
+    """The command takes longer to import than to plan; the hub's client alone was half of that."""
+    (tmp_path / "config.json").write_text(json.dumps(known_config("llama-3.2-1b")))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    command = [sys.executable, "-c", IMPORTED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
 def test_planning_is_fast(plan: Any) -> None:
