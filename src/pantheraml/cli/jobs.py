@@ -47,6 +47,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     download = actions.add_parser("download", help="fetch what a job has written; continues an interrupted download")
     download.add_argument("job", metavar="JOB", help="id of the job")
     download.add_argument("names", metavar="NAME", nargs="*", help="files, as `show` lists them (all)")
+    download.add_argument("--merged", action="store_true", help="have the adapter merged into its base, and fetch that")
     download.add_argument("--output", metavar="DIR", help="folder to write to (the job's id)")
     for action in actions.choices.values():
         action.add_argument(
@@ -212,8 +213,10 @@ def _changed(job: Job, arguments: argparse.Namespace) -> int:
 
 
 def _download(client: Client, arguments: argparse.Namespace) -> int:
+    if arguments.merged:
+        client.jobs.merge(arguments.job)
     known = [artifact.name for artifact in client.jobs.artifacts(arguments.job)]
-    names = arguments.names or known
+    names = arguments.names or [name for name in known if name.startswith("merged/") or not arguments.merged]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise ConfigError(f"The job has no file {unknown!r}.", fix=f"It has: {', '.join(known) or 'none yet'}.")

@@ -27,6 +27,7 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
+from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
@@ -39,6 +40,7 @@ from pantheraml.service.routes import (
     fine_tuning,
     health,
     jobs,
+    merge,
     metrics,
     models,
     multigpu,
@@ -71,7 +73,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
     for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
         app.include_router(module.router)
-    for module in (overview, usage, metrics, preview, page):
+    for module in (overview, usage, metrics, preview, merge, page):
         app.include_router(module.router)
     app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
@@ -103,6 +105,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
             yield prepared
         finally:
             prepared.end_waiting()
+            await prepared.merger.close()
             for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -138,6 +141,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 authenticator=authenticator,
                 sampler=sampler,
                 previewer=Previewer(dispatcher.limits),
+                merger=Merger(settings, dispatcher.limits),
                 curves=CurveCache(),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),

@@ -15,6 +15,7 @@ from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
+from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.quota import Quota
@@ -34,6 +35,7 @@ class ServiceContext:
     sampler: BackgroundSampler
     """Samples the GPUs that jobs may use, and the host."""
     previewer: Previewer
+    merger: Merger
     curves: CurveCache
     chat: ChatQueue
     webhooks: WebhookSender
