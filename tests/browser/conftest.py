@@ -209,4 +209,5 @@ def accessible(page: Any, view: str) -> None:
 def shoot(page: Any, name: str) -> None:
     folder = os.environ.get("PANTHERAML_SCREENSHOTS")
     if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"{name}.png").write_bytes(page.screenshot(full_page=True))  # by a path, a thread would stay

@@ -22,6 +22,7 @@ from pantheraml.planner.known_models import known_config
 from pantheraml.service import Settings, create_app
 from tests import toy
 from tests.browser.conftest import accessible, shoot, start_job
+from tests.browser.test_browser_job import drawn
 from tests.service.conftest import Server, wait_until
 
 STEPS = 100_000
@@ -45,6 +46,7 @@ FRAMES = """() => {
   const tick = now => { window.frames_ms.push(now - last); last = now; requestAnimationFrame(tick); };
   requestAnimationFrame(tick);
 }"""
+MEMORY = "Memory per process, GiB"
 TABS = ("charts", "samples", "devices", "plan", "events", "log", "files", "config")
 
 
@@ -84,7 +86,10 @@ def long_job(service: Server) -> str:
     started = {"first_step": 1, "total_steps": STEPS + NEW_STEPS, "world_size": 1, "global_batch_size": 4}
     add_events(service, job, [("info", "train.started", "Training", None, started), *steps_of_a_run(1, STEPS)])
     verdict = {"step": 61_803, "action": "skip", "cause": "spike", "tensor": "model.layers.3.mlp", "ranks": [1]}
-    add_events(service, job, [("warn", "verdict", "Step 61803: skip (spike)", 61_803, verdict)])
+    add_events(service, job, [("warn", "verdict", "Step 61803 skipped: spike", 61_803, verdict)])
+    with contextlib.closing(sqlite3.connect(service.data / "service.db", timeout=60)) as database, database:
+        predicted = "UPDATE jobs SET plan = json_set(plan, '$.predicted_memory_bytes', ?) WHERE id = ?"
+        database.execute(predicted, (10 << 30, job))  # CPU runs have no prediction
     return job
 
 
@@ -117,6 +122,10 @@ def test_a_hundred_thousand_points_without_lag(service: Server, page: Any, long_
         assert median <= MEDIAN_FRAME_MS
         assert most <= MOST_FRAMES_MS
         assert longest <= LONGEST_FRAME_MS
+    (mark,) = [line for line in drawn(page, "Gradient norm") if line["name"] == "verdict of the guard"]
+    assert mark["x"] == [61_803]
+    page.get_by_text("At most 9 GiB; the plan predicted 10 GiB.").wait_for()
+    wait_until(lambda: [line["name"] for line in drawn(page, MEMORY)] == ["measured", "predicted by the plan"])
     norm = page.get_by_role("region", name="Gradient norm", exact=True)
     assert "The guard judged 1 step" in (norm.locator(".sentence").text_content() or "")
     page.get_by_role("tab", name="Events").click()

@@ -35,11 +35,11 @@ function head(found, ask) {
       ask ? h("p", {}, button("Show before and after", "main")) : h("p", {}, "Nobody has asked for that yet, and your key may not."));
   }
   const source = found.trained_on ? "the training data, which the model has seen" : "the evaluation data, which the model has not been trained on";
-  return h("div", { class: "row" }, h("p", { class: "soft small" }, `First rows of ${found.filename}: ${source}. The likeliest answer each time, made ${ago(found.created_at)}.`), button("Again", "small"));
+  return h("div", { class: "row" }, h("p", { class: "soft small sub" }, `First rows of ${found.filename}: ${source}. The likeliest answer each time, made ${ago(found.created_at)}.`), button("Again", "small"));
 }
 
 /** @param {string} text */
-const said = text => h("div", { class: "said", tabindex: text.length > 400 ? 0 : null }, text || h("span", { class: "soft" }, "nothing"));
+const said = text => h("div", { class: "said", tabindex: text.length > 400 ? 0 : null }, text.trim() || h("span", { class: "soft" }, "nothing"));
 
 /** @param {Sample} sample */
 function card(sample) {
