@@ -47,6 +47,7 @@ from pantheraml.service.routes import (
     overview,
     page,
     preview,
+    samples,
     session,
     uploads,
     usage,
@@ -55,6 +56,9 @@ from pantheraml.service.routes import (
 from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
+
+SAMPLER_CPU_SHARE = 0.01
+"""No training runs in this process; with less, opening the driver costs minutes without a sample."""
 
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
@@ -73,7 +77,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
     for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
         app.include_router(module.router)
-    for module in (overview, usage, metrics, preview, merge, page):
+    for module in (overview, usage, metrics, preview, merge, samples, page):
         app.include_router(module.router)
     app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
@@ -126,7 +130,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             )
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus], cpu_share=SAMPLER_CPU_SHARE)
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
             forwarder = None

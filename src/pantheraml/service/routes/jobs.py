@@ -147,8 +147,8 @@ async def job_config(job: ReadableJob, context: Context) -> dict[str, Any]:
 async def logs(job: ReadableJob, context: Context) -> Response:
     """Output of the job's processes; ranges of bytes are possible (`Range: bytes=-65536` for the end)."""
     log = _run(context, job).log
-    if not log.is_file():
-        return PlainTextResponse("")  # nothing was written yet
+    if not log.is_file() or not log.stat().st_size:
+        return PlainTextResponse("")  # nothing was written yet, and no range of nothing can be given
     return FileResponse(log, media_type="text/plain; charset=utf-8")
 
 
