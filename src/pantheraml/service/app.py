@@ -27,6 +27,7 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
+from pantheraml.service.jobs.live import NewsDesk
 from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
@@ -142,6 +143,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 catalog=catalog,
                 dispatcher=dispatcher,
                 notifier=notifier,
+                news=NewsDesk(database, notifier),
                 authenticator=authenticator,
                 sampler=sampler,
                 previewer=Previewer(dispatcher.limits),
