@@ -22,6 +22,12 @@ install-dev: .venv/.installed-dev
 	$(PIP) -r requirements-dev.lock
 	touch $@
 
+# Unsloth wants older versions of transformers and TRL, so it gets a folder that only its tests read.
+.venv/.installed-unsloth: .venv/.installed-dev requirements-unsloth.lock
+	rm -rf .venv/unsloth
+	$(PIP) --no-deps --target .venv/unsloth -r requirements-unsloth.lock
+	touch $@
+
 demo: install
 	$(BIN)/pantheraml demo
 
@@ -30,7 +36,7 @@ test: install-dev
 	$(PYTEST) -m "not extended" --durations 40 --durations-min 5
 
 # Triton decides at import whether kernels are interpreted, so the interpreter gets a process of its own.
-test-rest: install-dev
+test-rest: install-dev .venv/.installed-unsloth
 	$(PYTEST) -m extended --durations 40 --durations-min 5
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
