@@ -100,6 +100,7 @@ def expressions() -> Iterator[str]:
     yield from (each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query")
 
 
+@pytest.mark.seed("S4-158")
 def test_rules_and_dashboard_name_what_exists(scraped: str) -> None:
     declared = dict(re.findall(r"^# TYPE (\S+) (\S+)$", scraped, re.MULTILINE))
     known = {name for name in declared if not name.endswith("_created")}
