@@ -16,8 +16,10 @@ from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.live import NewsDesk
+from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
+from pantheraml.service.quota import Quota
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
@@ -35,9 +37,11 @@ class ServiceContext:
     sampler: BackgroundSampler
     """Samples the GPUs that jobs may use, and the host."""
     previewer: Previewer
+    merger: Merger
     curves: CurveCache
     chat: ChatQueue
     webhooks: WebhookSender
+    quota: Quota
     forwarder: Forwarder | None
     """Client of the operator's inference server; None: `chat` answers."""
 

@@ -28,7 +28,8 @@ class WrongRowsError(DataError):
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         first = rows[0]
         field = f", field `{first['field']}`" if first["field"] else ""
-        more = "" if len(rows) == 1 else f" ({len(rows)} wrong rows)"
+        first_of_many = "the first " if len(rows) >= MOST_WRONG_ROWS else ""
+        more = "" if len(rows) == 1 else f" ({first_of_many}{len(rows)} wrong rows)"
         super().__init__(f"Line {first['line']}{field}: {first['problem']}.{more}")
         self.rows = rows
 
@@ -60,5 +61,6 @@ def _format(row: Row) -> str:
     found = row_formats.detect(row)
     if found is None:
         columns = ", ".join(f"`{printable(str(name))[:40]}`" for name in list(row)[:12])
-        raise RowError(f"found the fields {columns}; expected {row_formats.ACCEPTED}", None)
+        found_fields = f"the fields {columns}" if columns else "no fields"
+        raise RowError(f"found {found_fields}; expected {row_formats.ACCEPTED}", None)
     return found

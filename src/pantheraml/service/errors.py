@@ -1,4 +1,4 @@
-"""Errors on the wire: OpenAI's shape, a request id, and no traceback.
+"""Error responses: OpenAI's shape, a request id, and no traceback.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -25,12 +25,14 @@ from pantheraml.base.text import printable
 
 logger = log.get(__name__)
 
+DISK_FULL = 507
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(HTTPException):
-    """An error response: its status, and the parameter at fault. A subclass of HTTPException, since FastAPI answers 400
-    to any other exception raised while it reads a body.
+    """An error response: its status, and the parameter at fault.
+
+    A subclass of HTTPException, since FastAPI answers 400 to any other exception raised while it reads a body.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -120,6 +122,12 @@ async def _invalid(request: Request, err: Exception) -> JSONResponse:
     first: dict[str, Any] = err.errors()[0]
     if first["type"] == "json_invalid":
         return error_response(400, "The body is not valid JSON.", code="invalid_request")
+    if tuple(first["loc"]) == ("body",):  # nothing in it is to blame, but the whole
+        if first["type"] == "missing":
+            return error_response(400, "The request has no body; send JSON.", code="invalid_request")
+        if isinstance(first.get("input"), bytes):  # it was not even read, whatever is in it
+            message = "Send the body as JSON, with the header `Content-Type: application/json`."
+            return error_response(415, message, code="unsupported_media_type")
     refused = _invalid_value(first["loc"][1:], first["msg"])  # the first says where: body, query, header
     return error_response(400, refused.message, param=refused.param, code=refused.code)
 

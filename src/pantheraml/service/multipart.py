@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastapi import Request
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from pantheraml.base.private import open_private
@@ -143,9 +143,9 @@ async def received(request: Request, folder: Path, *, file_field: str, limit: in
 
 
 async def _receive(request: Request, form: _Form, boundary: bytes) -> None:
-    parser = MultipartParser(boundary, form.callbacks())  # type: ignore[arg-type]
     waiting = total = 0
     try:
+        parser = MultipartParser(boundary, form.callbacks())  # type: ignore[arg-type]
         async for block in request.stream():
             total += len(block)
             if total > form.limit + _FORM_BYTES:
@@ -156,7 +156,7 @@ async def _receive(request: Request, form: _Form, boundary: bytes) -> None:
                 await asyncio.to_thread(form.flush)
                 waiting = 0
         parser.finalize()
-    except MultipartParseError as err:
+    except FormParserError as err:
         raise ApiError(400, "The body is not a valid multipart form.") from err
     if not form.complete:
         raise ApiError(400, "The upload ended before the form was complete.", code="incomplete_upload")

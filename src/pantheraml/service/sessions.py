@@ -50,8 +50,11 @@ async def open_session(session: AsyncSession, key_id: str) -> str:
     return cookie
 
 
-async def close_session(session: AsyncSession, cookie: str) -> None:
-    await session.execute(delete(PageSession).where(PageSession.hash == _hash(cookie)))
+async def close_session(session: AsyncSession, cookie: str) -> Key | None:
+    """Remove it; return the key that it stood for."""
+    found = delete(PageSession).where(PageSession.hash == _hash(cookie)).returning(PageSession.key_id)
+    key_id = await session.scalar(found)
+    return None if key_id is None else await session.get(Key, key_id)
 
 
 def give_cookie(request: Request, response: Response, cookie: str) -> None:

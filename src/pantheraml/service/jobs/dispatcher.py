@@ -1,5 +1,7 @@
-"""The loop that starts, watches and ends jobs. All of its state is in the database and in the jobs' folders. It can be
-killed at any moment: runs continue under their supervisors, and the next dispatcher adopts them.
+"""The loop that starts, watches and ends jobs.
+
+All of its state is in the database and in the jobs' folders. It can be killed at any moment: runs continue under their
+supervisors, and the next dispatcher adopts them.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class Dispatcher:
             async with self._database.write() as session:
                 job = await session.get_one(Job, job_id)
                 if if_paused(job, time.time()) is None:
-                    return  # it has ended, or was told to
+                    return  # it has ended, or is about to
                 message = f"Pausing: {other} has a higher priority"
                 await move(session, job, State.PAUSING, message, preempted_by=other)
         except (StaleJobError, ForbiddenTransitionError):

@@ -20,7 +20,7 @@ from pantheraml.service.jobs.states import ACTIVE, State
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.specs.service_api import DeviceStatus, HostStatus, Incident, QueueEntry, RunningJob
 
-_LATELY_SECONDS = 10.0
+_LATELY_SECONDS = 30.0
 _SHOWN = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
 """Of a job in the queue."""
 _CHUNK = 100
@@ -177,18 +177,21 @@ async def _running(session: AsyncSession, job: Job, devices: list[str]) -> Runni
 
 async def incidents_now(session: AsyncSession, principal: Principal, limit: int) -> list[Incident]:
     """Warnings and errors of jobs, the newest first."""
-    query = select(Event).where(Event.level != "info").order_by(Event.id.desc()).limit(limit)
+    query = select(Event, Job.model, Job.suffix).join(Job, Job.id == Event.job_id).where(Event.level != "info")
     if principal.owner is not None:
-        query = query.join(Job, Job.id == Event.job_id).where(Job.owner == principal.owner)
+        query = query.where(Job.owner == principal.owner)
+    rows = await session.execute(query.order_by(Event.id.desc()).limit(limit))
     return [
         Incident(
             id=f"ftevent-{event.id}",
             job=event.job_id,
+            model=model,
+            suffix=suffix,
             created_at=int(event.created_at),
             level=event.level,
             kind=event.kind,
             message=event.message,
             step=event.step,
         )
-        for event in (await session.scalars(query)).all()
+        for event, model, suffix in rows
     ]

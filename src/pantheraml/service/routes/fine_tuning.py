@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
@@ -14,11 +15,13 @@ from pantheraml.service import audit
 from pantheraml.service.auth import Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.states import ENDED, ForbiddenTransitionError, State
 from pantheraml.service.jobs.submit import plan_job, random_seed, submit
 from pantheraml.service.jobs.usage import cost_of
 from pantheraml.service.schemas.fine_tuning import (
     METRIC_KINDS,
+    MOST_PAIRS,
     SHOWN,
     CreateJob,
     Waiting,
@@ -26,12 +29,13 @@ from pantheraml.service.schemas.fine_tuning import (
     event_object,
     job_object,
 )
-from pantheraml.service.store.jobs import SHORT, find_job, move
+from pantheraml.service.store.jobs import SHORT, find_job, has_pair, move
 from pantheraml.service.store.pages import fetch_page
 from pantheraml.service.store.tables import Event, Job
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
+_METADATA = re.compile(r"metadata\[.*\]", re.DOTALL)
 _CHECKPOINT_FIGURES = ("train_loss", "valid_loss")
 After = Annotated[str | None, Query(max_length=64)]
 _FEW = 100
@@ -86,11 +90,12 @@ async def list_jobs(
     query = select(Job).options(*SHORT)
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
-    for name, value in request.query_params.multi_items():
-        if name == "metadata" and value == "null":
-            query = query.where(Job.user_metadata.is_(None))
-        elif name.startswith("metadata[") and name.endswith("]"):
-            query = query.where(Job.user_metadata[name[9:-1]].as_string() == value)
+    pairs = {name[9:-1]: value for name, value in request.query_params.multi_items() if _METADATA.fullmatch(name)}
+    if len(pairs) > MOST_PAIRS:
+        raise ApiError(400, f"At most {MOST_PAIRS} pairs can be asked for.", param="metadata")
+    query = query.where(*(has_pair(context.database, name, value) for name, value in pairs.items()))
+    if request.query_params.get("metadata") == "null":
+        query = query.where(Job.user_metadata.is_(None))
     cursor = None if after is None else await existing_job(context, principal, after, param="after")
     async with _reading(context, limit) as session:
         page = await fetch_page(session, query, Job, limit=limit, cursor=cursor)
@@ -219,10 +224,10 @@ async def _event_page(
     context: ServiceContext, query: Any, after: str | None, limit: int, prefix: str, shown: Any
 ) -> dict[str, Any]:
     if after is not None:
-        number = after.removeprefix(prefix)
-        if not number.isdigit() or len(number) > 18:
+        number = number_of(after, prefix)
+        if number is None:
             raise not_found("item", after, param="after")
-        query = query.where(Event.id < int(number))
+        query = query.where(Event.id < number)
     async with _reading(context, limit) as session:
         rows = (await session.execute(query.order_by(Event.id.desc()).limit(limit + 1))).all()
     return {"object": "list", "data": [shown(event) for event in rows[:limit]], "has_more": len(rows) > limit}

@@ -16,6 +16,7 @@ from pantheraml.runs.supervised import SupervisedRun
 from pantheraml.service.auth import Reader
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
 from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
@@ -38,6 +39,17 @@ ReadableJob = Annotated[Job, Depends(_readable)]
 WholeJob = Annotated[Job, Depends(_readable_whole)]
 """With its configuration and plan."""
 
+
+def _last_event(last_event_id: Annotated[str | None, Header()] = None) -> int:
+    number = number_of(last_event_id, "ftevent-") if last_event_id else 0
+    if number is None:
+        raise ApiError(400, "Last-Event-ID is not the id of an event.", param="Last-Event-ID")
+    return number
+
+
+LastEvent = Annotated[int, Depends(_last_event)]
+"""A refusal must come before the stream begins, and so not from within it."""
+
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
 
 _LOOK_AGAIN_SECONDS = 15.0
@@ -56,10 +68,10 @@ class LiveEvents(StreamingResponse):
 async def stream_events(
     job: ReadableJob,
     context: Context,
-    last_event_id: Annotated[str | None, Header()] = None,
+    last: LastEvent,
 ) -> LiveEvents:
     """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job."""
-    return LiveEvents(_told(context, job.id, _event_number(last_event_id)), headers=_UNBUFFERED)
+    return LiveEvents(_told(context, job.id, last), headers=_UNBUFFERED)
 
 
 async def _told(context: ServiceContext, job_id: str, last: int) -> AsyncIterator[bytes]:
@@ -77,13 +89,6 @@ async def _told(context: ServiceContext, job_id: str, last: int) -> AsyncIterato
                 await asyncio.wait_for(wake.wait(), _LOOK_AGAIN_SECONDS)
             except TimeoutError:
                 yield KEEPALIVE_COMMENT
-
-
-def _event_number(text: str | None) -> int:
-    number = (text or "ftevent-0").removeprefix("ftevent-")
-    if not number.isdigit() or len(number) > 18:
-        raise ApiError(400, "Last-Event-ID is not the id of an event.", param="Last-Event-ID")
-    return int(number)
 
 
 @router.get("/series")
@@ -148,8 +153,8 @@ async def job_config(job: WholeJob, context: Context) -> dict[str, Any]:
 async def logs(job: ReadableJob, context: Context) -> Response:
     """Output of the job's processes; ranges of bytes are possible (`Range: bytes=-65536` for the end)."""
     log = _run(context, job).log
-    if not log.is_file():
-        return PlainTextResponse("")  # nothing was written yet
+    if not log.is_file() or not log.stat().st_size:
+        return PlainTextResponse("")  # nothing was written yet, and no range of nothing can be given
     return FileResponse(log, media_type="text/plain; charset=utf-8")
 
 

@@ -49,7 +49,9 @@ async def sign_out(request: Request, response: Response, context: Context) -> di
     cookie = request.cookies.get(sessions.cookie_name(request))
     if cookie:
         async with context.database.write() as session:
-            await sessions.close_session(session, cookie)
+            closed = await sessions.close_session(session, cookie)
+            if closed is not None:
+                session.add(audit.entry(closed.user, "session.close", closed.id, request))
         sessions.take_cookie(request, response)
     return _described(None, keys_required=not context.authenticator.is_open)
 

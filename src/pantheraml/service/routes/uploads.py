@@ -26,9 +26,9 @@ from pantheraml.service.auth import Principal, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.ids import new_id
+from pantheraml.service.multipart import Upload as ReceivedForm
 from pantheraml.service.multipart import received, too_large
 from pantheraml.service.schemas.uploads import MOST_PARTS, CompleteUpload, CreateUpload, part_object, upload_object
-from pantheraml.service.store.files import bytes_of
 from pantheraml.service.store.tables import File, Upload, UploadPart
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
@@ -43,10 +43,8 @@ _BLOCK_BYTES = 1 << 20
 @router.post("")
 async def create_upload(body: CreateUpload, request: Request, principal: Submitter, context: Context) -> dict[str, Any]:
     """Announce a file; its bytes count against the quota from now on."""
-    settings, now = context.settings, time.time()
+    now = time.time()
     check_purpose(body.purpose)
-    if body.bytes > settings.max_file_bytes:
-        raise too_large(settings.max_file_bytes)
     upload = Upload(
         id=new_id("upload"),
         owner=principal.user,
@@ -59,9 +57,7 @@ async def create_upload(body: CreateUpload, request: Request, principal: Submitt
         file_lifetime=None if body.expires_after is None else body.expires_after.seconds,
         file_id=None,
     )
-    async with context.database.write() as session:
-        if await bytes_of(session, principal.user) + body.bytes > settings.max_user_bytes:
-            raise ApiError(403, "It does not fit into what is left of your quota; delete files.", code="quota_exceeded")
+    async with context.quota.room(principal.user, body.bytes), context.database.write() as session:
         mine = (Upload.owner == principal.user) & (Upload.status == "pending")
         if (await session.scalar(select(func.count()).select_from(Upload).where(mine)) or 0) >= MOST_PENDING:
             raise ApiError(403, f"You have {MOST_PENDING} unfinished uploads; cancel some.", code="quota_exceeded")
@@ -77,23 +73,32 @@ async def add_part(upload_id: str, request: Request, principal: Submitter, conte
     announced = request.headers.get("content-length")
     if announced is not None and int(announced) > PART_BYTES + (1 << 20):  # for the form around it
         raise too_large(PART_BYTES)
-    async with received(request, context.settings.incoming, file_field="data", limit=PART_BYTES) as form:
-        part = UploadPart(id=new_id("part"), upload_id=upload.id, bytes=form.size, created_at=time.time())
-        place = context.settings.uploads / part.id
-        form.path.rename(place)
-        try:
-            async with context.database.write() as session:
-                await _still_pending(session, upload.id)
-                counted = select(func.count(), func.sum(UploadPart.bytes)).where(UploadPart.upload_id == upload.id)
-                count, total = (await session.execute(counted)).one()
-                # a part may have been sent twice
-                if count >= MOST_PARTS or (total or 0) + part.bytes > upload.bytes + PART_BYTES:
-                    raise ApiError(400, f"The parts are more than the {upload.bytes:,} bytes announced.", param="data")
-                session.add(part)
-        except BaseException:
-            place.unlink(missing_ok=True)
-            raise
-    return part_object(part)
+    incoming = context.settings.incoming
+    with context.quota.body(principal.user):
+        async with received(request, incoming, file_field="data", limit=PART_BYTES) as form:
+            return part_object(await _keep_part(form, upload, request, principal, context))
+
+
+async def _keep_part(
+    form: ReceivedForm, upload: Upload, request: Request, principal: Principal, context: ServiceContext
+) -> UploadPart:
+    part = UploadPart(id=new_id("part"), upload_id=upload.id, bytes=form.size, created_at=time.time())
+    place = context.settings.uploads / part.id
+    form.path.rename(place)
+    try:
+        async with context.database.write() as session:
+            await _still_pending(session, upload.id)
+            counted = select(func.count(), func.sum(UploadPart.bytes)).where(UploadPart.upload_id == upload.id)
+            count, total = (await session.execute(counted)).one()
+            # one part may have been sent twice
+            if count >= MOST_PARTS or (total or 0) + part.bytes > upload.bytes + PART_BYTES:
+                raise ApiError(400, f"The parts are more than the {upload.bytes:,} bytes announced.", param="data")
+            session.add(part)
+            audit.record(session, principal, "upload.part", part.id, request)
+    except BaseException:
+        place.unlink(missing_ok=True)
+        raise
+    return part
 
 
 @router.post("/{upload_id}/complete")

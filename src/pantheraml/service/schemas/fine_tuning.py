@@ -19,6 +19,8 @@ def _chosen_here(value: Any) -> Any:
 _Auto = BeforeValidator(_chosen_here)
 METRIC_KINDS = ("train.step", "eval.done")
 """Kinds of events that carry the figures of a step."""
+MOST_PAIRS = 16
+"""Of metadata."""
 FileId = Annotated[str, Field(max_length=64)]
 
 
@@ -110,8 +112,8 @@ class CreateJob(_Body):
     @field_validator("metadata")
     @classmethod
     def _few(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        if value is not None and len(value) > 16:
-            raise ValueError("at most 16 pairs")
+        if value is not None and len(value) > MOST_PAIRS:
+            raise ValueError(f"at most {MOST_PAIRS} pairs")
         if any("\0" in text for pair in (value or {}).items() for text in pair):
             raise ValueError("null characters cannot be stored")
         return value

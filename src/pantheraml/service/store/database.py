@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -107,6 +108,14 @@ class Database:
             await self._holder.close()
         await self._glances.dispose()
         await self.engine.dispose()
+
+
+def is_full(err: BaseException) -> bool:
+    """True if the disk is full, of the database or of a file, or an account on it is."""
+    if isinstance(err, OSError):
+        return err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = getattr(getattr(err, "orig", None), "sqlstate", None) == "53100"
+    return isinstance(err, DBAPIError) and (full or "disk is full" in str(err.orig))
 
 
 def is_away(err: BaseException) -> bool:

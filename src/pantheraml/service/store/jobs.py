@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import delete, func, inspect, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 from sqlalchemy.orm.attributes import set_committed_value
 
 from pantheraml.service.jobs.scheduler import Place, Waiting
 from pantheraml.service.jobs.states import ACTIVE, State, check_transition
+from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import close_stretches
 from pantheraml.service.store.webhooks import announce
@@ -79,6 +80,14 @@ async def find_job(session: AsyncSession, job_id: str, owner: str | None, *, who
     `whole`: with its configuration and plan, which are long."""
     job = await session.get(Job, job_id, options=() if whole else SHORT)
     return job if job is not None and owner in (None, job.owner) else None
+
+
+def has_pair(database: Database, name: str, value: str) -> ColumnElement[bool]:
+    """Condition for jobs with this pair of metadata. The pairs are compared one by one: a name in a JSON path would
+    have to be quoted, which not every name can be."""
+    each = func.json_each if database.is_sqlite else func.json_each_text
+    pair = each(Job.user_metadata).table_valued("key", "value")
+    return exists().select_from(pair).where(pair.c.key == name, pair.c.value == value)
 
 
 async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
