@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import Text, cast, func, select
@@ -50,6 +51,8 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
 
 _LOOK_AGAIN_SECONDS = 15.0
 """Also without a notification, since another process may have written to the database."""
+_CHECK_KEY_SECONDS = 10.0
+"""A key may be revoked, or expire, while a stream that it has opened goes on."""
 _BATCH = 500
 POINTS = 2000
 
@@ -59,9 +62,15 @@ async def stream_events(
     job: ReadableJob,
     context: Context,
     last: LastEvent,
+    request: Request,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job."""
+    """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job, or the key."""
+    checked = time.monotonic()
     while not context.notifier.closed:
+        if time.monotonic() - checked > _CHECK_KEY_SECONDS:
+            if not await _is_still_allowed(request, context):
+                return
+            checked = time.monotonic()
         with context.notifier.listening(job.id) as news:
             now, events = await _news(context, job.id, last)
             for event in events:
@@ -76,6 +85,14 @@ async def stream_events(
                 await asyncio.wait_for(news.wait(), _LOOK_AGAIN_SECONDS)
             except TimeoutError:
                 continue
+
+
+async def _is_still_allowed(request: Request, context: ServiceContext) -> bool:
+    try:
+        await context.authenticator.principal(request)
+    except ApiError:
+        return False
+    return True
 
 
 async def _news(context: ServiceContext, job_id: str, last: int) -> tuple[Job, list[Event]]:
