@@ -30,7 +30,13 @@ class Database:
     def __init__(self, url: str) -> None:
         self.is_sqlite = url.startswith("sqlite")
         self._holder: AsyncConnection | None = None
-        self.engine = create_async_engine(url, pool_size=10, max_overflow=20, pool_pre_ping=not self.is_sqlite)
+        self.engine = create_async_engine(
+            url,
+            pool_size=10,
+            max_overflow=20,
+            pool_pre_ping=not self.is_sqlite,
+            hide_parameters=True,  # errors go to the log, and secrets of webhooks are among the values
+        )
         self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
         """Writers of this process queue here, since SQLite's own waiting is a sleep that may starve one of them."""
         if self.is_sqlite:
