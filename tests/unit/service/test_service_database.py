@@ -22,7 +22,7 @@ from pantheraml.base.errors import ConfigError
 from pantheraml.service.app import preparation
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database, is_away, is_full
-from pantheraml.service.store.tables import Audit, Base
+from pantheraml.service.store.tables import Audit, Base, WebhookEndpoint
 
 
 @asynccontextmanager
@@ -160,3 +160,20 @@ def test_a_database_belongs_to_one_data_folder(tmp_path: Path) -> None:
 )
 def test_a_full_disk_is_told_apart(err: Exception, full: bool, away: bool) -> None:
     assert (is_full(err), is_away(err)) == (full, away)
+
+
+def test_a_failed_statement_does_not_tell_its_values(tmp_path: Path) -> None:
+    """The error is logged."""
+
+    async def fail() -> str:
+        async with opened(tmp_path) as database:
+            endpoint = {"id": "whe-1", "owner": "ann", "name": "a", "url": "https://example.com", "event_types": []}
+            with pytest.raises(DBAPIError) as caught:
+                for _ in range(2):
+                    async with database.write() as session:
+                        session.add(WebhookEndpoint(**endpoint, secret="whsec_x", created_at=1.0, updated_at=1.0))
+            return str(caught.value)
+
+    told = anyio.run(fail)
+    assert "INSERT INTO webhook_endpoints" in told
+    assert "whsec_x" not in told

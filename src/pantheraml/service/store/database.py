@@ -39,7 +39,10 @@ class Database:
         if self.is_sqlite:
             self.engine, self._glances = _sqlite_engine(url), _sqlite_engine(url, at_once=True)
         else:
-            self.engine = create_async_engine(url, pool_size=10, max_overflow=20, pool_pre_ping=True)
+            # errors go to the log, and secrets of webhooks are among the values
+            self.engine = create_async_engine(
+                url, hide_parameters=True, pool_size=10, max_overflow=20, pool_pre_ping=True
+            )
             event.listen(self.engine.sync_engine, "do_connect", _connect)
             self._glances = self.engine
         self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
@@ -143,7 +146,8 @@ def upgrade(connection: Connection) -> None:
 
 def _sqlite_engine(url: str, *, at_once: bool = False) -> AsyncEngine:
     creator = partial(sqlite.connect, make_url(url).database, at_once=at_once)
-    engine = create_async_engine(url, pool_size=30, max_overflow=0, async_creator=creator)  # each has a thread to start
+    # each connection has a thread to start, so none is opened for one use alone
+    engine = create_async_engine(url, hide_parameters=True, pool_size=30, max_overflow=0, async_creator=creator)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
