@@ -22,7 +22,7 @@ from tests.service.conftest import PATIENCE_SECONDS, Server, jsonl, wait_until
 from tests.service.test_service_control import submit, weights
 
 CHECKPOINT_STEPS = 10
-EPOCHS, STEPS = 60, 360
+EPOCHS, STEPS = 100, 600
 JOBS, KILLS = 10, 20
 AFTERWARDS_SECONDS = 600.0
 """For the jobs that are left when all were killed."""
