@@ -96,6 +96,7 @@ def test_a_bad_value_names_key_value_and_line(tmp_path: Path) -> None:
         ("train.learning_rate=abc", "'auto', or a valid number"),
         ("train.micro_batch_size=many", "a valid integer, or 'auto'"),
         ("train.epochs=x", "input should be a valid number ("),
+        ("method.rank=65537", "less than or equal to 65536"),
     ],
 )
 def test_every_alternative_of_a_value_is_named(tmp_path: Path, setting: str, says: str) -> None:
