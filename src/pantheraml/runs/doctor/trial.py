@@ -1,5 +1,6 @@
-"""Checks that need a trial: import torch, all-reduce between processes, and train as `pantheraml train` does. They use
-a few MiB of temporary files, which are removed, and do not touch the current folder.
+"""Checks that need a trial: import torch, all-reduce between processes, and train as `pantheraml train` does.
+
+They use a few MiB of temporary files, which are removed, and do not touch the current folder.
 """
 
 from __future__ import annotations
