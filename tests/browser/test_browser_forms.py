@@ -1,4 +1,4 @@
-"""What people do on the page besides watching: start jobs, compare them, try models, find things."""
+"""Actions on the page: start jobs, compare them, try models, find things."""
 
 from __future__ import annotations
 

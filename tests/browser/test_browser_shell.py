@@ -1,4 +1,4 @@
-"""The page itself: how fast it is there, who may use it, what it may load."""
+"""The page itself: load time, access, and what it may load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and what the run said last.
+"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and the latest messages.
 
-Drawn anew twice a second for the terminal's present size, so that a resized window is right at once; what does not fit
-leaves from the bottom. Color marks state only.
+Redrawn twice a second for the terminal's current size, so that resizing works at once; what does not fit is dropped
+from the bottom. Color marks state only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pantheraml.readers.run_state import Message, RunState
 
 REFRESH_PER_SECOND = 2
 QUIET_SECONDS = 45.0
-"""From this long a silence on, the screen tells it."""
+"""Seconds without an event after which the screen says so."""
 MAX_GPUS = 16
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STATUS = {"succeeded": "green", "running": "cyan", "failed": "bold red", "crashed": "bold red"}
@@ -38,7 +38,7 @@ _MARKS = {"info": ("·", "dim"), "warn": ("▲", "yellow"), "error": ("✖", "bo
 
 @contextmanager
 def showing(state: RunState, folder: Path, console: Console) -> Iterator[None]:
-    """Draw on a screen of its own; the last state stays on the terminal."""
+    """Draw on the alternate screen; the last state stays on the terminal."""
     view = WatchView(state, folder)
     try:
         with Live(view, console=console, screen=True, refresh_per_second=REFRESH_PER_SECOND):
@@ -174,7 +174,7 @@ def loss_line(losses: Sequence[float], width: int) -> str:
 
 
 def _messages(messages: Sequence[Message], room: int) -> list[RenderableType]:
-    """The newest, as many as there are lines for; each on one line."""
+    """Return the newest messages that fit, one line each."""
     if not messages:
         return []
     lines: list[Any] = [Text()]

@@ -1,6 +1,6 @@
-"""What the service and its chat worker tell each other: one JSON object per line, over the worker's stdin and stdout.
+"""Messages between the service and its chat worker: one JSON object per line, over the worker's stdin and stdout.
 
-The worker answers requests one after another. Of each it says `ChatLoaded`, then `ChatText` as the text comes, and at
+The worker answers requests one after another. For each it sends `ChatLoaded`, then `ChatText` as the text comes, and at
 the end `ChatDone` or `ChatFailed`.
 """
 
@@ -20,11 +20,11 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     id: int
-    """Of the request."""
+    """Id of the request."""
 
 
 class ChatModel(BaseModel):
-    """A base model, or what a run made of one."""
+    """A base model, perhaps with the weights that a run trained."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -90,7 +90,7 @@ class ChatFailed(_Message):
     what: str
     fix: str | None
     unexpected: bool = False
-    """The request is not to blame."""
+    """True if the request is not at fault."""
 
 
 ChatReply = ChatLoaded | ChatText | ChatDone | ChatFailed

@@ -84,10 +84,10 @@ class LoadedModel:
         self._base: PreTrainedModel | None = None
         self._adapter: tuple[Path, contextlib.ExitStack] | None = None
         self.base_loads = 0
-        """How many bases were loaded so far."""
+        """Number of base models loaded so far."""
 
     def model(self, wanted: ChatModel) -> PreTrainedModel:
-        """Return the model with its adapter; whatever is in the way is dropped."""
+        """Return the model with its adapter; unload whatever is in the way."""
         full = wanted.trained is not None and wanted.method.kind == "full"
         source = _in_folder(wanted.model, wanted.trained) if full and wanted.trained else wanted.model
         adapter = None if full else wanted.trained
