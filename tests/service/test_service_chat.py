@@ -140,6 +140,8 @@ def test_unknown_models(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             answer(client, model=name)
         assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="Checkpoints are what a job continues from"):
+        answer(client, model="ft:tiny:local::00000000:ckpt-step-6")
 
 
 def test_another_server_may_answer(server: Server, own_server: Callable[..., Server]) -> None:

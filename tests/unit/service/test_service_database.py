@@ -18,7 +18,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from pantheraml.service.store.database import Database, is_away, is_full
-from pantheraml.service.store.tables import Audit, Base
+from pantheraml.service.store.tables import Audit, Base, WebhookEndpoint
 
 
 @asynccontextmanager
@@ -94,3 +94,20 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
 )
 def test_a_full_disk_is_told_apart(err: Exception, full: bool, away: bool) -> None:
     assert (is_full(err), is_away(err)) == (full, away)
+
+
+def test_a_failed_statement_does_not_tell_its_values(tmp_path: Path) -> None:
+    """The error is logged."""
+
+    async def fail() -> str:
+        async with opened(tmp_path) as database:
+            endpoint = {"id": "whe-1", "owner": "ann", "name": "a", "url": "https://example.com", "event_types": []}
+            with pytest.raises(DBAPIError) as caught:
+                for _ in range(2):
+                    async with database.write() as session:
+                        session.add(WebhookEndpoint(**endpoint, secret="whsec_x", created_at=1.0, updated_at=1.0))
+            return str(caught.value)
+
+    told = anyio.run(fail)
+    assert "INSERT INTO webhook_endpoints" in told
+    assert "whsec_x" not in told

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 from sqlalchemy import Text, cast, func, select
@@ -54,6 +55,8 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
 
 _LOOK_AGAIN_SECONDS = 15.0
 """Seconds between polls without a notification: another process may have written to the database."""
+_CHECK_KEY_SECONDS = 10.0
+"""A key may be revoked, or expire, while a stream that it has opened goes on."""
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 POINTS = 2000
 
@@ -63,13 +66,19 @@ async def stream_events(
     job: ReadableJob,
     context: Context,
     last: LastEvent,
+    request: Request,
 ) -> EventSourceResponse:
-    """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job."""
-    return EventSourceResponse(_told(context, job.id, last), headers=_UNBUFFERED)
+    """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job, or the key."""
+    return EventSourceResponse(_told(context, job.id, last, request), headers=_UNBUFFERED)
 
 
-async def _told(context: ServiceContext, job_id: str, last: int) -> AsyncIterator[bytes]:
+async def _told(context: ServiceContext, job_id: str, last: int, request: Request) -> AsyncIterator[bytes]:
+    checked = time.monotonic()
     while not context.notifier.closed:
+        if time.monotonic() - checked > _CHECK_KEY_SECONDS:
+            if not await _is_still_allowed(request, context):
+                return
+            checked = time.monotonic()
         with context.notifier.listening(job_id) as wake:
             news = await context.news.after(job_id, last)
             last = news.last
@@ -83,6 +92,14 @@ async def _told(context: ServiceContext, job_id: str, last: int) -> AsyncIterato
                 await asyncio.wait_for(wake.wait(), _LOOK_AGAIN_SECONDS)
             except TimeoutError:
                 yield KEEPALIVE_COMMENT
+
+
+async def _is_still_allowed(request: Request, context: ServiceContext) -> bool:
+    try:
+        await context.authenticator.principal(request)
+    except ApiError:
+        return False
+    return True
 
 
 @router.get("/series")

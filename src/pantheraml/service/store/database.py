@@ -39,7 +39,8 @@ class Database:
         options: dict[str, Any] = {"pool_size": 10, "max_overflow": 20, "pool_pre_ping": not self.is_sqlite}
         if self.is_sqlite:
             options["async_creator"] = partial(sqlite.connect, make_url(url).database)
-        self.engine = create_async_engine(url, **options)
+        # errors go to the log, and secrets of webhooks are among the values
+        self.engine = create_async_engine(url, hide_parameters=True, **options)
         self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
         """Writers of this process queue here, since SQLite's own waiting is a sleep that may starve one of them."""
         if self.is_sqlite:
