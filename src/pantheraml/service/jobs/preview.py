@@ -82,7 +82,7 @@ class Previewer:
 def _reason(folder: Path) -> PantheraError:
     told = [event for event in read_events(folder) if isinstance(event, ErrorRaised)]
     if not told:
-        return WorkerError("The preview's worker ended without a word.")
+        return WorkerError("The preview's worker ended without an error message.")
     return WorkerError(told[-1].what, fix=told[-1].fix)
 
 
