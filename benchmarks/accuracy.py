@@ -197,7 +197,7 @@ class Bench:
             "prose_sha256": self.prose.sha256,
             "code_bytes": self.code.bytes,
             "code_sha256": self.code.sha256,
-            "base_eval_loss": _last(events, "eval.done", "loss"),
+            "base_eval_loss": last_value(events, "eval.done", "loss"),
             "base_seconds": time.perf_counter() - begin,
         }
 
@@ -275,8 +275,8 @@ class Bench:
         return {
             "precision": precision,
             "seed": seed,
-            "train_loss": _last(events, "train.step", "loss"),
-            "eval_loss": _last(events, "eval.done", "loss"),
+            "train_loss": last_value(events, "train.step", "loss"),
+            "eval_loss": last_value(events, "eval.done", "loss"),
             "seconds": time.perf_counter() - begin,
             "gradients": gradients,
             "unfused": unfused,
@@ -318,7 +318,7 @@ class Bench:
         model_config(self.family, **shape).save_pretrained(self.folder / "start")
 
 
-def _last(events: Sequence[Any], kind: str, field: str) -> float:
+def last_value(events: Sequence[Any], kind: str, field: str) -> float:
     return float(next(getattr(event, field) for event in reversed(events) if event.kind == kind))
 
 

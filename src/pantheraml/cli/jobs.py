@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.errors import ConfigError, InterruptedRunError, TrainingError
+from pantheraml.base.text import printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -46,6 +47,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     download = actions.add_parser("download", help="fetch what a job has written; continues an interrupted download")
     download.add_argument("job", metavar="JOB", help="id of the job")
     download.add_argument("names", metavar="NAME", nargs="*", help="files, as `show` lists them (all)")
+    download.add_argument("--merged", action="store_true", help="have the adapter merged into its base, and fetch that")
     download.add_argument("--output", metavar="DIR", help="folder to write to (the job's id)")
     for action in actions.choices.values():
         action.add_argument(
@@ -175,15 +177,11 @@ def _watch(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _ending(job: Job) -> str:
-    from pantheraml.base.text import printable
-
     told = job.fine_tuned_model if job.error is None else job.error.message
     return printable(f"{job.id} {job.state}{f': {told}' if told else ''}")
 
 
 def _logs(client: Client, arguments: argparse.Namespace) -> int:
-    from pantheraml.base.text import printable
-
     if arguments.follow and (arguments.json or arguments.bytes is not None):
         raise ConfigError("--follow goes with neither --json nor --bytes.")
     if arguments.bytes is not None and arguments.bytes < 1:
@@ -215,8 +213,10 @@ def _changed(job: Job, arguments: argparse.Namespace) -> int:
 
 
 def _download(client: Client, arguments: argparse.Namespace) -> int:
+    if arguments.merged:
+        client.jobs.merge(arguments.job)
     known = [artifact.name for artifact in client.jobs.artifacts(arguments.job)]
-    names = arguments.names or known
+    names = arguments.names or [name for name in known if name.startswith("merged/") or not arguments.merged]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise ConfigError(f"The job has no file {unknown!r}.", fix=f"It has: {', '.join(known) or 'none yet'}.")
@@ -227,7 +227,7 @@ def _download(client: Client, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([str(path) for path in fetched]))
     else:
-        print("\n".join(map(str, fetched)))
+        print(printable("\n".join(map(str, fetched))))
     return 0
 
 
@@ -243,7 +243,7 @@ def _print(answer: BaseModel | Iterable[BaseModel], lines: Iterable[str], *, as_
     from pydantic import BaseModel
 
     if not as_json:
-        print("\n".join(lines))
+        print(printable("\n".join(lines)))
     elif isinstance(answer, BaseModel):
         print(answer.model_dump_json())
     else:

@@ -68,7 +68,8 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
     from pantheraml.planner.no_effect import long_warmup
     from pantheraml.planner.plan_run import Outlook, plan_run, total_steps
 
-    place, hardware = None, None
+    place, hardware, cluster = None, None, None
+    asked = config.parallel.world_size is not None
     if arguments.gpus is None:
         facts = _checked(config)
         devices = devices_for_run(config)
@@ -82,6 +83,8 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
     sequences = _sequences(config)
     outlook = Outlook(sequences, arguments.price)
     plan = plan_run(config, devices, place, model=facts, hardware=hardware, outlook=outlook)
+    if cluster is not None:
+        plan = plan.model_copy(update={"choices": _of_description(plan.choices, cluster, asked=asked)})
     steps = total_steps(config, sequences)
     plan = plan.model_copy(update={"choices": (*plan.choices, _learning_rate(config, facts, steps))})
     if steps is not None and (message := long_warmup(config.train, steps)) is not None:
@@ -153,6 +156,24 @@ def _described(cluster: Cluster, config: TrainConfig) -> tuple[TrainConfig, Proc
         memory_fraction=config.parallel.memory_fraction,
     )
     return config, place, hardware
+
+
+def _of_description(choices: tuple[Choice, ...], cluster: Cluster, *, asked: bool) -> tuple[Choice, ...]:
+    """The choices in words that do not claim that hardware was found, or cores that nobody named.
+
+    `asked`: the configuration says how many processes there are.
+    """
+    reasons = {}
+    if cluster.model is not None and any(each.name == "device" and each.automatic for each in choices):
+        reasons["device"] = f"described: {cluster.text}"
+        if cluster.nodes > 1 and not asked:
+            reasons["parallel.world_size"] = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPU(s)"
+    unknown = {"threads_per_process"} if cluster.cpu_count is None else set()
+    return tuple(
+        each.model_copy(update={"reason": reasons[each.name], "automatic": True}) if each.name in reasons else each
+        for each in choices
+        if each.name not in unknown
+    )
 
 
 def _sequences(config: TrainConfig) -> float | None:

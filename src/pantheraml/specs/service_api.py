@@ -104,6 +104,8 @@ class Incident(_Answer):
 
     id: str
     job: str
+    model: str
+    suffix: str | None
     created_at: int
     level: str
     kind: str

@@ -96,6 +96,10 @@ class Dispatcher:
         """Return why a queued job waits; None before the first pass."""
         return self._reasons.get(job_id)
 
+    def queue(self) -> list[str]:
+        """Queued jobs in their order, at the last look."""
+        return list(self._reasons)
+
     def expected_end(self, job_id: str) -> float | None:
         """Return the expected end of a running job, from its pace or, before it has one, its plan; None: unknown."""
         return self._ends.get(job_id)
