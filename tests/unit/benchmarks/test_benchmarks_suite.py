@@ -401,6 +401,23 @@ def test_the_longest_sequences_are_compared(lengths: dict[str, int], line: str, 
     assert line in python(LONGEST, json.dumps(rows))
 
 
+ORDER = """
+import dataclasses, json
+from pathlib import Path
+import suite
+from suites import smoke
+cases = tuple(dataclasses.replace(smoke.OURS, name=name) for name in "abcdef")
+statuses = {"a": "failed", "b": "measured", "c": "out of memory", "d": "not run", "e": "timed out"}
+file = suite.ResultFile(Path("none"), {"results": [{"case": name, "status": s} for name, s in statuses.items()]})
+for again in (False, True):
+    print("".join(case.name for case in suite.to_run(cases, suite.Wanted((), None, again), file)))
+"""
+
+
+def test_resuming_runs_what_has_no_result_and_failures_last(python: Python) -> None:
+    assert python(ORDER).split() == ["dfae", "abcdef"]
+
+
 COMPARED = """
 import json
 from suites.comparison import Comparison, StartLimit, Targets
