@@ -147,7 +147,8 @@ def describe(row: dict[str, Any]) -> str:
     if row["status"] != DONE:
         return f"{row['status']}: {row['reason']}"
     peak = "" if row["peak_gib"] is None else f", {row['peak_gib']:.2f} GiB"
-    return f"{row['tokens_per_second']:,.0f} tokens/s{peak}, first step after {row['seconds_to_first_step']:.1f} s"
+    speed = "measured" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f} tokens/s"
+    return f"{speed}{peak}, first step after {row['seconds_to_first_step']:.1f} s"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -59,9 +59,10 @@ def _long(name: str, template: Case, method: Literal["lora", "qlora"], length: s
     """One long sequence per step. Attention takes most of the time, so that it grows with the square.
 
     To find the longest, two steps do: the second has the optimizer's states. A command on a rented machine may take ten
-    minutes.
+    minutes, in which the longest has but one; the states of its adapters are a third of a GiB.
     """
     seq, steps = LENGTHS[length], 5 if length in REPORTED else 2
+    steps = 1 if seq > LENGTHS["256k"] else steps
     minutes = 1.5 + 0.45 * steps * (seq / LENGTHS["128k"]) ** 2
     return replace(
         _lean(template, method),
