@@ -422,8 +422,11 @@ def _read(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         raise CheckpointError(f"{path.name} cannot be read as a checkpoint.", where=str(path)) from err
     if not isinstance(state, dict) or set(state) != {"epoch", "model", "optimizer"}:
         raise CheckpointError(f"{path.name} is not a checkpoint of this trainer.", where=str(path))
-    shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
-    groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    try:
+        shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
+        groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    except (AttributeError, KeyError, TypeError) as err:
+        raise CheckpointError(f"{path.name} is not a checkpoint of this trainer.", where=str(path)) from err
     if shapes != {name: tuple(value.shape) for name, value in model.state_dict().items()} or groups != [
         len(group["params"]) for group in optimizer.param_groups
     ]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -174,3 +176,17 @@ def test_models(client: OpenAI) -> None:
 def test_null_characters_are_no_failure(server: Server, path: str) -> None:
     with server.http() as http:
         assert http.get(f"/v1/{path}").status_code == 400
+
+
+def test_one_idempotency_key_sent_at_the_same_time(server: Server, training_file: str) -> None:
+    """As a client does whose first request was slow."""
+    body = {"model": "tiny", "training_file": training_file, "pantheraml": {"hold": True}}
+
+    def send(_: int) -> httpx.Response:
+        with server.http() as http:
+            return http.post("/v1/fine_tuning/jobs", json=body, headers={"Idempotency-Key": "at once"})
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(send, range(16)))
+    assert [answer.status_code for answer in answers] == [200] * 16, [answer.text[:200] for answer in answers]
+    assert len({answer.json()["id"] for answer in answers}) == 1

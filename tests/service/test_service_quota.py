@@ -16,7 +16,8 @@ import pytest
 
 from pantheraml.cli.main import main
 from pantheraml.service import Settings, create_app
-from tests.service.conftest import Server, wait_until
+from tests import toy
+from tests.service.conftest import Server, jsonl, wait_until
 
 KIB = 1 << 10
 FORM = {"purpose": "user_data"}
@@ -136,6 +137,28 @@ def test_some_of_the_disk_is_kept_free(models: Path, tmp_path: Path, monkeypatch
         answer = asyncio.run(ask(free, size))
         assert answer.status_code == status, answer.text
     monkeypatch.undo()
+
+
+def test_unfinished_jobs_of_a_user(models: Path, tmp_path: Path) -> None:
+    async def ask() -> list[httpx.Response]:
+        app = create_app(Settings(tmp_path / "data", models, max_queued_per_user=2))
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
+        ):
+            sent = await http.post("/v1/files", files={"file": jsonl(toy.arithmetic(4))}, data={"purpose": "fine-tune"})
+            body = {"model": "tiny", "training_file": sent.json()["id"], "pantheraml": {"hold": True}}
+            keys = [{"Idempotency-Key": str(number)} for number in (1, 2, 3, 2)]
+            answers = [await http.post("/v1/fine_tuning/jobs", json=body, headers=key) for key in keys]
+            await http.post(f"/v1/fine_tuning/jobs/{answers[0].json()['id']}/cancel")
+            answers.append(await http.post("/v1/fine_tuning/jobs", json=body, headers=keys[2]))
+            return answers
+
+    one, two, refused, repeated, later = asyncio.run(ask())
+    assert [one.status_code, two.status_code, later.status_code] == [200, 200, 200]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "quota_exceeded")
+    assert repeated.json()["id"] == two.json()["id"], "a repeated request is no new job"
 
 
 @pytest.mark.parametrize("option", ["--max-user-gib", "--max-file-gib"])

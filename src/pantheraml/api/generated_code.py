@@ -76,7 +76,7 @@ def _time_limit(seconds: float, name: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if outer:  # a timer of the caller, which has gone on
+        if outer:  # a timer of the caller, which kept running
             signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - started), 1e-3), interval)
 
 

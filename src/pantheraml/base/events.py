@@ -262,14 +262,14 @@ class MemoryMeasured(EventBase):
 
 
 class Heartbeat(EventBase):
-    """Written by every rank now and then: it makes progress."""
+    """Written by every rank periodically while it makes progress."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     step: int | None
 
 
 class TrainGroups(EventBase):
-    """grad_norm and weight_norm of each group of parameters (a layer, say), now and then."""
+    """grad_norm and weight_norm of each group of parameters, such as a layer; written periodically."""
 
     kind: Literal["train.groups"] = "train.groups"
     step: int

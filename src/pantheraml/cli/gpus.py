@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print_json(forever=arguments.watch)
         return 0
     if arguments.watch and not sys.stdout.isatty():
-        raise ConfigError("--watch draws on a terminal, and the output is none.", fix="Add --json, or drop --watch.")
+        raise ConfigError("--watch draws on a terminal, but the output is not one.", fix="Add --json, or drop --watch.")
     from rich.console import Console
 
     from pantheraml.cli.gpu_table import GPUTable

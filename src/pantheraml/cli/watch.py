@@ -68,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _follow(folder: Path, readers: Sequence[Reader], state: RunState) -> None:
-    """Follow the run to its end; WorkerKilledError if its processes are gone. Not with a `Follower`, which disables a
-    failing reader: here the reader is the purpose.
+    """Follow the run to its end; WorkerKilledError if its processes are gone.
+
+    Not with a `Follower`, which disables a failing reader: here the reader is the purpose.
     """
     from pantheraml.base.event_stream import EventReader
 

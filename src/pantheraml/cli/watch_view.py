@@ -1,6 +1,7 @@
-"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and the latest messages. Redrawn twice a
-second for the terminal's current size, so that resizing works at once; what does not fit is dropped from the bottom.
-Color marks state only.
+"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and the latest messages.
+
+Redrawn twice a second for the terminal's current size, so that resizing works at once; what does not fit is dropped
+from the bottom. Color marks state only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pantheraml.base.text import printable
 from pantheraml.cli.gpu_table import bar
 from pantheraml.readers import number_format as figures
 from pantheraml.readers.hardware import at
+from pantheraml.readers.recorded_run import name_of
 from pantheraml.readers.run_state import Message, RunState
 
 REFRESH_PER_SECOND = 2
@@ -66,7 +68,7 @@ class WatchView:
         grid.add_column(no_wrap=True, overflow="ellipsis")
         grid.add_column(justify="right", no_wrap=True)
         name = Text.assemble(
-            (printable(self._folder.resolve().name), "bold"), "  ", (state.status, _STATUS.get(state.status, "yellow"))
+            (printable(name_of(self._folder)), "bold"), "  ", (state.status, _STATUS.get(state.status, "yellow"))
         )
         plan = {} if state.plan is None else state.plan.plan
         facts = [f"{plan['world_size']} × {plan['device']}, {plan['precision']}"] if _has_plan(plan) else []

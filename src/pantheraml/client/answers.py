@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -103,6 +103,15 @@ class JobPlan(_Answer):
 
     hyperparameters: dict[str, Any]
     plan: Plan
+
+
+class Merge(_Answer):
+    """How far a model is from being in one piece."""
+
+    object: Literal["fine_tuning.merge"] = "fine_tuning.merge"
+    job: str
+    status: Literal["none", "merging", "merged", "failed"]
+    error: str | None = None
 
 
 class Series(_Answer):

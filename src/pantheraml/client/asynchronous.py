@@ -274,6 +274,14 @@ class AsyncJobs:
     async def artifacts(self, job_id: str) -> Sequence[Artifact]:
         return await self._client.send(calls.artifacts(job_id))
 
+    async def merge(self, job_id: str) -> None:
+        """Have the service merge the adapter into its base, which adds the artifacts `merged/...`; return when they are
+        there."""
+        answer = await self._client.send(calls.merge(job_id, "POST"))
+        while not calls.merged(answer):
+            await asyncio.sleep(POLL_SECONDS)
+            answer = await self._client.send(calls.merge(job_id, "GET"))
+
     async def download(self, job_id: str, name: str, target: str | os.PathLike[str]) -> Path:
         """Fetch one of a job's artifacts."""
         return await self._client.fetch(calls.artifact_path(job_id, name), Path(target))

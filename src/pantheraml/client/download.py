@@ -1,6 +1,7 @@
-"""Resumable downloads: what was received before a connection, or this program, ended is not fetched again. The partial
-file is next to the target, named after the version of the content (its ETag), and is renamed to the target once
-complete.
+"""Resumable downloads: what was received before a connection, or this program, ended is not fetched again.
+
+The partial file is next to the target, named after the version of the content (its ETag), and is renamed to the target
+once complete.
 """
 
 from __future__ import annotations

@@ -283,6 +283,14 @@ class Jobs:
     def artifacts(self, job_id: str) -> Sequence[Artifact]:
         return self._client.send(calls.artifacts(job_id))
 
+    def merge(self, job_id: str) -> None:
+        """Have the service merge the adapter into its base, which adds the artifacts `merged/...`; return when they are
+        there."""
+        answer = self._client.send(calls.merge(job_id, "POST"))
+        while not calls.merged(answer):
+            time.sleep(POLL_SECONDS)
+            answer = self._client.send(calls.merge(job_id, "GET"))
+
     def download(self, job_id: str, name: str, target: str | os.PathLike[str]) -> Path:
         """Fetch one of a job's artifacts."""
         return self._client.fetch(calls.artifact_path(job_id, name), Path(target))

@@ -129,7 +129,7 @@ class Nvml:
         kind = self._binding.nvmlEventTypeXidCriticalError
         watched = {}
         for device in devices:
-            # it returns None on success, so its error is what tells
+            # returns None on success, so only its error tells
             if device.handle is not None and not self.fails("nvmlDeviceRegisterEvents", device.handle, kind, events):
                 watched[device.uuid()] = device
         if watched:
@@ -206,7 +206,7 @@ class NvmlDevice:
         return _whole(self._ask("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature", arguments=sensor))
 
     def thermal_margin(self) -> int | None:
-        """Degrees below the temperature at which the GPU slows down; older GPUs tell that temperature instead."""
+        """Degrees below the temperature at which the GPU slows down; older GPUs report that temperature instead."""
         margin = self._ask("nvmlDeviceGetMarginTemperature")
         if margin is not None:
             return int(margin)

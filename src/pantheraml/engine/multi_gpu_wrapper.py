@@ -84,7 +84,7 @@ class MultiGPUWrapper:
         self._applied: tuple[Any, ...] = ()
         self._measured: dict[int, list[Measured]] = {}
         self.choices: list[Choice] = []
-        """What was done to the model, the optimizer and the loader."""
+        """Choices made for the model, the optimizer and the loader."""
 
     # -- ranks
 
@@ -320,7 +320,7 @@ class MultiGPUWrapper:
         return rebuilt_loader(loader, **changed) if changed else loader
 
     def sum_losses(self, sums: bool) -> None:
-        """Say whether the user's loss is a sum over samples (of the global batch) instead of a mean."""
+        """Set whether the user's loss is a sum over samples (of the global batch) instead of a mean."""
         self._weight.sum_over = _world_size() if sums and self.copies > 1 else None
 
     @property

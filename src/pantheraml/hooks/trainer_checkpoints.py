@@ -52,7 +52,7 @@ def _newest(output: Path) -> Path:
         problem = _problem(folder)
         if problem is None:
             return folder
-        logger.warning("%s is passed over: %s", folder, problem)
+        logger.warning("%s is skipped: %s", folder, problem)
     raise CheckpointError(
         f"{output} contains no usable checkpoint.",
         where=str(output),
@@ -67,7 +67,7 @@ def _check(folder: Path) -> None:
         raise DamagedCheckpointError(
             f"The checkpoint {folder.name} cannot be used: {problem}.",
             where=str(folder),
-            fix="Pass resume_from_checkpoint=True for the newest whole one in output_dir.",
+            fix="Pass resume_from_checkpoint=True for the newest complete one in output_dir.",
         )
 
 

@@ -30,7 +30,13 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return name_of(self.path)
+
+
+def name_of(folder: Path) -> str:
+    """Name of a run for people; the service calls all folders `run`, in one of the job's name."""
+    path = folder.resolve()
+    return path.parent.name if path.name == "run" and path.parent.name else path.name
 
 
 def require_run(path: Path) -> None:

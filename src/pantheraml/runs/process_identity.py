@@ -1,4 +1,4 @@
-"""Tell a process from a later one that got the same pid: by boot, pid and start time.
+"""Distinguish a process from a later one with the same pid: by boot, pid and start time.
 
 A supervisor writes its identity down, so that a service that was restarted, perhaps after a reboot, can check whether
 that very process is still running.

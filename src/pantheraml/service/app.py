@@ -27,6 +27,8 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
+from pantheraml.service.jobs.live import NewsDesk
+from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.middleware import Gate
@@ -39,12 +41,14 @@ from pantheraml.service.routes import (
     fine_tuning,
     health,
     jobs,
+    merge,
     metrics,
     models,
     multigpu,
     overview,
     page,
     preview,
+    samples,
     session,
     uploads,
     usage,
@@ -53,6 +57,9 @@ from pantheraml.service.routes import (
 from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
+
+SAMPLER_CPU_SHARE = 0.01
+"""No training runs in this process; with less, opening the driver costs minutes without a sample."""
 
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
@@ -71,7 +78,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
     for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
         app.include_router(module.router)
-    for module in (overview, usage, metrics, preview, page):
+    for module in (overview, usage, metrics, preview, merge, samples, page):
         app.include_router(module.router)
     app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
@@ -103,6 +110,7 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
             yield prepared
         finally:
             prepared.end_waiting()
+            await prepared.merger.close()
             for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -123,7 +131,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             )
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus], cpu_share=SAMPLER_CPU_SHARE)
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
             forwarder = None
@@ -135,9 +143,11 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 catalog=catalog,
                 dispatcher=dispatcher,
                 notifier=notifier,
+                news=NewsDesk(database, notifier),
                 authenticator=authenticator,
                 sampler=sampler,
                 previewer=Previewer(dispatcher.limits),
+                merger=Merger(settings, dispatcher.limits),
                 curves=CurveCache(),
                 chat=ChatQueue(settings, dispatcher),
                 webhooks=WebhookSender(database, settings),

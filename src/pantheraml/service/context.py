@@ -15,6 +15,8 @@ from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
+from pantheraml.service.jobs.live import NewsDesk
+from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
 from pantheraml.service.quota import Quota
@@ -30,10 +32,12 @@ class ServiceContext:
     catalog: Catalog
     dispatcher: Dispatcher
     notifier: Notifier
+    news: NewsDesk
     authenticator: Authenticator
     sampler: BackgroundSampler
     """Samples the GPUs that jobs may use, and the host."""
     previewer: Previewer
+    merger: Merger
     curves: CurveCache
     chat: ChatQueue
     webhooks: WebhookSender
@@ -51,8 +55,8 @@ class ServiceContext:
         self.chat.close()
 
 
-def _context(request: Request) -> ServiceContext:
-    context: ServiceContext = request.app.state.context
+async def _context(request: Request) -> ServiceContext:
+    context: ServiceContext = request.app.state.context  # not from a thread, where FastAPI calls plain functions
     return context
 
 

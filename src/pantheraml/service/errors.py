@@ -1,4 +1,4 @@
-"""Errors on the wire: OpenAI's shape, a request id, and no traceback.
+"""Error responses: OpenAI's shape, a request id, and no traceback.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -30,8 +30,9 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(HTTPException):
-    """An error response: its status, and the parameter at fault. A subclass of HTTPException, since FastAPI answers 400
-    to any other exception raised while it reads a body.
+    """An error response: its status, and the parameter at fault.
+
+    A subclass of HTTPException, since FastAPI answers 400 to any other exception raised while it reads a body.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:

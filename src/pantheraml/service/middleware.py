@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
-from limits.aio.strategies import MovingWindowRateLimiter
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -50,7 +50,8 @@ class Gate:
         self._app = app
         self._proxies = frozenset(name.lower() for name in settings.allowed_hosts)
         self._hosts = self._proxies | {settings.host.lower(), "localhost", "127.0.0.1", "::1"}
-        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        # two counters per key; a moving window sends a list of every request to a thread with each further one
+        self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._rate = RateLimitItemPerMinute(settings.requests_per_minute)
         many = _KEYS_PER_ADDRESS * settings.requests_per_minute
         self._address_rate = RateLimitItemPerMinute(many, namespace="address")

@@ -1,6 +1,7 @@
-"""The OpenAPI description at `/openapi.json`: responses, errors among them, keys, and examples. Routes of OpenAI's API
-build their responses by hand; here they are described by the models with which our client reads them, so that one test
-checks the service, the description and the client against each other.
+"""The OpenAPI description at `/openapi.json`: responses, errors among them, keys, and examples.
+
+Routes of OpenAI's API build their responses by hand; here they are described by the models with which our client reads
+them, so that one test checks the service, the description and the client against each other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pantheraml.service.schemas.answers import (
     UploadAnswer,
     UploadPartAnswer,
 )
-from pantheraml.service.schemas.fine_tuning import CreateJob
+from pantheraml.service.schemas.examples import EXAMPLES
 from pantheraml.specs.plan import Plan
 
 
@@ -112,15 +113,6 @@ _PART = {
         }
     },
 }
-_EXAMPLE = CreateJob.model_validate(
-    {
-        "model": "llama-3.2-1b",
-        "training_file": "file-0123456789abcdef01234567",
-        "suffix": "first",
-        "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 8}}},
-        "pantheraml": {"priority": 0, "config": {"method": {"rank": 16}}},
-    }
-).model_dump(exclude_unset=True, exclude_none=True)
 
 
 class DescribedAPI(FastAPI):
@@ -173,8 +165,8 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         operation["requestBody"] = _PART
     if (method, path) == ("post", _CHAT):
         answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    if (method, path) == ("post", _JOBS):
-        operation["requestBody"]["content"]["application/json"]["examples"] = {"supervised": {"value": _EXAMPLE}}
+    if method == "post" and path in EXAMPLES:
+        operation["requestBody"]["content"]["application/json"]["examples"] = {"example": {"value": EXAMPLES[path]}}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

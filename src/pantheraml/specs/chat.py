@@ -1,12 +1,13 @@
-"""Messages between the service and its chat worker: one JSON object per line, over the worker's stdin and stdout. The
-worker answers requests one after another. For each it sends `ChatLoaded`, then `ChatText` as the text comes, and at the
-end `ChatDone` or `ChatFailed`.
+"""Messages between the service and its chat worker: one JSON object per line, over the worker's stdin and stdout.
+
+The worker answers requests one after another. For each it sends `ChatLoaded`, then `ChatText` as the text comes, and at
+the end `ChatDone` or `ChatFailed`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -33,11 +34,22 @@ class ChatModel(BaseModel):
     """Folder of the trained weights; None: the base model."""
 
 
+class PromptRow(BaseModel):
+    """A row of training data, without what the model is to write."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: str
+    row: dict[str, Any]
+
+
 class ChatRequest(_Message):
     kind: Literal["chat"] = "chat"
     model: ChatModel
-    messages: list[dict[str, str]]
-    """Messages with `role` and `content`."""
+    messages: list[dict[str, str]] = []
+    """With `role` and `content`."""
+    prompt_row: PromptRow | None = None
+    """Continued instead of the messages, with the very tokens that come before its answer in training."""
     max_tokens: int | None
     """None: as many as the model has positions, at most `default_tokens`."""
     default_tokens: int

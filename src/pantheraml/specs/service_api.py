@@ -1,5 +1,6 @@
-"""Response models for machine, queue and costs, shared by the service and its client. None: not known. Times are
-seconds since 1970. What belongs to other users is anonymous, except for administrators.
+"""Response models for machine, queue and costs, shared by the service and its client.
+
+None: not known. Times are seconds since 1970. What belongs to other users is anonymous, except for administrators.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class Incident(_Answer):
 
     id: str
     job: str
+    model: str
+    suffix: str | None
     created_at: int
     level: str
     kind: str

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -375,4 +375,4 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, pa
             seconds=time.perf_counter() - begin,
         )
     )
-    return model
+    return cast(nn.Module, model)

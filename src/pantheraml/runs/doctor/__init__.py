@@ -38,7 +38,7 @@ def examine(doing: Callable[[str], AbstractContextManager[object]]) -> Iterator[
     if torch.status == "failed":
         yield from (skipped(name, "not tried: torch does not work") for name in ("collective", "training"))
         return
-    with doing("starting processes that talk to each other"):
+    with doing("starting processes that exchange tensors"):
         ranks = check_ranks()
     yield ranks
     with doing("training a tiny model"):

@@ -1,19 +1,18 @@
-"""Checks that need a trial: import torch, all-reduce between processes, and train as `pantheraml train` does. They use
-a few MiB of temporary files, which are removed, and do not touch the current folder.
+"""Checks that need a trial: import torch, all-reduce between processes, and train as `pantheraml train` does.
+
+They use a few MiB of temporary files, which are removed, and do not touch the current folder.
 """
 
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pantheraml.base.errors import DeviceError, InstallationError, InterruptedRunError, PantheraError, TrainingError
+from pantheraml.base.folders import working_folder
 from pantheraml.data.tiny_inputs import write_tiny_inputs
 from pantheraml.devices.probe import probe
 from pantheraml.launch.local import worker_environment
@@ -110,7 +109,7 @@ def check_training() -> Check:
     """Prepare data, train an adapter of a tiny model on every device, and save it."""
     begin = time.perf_counter()
     try:
-        with _kept_after_an_error() as folder:
+        with working_folder("doctor") as folder:
             run = folder / "run"
             summary = run_training(_tiny_run(folder), run)
             plan = RunDir(run).plan()
@@ -138,15 +137,3 @@ def _tiny_run(folder: Path) -> TrainConfig:
             "report": {"html": False},
         }
     )
-
-
-@contextmanager
-def _kept_after_an_error() -> Iterator[Path]:
-    """Yield a temporary folder that is kept if the run in it fails, since the error points to its log."""
-    folder = Path(tempfile.mkdtemp(prefix="pantheraml-doctor-"))
-    try:
-        yield folder
-    except InterruptedRunError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder)

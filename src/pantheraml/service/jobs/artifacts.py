@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pantheraml.service.jobs.merge import FOLDER as MERGED
 from pantheraml.specs.run_dir import RunDir
 
 _FILES = ("report.html", "run.json")
-_FOLDERS = ("adapter", "model")
+_FOLDERS = ("adapter", "model", MERGED)
 
 
 def artifacts_of(run: RunDir) -> dict[str, Path]:

@@ -1,5 +1,7 @@
-"""Turn a request into the configuration and the plan of its run. `auto` values are chosen here and shown with the job.
-A run that the planner predicts not to fit is refused before it is queued.
+"""Turn a request into the configuration and the plan of its run.
+
+`auto` values are chosen here and shown with the job. A run that the planner predicts not to fit is refused before it is
+queued.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Delete a model that a job has made: every copy of its weights, but not the job's events and metrics. The row is
-marked first, so that a service killed in between finishes the deletion when it restarts.
+"""Delete a model that a job has made: every copy of its weights, but not the job's events and metrics.
+
+The row is marked first, so that a service killed in between finishes the deletion when it restarts.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.runs.supervised import SupervisedRun
+from pantheraml.service.jobs.merge import FOLDER as MERGED
 from pantheraml.service.jobs.results import ADAPTER_FILE
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.files import content_of
 from pantheraml.service.store.tables import Event, File, Job
 
-_WEIGHTS = ("adapter", "model", "checkpoints")
+_WEIGHTS = ("adapter", "model", "checkpoints", MERGED)
 """Folders of a run."""
 
 

@@ -1,5 +1,7 @@
-"""The loop that starts, watches and ends jobs. All of its state is in the database and in the jobs' folders. It can be
-killed at any moment: runs continue under their supervisors, and the next dispatcher adopts them.
+"""The loop that starts, watches and ends jobs.
+
+All of its state is in the database and in the jobs' folders. It can be killed at any moment: runs continue under their
+supervisors, and the next dispatcher adopts them.
 """
 
 from __future__ import annotations
@@ -93,6 +95,10 @@ class Dispatcher:
     def reason(self, job_id: str) -> Reason | None:
         """Return why a queued job waits; None before the first pass."""
         return self._reasons.get(job_id)
+
+    def queue(self) -> list[str]:
+        """Queued jobs in their order, at the last look."""
+        return list(self._reasons)
 
     def expected_end(self, job_id: str) -> float | None:
         """Return the expected end of a running job, from its pace or, before it has one, its plan; None: unknown."""
@@ -189,7 +195,7 @@ class Dispatcher:
             async with self._database.write() as session:
                 job = await session.get_one(Job, job_id)
                 if if_paused(job, time.time()) is None:
-                    return  # it has ended, or was told to
+                    return  # it has ended, or is about to
                 message = f"Pausing: {other} has a higher priority"
                 await move(session, job, State.PAUSING, message, preempted_by=other)
         except (StaleJobError, ForbiddenTransitionError):

@@ -23,6 +23,16 @@ _MOST_ITEMS = 50
 
 Say = Callable[[Any], str]
 
+_ACTIONS = {
+    "step": "taken, with a warning",
+    "retry": "run again",
+    "zero": "taken without the bad gradients",
+    "skip": "skipped",
+    "roll_back": "skipped, back to an older checkpoint",
+    "stop": "ends the run",
+}
+"""What the guard did with a step."""
+
 _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
     run_events.DataReady: ("info", lambda e: f"Data ready ({e.split}): {e.rows} rows, {e.target_tokens} target tokens"),
     run_events.ModelReady: ("info", lambda e: f"Model ready: {e.trainable_parameters:,} trainable parameters"),
@@ -37,7 +47,7 @@ _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
     run_events.ModelSaved: ("info", lambda e: "Trained weights saved"),
     run_events.RunRestarted: ("warn", lambda e: e.message),
     run_events.RunFallback: ("warn", lambda e: e.message),
-    run_events.VerdictReached: ("warn", lambda e: f"Step {e.step}: {e.action} ({e.cause})"),
+    run_events.VerdictReached: ("warn", lambda e: f"Step {e.step} {_ACTIONS.get(e.action, e.action)}: {e.cause}"),
     run_events.IncidentRecorded: ("warn", lambda e: f"Step {e.step}: {e.finding}"),
     run_events.Notice: ("info", lambda e: e.message),
     run_events.WarningIssued: ("warn", lambda e: e.message),

@@ -11,8 +11,11 @@ class Notifier:
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self.closed = False
+        self.notifications = 0
+        """How many there were."""
 
     def notify(self, job_id: str) -> None:
+        self.notifications += 1
         for event in self._waiting.pop(job_id, ()):
             event.set()
 

@@ -207,6 +207,7 @@ def _within(active: Sequence[Running], holders: Mapping[str, str]) -> list[Runni
 
 def _victims(job: Waiting, missing: int, active: Sequence[Running], now: float) -> list[str]:
     """Return running jobs to pause so that `job` gets the devices it lacks; none if that is not enough, or not needed.
+
     Lowest priority first, then the most recently started. Priority gained by waiting counts as well: otherwise a paused
     job would start again before the one it was paused for.
     """

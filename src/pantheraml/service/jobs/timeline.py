@@ -29,10 +29,10 @@ def timeline(folder: Path, after: int) -> dict[str, Any]:
     gpus: list[dict[str, Any]] | None = None
     cursor = after
     path = folder / FILE_NAME
-    if not path.is_file() or after > path.stat().st_size:
+    if not path.is_file():
         return {"gpus": None, "samples": [], "cursor": after, "complete": True}
     with open(path, "rb") as stream:
-        cursor = after = min(after, path.stat().st_size)  # whatever a client sends
+        cursor = after = min(after, path.stat().st_size)  # for any offset that a client sends
         stream.seek(after)
         for line in stream:
             if not line.endswith(b"\n"):  # being written

@@ -20,7 +20,7 @@ class Observation:
     offset: int
     exit: RunExit | None
     lost: bool
-    """The supervisor is gone and did not say how the run ended."""
+    """The supervisor is gone without having recorded how the run ended."""
 
     @property
     def training(self) -> bool:

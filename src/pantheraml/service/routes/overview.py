@@ -15,6 +15,7 @@ from pantheraml.service.errors import ApiError
 from pantheraml.service.jobs.overview import devices_now, host_now, incidents_now, queue_now, running_now
 from pantheraml.service.jobs.reorder import move_before
 from pantheraml.service.schemas.overview import MoveJob
+from pantheraml.service.store.jobs import leases
 from pantheraml.specs.service_api import Devices, Overview, Queue
 
 router = APIRouter(prefix="/v1", tags=["overview"])
@@ -29,16 +30,17 @@ async def overview(principal: Reader, context: Context) -> Overview:
     left, the newest incidents. Jobs of other users are not named."""
     async with context.database.read() as session:
         queue, queued = await queue_now(session, context, principal, _QUEUE)
+        held = await leases(session)
         return Overview(
             version=__version__,
             time=time.time(),
             user=principal.user,
             scopes=[scope for scope in SCOPES if principal.allows(scope)],
             host=host_now(context),
-            devices=await devices_now(session, context, principal),
+            devices=await devices_now(session, context, principal, held),
             queued=queued,
             queue=queue,
-            running=await running_now(session, principal),
+            running=await running_now(session, principal, held),
             incidents=await incidents_now(session, principal, _INCIDENTS),
         )
 
@@ -47,7 +49,8 @@ async def overview(principal: Reader, context: Context) -> Overview:
 async def gpus(principal: Reader, context: Context) -> Devices:
     """The GPUs or, without any, the CPU slots of this machine."""
     async with context.database.read() as session:
-        return Devices(host=host_now(context), data=await devices_now(session, context, principal))
+        data = await devices_now(session, context, principal, await leases(session))
+    return Devices(host=host_now(context), data=data)
 
 
 @router.get("/queue")

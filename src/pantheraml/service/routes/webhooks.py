@@ -81,9 +81,7 @@ async def list_endpoints(
     cursor = None if after is None else await _existing(context, principal, after)
     async with context.database.read() as session:
         page = await fetch_page(session, query, WebhookEndpoint, limit=limit, cursor=cursor)
-    data = [endpoint_object(endpoint) for endpoint in page.rows]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+    return page.as_list(endpoint_object)
 
 
 @router.get("/webhook_endpoints/{endpoint_id}")

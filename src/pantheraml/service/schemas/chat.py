@@ -1,5 +1,6 @@
-"""Requests and responses of chat completions, in OpenAI's form. A field that would change the answer and is not
-supported is refused, not ignored.
+"""Requests and responses of chat completions, in OpenAI's form.
+
+A field that would change the answer and is not supported is refused, not ignored.
 """
 
 from __future__ import annotations

@@ -188,6 +188,10 @@ def job_object(
     }
 
 
+SHOWN = (Event.id, Event.created_at, Event.level, Event.kind, Event.message, Event.step, Event.data)
+"""Columns that `event_object` shows."""
+
+
 def event_object(event: Event) -> dict[str, Any]:
     return {
         "id": f"ftevent-{event.id}",

@@ -1,7 +1,8 @@
 """The database: SQLite in WAL mode, or PostgreSQL by its URL; one code for both.
 
 SQLite has one writer. A transaction that will write takes the lock at its beginning (BEGIN IMMEDIATE): one that reads
-first would fail at once, without waiting, if another has written in between.
+first would fail at once, without waiting, if another has written in between. A block that only reads sees, as in
+PostgreSQL, what was committed before each of its statements.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 
 from pantheraml.base.errors import ConfigError
+from pantheraml.service.store import sqlite
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITES = "pantheraml_writes"
@@ -33,7 +36,10 @@ class Database:
     def __init__(self, url: str) -> None:
         self.is_sqlite = url.startswith("sqlite")
         self._holder: AsyncConnection | None = None
-        self.engine = create_async_engine(url, pool_size=10, max_overflow=20, pool_pre_ping=not self.is_sqlite)
+        options: dict[str, Any] = {"pool_size": 10, "max_overflow": 20, "pool_pre_ping": not self.is_sqlite}
+        if self.is_sqlite:
+            options["async_creator"] = partial(sqlite.connect, make_url(url).database)
+        self.engine = create_async_engine(url, **options)
         self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
         """Writers of this process queue here, since SQLite's own waiting is a sleep that may starve one of them."""
         if self.is_sqlite:
@@ -140,4 +146,5 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(_WRITES) else "BEGIN")
+    if connection.get_execution_options().get(_WRITES):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")

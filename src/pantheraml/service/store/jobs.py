@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, delete, exists, func, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 from sqlalchemy.orm.attributes import set_committed_value
 
 from pantheraml.service.jobs.scheduler import Place, Waiting
@@ -16,6 +17,9 @@ from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import close_stretches
 from pantheraml.service.store.webhooks import announce
+
+SHORT = (defer(Job.config, raiseload=True), defer(Job.plan, raiseload=True))
+"""Options of a query for jobs whose configuration and plan are not needed."""
 
 
 class StaleJobError(Exception):
@@ -71,9 +75,10 @@ def _state_event(job: Job, state: State, message: str) -> Event:
     )
 
 
-async def find_job(session: AsyncSession, job_id: str, owner: str | None) -> Job | None:
-    """Return the job with this id; None if there is none, or it belongs to another user. `owner` None: any user."""
-    job = await session.get(Job, job_id)
+async def find_job(session: AsyncSession, job_id: str, owner: str | None, *, whole: bool = False) -> Job | None:
+    """Return the job with this id; None if there is none, or it belongs to another user. `owner` None: any user.
+    `whole`: with its configuration and plan, which are long."""
+    job = await session.get(Job, job_id, options=() if whole else SHORT)
     return job if job is not None and owner in (None, job.owner) else None
 
 

@@ -1,6 +1,8 @@
-"""Check the target of a webhook. A user chooses the URL and the service calls it: without a check, a user could reach
-this machine or its private network (SSRF). So the name is resolved here, all of its addresses must be public, and the
-connection goes to the address that was checked, even if the name resolves to another one a moment later.
+"""Check the target of a webhook.
+
+A user chooses the URL and the service calls it: without a check, a user could reach this machine or its private network
+(SSRF). So the name is resolved here, all of its addresses must be public, and the connection goes to the address that
+was checked, even if the name resolves to another one a moment later.
 """
 
 from __future__ import annotations
