@@ -1,4 +1,4 @@
-"""Who may do what: keys, scopes, users, names of the host, limits, and no word too much in any answer."""
+"""Access control: keys, scopes, users, host names, limits, and no leaks in responses."""
 
 from __future__ import annotations
 
@@ -138,14 +138,41 @@ def test_a_data_folder_has_one_service(server: Server, models: Path, capsys: pyt
         ({"Host": "127.0.0.1.evil.example"}, "foreign_host"),
         ({"Host": ""}, "foreign_host"),
         ({"Origin": "https://evil.example"}, "foreign_origin"),
+        ({"Host": "10.9.8.7"}, "foreign_host"),
+        ({"Host": "[::1"}, "foreign_host"),
         ({"Origin": "null"}, "foreign_origin"),
+        ({"Origin": "http://["}, "foreign_origin"),
+        ({"Origin": "http://localhost:99999999"}, "foreign_origin"),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:3000"}, "foreign_origin"),
+        ({"Host": "localhost:8000", "Origin": "http://127.0.0.1:8000"}, "foreign_origin"),
     ],
 )
 def test_requests_by_way_of_other_sites_are_refused(server: Server, headers: dict[str, str], code: str) -> None:
     with server.http() as http:
         answer = http.get("/v1/models", headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, code)
-        assert http.get("/v1/models", headers={"Host": "localhost:1", "Origin": "http://localhost"}).status_code == 200
+        for host, origin in (("localhost:1", "http://localhost:1"), ("LOCALHOST", "https://localhost")):
+            assert http.get("/v1/models", headers={"Host": host, "Origin": origin}).status_code == 200
+
+
+def test_a_service_on_all_addresses_is_reached_by_each_and_by_names_of_proxies(
+    own_server: Callable[..., Server],
+) -> None:
+    server = own_server("--host", "0.0.0.0", "--insecure", "--allow-host", "Tune.example")
+    with server.http() as http:
+        for host, origin, status in (
+            ("127.0.0.1:80", None, 200),
+            ("tune.example", "https://tune.example", 200),
+            ("127.0.0.1:8000", "https://tune.example", 200),  # a proxy that gives its own name for Host
+            ("tune.example", "https://127.0.0.1", 403),
+            ("other.example", None, 403),
+            ("10.9.8.7", None, 403),
+        ):
+            headers = {"Host": host} if origin is None else {"Host": host, "Origin": origin}
+            assert http.get("/v1/models", headers=headers).status_code == status, (host, origin)
+        assert "--allow-host" in http.get("/v1/models", headers={"Host": "other.example"}).json()["error"]["message"]
+    with httpx.Client(base_url=server.url.replace("0.0.0.0", "127.0.0.2"), timeout=60) as http:
+        assert http.get("/v1/models").status_code == 200, "an address of this machine that no option names"
 
 
 def test_every_answer_has_an_id_and_security_headers(server: Server) -> None:
@@ -200,15 +227,18 @@ def test_too_many_requests_are_refused_for_a_while(models: Path, tmp_path: Path)
         transport = httpx.ASGITransport(app)
         async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
             answers = [await http.get("http://localhost/v1/models") for _ in range(4)]
-            answers.append(await http.get("http://localhost/v1/models", headers={"authorization": "Bearer other"}))
+            for other in ({"authorization": "Bearer other"}, {"cookie": "pantheraml_session=other"}):
+                answers.append(await http.get("http://localhost/v1/models", headers=other))
+            many = [await http.get("http://localhost/v1/models", headers={"cookie": f"a={n}"}) for n in range(30)]
+            assert {answer.status_code for answer in many} == {200, 429}, "an address has a limit, too"
             return answers
 
-    *served, refused, of_another_key = asyncio.run(ask())
+    *served, refused, of_another_key, of_another_page = asyncio.run(ask())
     assert [answer.status_code for answer in served] == [200] * 3
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     assert 1 <= int(refused.headers["retry-after"]) <= 61
     assert refused.headers["x-should-retry"] == "true"
-    assert of_another_key.status_code == 200
+    assert (of_another_key.status_code, of_another_page.status_code) == (200, 200)
 
 
 @pytest.mark.seed("S4-166")
@@ -240,6 +270,21 @@ def test_a_service_with_readers_ends_at_once(own_server: Callable[..., Server]) 
         assert "graceful shutdown exceeded" not in server.stop(), "it waited for the reader"
     with contextlib.suppress(httpx.HTTPError):
         stream.close()
+
+
+@pytest.mark.extended
+def test_a_stream_ends_with_its_key(own_server: Callable[..., Server], tmp_path: Path) -> None:
+    key = keys(tmp_path / "data", "create", "ann", "--scope", "submit")
+    server = own_server()
+    client = server.client(key["key"])
+    job = held(client, client.files.create(file=jsonl(toy.arithmetic(4)), purpose="fine-tune").id)
+    headers = {"Authorization": f"Bearer {key['key']}"}
+    with server.http(headers=headers) as http, http.stream("GET", f"/v1/fine_tuning/jobs/{job}/stream") as stream:
+        lines = stream.iter_lines()
+        assert next(lines)
+        keys(tmp_path / "data", "revoke", key["id"])
+        assert not [line for line in lines if line.startswith("event: end")], "it ended, but the job has not"
+    assert "Traceback" not in server.stop()
 
 
 def test_another_database_than_postgresql_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

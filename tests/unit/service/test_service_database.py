@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import asyncpg
+import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError, OperationalError
 
-from pantheraml.service.store.database import Database
-from pantheraml.service.store.tables import Audit, Base
+from pantheraml.service.store.database import Database, is_away, is_full
+from pantheraml.service.store.tables import Audit, Base, WebhookEndpoint
 
 
 @asynccontextmanager
@@ -74,3 +79,35 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
                 assert (await session.execute(text("SELECT count(*) FROM audit"))).scalar() == 0
 
     anyio.run(check)
+
+
+@pytest.mark.parametrize(
+    ("err", "full", "away"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True, False),
+        (FileNotFoundError(errno.ENOENT, "gone"), False, False),
+        (OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full")), True, True),
+        (OperationalError("SELECT", {}, sqlite3.OperationalError("unable to open database file")), False, True),
+        (DBAPIError("INSERT", {}, asyncpg.DiskFullError("could not extend file")), True, False),
+        (RuntimeError("disk is full"), False, False),
+    ],
+)
+def test_a_full_disk_is_told_apart(err: Exception, full: bool, away: bool) -> None:
+    assert (is_full(err), is_away(err)) == (full, away)
+
+
+def test_a_failed_statement_does_not_tell_its_values(tmp_path: Path) -> None:
+    """The error is logged."""
+
+    async def fail() -> str:
+        async with opened(tmp_path) as database:
+            endpoint = {"id": "whe-1", "owner": "ann", "name": "a", "url": "https://example.com", "event_types": []}
+            with pytest.raises(DBAPIError) as caught:
+                for _ in range(2):
+                    async with database.write() as session:
+                        session.add(WebhookEndpoint(**endpoint, secret="whsec_x", created_at=1.0, updated_at=1.0))
+            return str(caught.value)
+
+    told = anyio.run(fail)
+    assert "INSERT INTO webhook_endpoints" in told
+    assert "whsec_x" not in told
