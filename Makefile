@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # several processes of their own, so idle OpenMP threads sleep instead of spinning. CI sets PYTEST_FLAGS.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
-.PHONY: install install-dev demo test test-rest test-all equality check docs format bench gpu-test clean
+.PHONY: install install-dev litellm demo test test-rest test-all equality check docs format bench gpu-test clean
 
 install: .venv/.installed
 install-dev: .venv/.installed-dev
@@ -20,6 +20,14 @@ install-dev: .venv/.installed-dev
 
 .venv/.installed-dev: .venv/.installed requirements-dev.lock
 	$(PIP) -r requirements-dev.lock
+	touch $@
+
+# It wants another major version of `openai` than the tests of the service do, so it has an environment of its own.
+litellm: .venv/litellm/.installed
+
+.venv/litellm/.installed: Makefile | .venv/.installed-dev
+	$(PYTHON) -m venv .venv/litellm
+	.venv/litellm/bin/python -m pip install --quiet --disable-pip-version-check litellm==1.106.2
 	touch $@
 
 # Unsloth wants older versions of transformers and TRL, so it gets a folder that only its tests read.
@@ -36,7 +44,7 @@ test: install-dev
 	$(PYTEST) -m "not extended" --durations 40 --durations-min 5
 
 # Triton decides at import whether kernels are interpreted, so the interpreter gets a process of its own.
-test-rest: install-dev .venv/.installed-unsloth
+test-rest: install-dev litellm .venv/.installed-unsloth
 	$(PYTEST) -m extended --durations 40 --durations-min 5
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 

@@ -122,6 +122,19 @@ def test_a_body_that_is_no_json(server: Server) -> None:
     assert (answered.status_code, answered.json()["error"]["message"]) == (400, "The body is not valid JSON.")
 
 
+def test_a_body_whose_kind_is_not_told(server: Server) -> None:
+    """As curl sends one without the header."""
+    with server.http() as http:
+        answers = [
+            http.post(path, content=b'{"model": "tiny"}', headers={"content-type": "application/x-www-form-urlencoded"})
+            for path in ("/v1/chat/completions", "/v1/fine_tuning/jobs", "/multigpu/training/auto", "/multigpu/config")
+        ]
+        empty = http.post("/v1/fine_tuning/jobs")
+    assert [answer.status_code for answer in answers] == [415] * 4
+    assert all("Content-Type: application/json" in answer.json()["error"]["message"] for answer in answers)
+    assert (empty.status_code, empty.json()["error"]["message"]) == (400, "The request has no body; send JSON.")
+
+
 def test_unknown_models(client: OpenAI) -> None:
     for name in ("none", "../tiny", "ft:tiny:local::00000000"):
         with pytest.raises(openai.NotFoundError) as caught:

@@ -70,6 +70,8 @@ def test_a_wrong_row_is_refused_with_its_line_and_the_reason(client: OpenAI, lin
 def test_files_without_rows_or_with_unknown_columns_are_refused(client: OpenAI) -> None:
     assert "no rows" in bad_request(client, b"\n\n").message
     assert "found the fields `question`" in bad_request(client, b'{"question": "a"}\n').message
+    assert "Line 1: found no fields" in (many := bad_request(client, b"{}\n" * 5000)).message
+    assert "(the first 50 wrong rows)" in many.message
     assert bad_request(client, b"x", purpose="vision").param == "purpose"
     chat = {"messages": [{"role": "user", "content": "a"}]}
     assert "role `assistant`" in bad_request(client, json.dumps(chat).encode()).message
@@ -81,10 +83,11 @@ def test_expiry(client: OpenAI) -> None:
         file=jsonl(toy.arithmetic(2)), purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 3600}
     )
     assert kept.expires_at == pytest.approx(now + 3600, abs=60)
-    with pytest.raises(openai.BadRequestError, match="between 3600 and 2592000"):
-        client.files.create(
-            file=jsonl(toy.arithmetic(2)), purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 5}
-        )
+    wrong: Any
+    for wrong in (5, 2_592_001, -3600, "\u00b2", "1e4", "9" * 5000):
+        after: Any = {"anchor": "created_at", "seconds": wrong}
+        with pytest.raises(openai.BadRequestError, match="between 3600 and 2592000"):
+            client.files.create(file=jsonl(toy.arithmetic(2)), purpose="fine-tune", expires_after=after)
 
 
 def test_a_broken_upload_leaves_nothing(server: Server) -> None:
@@ -109,6 +112,11 @@ def test_forms_that_are_none(server: Server) -> None:
         assert http.post("/v1/files", content=b"no form", headers=form).status_code == 400
         cut = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
         assert http.post("/v1/files", content=cut, headers=form).json()["error"]["code"] == "incomplete_upload"
+        long = {"content-type": f"multipart/form-data; boundary={'b' * 5000}"}
+        assert http.post("/v1/files", content=b"--b--", headers=long).status_code == 400
+        unknown = {"purpose": "user_data", "expires_after": '{"anchor": "created_at", "seconds": 3600}'}
+        answer = http.post("/v1/files", files={"file": ("a", b"x")}, data=unknown)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "expires_after")
         missing = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nuser_data\r\n--b--\r\n'
         assert http.post("/v1/files", content=missing, headers=form).json()["error"]["param"] == "file"
     assert not list((server.data / "incoming").iterdir())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -103,6 +105,44 @@ def test_lists_follow_pages_and_filter_metadata(client: OpenAI, training_file: s
     assert (len(page.data), page.has_more) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "name", ["", " ", "a.b", "[0]", 'a"b', '"', "\\", "'", "$", "]", "a]b", "%", "\U0001f600", "\n"]
+)
+def test_metadata_may_have_any_name(client: OpenAI, training_file: str, name: str) -> None:
+    value = f"of {name}"
+    job = held(client, training_file, metadata={name: value, "other": "x"})
+    assert job.metadata == {name: value, "other": "x"}
+    found = [each.id for each in client.fine_tuning.jobs.list(metadata={name: value, "other": "x"})]
+    assert found == [job.id]
+    for wrong in ({name: "x"}, {name + "x": value}, {"other": value}):
+        assert not client.fine_tuning.jobs.list(metadata=wrong).data
+
+
+def test_more_pairs_than_a_job_can_have(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="At most 16 pairs"):
+        client.fine_tuning.jobs.list(metadata={str(i): "" for i in range(2000)})
+
+
+@pytest.mark.parametrize("path", ["events", "checkpoints"])
+@pytest.mark.parametrize("after", ["ftevent-\u00b2", "\u0663", "-1", "x", "9" * 19])
+def test_what_is_no_id_of_an_event(client: OpenAI, training_file: str, path: str, after: str) -> None:
+    job = held(client, training_file).id
+    jobs = client.fine_tuning.jobs
+    with pytest.raises(openai.NotFoundError):
+        (jobs.list_events if path == "events" else jobs.checkpoints.list)(job, after=after)
+
+
+@pytest.mark.parametrize("last", [b"abc", b"ftevent-\xb2", b"-1", b"9" * 19])
+def test_a_stream_after_what_is_no_event_is_refused(
+    server: Server, client: OpenAI, training_file: str, last: bytes
+) -> None:
+    """Before it begins: a program that lost its place must not take silence for the end."""
+    job = held(client, training_file).id
+    with server.http() as http:
+        answer = http.get(f"/v1/fine_tuning/jobs/{job}/stream", headers={"Last-Event-ID": last})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
 def test_a_dry_run_plans_and_queues_nothing(client: OpenAI, server: Server, training_file: str) -> None:
     before = len(list(client.fine_tuning.jobs.list(limit=100)))
     with server.http() as http:
@@ -136,3 +176,17 @@ def test_models(client: OpenAI) -> None:
 def test_null_characters_are_no_failure(server: Server, path: str) -> None:
     with server.http() as http:
         assert http.get(f"/v1/{path}").status_code == 400
+
+
+def test_one_idempotency_key_sent_at_the_same_time(server: Server, training_file: str) -> None:
+    """As a client does whose first request was slow."""
+    body = {"model": "tiny", "training_file": training_file, "pantheraml": {"hold": True}}
+
+    def send(_: int) -> httpx.Response:
+        with server.http() as http:
+            return http.post("/v1/fine_tuning/jobs", json=body, headers={"Idempotency-Key": "at once"})
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(send, range(16)))
+    assert [answer.status_code for answer in answers] == [200] * 16, [answer.text[:200] for answer in answers]
+    assert len({answer.json()["id"] for answer in answers}) == 1

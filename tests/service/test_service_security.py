@@ -1,4 +1,4 @@
-"""Who may do what: keys, scopes, users, names of the host, limits, and no word too much in any answer."""
+"""Access control: keys, scopes, users, host names, limits, and no leaks in responses."""
 
 from __future__ import annotations
 
@@ -138,14 +138,41 @@ def test_a_data_folder_has_one_service(server: Server, models: Path, capsys: pyt
         ({"Host": "127.0.0.1.evil.example"}, "foreign_host"),
         ({"Host": ""}, "foreign_host"),
         ({"Origin": "https://evil.example"}, "foreign_origin"),
+        ({"Host": "10.9.8.7"}, "foreign_host"),
+        ({"Host": "[::1"}, "foreign_host"),
         ({"Origin": "null"}, "foreign_origin"),
+        ({"Origin": "http://["}, "foreign_origin"),
+        ({"Origin": "http://localhost:99999999"}, "foreign_origin"),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:3000"}, "foreign_origin"),
+        ({"Host": "localhost:8000", "Origin": "http://127.0.0.1:8000"}, "foreign_origin"),
     ],
 )
 def test_requests_by_way_of_other_sites_are_refused(server: Server, headers: dict[str, str], code: str) -> None:
     with server.http() as http:
         answer = http.get("/v1/models", headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, code)
-        assert http.get("/v1/models", headers={"Host": "localhost:1", "Origin": "http://localhost"}).status_code == 200
+        for host, origin in (("localhost:1", "http://localhost:1"), ("LOCALHOST", "https://localhost")):
+            assert http.get("/v1/models", headers={"Host": host, "Origin": origin}).status_code == 200
+
+
+def test_a_service_on_all_addresses_is_reached_by_each_and_by_names_of_proxies(
+    own_server: Callable[..., Server],
+) -> None:
+    server = own_server("--host", "0.0.0.0", "--insecure", "--allow-host", "Tune.example")
+    with server.http() as http:
+        for host, origin, status in (
+            ("127.0.0.1:80", None, 200),
+            ("tune.example", "https://tune.example", 200),
+            ("127.0.0.1:8000", "https://tune.example", 200),  # a proxy that gives its own name for Host
+            ("tune.example", "https://127.0.0.1", 403),
+            ("other.example", None, 403),
+            ("10.9.8.7", None, 403),
+        ):
+            headers = {"Host": host} if origin is None else {"Host": host, "Origin": origin}
+            assert http.get("/v1/models", headers=headers).status_code == status, (host, origin)
+        assert "--allow-host" in http.get("/v1/models", headers={"Host": "other.example"}).json()["error"]["message"]
+    with httpx.Client(base_url=server.url.replace("0.0.0.0", "127.0.0.2"), timeout=60) as http:
+        assert http.get("/v1/models").status_code == 200, "an address of this machine that no option names"
 
 
 def test_every_answer_has_an_id_and_security_headers(server: Server) -> None:

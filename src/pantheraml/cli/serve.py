@@ -28,29 +28,35 @@ def add(commands: Any) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="further name of the service; may be repeated",
+        help="additional host name of the service; may be repeated",
     )
+    parser.add_argument("--max-file-gib", type=float, default=2, metavar="GIB", help="largest file of a user (2)")
+    parser.add_argument("--max-user-gib", type=float, default=50, metavar="GIB", help="all files of a user (50)")
     parser.add_argument("--max-running-per-user", type=int, metavar="N", help="jobs of a user at a time (no limit)")
     parser.add_argument(
         "--max-hours-per-user", type=float, metavar="HOURS", help="device hours of a user in 30 days (no limit)"
     )
     parser.add_argument(
-        "--price-per-gpu-hour", type=float, metavar="PRICE", help="show what jobs cost (no costs are shown)"
+        "--price-per-gpu-hour", type=float, metavar="PRICE", help="price for the costs of jobs (no costs are shown)"
     )
     parser.add_argument(
-        "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
+        "--stall-seconds",
+        type=float,
+        default=300.0,
+        metavar="N",
+        help="alert if a job makes no progress for so long (300)",
     )
     parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     parser.add_argument(
         "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
     )
     parser.add_argument(
-        "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
+        "--inference-url", metavar="URL", help="OpenAI-compatible server (such as vLLM) that answers chat instead"
     )
     parser.add_argument(
-        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
+        "--allow-private-webhooks", action="store_true", help="also send webhooks to this machine and its network"
     )
-    parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
+    parser.add_argument("--insecure", action="store_true", help="serve other machines without API keys")
     return parser
 
 
@@ -62,7 +68,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     require_service()
     from pantheraml.service.serve import serve
-    from pantheraml.service.settings import Settings
+    from pantheraml.service.settings import GIB, Settings
 
     if arguments.cpu_slots is not None and arguments.cpu_slots < 1:
         raise ConfigError("--cpu-slots must be at least 1.")
@@ -72,6 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{flag} must be a number from 0.")
+    for flag in ("--max-file-gib", "--max-user-gib"):
+        if not 0 < getattr(arguments, flag[2:].replace("-", "_")) < 1 << 30:
+            raise ConfigError(f"{flag} must be a number above 0.")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError("--port must be between 0 and 65535.")
     if not arguments.chat_idle_seconds > 0:
@@ -85,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         insecure=arguments.insecure,
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
+        max_file_bytes=int(arguments.max_file_gib * GIB),
+        max_user_bytes=int(arguments.max_user_gib * GIB),
         max_running_per_user=arguments.max_running_per_user,
         max_hours_per_user=arguments.max_hours_per_user,
         price_per_gpu_hour=arguments.price_per_gpu_hour,
@@ -99,18 +110,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked_url(url: str | None) -> str | None:
-    """Return it. ConfigError unless it is one of http or https."""
+    """Return the URL. ConfigError unless it is http or https."""
     if url is not None and not re.fullmatch(r"https?://[^/@\s?#]+(/[^\s?#]*)?", url):
         raise ConfigError(
             "--inference-url must be a URL such as http://127.0.0.1:8001/v1.",
-            fix="A key of that server belongs into PANTHERAML_INFERENCE_KEY.",
+            fix="A key of that server belongs in PANTHERAML_INFERENCE_KEY.",
         )
     return url
 
 
 def checked_database_url(url: str | None) -> str | None:
-    """Return it, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat it,
-    since it may hold a password."""
+    """Return the URL, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat
+    it, since it may contain a password."""
     url = url or env.database_url()
     if url is not None and not url.startswith(("postgresql://", "postgres://")):
         raise ConfigError("--database-url must begin with postgresql://.", fix="Leave it out to use SQLite.")

@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from pantheraml.client.answers import Artifact, File, Job, JobEvent, JobPlan, Model, Page, Series
+from pantheraml.base.errors import ServiceError
+from pantheraml.client.answers import Artifact, File, Job, JobEvent, JobPlan, Merge, Model, Page, Series
 from pantheraml.specs.service_api import Devices, Overview, Queue, UsageReport
 
 Answer = TypeVar("Answer")
@@ -28,7 +29,7 @@ class Call(Generic[Answer]):
 
 
 class Submission(BaseModel):
-    """What `jobs.submit` and `jobs.plan` take. None: chosen by the service."""
+    """Arguments of `jobs.submit` and `jobs.plan`. None: chosen by the service."""
 
     model: str
     training_file: str
@@ -86,7 +87,7 @@ def _items(model: type[BaseModel]) -> Callable[[Any], list[Any]]:
 
 
 def submit(submission: Submission) -> Call[Job]:
-    """A submission that is sent twice makes one job."""
+    """Submit a job. Its idempotency key ensures that a submission that is sent twice makes one job."""
     headers = {"idempotency-key": secrets.token_hex(16)}
     return Call("POST", JOBS, Job.model_validate, json=submission.body(), headers=headers)
 
@@ -127,6 +128,17 @@ def series(job_id: str, metric: str, after: int, points: int | None) -> Call[Ser
 
 def artifacts(job_id: str) -> Call[list[Artifact]]:
     return Call("GET", _job(job_id, "artifacts"), _items(Artifact))
+
+
+def merge(job_id: str, method: Literal["GET", "POST"]) -> Call[Merge]:
+    return Call(method, _job(job_id, "merge"), Merge.model_validate)
+
+
+def merged(answer: Merge) -> bool:
+    """Whether it is; ServiceError if it could not be."""
+    if answer.status == "failed":
+        raise ServiceError(f"The model of {answer.job} could not be merged: {answer.error}")
+    return answer.status == "merged"
 
 
 def artifact_path(job_id: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Check an uploaded training file: every row; those that are wrong are told with their line, field and reason."""
+"""Check every row of an uploaded training file; errors name line, field and reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pantheraml.data.chunks import read_lines
 from pantheraml.data.rows import Row, RowError
 
 MOST_WRONG_ROWS = 50
-"""Named; then the rest is not read."""
+"""Number of invalid rows after which reading stops."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,19 @@ class Dataset:
 
 
 class WrongRowsError(DataError):
-    """Some rows cannot be trained on."""
+    """The file has invalid rows."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         first = rows[0]
         field = f", field `{first['field']}`" if first["field"] else ""
-        more = "" if len(rows) == 1 else f" ({len(rows)} wrong rows)"
+        first_of_many = "the first " if len(rows) >= MOST_WRONG_ROWS else ""
+        more = "" if len(rows) == 1 else f" ({first_of_many}{len(rows)} wrong rows)"
         super().__init__(f"Line {first['line']}{field}: {first['problem']}.{more}")
         self.rows = rows
 
 
 def check_jsonl(path: Path) -> Dataset:
-    """Return what the file holds. DataError if rows are wrong, or have no format that can be trained on."""
+    """Return what the file holds. DataError if rows are invalid or of an unknown format."""
     rows, format = 0, None
     wrong: list[dict[str, Any]] = []
     for chunk in read_lines(path, plain=False):
@@ -60,5 +61,6 @@ def _format(row: Row) -> str:
     found = row_formats.detect(row)
     if found is None:
         columns = ", ".join(f"`{printable(str(name))[:40]}`" for name in list(row)[:12])
-        raise RowError(f"found the fields {columns}; expected {row_formats.ACCEPTED}", None)
+        found_fields = f"the fields {columns}" if columns else "no fields"
+        raise RowError(f"found {found_fields}; expected {row_formats.ACCEPTED}", None)
     return found

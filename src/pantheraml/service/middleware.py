@@ -1,35 +1,36 @@
-"""What every request passes: an id, the names under which the service may be reached, limits, and security headers.
+"""Middleware for every request: request id, allowed host names, limits, and security headers.
 
 A page on any site can have a browser on this machine send requests to a port of loopback, or resolve its own name to it
-(DNS rebinding). So `Host` must be a name of this service, and `Origin`, if there is one, too.
+(DNS rebinding). So `Host` must be a name of this service, and `Origin`, if there is one, the same place.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import secrets
 import time
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
-from limits.aio.strategies import MovingWindowRateLimiter
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pantheraml.base import log
+from pantheraml.base.text import printable
 from pantheraml.service.auth import hash_key
-from pantheraml.service.errors import ApiError, error_response
+from pantheraml.service.errors import DISK_FULL, ApiError, error_response
 from pantheraml.service.settings import Settings
-from pantheraml.service.store.database import is_away
+from pantheraml.service.store.database import is_away, is_full
 
 logger = log.get(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 _KEYS_PER_ADDRESS = 10
-"""Keys that one address may use to their limits."""
+"""Keys whose rate limits one address may use up."""
 _UPLOADS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 """Paths whose bodies have limits of their own."""
 _SECURITY_HEADERS = {
@@ -47,8 +48,10 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
-        self._hosts = _names(settings)
-        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        self._proxies = frozenset(name.lower() for name in settings.allowed_hosts)
+        self._hosts = self._proxies | {settings.host.lower(), "localhost", "127.0.0.1", "::1"}
+        # two counters per key; a moving window sends a list of every request to a thread with each further one
+        self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._rate = RateLimitItemPerMinute(settings.requests_per_minute)
         many = _KEYS_PER_ADDRESS * settings.requests_per_minute
         self._address_rate = RateLimitItemPerMinute(many, namespace="address")
@@ -85,7 +88,10 @@ class Gate:
             logger.info("%s %s: the client hung up (%s)", scope["method"], scope["path"], request_id)
         except Exception as err:
             request = f"{scope['method']} {scope['path']} ({request_id})"
-            if is_away(err):
+            if is_full(err):
+                logger.error("%s: the disk is full: %s", request, err)
+                status, message = DISK_FULL, "The disk of the service is full: its operator must make room."
+            elif is_away(err):
                 logger.error("%s: the database does not answer: %s", request, err)
                 status, message = 503, "The database of the service does not answer; try again later."
             else:
@@ -99,14 +105,8 @@ class Gate:
     async def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-            raise ApiError(400, "The address holds a null character.")  # which PostgreSQL cannot even look for
-        if not self._is_ours(headers.get("host", "")):
-            raise ApiError(403, "This service is not reached under that name (header Host).", code="foreign_host")
-        origin = headers.get("origin")
-        if origin is not None and not self._is_ours(urlsplit(origin).netloc):
-            raise ApiError(
-                403, "Requests from pages of other sites are refused (header Origin).", code="foreign_origin"
-            )
+            raise ApiError(400, "The address holds a null character.")  # which PostgreSQL rejects in queries
+        self._check_names(headers, scope.get("server"))
         length = headers.get("content-length")
         if length is not None and not length.isdigit():
             raise ApiError(400, "The header Content-Length is not a number.")
@@ -114,9 +114,10 @@ class Gate:
             raise _body_too_large()
         client = scope.get("client")
         address = client[0] if client else ""
-        if "authorization" in headers:
-            await self._count(self._rate, hash_key(headers["authorization"]))
-            await self._count(self._address_rate, address)  # whoever tries key after key
+        who = headers.get("authorization") or headers.get("cookie")  # people behind one proxy share an address
+        if who is not None:
+            await self._count(self._rate, hash_key(who))
+            await self._count(self._address_rate, address)  # against guessing keys
         else:
             await self._count(self._rate, address)
 
@@ -127,16 +128,45 @@ class Gate:
             err.headers["retry-after"] = str(max(1, round(reset - time.time())))
             raise err
 
-    def _is_ours(self, netloc: str) -> bool:
-        try:
-            return (urlsplit(f"//{netloc}").hostname or "").rstrip(".") in self._hosts
-        except ValueError:
-            return False
+    def _check_names(self, headers: Headers, server: tuple[str, int | None] | None) -> None:
+        """ApiError unless `Host` is a name of this service, and `Origin` its own page or that of a proxy before it."""
+        host = _place(f"//{headers.get('host', '')}")
+        if host is None or not (host[0] in self._hosts or _is_address(host[0], server)):
+            name = printable(headers.get("host", ""))[:100]
+            message = f"This service is not reached under the name `{name}` (header Host); --allow-host adds names."
+            raise ApiError(403, message, code="foreign_host")
+        if "origin" in headers:
+            origin = _place(headers["origin"])
+            if origin is None or not (origin[0] in self._proxies or _same(origin, host)):
+                message = "Requests from pages of other sites are refused (header Origin); --allow-host adds names."
+                raise ApiError(403, message, code="foreign_origin")
 
 
-def _names(settings: Settings) -> frozenset[str]:
-    names: Iterable[str] = (settings.host, *settings.allowed_hosts)
-    return frozenset(name.lower() for name in (*names, "localhost", "127.0.0.1", "::1"))
+Place = tuple[str, int | None, str]
+"""Name, port and scheme."""
+
+
+def _place(address: str) -> Place | None:
+    """Of an address; None: it is none."""
+    try:
+        parts = urlsplit(address)
+        return (parts.hostname or "").rstrip("."), parts.port, parts.scheme
+    except ValueError:
+        return None
+
+
+def _is_address(name: str, server: tuple[str, int | None] | None) -> bool:
+    """Whether it is the address that the connection came to. A site can only give names to a browser, no addresses."""
+    try:
+        return server is not None and ipaddress.ip_address(name) == ipaddress.ip_address(server[0])
+    except ValueError:
+        return False
+
+
+def _same(origin: Place, host: Place) -> bool:
+    """Whether a page is one of this service. Programs at other ports of this machine show pages of others, too."""
+    usual = 443 if origin[2] == "https" else 80
+    return origin[0] == host[0] and (origin[1] or usual) == (host[1] or usual)
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:

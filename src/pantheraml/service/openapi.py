@@ -1,7 +1,7 @@
-"""The description of the API at `/openapi.json`: what each answer looks like, errors among them, keys, and examples.
+"""The OpenAPI description at `/openapi.json`: responses, errors among them, keys, and examples.
 
-Routes that speak OpenAI's wire build their answers by hand; here they are described by the models with which our client
-reads them, so that one test checks the service, the description and the client against each other.
+Routes of OpenAI's API build their responses by hand; here they are described by the models with which our client reads
+them, so that one test checks the service, the description and the client against each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pantheraml.service.schemas.answers import (
     UploadAnswer,
     UploadPartAnswer,
 )
-from pantheraml.service.schemas.fine_tuning import CreateJob
+from pantheraml.service.schemas.examples import EXAMPLES
 from pantheraml.specs.plan import Plan
 
 
@@ -34,7 +34,7 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
-    """Every refusal, as OpenAI's wire has it."""
+    """Every error, in OpenAI's form."""
 
     error: ErrorDetail
 
@@ -81,7 +81,7 @@ _BYTES = {
     f"{_JOB}/logs": "text/plain",
     f"{_JOB}/artifacts/{{name}}": "application/octet-stream",
 }
-"""Answers with content, whole or a range of it."""
+"""Responses with content, whole or a range of it."""
 _OPEN = frozenset({"/healthz", "/readyz"})
 _REFERENCE = "#/components/schemas/{model}"
 _UPLOAD = {
@@ -113,19 +113,10 @@ _PART = {
         }
     },
 }
-_EXAMPLE = CreateJob.model_validate(
-    {
-        "model": "llama-3.2-1b",
-        "training_file": "file-0123456789abcdef01234567",
-        "suffix": "first",
-        "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 8}}},
-        "pantheraml": {"priority": 0, "config": {"method": {"rank": 16}}},
-    }
-).model_dump(exclude_unset=True, exclude_none=True)
 
 
 class DescribedAPI(FastAPI):
-    """A FastAPI whose description says what its answers are."""
+    """A FastAPI application whose description includes its responses."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -174,11 +165,11 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         operation["requestBody"] = _PART
     if (method, path) == ("post", _CHAT):
         answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    if (method, path) == ("post", _JOBS):
-        operation["requestBody"]["content"]["application/json"]["examples"] = {"supervised": {"value": _EXAMPLE}}
+    if method == "post" and path in EXAMPLES:
+        operation["requestBody"]["content"]["application/json"]["examples"] = {"example": {"value": EXAMPLES[path]}}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
-    """To the schema under the name that pydantic gives it."""
+    """Return a reference to the schema, by pydantic's name for it."""
     name = model.__name__.replace("[", "_").replace("]", "_")
     return {"$ref": _REFERENCE.format(model=name)}

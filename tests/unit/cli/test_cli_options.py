@@ -64,7 +64,8 @@ OPTIONS = {
     "quantize": [*INPUTS, "--json", "--output", "--tokens"],
     "serve": [
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
-        *("--host", "--insecure", "--max-hours-per-user", "--max-running-per-user", "--models-dir", "--port"),
+        *("--host", "--insecure", "--max-file-gib", "--max-hours-per-user", "--max-running-per-user"),
+        *("--max-user-gib", "--models-dir", "--port"),
         *("--open-metrics", "--price-per-gpu-hour", "--stall-seconds"),
         *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url"),
     ],
@@ -158,6 +159,16 @@ def test_errors_print_a_message_and_return_an_exit_code(capsys: pytest.CaptureFi
     assert main(["train", "--nproc", "zero", "--model", "m", "--data", "d"]) == 2
     assert main([]) == 2
     assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [["--temperature", "nan"], ["--temperature", "-1"], ["--max-new-tokens", "0"], ["--seed", str(1 << 64)]]
+)
+def test_generate_checks_numbers_before_it_starts_a_worker(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "no-run", "--prompt", "x", *options]) == 2
+    assert options[0] in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How a run goes on after its processes ended: decided from the error, the checkpoints and the configuration alone."""
+"""Restarts of a run after its processes ended, from the error, the checkpoints and the configuration alone."""
 
 from __future__ import annotations
 

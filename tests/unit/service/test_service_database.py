@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import asyncpg
+import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError, OperationalError
 
-from pantheraml.service.store.database import Database
+from pantheraml.service.store.database import Database, is_away, is_full
 from pantheraml.service.store.tables import Audit, Base
 
 
@@ -74,3 +79,18 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
                 assert (await session.execute(text("SELECT count(*) FROM audit"))).scalar() == 0
 
     anyio.run(check)
+
+
+@pytest.mark.parametrize(
+    ("err", "full", "away"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True, False),
+        (FileNotFoundError(errno.ENOENT, "gone"), False, False),
+        (OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full")), True, True),
+        (OperationalError("SELECT", {}, sqlite3.OperationalError("unable to open database file")), False, True),
+        (DBAPIError("INSERT", {}, asyncpg.DiskFullError("could not extend file")), True, False),
+        (RuntimeError("disk is full"), False, False),
+    ],
+)
+def test_a_full_disk_is_told_apart(err: Exception, full: bool, away: bool) -> None:
+    assert (is_full(err), is_away(err)) == (full, away)

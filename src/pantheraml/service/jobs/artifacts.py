@@ -1,13 +1,14 @@
-"""Which files of a run folder its user may fetch. A request names one of this list; it is never made into a path."""
+"""Files of a run folder that its user may download. A request's name is looked up here and never made into a path."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from pantheraml.service.jobs.merge import FOLDER as MERGED
 from pantheraml.specs.run_dir import RunDir
 
 _FILES = ("report.html", "run.json")
-_FOLDERS = ("adapter", "model")
+_FOLDERS = ("adapter", "model", MERGED)
 
 
 def artifacts_of(run: RunDir) -> dict[str, Path]:

@@ -1,26 +1,20 @@
-"""What a model would be trained on: the tokens of the first rows of a file, made by a worker process.
+"""Preview of training data: the tokens of the first rows of a file, made by a worker process.
 
-Chat templates are programs of whoever made the model, and tokenizers need transformers, so neither runs in the service.
-Answers are kept, since the same file is looked at again and again while a job is put together.
+Chat templates are code of the model's author, and tokenizers need transformers, so neither runs in the service. Answers
+are cached, since the form for a new job asks for the same file again and again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from pantheraml.base.errors import PantheraError, WorkerError
-from pantheraml.base.event_stream import read_events
-from pantheraml.base.events import ErrorRaised
-from pantheraml.launch.script import python_module
 from pantheraml.runs.supervised import Limits
+from pantheraml.service.jobs.worker_task import run_task
 from pantheraml.specs.tasks import PreviewRequest
 
 SECONDS = 60.0
@@ -53,40 +47,12 @@ class Previewer:
             return self._known[key]
 
     async def _run(self, folder: Path) -> dict[str, Any]:
-        worker = await asyncio.create_subprocess_exec(
-            *python_module("pantheraml.worker"),
-            "preview",
-            str(folder),
-            cwd=folder,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=self._limits.environment(folder, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
-            start_new_session=True,
-        )
-        try:
-            await asyncio.wait_for(worker.wait(), SECONDS)
-        except TimeoutError as err:
-            raise WorkerError(f"The preview took more than {SECONDS:.0f} s.", fix="Choose a smaller file.") from err
-        finally:
-            if worker.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)
-                await worker.wait()
-        if worker.returncode != 0:
-            raise _reason(folder)
+        await run_task("preview", folder, self._limits, seconds=SECONDS)
         found: dict[str, Any] = json.loads((folder / "preview.json").read_text())
         return found
 
 
-def _reason(folder: Path) -> PantheraError:
-    told = [event for event in read_events(folder) if isinstance(event, ErrorRaised)]
-    if not told:
-        return WorkerError("The preview's worker ended without a word.")
-    return WorkerError(told[-1].what, fix=told[-1].fix)
-
-
 def _changed(model: Path) -> float:
-    """When the newest of the files that make tokens was changed."""
+    """Return the newest modification time of the files that determine tokens."""
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     return max((path.stat().st_mtime for name in names if (path := model / name).is_file()), default=0.0)

@@ -1,4 +1,4 @@
-"""Take in a request for a job: look up what its ids mean, plan it, and put it into the queue, or refuse it."""
+"""Accept a request for a job: resolve its ids, plan it, and queue or refuse it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.base.errors import OutOfMemoryError, PantheraError
@@ -30,18 +31,18 @@ from pantheraml.specs.plan import DeviceSpec
 
 @dataclass(frozen=True)
 class Beside:
-    """What `/multigpu` says of a job, beside the request on OpenAI's wire."""
+    """Settings of a job from `/multigpu`, beyond those of OpenAI's API."""
 
     gpus: GPUConfig | None = None
     model: Path | None = None
-    """Folder of a model that is not one of the catalog."""
+    """Folder of a model that is not in the catalog."""
     is_test: bool = False
 
 
 async def plan_job(
     body: CreateJob, principal: Principal, context: ServiceContext, seed: int, beside: Beside | None = None
 ) -> JobPlan:
-    """What the request means here. ApiError with the parameter that is to blame if it cannot run."""
+    """Resolve the request on this machine. ApiError with the parameter at fault if it cannot run."""
     beside = beside or Beside()
     if body.pantheraml.priority > 0 and not principal.allows("admin"):
         raise ApiError(403, "A priority above 0 needs the scope `admin`.", param="pantheraml.priority")
@@ -115,7 +116,7 @@ async def submit(
     record: Callable[[AsyncSession, str], None],
     beside: Beside | None = None,
 ) -> Job:
-    """Queue a job; the one that an earlier request with this idempotency key made, if there is one."""
+    """Queue a job, or return the one that an earlier request with this idempotency key made."""
     if idempotency_key is not None and (earlier := await _earlier(principal, idempotency_key, context)) is not None:
         return earlier
     seed = random_seed() if body.seed is None else body.seed
@@ -124,22 +125,35 @@ async def submit(
     if beside is not None:
         job.is_test = beside.is_test
         job.gpu_ids = (beside.gpus and beside.gpus.gpu_ids) or None
+    try:
+        await _queue(job, body, principal, context, record)
+    except IntegrityError:
+        # the same key came a moment before, in a transaction that was not over
+        if idempotency_key is None or (earlier := await _earlier(principal, idempotency_key, context)) is None:
+            raise
+        return earlier
+    context.dispatcher.wake()
+    return job
+
+
+async def _queue(
+    job: Job,
+    body: CreateJob,
+    principal: Principal,
+    context: ServiceContext,
+    record: Callable[[AsyncSession, str], None],
+) -> None:
+    """Add the job; IntegrityError if there is one of its idempotency key."""
     async with context.database.write() as session:
-        if idempotency_key is not None:
-            query = select(Job).where(Job.owner == principal.user, Job.idempotency_key == idempotency_key)
-            if (earlier := await session.scalar(query)) is not None:
-                return earlier
+        await add_job(session, job)
         unfinished = [state for state in State if state not in ENDED]
-        if await count_jobs(session, principal.user, unfinished) >= context.settings.max_queued_per_user:
+        if await count_jobs(session, principal.user, unfinished) > context.settings.max_queued_per_user:
             message = f"You have {context.settings.max_queued_per_user} unfinished jobs, as many as are allowed."
             raise ApiError(403, message, code="quota_exceeded")
-        await add_job(session, job)
         record(session, job.id)
         await move(session, job, State.QUEUED, "Files validated, job queued", queued_at=time.time())
         if body.pantheraml.hold:
             await move(session, job, State.PAUSED, "Submitted on hold")
-    context.dispatcher.wake()
-    return job
 
 
 async def _earlier(principal: Principal, key: str, context: ServiceContext) -> Job | None:

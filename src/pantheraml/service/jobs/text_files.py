@@ -1,4 +1,4 @@
-"""Training data that comes in the body of a request becomes a file like an uploaded one."""
+"""Store training data from the body of a request as a file, like an upload."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pantheraml.base.errors import DataError
 from pantheraml.base.private import open_private
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.datasets import Dataset, check_jsonl
-from pantheraml.service.errors import ApiError, refusal
+from pantheraml.service.errors import refusal
 from pantheraml.service.ids import new_id
-from pantheraml.service.store.files import bytes_of, content_of
+from pantheraml.service.store.files import content_of
 from pantheraml.service.store.tables import File
 
 
@@ -22,10 +22,11 @@ async def add_text_file(
     context: ServiceContext, owner: str, content: bytes, filename: str, *, expires_at: float | None = None
 ) -> File:
     """Add a file of JSON Lines. ApiError if a row is wrong, or the user's quota does not allow it."""
-    settings = context.settings
-    async with context.database.read() as session:
-        if await bytes_of(session, owner) + len(content) > settings.max_user_bytes:
-            raise ApiError(403, "Your files fill your quota; delete some.", code="quota_exceeded")
+    async with context.quota.room(owner, len(content)):
+        return await _add(context, owner, content, filename, expires_at)
+
+
+async def _add(context: ServiceContext, owner: str, content: bytes, filename: str, expires_at: float | None) -> File:
     file = File(
         id=new_id("file"),
         owner=owner,
@@ -37,7 +38,7 @@ async def add_text_file(
         created_at=time.time(),
         expires_at=expires_at,
     )
-    path = content_of(file, settings.files)
+    path = content_of(file, context.settings.files)
     try:
         dataset = await asyncio.to_thread(_write, path, content)
         file.rows, file.format = dataset.rows, dataset.format
@@ -52,7 +53,7 @@ async def add_text_file(
 
 
 async def remove_text_file(context: ServiceContext, file: File) -> None:
-    """Remove a file that nobody has seen yet."""
+    """Remove a file that is not in use yet."""
     async with context.database.write() as session:
         await session.delete(await session.get_one(File, file.id))
     content_of(file, context.settings.files).unlink(missing_ok=True)

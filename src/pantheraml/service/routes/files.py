@@ -15,11 +15,14 @@ from pantheraml.service.accept_file import check_purpose, keep_file, new_file
 from pantheraml.service.auth import Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
-from pantheraml.service.multipart import received, too_large
-from pantheraml.service.schemas.files import file_object, parse_expiry
-from pantheraml.service.store.files import bytes_of, content_of, find_file, job_that_reads
+from pantheraml.service.multipart import received
+from pantheraml.service.schemas.files import file_object, parse_expiry, refuse_unknown
+from pantheraml.service.store.files import content_of, find_file, job_that_reads
 from pantheraml.service.store.pages import fetch_page
 from pantheraml.service.store.tables import File
+
+_FORM_BYTES = 1 << 20
+"""Of a form, around its file."""
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
@@ -27,16 +30,18 @@ router = APIRouter(prefix="/v1/files", tags=["files"])
 @router.post("")
 async def create_file(request: Request, principal: Submitter, context: Context) -> dict[str, Any]:
     """Upload a file as multipart/form-data. Training data is checked row by row before it is accepted."""
-    settings = context.settings
-    async with context.database.read() as session:
-        left = settings.max_user_bytes - await bytes_of(session, principal.user)
-    if left <= 0:
-        raise ApiError(403, "Your files fill your quota; delete some.", code="quota_exceeded")
-    limit = min(settings.max_file_bytes, left)
-    announced = request.headers.get("content-length")
-    if announced is not None and int(announced) > limit + (1 << 20):  # the form around the file is small
-        raise too_large(limit)
-    async with received(request, settings.incoming, file_field="file", limit=limit) as upload:
+    with context.quota.body(principal.user):
+        return file_object(await _received_file(request, principal, context))
+
+
+async def _received_file(request: Request, principal: Principal, context: ServiceContext) -> File:
+    length = request.headers.get("content-length")
+    announced = None if length is None else int(length)
+    async with (
+        context.quota.room(principal.user, announced, around=_FORM_BYTES) as limit,
+        received(request, context.settings.incoming, file_field="file", limit=limit) as upload,
+    ):
+        refuse_unknown(upload.fields)
         file = await new_file(
             upload.path,
             principal.user,
@@ -51,7 +56,7 @@ async def create_file(request: Request, principal: Submitter, context: Context) 
             audit.record(session, principal, "file.create", file.id, request)
 
         await keep_file(context, upload.path, file, record)
-    return file_object(file)
+    return file
 
 
 @router.get("")
@@ -71,9 +76,7 @@ async def list_files(
             query = query.where(File.purpose == purpose)
         cursor = None if after is None else await _existing(context, principal, after, param="after")
         page = await fetch_page(session, query, File, limit=limit, cursor=cursor, order=order)
-    data = [file_object(file) for file in page.rows]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+    return page.as_list(file_object)
 
 
 @router.get("/{file_id}")

@@ -1,6 +1,6 @@
 """OpenAI's uploads: a file in parts of up to 64 MiB, in any order, put together at the end.
 
-What is not completed within an hour is removed with its parts.
+An upload that is not completed within an hour is removed with its parts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pantheraml.service.auth import Principal, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.ids import new_id
+from pantheraml.service.multipart import Upload as ReceivedForm
 from pantheraml.service.multipart import received, too_large
 from pantheraml.service.schemas.uploads import MOST_PARTS, CompleteUpload, CreateUpload, part_object, upload_object
-from pantheraml.service.store.files import bytes_of
 from pantheraml.service.store.tables import File, Upload, UploadPart
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
@@ -43,10 +43,8 @@ _BLOCK_BYTES = 1 << 20
 @router.post("")
 async def create_upload(body: CreateUpload, request: Request, principal: Submitter, context: Context) -> dict[str, Any]:
     """Announce a file; its bytes count against the quota from now on."""
-    settings, now = context.settings, time.time()
+    now = time.time()
     check_purpose(body.purpose)
-    if body.bytes > settings.max_file_bytes:
-        raise too_large(settings.max_file_bytes)
     upload = Upload(
         id=new_id("upload"),
         owner=principal.user,
@@ -59,9 +57,7 @@ async def create_upload(body: CreateUpload, request: Request, principal: Submitt
         file_lifetime=None if body.expires_after is None else body.expires_after.seconds,
         file_id=None,
     )
-    async with context.database.write() as session:
-        if await bytes_of(session, principal.user) + body.bytes > settings.max_user_bytes:
-            raise ApiError(403, "It does not fit into what is left of your quota; delete files.", code="quota_exceeded")
+    async with context.quota.room(principal.user, body.bytes), context.database.write() as session:
         mine = (Upload.owner == principal.user) & (Upload.status == "pending")
         if (await session.scalar(select(func.count()).select_from(Upload).where(mine)) or 0) >= MOST_PENDING:
             raise ApiError(403, f"You have {MOST_PENDING} unfinished uploads; cancel some.", code="quota_exceeded")
@@ -75,32 +71,41 @@ async def add_part(upload_id: str, request: Request, principal: Submitter, conte
     """Add a part (form field `data`); several may be sent at a time."""
     upload = await _pending(context, principal, upload_id)
     announced = request.headers.get("content-length")
-    if announced is not None and int(announced) > PART_BYTES + (1 << 20):  # the form around it is small
+    if announced is not None and int(announced) > PART_BYTES + (1 << 20):  # for the form around it
         raise too_large(PART_BYTES)
-    async with received(request, context.settings.incoming, file_field="data", limit=PART_BYTES) as form:
-        part = UploadPart(id=new_id("part"), upload_id=upload.id, bytes=form.size, created_at=time.time())
-        place = context.settings.uploads / part.id
-        form.path.rename(place)
-        try:
-            async with context.database.write() as session:
-                await _still_pending(session, upload.id)
-                counted = select(func.count(), func.sum(UploadPart.bytes)).where(UploadPart.upload_id == upload.id)
-                count, total = (await session.execute(counted)).one()
-                # one part may have been sent twice
-                if count >= MOST_PARTS or (total or 0) + part.bytes > upload.bytes + PART_BYTES:
-                    raise ApiError(400, f"The parts are more than the {upload.bytes:,} bytes announced.", param="data")
-                session.add(part)
-        except BaseException:
-            place.unlink(missing_ok=True)
-            raise
-    return part_object(part)
+    incoming = context.settings.incoming
+    with context.quota.body(principal.user):
+        async with received(request, incoming, file_field="data", limit=PART_BYTES) as form:
+            return part_object(await _keep_part(form, upload, request, principal, context))
+
+
+async def _keep_part(
+    form: ReceivedForm, upload: Upload, request: Request, principal: Principal, context: ServiceContext
+) -> UploadPart:
+    part = UploadPart(id=new_id("part"), upload_id=upload.id, bytes=form.size, created_at=time.time())
+    place = context.settings.uploads / part.id
+    form.path.rename(place)
+    try:
+        async with context.database.write() as session:
+            await _still_pending(session, upload.id)
+            counted = select(func.count(), func.sum(UploadPart.bytes)).where(UploadPart.upload_id == upload.id)
+            count, total = (await session.execute(counted)).one()
+            # one part may have been sent twice
+            if count >= MOST_PARTS or (total or 0) + part.bytes > upload.bytes + PART_BYTES:
+                raise ApiError(400, f"The parts are more than the {upload.bytes:,} bytes announced.", param="data")
+            session.add(part)
+            audit.record(session, principal, "upload.part", part.id, request)
+    except BaseException:
+        place.unlink(missing_ok=True)
+        raise
+    return part
 
 
 @router.post("/{upload_id}/complete")
 async def complete_upload(
     upload_id: str, body: CompleteUpload, request: Request, principal: Submitter, context: Context
 ) -> dict[str, Any]:
-    """Put the parts together. If that fails, they stay, and it may be tried again."""
+    """Assemble the parts. If that fails, they stay, and the call can be repeated."""
     upload = await _existing(context, principal, upload_id)
     if upload.status == "completed":  # a repeated request whose first answer was lost
         async with context.database.read() as session:
@@ -168,13 +173,13 @@ def _require_pending(upload: Upload) -> None:
 
 
 async def _still_pending(session: AsyncSession, upload_id: str) -> None:
-    """Until the transaction ends, it stays so."""
+    """Lock the upload's status until the transaction ends."""
     _require_pending(await session.get_one(Upload, upload_id, with_for_update=True))
 
 
 async def _end(session: AsyncSession, upload: Upload, status: str, **changes: Any) -> list[str]:
-    """Give a pending upload its last status, in the transaction that does what it stands for. Return the ids of its
-    parts, which are not needed after that."""
+    """Set a pending upload's final status, within the caller's transaction. Return the ids of its parts, which are then
+    no longer needed."""
     pending = (Upload.id == upload.id) & (Upload.status == "pending")
     result = await session.execute(update(Upload).where(pending).values(status=status, **changes))
     if result.rowcount != 1:  # type: ignore[attr-defined]

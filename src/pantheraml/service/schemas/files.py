@@ -1,7 +1,8 @@
-"""A file as OpenAI's wire shows it."""
+"""A file in OpenAI's form."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from pantheraml.service.errors import ApiError
 from pantheraml.service.store.tables import File
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 3600, 30 * 24 * 3600
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 def file_object(file: File) -> dict[str, Any]:
@@ -28,13 +31,22 @@ def file_object(file: File) -> dict[str, Any]:
 
 
 def parse_expiry(fields: Mapping[str, str], now: float) -> float | None:
-    """Moment that `expires_after[anchor]` and `expires_after[seconds]` of an upload mean; None: never."""
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
+    """Return the expiry time set by `expires_after[anchor]` and `expires_after[seconds]` of an upload; None: never."""
+    anchor, text = fields.get(_ANCHOR), fields.get(_SECONDS)
+    if anchor is None and text is None:
         return None
     if anchor != "created_at":
-        raise ApiError(400, "`expires_after[anchor]` must be `created_at`.", param="expires_after[anchor]")
-    if seconds is None or not seconds.isdigit() or not SHORTEST_SECONDS <= int(seconds) <= LONGEST_SECONDS:
-        message = f"`expires_after[seconds]` must be between {SHORTEST_SECONDS} and {LONGEST_SECONDS}."
-        raise ApiError(400, message, param="expires_after[seconds]")
-    return now + int(seconds)
+        raise ApiError(400, f"`{_ANCHOR}` must be `created_at`.", param=_ANCHOR)
+    seconds = int(text) if re.fullmatch("[0-9]{1,9}", text or "") and text else 0
+    if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
+        raise ApiError(400, f"`{_SECONDS}` must be between {SHORTEST_SECONDS} and {LONGEST_SECONDS}.", param=_SECONDS)
+    return now + seconds
+
+
+def refuse_unknown(fields: Mapping[str, str]) -> None:
+    """ApiError for a field of a form that nothing reads, such as `expires_after` with a JSON object in it."""
+    for name in fields:
+        if name not in _FIELDS:
+            raise ApiError(
+                400, f"The form has the field `{name[:100]}`; known are {', '.join(_FIELDS)}.", param=name[:100]
+            )

@@ -19,6 +19,8 @@ def _chosen_here(value: Any) -> Any:
 _Auto = BeforeValidator(_chosen_here)
 METRIC_KINDS = ("train.step", "eval.done")
 """Kinds of events that carry the figures of a step."""
+MOST_PAIRS = 16
+"""Of metadata."""
 FileId = Annotated[str, Field(max_length=64)]
 
 
@@ -68,8 +70,8 @@ class CheckpointKeys(_Body):
 
 
 class RunSettings(_Body):
-    """Settings of the run, as in a configuration file, whose types and bounds then hold. Keys that name files, code or
-    devices are not among them."""
+    """Settings of the run, with the names, types and bounds of a configuration file. Keys that name files, code or
+    devices are excluded."""
 
     data: DataKeys = DataKeys()
     model: ModelKeys = ModelKeys()
@@ -80,7 +82,7 @@ class RunSettings(_Body):
 
 
 class OwnSettings(_Body):
-    """What OpenAI's wire has no words for."""
+    """Fields beyond OpenAI's API."""
 
     processes: Annotated[int, Field(ge=1, le=4096)] | None = None
     """GPUs, or CPU processes where there are none; None = chosen by the planner."""
@@ -103,15 +105,15 @@ class CreateJob(_Body):
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
-    """The older place of `method.supervised.hyperparameters`."""
+    """Deprecated location of `method.supervised.hyperparameters`."""
     integrations: list[dict[str, Any]] | None = None
     pantheraml: OwnSettings = OwnSettings()
 
     @field_validator("metadata")
     @classmethod
     def _few(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        if value is not None and len(value) > 16:
-            raise ValueError("at most 16 pairs")
+        if value is not None and len(value) > MOST_PAIRS:
+            raise ValueError(f"at most {MOST_PAIRS} pairs")
         if any("\0" in text for pair in (value or {}).items() for text in pair):
             raise ValueError("null characters cannot be stored")
         return value
@@ -129,11 +131,11 @@ class CreateJob(_Body):
 
 
 class Waiting(BaseModel):
-    """Why a job does not run yet."""
+    """Why a job is not running yet."""
 
     reason: str
     queue_position: int | None = None
-    """From 1; None: it is not in the queue."""
+    """Position in the queue, from 1; None: not queued."""
     estimated_start: int | None = None
     """Seconds since 1970; None: not known."""
 
@@ -144,7 +146,7 @@ def job_object(
     price_per_gpu_hour: float | None = None,
     expected_end: float | None = None,
 ) -> dict[str, Any]:
-    """A job as OpenAI's wire shows it; our own fields beside."""
+    """A job in OpenAI's form, with our own fields added."""
     hours = device_hours_of(job)
     gpu_hours = hours if job.device == "cuda" else 0.0
     state = State(job.state)
@@ -184,6 +186,10 @@ def job_object(
         "queue_position": None if waiting is None else waiting.queue_position,
         "estimated_start": None if waiting is None else waiting.estimated_start,
     }
+
+
+SHOWN = (Event.id, Event.created_at, Event.level, Event.kind, Event.message, Event.step, Event.data)
+"""Columns that `event_object` shows."""
 
 
 def event_object(event: Event) -> dict[str, Any]:
