@@ -76,7 +76,7 @@ async def create_key(session: AsyncSession, user: str, scope: Scope, expires_at:
 
 async def has_keys(database: Database) -> bool:
     """Return True if a key was ever created: revoking the last one does not open the service to everybody."""
-    async with database.read() as session:
+    async with database.glance() as session:
         return await session.scalar(select(Key.id).limit(1)) is not None
 
 
@@ -109,7 +109,7 @@ class Authenticator:
             query = select(Key).where(Key.hash == hash_key(text))
         else:
             raise _unauthorized("You did not provide an API key: send the header `Authorization: Bearer KEY`.")
-        async with self._database.read() as session:
+        async with self._database.glance() as session:
             key = await session.scalar(query)
         now = time.time()
         if key is None or key.revoked_at is not None or (key.expires_at is not None and key.expires_at <= now):
