@@ -209,6 +209,7 @@ def test_two_services_on_one_database(
     assert server.processes(job), "it goes on"
     with pytest.raises(AssertionError, match="The database belongs to a data folder other than"):
         second.start()
+    second.clean_up()
     server.start()
     chaos.ask(lambda client: client.fine_tuning.jobs.cancel(job))
     wait_until(lambda: chaos.ask(lambda client: client.fine_tuning.jobs.retrieve(job)).state == "cancelled")
