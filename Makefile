@@ -30,6 +30,12 @@ litellm: .venv/litellm/.installed
 	.venv/litellm/bin/python -m pip install --quiet --disable-pip-version-check litellm==1.106.2
 	touch $@
 
+# Unsloth wants older versions of transformers and TRL, so it gets a folder that only its tests read.
+.venv/.installed-unsloth: .venv/.installed-dev requirements-unsloth.lock
+	rm -rf .venv/unsloth
+	$(PIP) --no-deps --target .venv/unsloth -r requirements-unsloth.lock
+	touch $@
+
 demo: install
 	$(BIN)/pantheraml demo
 
@@ -38,7 +44,7 @@ test: install-dev
 	$(PYTEST) -m "not extended" --durations 40 --durations-min 5
 
 # Triton decides at import whether kernels are interpreted, so the interpreter gets a process of its own.
-test-rest: install-dev litellm
+test-rest: install-dev litellm .venv/.installed-unsloth
 	$(PYTEST) -m extended --durations 40 --durations-min 5
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 

@@ -1,15 +1,16 @@
 """Compare fine-tuning over quantized weights with fine-tuning over bf16 weights, on real text.
 
-A small Llama is trained from scratch on prose (docstrings), then fine-tuned with LoRA on code (the standard library),
-with the frozen weights in bf16 and in each quantized format, three seeds each, by the same code that `pantheraml train`
-runs. Reported are the evaluation loss relative to bf16 with the same seed, and the cosine between the gradients of all
-adapter weights at the first step: with B zero (where the gradient of A is zero) and with a random B. nf4 runs fp8
-matmuls, so its error is also split in two: that of quantized weights with bf16 matmuls, and that of fp8 matmuls over
-the same weights. `nf4-quantized` is nf4 after `pantheraml quantize` has calibrated the base on the text of the
-fine-tune. With `method=full` all weights are trained, with bf16 and with fp8 matmuls.
+A small model of a `family` is trained from scratch on prose (docstrings), then fine-tuned with LoRA on code (the
+standard library), with the frozen weights in bf16 and in each quantized format, three seeds each, by the same code
+that `pantheraml train` runs. Reported are the evaluation loss relative to bf16 with the same seed, and the cosine
+between the gradients of all adapter weights at the first step: with B zero (where the gradient of A is zero) and with
+a random B. nf4 runs fp8 matmuls, so its error is also split in two: that of quantized weights with bf16 matmuls, and
+that of fp8 matmuls over the same weights. `nf4-quantized` is nf4 after `pantheraml quantize` has calibrated the base
+on the text of the fine-tune. With `method=full` all weights are trained, with bf16 and with fp8 matmuls.
 
     python benchmarks/run.py accuracy                     on a GPU: some minutes
     python benchmarks/run.py accuracy --set method=full --set precisions=bf16,fp8
+    python benchmarks/run.py accuracy --set family=qwen3
     python benchmarks/run.py accuracy --set size=cpu      on a CPU: a quarter of an hour, with the reference kernels
     python benchmarks/run.py accuracy --set size=tiny     on a CPU: a minute, as a smoke test
 """
@@ -17,6 +18,7 @@ fine-tune. With `method=full` all weights are trained, with bf16 and with fp8 ma
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+from accuracy_models import FAMILIES, model_config
 
 from pantheraml.base.events import silent  # isort: skip
 from table import Column, Table, markdown_table, percent
@@ -103,6 +106,7 @@ def run(
     precisions: str = "bf16,fp8,nf4,nf4-quantized,int8",
     workers: int = 1,
     method: str = "lora",
+    family: str = "llama",
 ) -> dict[str, Any]:
     """`workers`: number of seeds fine-tuned in parallel; such a small model does not fill a GPU."""
     names = precisions.split(",")
@@ -110,8 +114,10 @@ def run(
         raise SystemExit(f"precisions must start with {REFERENCE}; known: {', '.join(PRECISIONS)}")
     if method not in METHODS:
         raise SystemExit(f"method must be one of {', '.join(METHODS)}")
+    if family not in FAMILIES:
+        raise SystemExit(f"family must be one of {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), SIZES[size], method)
+        bench = Bench(Path(folder), SIZES[size], method, family)
         facts = bench.train_base()
         if any(name.endswith(QUANTIZED) for name in names):
             facts |= bench.quantize_base()
@@ -121,7 +127,7 @@ def run(
             with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
                 done = pool.map(bench.fine_tunes, [names] * seeds, range(seeds))
                 results = [row for rows in done for row in rows]
-    requested = {"size": size, "method": method, "seeds": seeds, "precisions": precisions}
+    requested = {"size": size, "method": method, "family": family, "seeds": seeds, "precisions": precisions}
     parameters = {**requested, **asdict(SIZES[size]), **facts}
     return {"parameters": parameters, "results": results}
 
@@ -156,8 +162,8 @@ def cosine(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 class Bench:
     """Corpus, base model and runs, all in one folder."""
 
-    def __init__(self, folder: Path, size: Size, method: str) -> None:
-        self.folder, self.size, self.method = folder, size, method
+    def __init__(self, folder: Path, size: Size, method: str, family: str) -> None:
+        self.folder, self.size, self.method, self.family = folder, size, method, family
         self.prose = corpus.write_prose(folder, int(size.prose_megabytes * 1e6))
         self.code = corpus.write_code(folder, int(size.code_megabytes * 1e6))
         self._write_start()
@@ -191,7 +197,7 @@ class Bench:
             "prose_sha256": self.prose.sha256,
             "code_bytes": self.code.bytes,
             "code_sha256": self.code.sha256,
-            "base_eval_loss": _last(events, "eval.done", "loss"),
+            "base_eval_loss": last_value(events, "eval.done", "loss"),
             "base_seconds": time.perf_counter() - begin,
         }
 
@@ -269,8 +275,8 @@ class Bench:
         return {
             "precision": precision,
             "seed": seed,
-            "train_loss": _last(events, "train.step", "loss"),
-            "eval_loss": _last(events, "eval.done", "loss"),
+            "train_loss": last_value(events, "train.step", "loss"),
+            "eval_loss": last_value(events, "eval.done", "loss"),
             "seconds": time.perf_counter() - begin,
             "gradients": gradients,
             "unfused": unfused,
@@ -291,7 +297,7 @@ class Bench:
     def _write_start(self) -> None:
         """Write a tokenizer trained on both domains, and the model's config."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-        from transformers import LlamaConfig, PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast
 
         size = self.size
         tokenizer = Tokenizer(models.BPE())
@@ -307,23 +313,12 @@ class Bench:
         tokenizer.train_from_iterator(documents, trainer)
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
         fast.save_pretrained(self.folder / "start")
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=size.vocabulary,
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.hidden // size.head_dim,
-            num_key_value_heads=max(1, size.hidden // size.head_dim // 3),
-            head_dim=size.head_dim,
-            max_position_embeddings=size.seq_len,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        ).save_pretrained(self.folder / "start")
+        names = ("vocabulary", "hidden", "intermediate", "layers", "head_dim", "seq_len")
+        shape = {name: getattr(size, name) for name in names}
+        model_config(self.family, **shape).save_pretrained(self.folder / "start")
 
 
-def _last(events: Sequence[Any], kind: str, field: str) -> float:
+def last_value(events: Sequence[Any], kind: str, field: str) -> float:
     return float(next(getattr(event, field) for event in reversed(events) if event.kind == kind))
 
 
@@ -412,80 +407,66 @@ def _free() -> None:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Summarize the newest record of each method and size."""
+    """Summarize the newest record of each method, family and size."""
     newest = {
-        (facts.get("method", "lora"), facts["size"]): record
+        (facts.get("method", "lora"), facts.get("family", "llama"), facts["size"]): record
         for record in reversed(records)
         for facts in [record["parameters"]]
     }
-    places = [(method, size) for method in METHODS for size in SIZES if (method, size) in newest]
-    return "\n\n".join(_summary(method, newest[method, size]) for method, size in places)
+    places = [place for place in itertools.product(METHODS, FAMILIES, SIZES) if place in newest]
+    bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
+    heads = ["model", "weights or matmuls", "mean eval loss", "worst difference", "min. cosine", "random B", bounds]
+    rows = [row for place in places for row in _rows(place[0], newest[place])]
+    return "\n".join([_about([newest[place] for place in places]), "", *markdown_table(heads, rows)])
 
 
-def _summary(method: str, record: Mapping[str, Any]) -> str:
-    """Table of means over the seeds, and whether every seed is within the bounds."""
+def _about(records: Sequence[Mapping[str, Any]]) -> str:
+    facts = [record["parameters"] for record in records]
+    steps, seeds = (sorted({each[name] for each in facts}) for name in ("steps", "seeds"))
+    return (
+        f"Bases trained on {_megabytes(facts, 'prose_bytes')} MB of docstrings, fine-tuned on"
+        f" {_megabytes(facts, 'code_bytes')} MB of Python source for {' or '.join(map(str, steps))} steps,"
+        f" {' or '.join(map(str, seeds))} seeds. nf4 and calibrated nf4 (`pantheraml quantize`) run fp8 matmuls."
+    )
+
+
+def _megabytes(facts: Sequence[Mapping[str, Any]], name: str) -> str:
+    return " or ".join(dict.fromkeys(f"{each[name] / 1e6:.0f}" for each in facts))
+
+
+def _rows(method: str, record: Mapping[str, Any]) -> list[list[str]]:
+    """Means over the seeds, and whether every seed is within the bounds."""
+    facts = record["parameters"]
+    model = f"{FAMILIES[facts.get('family', 'llama')]}, {'LoRA' if method == 'lora' else 'full'}{_shape(facts)}"
     rows = []
-    for precision in record["parameters"]["precisions"].split(","):
+    for precision in facts["precisions"].split(","):
         own = [row for row in record["results"] if row["precision"] == precision]
         worst = max(own, key=lambda row: abs(row["relative_difference"]))["relative_difference"]
         cosines = [min(row[name] for row in own) for name in ("gradient_cosine", "gradient_cosine_random_up")]
         within = abs(worst) <= LARGEST_DIFFERENCE and min(cosines) >= SMALLEST_COSINE
         mean = f"{statistics.mean(row['eval_loss'] for row in own):.4f}"
-        rows.append(
-            [precision, mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if within else "no"]
-        )
-    heads = [
-        "frozen weights" if method == "lora" else "matmuls",
-        "mean eval loss",
-        "worst difference to bf16",
-        "min. gradient cosine",
-        "with random B",
-    ]
-    bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
-    facts = record["parameters"]
-    what = "LoRA" if method == "lora" else "Full fine-tune"
-    about = (
-        f"{what}, newest run of size {facts['size']}{_shape(facts)}:"
-        f" base trained on {facts['prose_bytes'] / 1e6:.1f} MB of docstrings"
-        f" to an evaluation loss of {facts['base_eval_loss']:.3f}, fine-tuned on {facts['code_bytes'] / 1e6:.1f} MB of"
-        f" Python source for {facts['steps']} steps, {facts['seeds']} seeds."
-    )
-    return "\n".join([about, "", *markdown_table([*heads, bounds], rows), *_parts(record)])
+        figures = [mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if within else "no"]
+        rows.append([model, CALIBRATED.get(precision, precision), *figures])
+    return rows
 
 
-ROUNDING = {
-    "nf4": "Round-to-nearest nf4",
-    f"nf4{QUANTIZED}": "Calibrated nf4 (`pantheraml quantize`)",
-}
+CALIBRATED = {f"nf4{QUANTIZED}": "nf4, calibrated"}
 
 
 def _shape(facts: Mapping[str, Any]) -> str:
-    return f" ({facts['layers']} layers of {facts['hidden']})" if "layers" in facts else ""
-
-
-def _parts(record: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for precision, rounding in ROUNDING.items():
-        own = [row for row in record["results"] if row["precision"] == precision and "cosine_of_weights" in row]
-        if own:
-            weights, products = (min(row[name] for row in own) for name in ("cosine_of_weights", "cosine_of_products"))
-            lines += [
-                "",
-                f"{rounding} with bf16 matmuls has a cosine of at least {weights:.4f} with bf16; fp8 matmuls over the"
-                f" same weights have {products:.4f} with those.",
-            ]
-    return lines
+    return f", {facts['layers']} x {facts['hidden']}" if "layers" in facts else f", {facts['size']}"
 
 
 TABLE = Table(
     title="Accuracy of quantization",
     how=(
-        "Fine-tunes of a small Llama trained on other text, relative to bf16 with the same seed: final evaluation loss,"
-        " and cosine similarity of the trainable weights' gradients at the first step."
+        "Fine-tunes of small models (layers x width) trained on other text, relative to bf16 with the same seed: final"
+        " evaluation loss, and cosine similarity of the trainable weights' gradients at the first step."
     ),
     columns=(
         Column("size", "parameters.size"),
         Column("method", "parameters.method"),
+        Column("family", "parameters.family"),
         Column("weights or matmuls", "precision"),
         Column("seed", "seed"),
         Column("eval loss", "eval_loss", lambda value: f"{value:.4f}"),

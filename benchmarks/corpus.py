@@ -38,11 +38,11 @@ class Domain:
 
 
 def write_prose(folder: Path, limit_bytes: int) -> Domain:
-    return _write(folder, "prose", _docstrings(_package_files()), limit_bytes)
+    return _write(folder, "prose", docstrings(_package_files()), limit_bytes)
 
 
 def write_code(folder: Path, limit_bytes: int) -> Domain:
-    return _write(folder, "code", _pieces(_library_files()), limit_bytes)
+    return _write(folder, "code", _pieces(library_files()), limit_bytes)
 
 
 def texts(path: Path) -> Iterator[str]:
@@ -52,18 +52,22 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def _write(folder: Path, name: str, documents: Iterable[str], limit_bytes: int) -> Domain:
-    """Write each distinct document once, since packages contain duplicates."""
+    return write_rows(folder, name, ({"text": document} for document in documents), limit_bytes)
+
+
+def write_rows(folder: Path, name: str, rows: Iterable[dict[str, str]], limit_bytes: int) -> Domain:
+    """Write each distinct row once, since packages contain duplicates."""
     domain, seen, size = hashlib.sha256(), set(), 0
     train, evaluation = folder / f"{name}-train.jsonl", folder / f"{name}-eval.jsonl"
     with open(train, "w", encoding="utf-8") as training, open(evaluation, "w", encoding="utf-8") as held_out:
-        for document in documents:
-            data = document.encode()
+        for row in rows:
+            data = "\n\n".join(row.values()).encode()
             digest = hashlib.sha256(data).digest()
             if digest in seen:
                 continue
             seen.add(digest)
             target = held_out if int.from_bytes(digest[:4]) % HELD_OUT == 0 else training
-            target.write(json.dumps({"text": document}) + "\n")
+            target.write(json.dumps(row) + "\n")
             domain.update(data)
             size += len(data)
             if size >= limit_bytes:
@@ -81,7 +85,7 @@ def _package_files() -> list[Path]:
     return _shuffled((path, path.relative_to(root.parent)) for root in roots for path in root.rglob("*.py"))
 
 
-def _library_files() -> list[Path]:
+def library_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = ((path, path.relative_to(root)) for path in root.rglob("*.py"))
     return _shuffled((path, name) for path, name in files if not NOT_CODE & set(name.parts))
@@ -92,7 +96,7 @@ def _shuffled(files: Iterable[tuple[Path, Path]]) -> list[Path]:
     return [path for path, _ in sorted(files, key=lambda each: hashlib.sha256(each[1].as_posix().encode()).digest())]
 
 
-def _docstrings(files: Iterable[Path]) -> Iterator[str]:
+def docstrings(files: Iterable[Path]) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in files:
         source = path.read_text(encoding="utf-8", errors="ignore")

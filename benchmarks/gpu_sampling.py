@@ -106,8 +106,8 @@ def _calls() -> dict[str, Any]:
 
 TABLE = Table(
     title="Sampling GPUs",
-    how=f"CPU time of a sample of all GPUs and the host, as a run takes one a second, and of one with health, as every"
-    f" half minute; limit {LIMIT_PERCENT:g} % of a core.",
+    how="CPU time of a sample of all GPUs and the host, as a run takes one a second, and of one with health, as every"
+    f" half minute; limit {LIMIT_PERCENT:g} % of a core. Rows of a fake driver are our own code without the driver's.",
     columns=(
         Column("driver", "driver"),
         Column("us per sample", "sample_us"),

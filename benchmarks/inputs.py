@@ -214,6 +214,21 @@ SHAPES |= {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 }
+SHAPES |= {
+    "3b": {
+        "vocab_size": LLAMA_3_VOCABULARY,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": SHAPES["qwen3-4b"]
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-8b": SHAPES["qwen3-4b"] | {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False},
+}
 SHAPES["8b/4"] = SHAPES["8b"] | {"num_hidden_layers": 8}
 SHAPES["8b-long"] = SHAPES["8b"] | {"max_position_embeddings": 1_048_576}
 """Tiny ones for tests, Llama-3.2-1B, Llama-3.1-8B, the latter with a quarter of its layers or with more positions, and

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from inputs import FAMILY, SHAPES
+from suites.h200_planner import NOT_COMPARED, RANDOM_NAMES
 from suites.run_case import cli_settings
 from table import markdown_table
 
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.planner.candidates import ALLOCATOR_SHARE, CONTEXT_BYTES
 from pantheraml.planner.choose import choose
 from pantheraml.planner.memory import predict_memory, why_not_predicted
 from pantheraml.planner.memory.head import chunk_rows
@@ -26,7 +28,7 @@ from pantheraml.specs.config_file import validate
 from pantheraml.specs.plan import GPU, DeviceSpec
 from pantheraml.specs.prediction import MemoryPrediction
 
-SUITES = ("h200", "h200-families")
+SUITES = ("h200", "h200-families", "h200-planner")
 BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
 GIB = 2**30
 
@@ -82,6 +84,11 @@ class Measured:
     date: str
     commit: str
     loop: Literal["pantheraml", "SFTTrainer"]
+    reserved_gib: float | None = None
+    device_gib: float | None = None
+    """By the driver, of all processes."""
+    probe_gib: float | None = None
+    """Allocated at most in the first two steps."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,9 @@ def _of_suite(record: Mapping[str, Any]) -> Iterator[Measured]:
         if loop == "SFTTrainer" and row["method"] == "full":  # trl_run.py: weights in bf16, torch's AdamW over them
             settings |= {"train.weights": "bf16", "train.optimizer": "adamw_bf16", "train.compile": "off"}
         model = str(row["model"]).removesuffix("-quantised").removesuffix("-quantized")
-        yield Measured(row["case"], model, settings, row["peak_gib"], str(row["date"]), str(row["commit"])[:7], loop)
+        more = [row.get(name) for name in ("reserved_gib", "device_gib", "probe_gib")]
+        stamp = str(row["date"]), str(row["commit"])[:7]
+        yield Measured(row["case"], model, settings, row["peak_gib"], *stamp, loop, *more)
 
 
 def _of_ablation(record: Mapping[str, Any]) -> Iterator[Measured]:
@@ -182,13 +191,18 @@ class Compared:
         return self.run.case in DEVELOPED_ON
 
 
-def compare(run: Measured) -> Compared:
+def setting_planned(settings: Mapping[str, object]) -> Setting:
+    """What `pantheraml plan` chooses on one H200 for a run with these settings."""
     sections: dict[str, dict[str, object]] = {"model": {"path": "model"}, "data": {"path": "data.jsonl"}}
-    for key, value in run.settings.items():
+    for key, value in settings.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     config = validate(sections)
-    setting = setting_of(config, choose(config, H200))
+    return setting_of(config, choose(config, H200))
+
+
+def compare(run: Measured) -> Compared:
+    setting = setting_planned(run.settings)
     then = _code_then(run, setting)
     try:
         shapes = model_shapes(run.model)
@@ -219,7 +233,8 @@ HEAD = ("case", "setting", "measured GiB", "predicted GiB", "error", "peak at", 
 
 def section(records: Sequence[Mapping[str, Any]]) -> str:
     """The text between the markers."""
-    found = [compare(run) for run in measured_runs(records)]
+    runs = [compare(run) for run in measured_runs(records)]
+    found = [each for each in runs if each.run.case not in NOT_COMPARED]
     ours, others = ([each for each in found if each.run.loop == loop] for loop in ("pantheraml", "SFTTrainer"))
     parts = [
         *_table("`pantheraml train`", ours),
@@ -230,7 +245,43 @@ def section(records: Sequence[Mapping[str, Any]]) -> str:
             others,
         ),
     ]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_more_memory([each for each in runs if each.run.loop == "pantheraml"])])
+
+
+MORE_HEAD = ("case", "allocated", "after two steps", "reserved", "/ allocated", "driver", "- reserved")
+
+
+def _more_memory(rows: Sequence[Compared]) -> list[str]:
+    """What was allocated in the first two steps, what the allocator held, and what the driver counted."""
+    rows = sorted((each for each in rows if each.run.reserved_gib is not None), key=lambda each: each.run.case)
+    if not rows:
+        return []
+    cells = []
+    for run in (each.run for each in rows):
+        assert run.reserved_gib is not None
+        rest = None if run.device_gib is None else run.device_gib - run.reserved_gib
+        ratio = run.reserved_gib / run.peak_gib
+        figures = [run.peak_gib, run.probe_gib, run.reserved_gib, ratio, run.device_gib, rest]
+        cells.append([run.case, *("-" if value is None else f"{value:.2f}" for value in figures)])
+    known = [each for each in rows if each.error is not None and each.run.case not in NOT_COMPARED]
+    errors = {
+        "Reserved, taken as the predicted allocated peak": [
+            ALLOCATOR_SHARE * (each.error + 1) * each.run.peak_gib / each.run.reserved_gib - 1
+            for each in known
+            if each.error is not None and each.run.reserved_gib
+        ],
+        "Allocated, corrected by the first two steps": [
+            each.run.probe_gib / each.run.peak_gib - 1 for each in rows if each.run.probe_gib is not None
+        ],
+    }
+    told = [
+        f"{name}{f' x {ALLOCATOR_SHARE:g}' if 'predicted' in name else ''}: median error"
+        f" {statistics.median(map(abs, found)):.2%}, worst {max(map(abs, found)):.2%}."
+        for name, found in errors.items()
+        if found
+    ]
+    head = f"**Beyond the allocated peak**, in GiB. Plans add {CONTEXT_BYTES / GIB:.2f} GiB for CUDA. {' '.join(told)}"
+    return ["", head, "", *markdown_table(MORE_HEAD, cells)]
 
 
 def _table(title: str, rows: Sequence[Compared]) -> list[str]:
@@ -252,7 +303,8 @@ def _cells(row: Compared) -> list[str]:
     predicted = "-" if row.predicted_gib is None else f"{row.predicted_gib:.2f}"
     error = "-" if row.error is None else f"{row.error:+.2%}"
     code = f"{run.date[:10]} `{run.commit}`" + (f" ({row.code.note})" if row.code.note else "")
-    used = "-" if row.predicted_gib is None else "development" if row.developed else "test"
+    kind = "drawn at random" if run.case in RANDOM_NAMES else "development" if row.developed else "test"
+    used = "-" if row.predicted_gib is None else kind
     where = row.instant if row.instant is not None else f"not predicted: {row.reason}"
     return [run.case, _words(run.model, setting), f"{run.peak_gib:.2f}", predicted, error, str(where), code, used]
 

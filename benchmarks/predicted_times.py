@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import planner_page
 import predicted_scaling
 from inputs import FAMILY, SHAPES
+from suites.h200_planner import NOT_COMPARED
+from suites.run_case import cli_settings
 
 from pantheraml.planner.known_rates import H200
 from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
@@ -54,40 +57,23 @@ def time_rows() -> list[TimeRow]:
         for row in json.loads(path.read_text())["results"]:
             if row["system"] == "pantheraml" and row["status"] == "measured" and _is_training(row):
                 case = _renamed(row["case"])
-                found[case] = (_renamed(row["model"]), _setting(row), row["tokens_per_second"])
+                found[case] = (
+                    _renamed(row["model"]),
+                    planner_page.setting_planned(cli_settings(row)),
+                    row["tokens_per_second"],
+                )
     return [_row(case, *values) for case, values in found.items()]
 
 
 def _is_training(row: Mapping[str, Any]) -> bool:
-    """Preference and online training add passes that the planner does not plan."""
-    return row["path"] == "cli" and row.get("trainer") in (None, "sft")
+    """Preference and online training add passes that the planner does not plan, uneven rows leave some of them out."""
+    return row["path"] == "cli" and row.get("trainer") in (None, "sft") and row["case"] not in NOT_COMPARED
 
 
 def _renamed(name: str) -> str:
     for old, new in RENAMED.items():
         name = name.replace(old, new)
     return name
-
-
-def _setting(row: Mapping[str, Any]) -> Setting:
-    """What `pantheraml plan` chooses for such a case, on one H200."""
-    full, precision, checkpointing = row["method"] == "full", row["precision"], row["checkpointing"]
-    offload = checkpointing == "offload"
-    fused = not full or precision == "fp8" or offload
-    options = row["settings"]
-    return Setting(
-        method="full" if full else "lora",
-        trained_weights=options.get("train.weights", "fp32"),
-        optimizer=options.get("train.optimizer", "adamw"),
-        frozen_weights=precision if not full and precision in ("fp8", "nf4") else None,
-        fp8_matmuls=full and precision == "fp8",
-        fused=fused,
-        compile=not fused,
-        cuda_graph=not offload,
-        activation_checkpointing=checkpointing,
-        micro_batch=row["batch"],
-        seq_len=row["seq"],
-    )
 
 
 def _ablations() -> Iterator[tuple[str, tuple[str, Setting, float]]]:

@@ -37,6 +37,7 @@ HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
     *(
         "ablation_pieces",
+        "accuracy_models",
         "corpus",
         "readme_table",
         "inputs",

@@ -30,6 +30,7 @@ MODULES = {
 NO_BODIES = "signatures get bodies"
 FILLED_IN = "`...` is filled in"
 WITH_ADAPTERS = "`...` is filled in, with adapters, since 4-bit weights are frozen"
+NOT_NEEDED = "Unsloth, torchvision, torchaudio and CUDA 11.8 are not needed"
 SHORT = "a short run"
 EDITS: dict[str, list[tuple[str, str, str]]] = {
     "S0:121": [(r"SFTConfig\(\.\.\.\),", "SFTConfig(**settings), peft_config=adapter,", WITH_ADAPTERS)],
@@ -53,6 +54,10 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         (r'(?s)torchrun --nproc_per_node=2 -c ".*?"\n', "pantheraml verify --nproc 2\n", "`torchrun` has no `-c`"),
     ],
     "S2:243": [(r"Trainer\(\.\.\.\)", "Trainer(**arguments)", FILLED_IN)],
+    "S3:15": [
+        (r'pip install "unsloth.*\n', "", NOT_NEEDED),
+        (r" torchvision torchaudio --index-url \S+", "", NOT_NEEDED),
+    ],
     "S3:45": [(r"# \.\.\. other training parameters", "**others", WITH_ADAPTERS)],
     "S3:74": [
         (

@@ -38,6 +38,9 @@ FIELDS = (
     "cache",
     "tokens_per_second",
     "peak_gib",
+    "reserved_gib",
+    "device_gib",
+    "probe_gib",
     "seconds_to_first_step",
     "loss_first",
     "loss_last",
@@ -47,7 +50,8 @@ FIELDS = (
     "commit",
 )
 """Fields of a result row; those not measured are None. `seconds` counts from the case's turn to its end, without its
-preparation."""
+preparation. Of memory, `peak` is what torch allocated, `reserved` what its allocator held, `device` what the driver
+counted as used by all processes, `probe` what was allocated at most in the first two steps."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class Case:
     """LoRA on attention and on stacked experts, and on no other layers."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Additional `--set` options (command line only)."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Additional environment variables."""
 
     @property
     def shape(self) -> str:

@@ -31,6 +31,13 @@ COLUMNS = (
     Column("reason", "reason"),
 )
 
+MEMORY_COLUMNS = (
+    Column("reserved", "reserved_gib", lambda value: f"{value:.2f} GiB"),
+    Column("used, by the driver", "device_gib", lambda value: f"{value:.2f} GiB"),
+    Column("after two steps", "probe_gib", lambda value: f"{value:.2f} GiB"),
+)
+"""Of our own runs: what the allocator held, what the driver counted, the allocated peak of the first two steps."""
+
 
 HEADS = (
     *("setting", "our case", "tokens/s", "fastest peer", "ratio", "target"),

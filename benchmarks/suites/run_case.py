@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.base.event_stream import read_events
-from pantheraml.base.events import TrainStep
+from pantheraml.base.events import HardwareSampled, MemoryMeasured, TrainStep
 from suites.case import Case
 from suites.process import Process, last_line
 from suites.workshop import ModelCreationError, SuiteFolder
@@ -139,8 +139,9 @@ def cli_settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trl_command(case: Case, model: Path, data: Path, output: Path) -> list[str]:
+    settings = {"settings": dict(case.settings), "environment": dict(case.environment)}
     job = {
-        "case": {**dataclasses.asdict(case), "settings": dict(case.settings)},
+        "case": {**dataclasses.asdict(case), **settings},
         "model": str(model),
         "data": str(data),
         "started": time.time(),
@@ -154,14 +155,24 @@ def trl_command(case: Case, model: Path, data: Path, output: Path) -> list[str]:
 def read_run(folder: Path, began: float) -> dict[str, Any]:
     """Read the measurements of our own run from `run.json` and the events."""
     summary = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    first = next(event.time for event in read_events(folder) if isinstance(event, TrainStep))
+    events = list(read_events(folder))
+    first = next(event.time for event in events if isinstance(event, TrainStep))
+    used = [size for event in events if isinstance(event, HardwareSampled) for size in event.memory_bytes[:1]]
+    probed = [event.allocated_bytes for event in events if isinstance(event, MemoryMeasured)]
     return {
         "tokens_per_second": summary["tokens_per_second"],
         "peak_gib": summary["peak_memory_bytes"] / 2**30,
+        "reserved_gib": _gib(summary["reserved_memory_bytes"]),
+        "device_gib": _gib(max((size for size in used if size is not None), default=None)),
+        "probe_gib": _gib(max(probed, default=None)),
         "seconds_to_first_step": first - began,
         "loss_first": summary["first_loss"],
         "loss_last": summary["final_loss"],
     }
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / 2**30
 
 
 def read_result(path: Path) -> dict[str, Any]:

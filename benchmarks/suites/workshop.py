@@ -127,7 +127,8 @@ class SuiteFolder:
 
     def environment(self, case: Case) -> dict[str, str]:
         more = [(self.peers, case.path == "trl"), (self.extras, case.system == "pantheraml")]
-        return self._environment(case.system, [str(folder) for folder, sees in more if folder is not None and sees])
+        packages = [str(folder) for folder, sees in more if folder is not None and sees]
+        return self._environment(case.system, packages) | case.environment
 
     def _has(self, package: str) -> bool:
         paths = [] if self.peers is None else [str(self.peers)]

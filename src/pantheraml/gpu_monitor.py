@@ -6,7 +6,7 @@
         train()
     print(usage.gpus[0].utilization_percent)
 
-Values that the driver does not tell are None. Nothing here imports torch or uses a GPU.
+Values that the driver does not report are None. Nothing here imports torch or uses a GPU.
 """
 
 from __future__ import annotations
@@ -105,21 +105,21 @@ class GPUUsage:
 
 @dataclass
 class Usage:
-    """What a block of code used; filled when it ends."""
+    """Usage during a block of code; filled when the block ends."""
 
     name: str = ""
     seconds: float = 0.0
     cpu_percent: float | None = None
-    """Of all cores of the host, mean; None for a block of less than two samples."""
+    """Mean CPU use of all cores of the host; None for a block of less than two samples."""
     gpus: dict[int, GPUUsage] = field(default_factory=dict)
-    """By index."""
+    """Usage by GPU index."""
 
 
 @contextlib.contextmanager
 def gpu_monitoring_context(gpu_ids: Sequence[int] | None = None) -> Iterator[Usage]:
     """Sample GPUs once a second while the block runs, and log how busy they were; None: all visible ones.
 
-    GPUs that are not there are named in a warning.
+    A warning names GPUs that do not exist.
     """
     with _measured("GPU monitoring", gpu_ids) as usage:
         yield usage
@@ -210,7 +210,7 @@ def _line(usage: dict[str, Any]) -> str:
         _part("", usage["temperature"], "°C"),
         _part("", usage["power"], "W"),
     )
-    return ", ".join(part for part in parts if part) or "the driver tells nothing"
+    return ", ".join(part for part in parts if part) or "the driver reports nothing"
 
 
 def _part(name: str, value: float | None, unit: str) -> str:

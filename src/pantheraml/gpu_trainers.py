@@ -53,7 +53,7 @@ __all__ = ["DataParallelTrainer", "DistributedDataParallelTrainer"]
 logger = log.get(__name__)
 
 LEARNING_RATE = 5e-5
-"""Of the default optimizer, AdamW."""
+"""Learning rate of the default optimizer, AdamW."""
 
 
 class _Trainer(ABC):
@@ -394,7 +394,7 @@ _ADAMW = {"class": AdamW, "kwargs": {"lr": LEARNING_RATE}}
 
 
 def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """The current GPU is one of each thread."""
+    """Make `device` current in this thread: each thread has a current GPU of its own."""
     cuda = device is not None and device.type == "cuda"
     return torch.cuda.device(device) if cuda else contextlib.nullcontext()
 
@@ -413,7 +413,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _read(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Read and compare all, so that nothing is half loaded. Nothing in the file is executed."""
+    """Read and check everything first, so that nothing is half loaded. Nothing in the file is executed."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as err:
@@ -422,8 +422,11 @@ def _read(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         raise CheckpointError(f"{path.name} cannot be read as a checkpoint.", where=str(path)) from err
     if not isinstance(state, dict) or set(state) != {"epoch", "model", "optimizer"}:
         raise CheckpointError(f"{path.name} is not a checkpoint of this trainer.", where=str(path))
-    shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
-    groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    try:
+        shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
+        groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    except (AttributeError, KeyError, TypeError) as err:
+        raise CheckpointError(f"{path.name} is not a checkpoint of this trainer.", where=str(path)) from err
     if shapes != {name: tuple(value.shape) for name, value in model.state_dict().items()} or groups != [
         len(group["params"]) for group in optimizer.param_groups
     ]:

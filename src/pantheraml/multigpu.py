@@ -80,7 +80,7 @@ def enable_multi_gpu(
 
 
 def disable_multi_gpu() -> None:
-    """Undo `enable_multi_gpu` for trainers that are created from here on; ranks that were started go on as ranks."""
+    """Undo `enable_multi_gpu` for trainers that are created from here on; ranks that were started remain ranks."""
     multi_gpu.revert()
 
 

@@ -1,4 +1,4 @@
-"""Debian's Chromium on pages of real services. Skipped, with a line that says so, where there is none.
+"""Debian's Chromium on pages of real services. Skipped, with a line that says so, where there is none (in CI: failed).
 
 A page that logs an error or an uncaught exception fails its test. Screenshots go to the folder that the environment
 variable PANTHERAML_SCREENSHOTS names, if it is set.
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests import toy
+from tests import promises, toy
 from tests.service.conftest import Server, jsonl, models, own_server, wait_for  # noqa: F401 - fixtures
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -38,8 +38,8 @@ EXPECTED = ("net::ERR_", "the server responded with a status of 4")
 """What Chromium itself says of a lost connection or a refusal, which the page shows in its own words."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if CHROMIUM is None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if CHROMIUM is None and not config.getoption(promises.OPTION):
         missing = pytest.mark.skip(reason="no Chromium is installed (Debian: apt-get install chromium)")
         for item in items:
             if HERE in item.path.parents and "playwright" in getattr(item, "fixturenames", ()):
@@ -106,6 +106,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 @pytest.fixture(scope="module")
 def playwright() -> Iterator[Any]:
     """Per module: its event loop would disturb tests of other modules in this process."""
+    assert CHROMIUM is not None, "no Chromium is installed, which CI requires (.ci/packages)"
     with playwright_api.sync_playwright() as started:
         yield started
 
@@ -194,7 +195,19 @@ def keys_command(data: Path, *arguments: str) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
 
 
+def accessible(page: Any, view: str) -> None:
+    """axe-core finds nothing against WCAG A and AA; in the dark, nothing about colors."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    for scheme, chosen in {"light": rules, "dark": ["color-contrast"]}.items():
+        page.emulate_media(color_scheme=scheme)
+        results = Axe().run(page, options={"runOnly": chosen})
+        assert results.violations_count == 0, f"{view}, {scheme}: {results.generate_report()}"
+
+
 def shoot(page: Any, name: str) -> None:
     folder = os.environ.get("PANTHERAML_SCREENSHOTS")
     if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"{name}.png").write_bytes(page.screenshot(full_page=True))  # by a path, a thread would stay

@@ -1,14 +1,18 @@
-"""What people do on the page besides watching: start jobs, compare them, try models, find things."""
+"""Actions on the page: start jobs, compare them, try models, find things."""
 
 from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pantheraml.data import row_formats
 from tests import toy
 from tests.browser.conftest import shoot, start_job
 from tests.service.conftest import Server, wait_for, wait_until
@@ -18,10 +22,6 @@ pytestmark = pytest.mark.extended
 HTML = '<img src=x onerror="window.hacked=1"><b>bold</b>'
 
 
-def hold(server: Server, **options: Any) -> str:
-    return start_job(server, hold=True, **options)
-
-
 def test_a_job_is_put_together_and_started(service: Server, page: Any, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": 3, "completion": "4"}\n{"prompt": "x"\n')
@@ -29,6 +29,9 @@ def test_a_job_is_put_together_and_started(service: Server, page: Any, tmp_path:
     page.get_by_role("link", name="New job").last.click()
     page.get_by_text("Choose a model and training data, and the plan appears here").wait_for()
     assert page.get_by_role("button", name="Start the job").is_disabled()
+    page.get_by_text("What a line looks like").click()
+    lines = page.get_by_label("A line of each kind").text_content().splitlines()
+    assert [row_formats.detect(json.loads(line)) for line in lines] == list(row_formats.COLUMNS), "true examples"
 
     page.set_input_files("#upload", wrong)
     page.get_by_text("wrong.jsonl was not taken: 2 rows cannot be used.").wait_for()
@@ -66,8 +69,21 @@ def test_a_job_is_put_together_and_started(service: Server, page: Any, tmp_path:
     page.get_by_role("button", name="Start the job").click()
     page.locator("[data-state]", has_text="succeeded").wait_for()
     assert page.get_by_role("heading", name="by-hand").is_visible()
+    _before_and_after(page, row)
     _duplicate(service, page)
     _try(page)
+
+
+def _before_and_after(page: Any, row: dict[str, Any]) -> None:
+    page.get_by_role("tab", name="Before and after").click()
+    page.get_by_role("button", name="Show before and after").click()
+    card = page.get_by_role("article", name="Line 1", exact=True)
+    card.get_by_text(row["prompt"], exact=True).wait_for()
+    assert card.locator(".answers .said").count() == 3
+    assert card.locator(".answers .said").last.text_content() == row["completion"]
+    page.get_by_text("the training data, which the model has seen").wait_for()
+    shoot(page, "job-samples")
+    page.get_by_role("tab", name="Charts").click()
 
 
 def _duplicate(service: Server, page: Any) -> None:
@@ -92,7 +108,7 @@ def _try(page: Any) -> None:
     page.get_by_role("link", name="Try it").click()
     page.get_by_role("heading", name="Playground").wait_for()
     page.get_by_label("Most tokens of an answer").fill("8")
-    page.get_by_label("Message").fill("1+1=")
+    page.get_by_label("Message", exact=True).fill("1+1=")
     page.get_by_role("button", name="Send").click()
     for side in ("Base", "Fine-tuned"):
         page.get_by_role("region", name=side, exact=True).get_by_text(re.compile(r"\d+ tokens? ·")).wait_for()
@@ -109,6 +125,8 @@ def test_queue_history_and_comparison(service: Server, page: Any) -> None:
     queue = page.locator("table", has=page.get_by_text("Queue", exact=True)).locator("tbody tr")
     wait_until(lambda: [row.split("local")[0] for row in queue.all_text_contents()] == ["1one", "2two"])
     page.get_by_text("needs 1 of 2 devices; 0 free", exact=True).wait_for()
+    used = page.locator("table", has=page.get_by_text("Usage by user", exact=True)).locator("tbody tr")
+    wait_until(lambda: [row.startswith("local") for row in used.all_text_contents()] == [True])
     page.get_by_role("button", name=f"Move up {two}").click()
     wait_until(lambda: [row.split("local")[0] for row in queue.all_text_contents()] == ["1two", "2one"])
     shoot(page, "jobs")
@@ -161,3 +179,39 @@ def test_html_of_jobs_files_logs_and_models_is_text(service: Server, page: Any, 
     assert HTML in "".join(page.locator("article .tokens").first.locator("span").all_text_contents())
     assert page.evaluate("() => window.hacked ?? null") is None
     assert page.locator("main img").count() == 0
+
+
+class _Writer(BaseHTTPRequestHandler):
+    """An inference server whose model writes HTML."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for piece in (HTML[:9], HTML[9:], f"</div><script>window.hacked=1</script>{HTML}"):
+            chunk = {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Silent."""
+
+
+def test_html_that_a_model_writes_is_text(own_server: Callable[..., Server], page: Any) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Writer) as upstream:
+        thread = threading.Thread(target=upstream.serve_forever)
+        thread.start()
+        try:
+            server = own_server("--cpu-slots", "1", "--inference-url", f"http://127.0.0.1:{upstream.server_port}/v1")
+            page.goto(f"{server.url}/#/playground")
+            page.get_by_label("Message", exact=True).fill(HTML)
+            page.get_by_role("button", name="Send").click()
+            answer = page.get_by_role("region", name="Base", exact=True).locator(".answer")
+            answer.get_by_text("window.hacked=1</script>").wait_for()
+            assert answer.text_content() == f"{HTML}</div><script>window.hacked=1</script>{HTML}"
+            assert answer.locator("*").count() == 0
+            assert page.evaluate("() => window.hacked ?? null") is None
+        finally:
+            upstream.shutdown()
+            thread.join()

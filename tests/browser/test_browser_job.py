@@ -73,6 +73,15 @@ def test_a_job_is_watched_live_over_a_lost_connection(service: Server, proxied: 
     assert loss.get_by_role("table").count() == 2, "the smoothed line and the evaluation"
     page.locator("#axis").select_option("epoch")
     wait_until(lambda: max(drawn(page, "Gradient norm")[0]["x"]) == pytest.approx(60))
+    page.locator("#axis").select_option("tokens")
+    with service.client() as client:
+        tokens = client.fine_tuning.jobs.retrieve(job).trained_tokens
+    wait_until(lambda: max(drawn(page, "Gradient norm")[0]["x"]) == tokens)
+    page.locator("#smoothing").select_option("0")
+    page.get_by_label("Log scale of loss and norm").check()
+    wait_until(lambda: [line["name"] for line in drawn(page, "Loss")] == ["training", "evaluation"])
+    scale = "() => document.querySelector('section[aria-label=\"Loss\"] .plot').layout.yaxis.type"
+    wait_until(lambda: page.evaluate(scale) == "log")
     _look_through_the_tabs(page, job)
 
 

@@ -21,13 +21,24 @@ from pantheraml.devices.fake_nvml import FakeNvml
 from pantheraml.planner.known_models import known_config
 from pantheraml.service import Settings, create_app
 from tests import toy
-from tests.browser.conftest import shoot, start_job
+from tests.browser.conftest import accessible, shoot, start_job
+from tests.browser.test_browser_job import drawn
 from tests.service.conftest import Server, wait_until
 
 STEPS = 100_000
 NEW_STEPS = 2_000
-MEDIAN_FRAME_MS = 50.0
-LONGEST_FRAME_MS = 1500.0
+MEDIAN_FRAME_MS = 34.0
+"""Two frames of a screen with 60 Hz."""
+MOST_FRAMES_MS = 150.0
+"""95 of 100; docs/dashboard.md has what was measured. Other tests use the cores as well."""
+LONGEST_FRAME_MS = 1000.0
+NO_SHIFT = 0.01
+SHIFT = """() => new Promise(resolve => {
+  let sum = 0;
+  new PerformanceObserver(list => { for (const entry of list.getEntries()) sum += entry.value; })
+    .observe({ type: "layout-shift", buffered: true });
+  setTimeout(() => resolve(sum), 200);
+})"""
 
 FRAMES = """() => {
   window.frames_ms = [];
@@ -35,7 +46,8 @@ FRAMES = """() => {
   const tick = now => { window.frames_ms.push(now - last); last = now; requestAnimationFrame(tick); };
   requestAnimationFrame(tick);
 }"""
-TABS = ("charts", "devices", "plan", "events", "log", "files", "config")
+MEMORY = "Memory per process, GiB"
+TABS = ("charts", "samples", "devices", "plan", "events", "log", "files", "config")
 
 
 def add_events(server: Server, job: str, events: list[tuple[str, str, str, int | None, dict[str, Any]]]) -> None:
@@ -74,7 +86,10 @@ def long_job(service: Server) -> str:
     started = {"first_step": 1, "total_steps": STEPS + NEW_STEPS, "world_size": 1, "global_batch_size": 4}
     add_events(service, job, [("info", "train.started", "Training", None, started), *steps_of_a_run(1, STEPS)])
     verdict = {"step": 61_803, "action": "skip", "cause": "spike", "tensor": "model.layers.3.mlp", "ranks": [1]}
-    add_events(service, job, [("warn", "verdict", "Step 61803: skip (spike)", 61_803, verdict)])
+    add_events(service, job, [("warn", "verdict", "Step 61803 skipped: spike", 61_803, verdict)])
+    with contextlib.closing(sqlite3.connect(service.data / "service.db", timeout=60)) as database, database:
+        predicted = "UPDATE jobs SET plan = json_set(plan, '$.predicted_memory_bytes', ?) WHERE id = ?"
+        database.execute(predicted, (10 << 30, job))  # CPU runs have no prediction
     return job
 
 
@@ -102,10 +117,15 @@ def test_a_hundred_thousand_points_without_lag(service: Server, page: Any, long_
     wait_until(lambda: page.evaluate(last))
     arriving = page.evaluate("() => window.frames_ms.splice(0)")
     for what, frames in (("scrolling", scrolling), ("2,000 new points", arriving)):
-        median, longest = statistics.median(frames), max(frames)
-        print(f"{what}: {len(frames)} frames, median {median:.0f} ms, longest {longest:.0f} ms")
+        median, most, longest = statistics.median(frames), statistics.quantiles(frames, n=20)[-1], max(frames)
+        print(f"{what}: {len(frames)} frames, median {median:.0f}, 95 % {most:.0f}, longest {longest:.0f} ms")
         assert median <= MEDIAN_FRAME_MS
+        assert most <= MOST_FRAMES_MS
         assert longest <= LONGEST_FRAME_MS
+    (mark,) = [line for line in drawn(page, "Gradient norm") if line["name"] == "verdict of the guard"]
+    assert mark["x"] == [61_803]
+    page.get_by_text("At most 9 GiB; the plan predicted 10 GiB.").wait_for()
+    wait_until(lambda: [line["name"] for line in drawn(page, MEMORY)] == ["measured", "predicted by the plan"])
     norm = page.get_by_role("region", name="Gradient norm", exact=True)
     assert "The guard judged 1 step" in (norm.locator(".sentence").text_content() or "")
     page.get_by_role("tab", name="Events").click()
@@ -115,22 +135,42 @@ def test_a_hundred_thousand_points_without_lag(service: Server, page: Any, long_
 
 @pytest.mark.extended
 def test_every_view_is_accessible(service: Server, page: Any, long_job: str) -> None:
-    """axe-core finds nothing against WCAG A and AA; in the dark, nothing about colors."""
-    from axe_playwright_python.sync_playwright import Axe
-
-    rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
-    looks = {"light": {"runOnly": rules}, "dark": {"runOnly": ["color-contrast"]}}
-    views = ["", "new", "jobs", "playground", f"new?from={long_job}", f"compare?jobs={long_job}"]
+    views = ["", "new", "jobs", "playground", f"new?from={long_job}", "compare", f"compare?jobs={long_job}"]
+    views += ["nowhere", "job/ftjob-none"]
     for view in [*views, *(f"job/{long_job}?tab={tab}" for tab in TABS)]:
         page.goto("about:blank")
         page.goto(f"{service.url}/#/{view}")
         page.locator("h1").wait_for()
-        if view.startswith("job/"):
+        if view.startswith(f"job/{long_job}"):
             page.locator("[role=tabpanel] > *").first.wait_for()
-        for scheme, options in looks.items():
-            page.emulate_media(color_scheme=scheme)
-            results = Axe().run(page, options=options)
-            assert results.violations_count == 0, f"{view}, {scheme}: {results.generate_report()}"
+        accessible(page, view)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_moves_while_a_view_loads(
+    service: Server, new_page: Callable[..., Any], long_job: str, width: int
+) -> None:
+    """Cumulative layout shift of the first seconds, as browsers measure it; 0.1 counts as good."""
+    page = new_page(viewport={"width": width, "height": 844})
+    for view in (
+        "",
+        "new",
+        "jobs",
+        "playground",
+        f"job/{long_job}",
+        f"job/{long_job}?tab=plan",
+        f"compare?jobs={long_job}",
+    ):
+        page.goto("about:blank")
+        page.goto(f"{service.url}/#/{view}")
+        page.locator("h1").wait_for()
+        if long_job in view and "plan" not in view:
+            page.locator(".plot.js-plotly-plot").first.wait_for()
+        page.wait_for_timeout(700)
+        moved = page.evaluate(SHIFT)
+        print(f"layout shift of #/{view.replace(long_job, 'ID')} at {width} pixels: {moved:.4f}")
+        assert moved <= NO_SHIFT, view
 
 
 @pytest.mark.extended
@@ -176,12 +216,12 @@ def test_gpus_are_tiles(gpu_service: str, page: Any) -> None:
     page.goto(gpu_service)
     page.get_by_role("heading", name="GPU 1").wait_for()
     good, bad = page.get_by_role("article", name="gpu:0"), page.get_by_role("article", name="gpu:1")
-    good.get_by_text("ok", exact=True).wait_for()
+    good.get_by_text("healthy", exact=True).wait_for()
     good.get_by_text("34 °C").wait_for()
     assert good.get_by_text("NVIDIA H100 80GB HBM3").is_visible()
     assert good.get_by_text("Free").is_visible()
     bad.get_by_text("3 uncorrected ECC error(s)").wait_for()
-    assert bad.get_by_text("fail", exact=True).is_visible()
+    assert bad.get_by_text("not healthy", exact=True).is_visible()
     assert page.get_by_text("0 of 2 GPUs in use").is_visible()
     assert page.get_by_text("1 GPU not healthy").is_visible()
     shoot(page, "overview-gpus")
@@ -195,7 +235,7 @@ def test_the_plan_shows_memory_and_time(gpu_service: str, page: Any, tmp_path: P
     shown = page.locator(".stackbar").get_attribute("aria-label")
     assert shown.startswith("Predicted memory ")
     assert "weights" in shown
-    assert page.get_by_text("not known").count() == 0, "the time is predicted, too"
+    assert page.locator("dl.facts").get_by_text("not predicted").count() == 0, "the time is predicted, too"
     page.get_by_label("Method").select_option("full")
     wait_until(lambda: page.locator(".stackbar").get_attribute("aria-label") != shown)
     page.get_by_text("There is no tokenizer in [models]/llama-3.1-8b").wait_for()

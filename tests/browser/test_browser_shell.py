@@ -1,4 +1,4 @@
-"""The page itself: how fast it is there, who may use it, what it may load."""
+"""The page itself: load time, access, and what it may load."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import keys_command, shoot
-from tests.service.conftest import Server
+from tests import promises, toy
+from tests.browser.conftest import accessible, keys_command, shoot
+from tests.service.conftest import Server, jsonl
 
 DASHBOARD = Path(__file__).parents[2] / "src/pantheraml/service/dashboard"
 TYPESCRIPT = "typescript@7.0.2"
@@ -38,6 +39,7 @@ def test_the_first_paint_comes_at_once_and_nothing_jumps(service: Server, page: 
     page.reload()
     page.get_by_role("heading", name="Devices").wait_for()
     warm = page.evaluate(PAINT)
+    print(f"first paint: {seen['paint']:.0f} ms, again {warm['paint']:.0f} ms; layout shift {seen['shift']:.4f}")
     assert min(seen["paint"], warm["paint"]) <= FIRST_PAINT_MS
     assert seen["shift"] <= NO_SHIFT
     assert page.locator("script[src*=plotly]").count() == 0, "charts are loaded where there are any"
@@ -72,6 +74,7 @@ def test_scripts_of_this_service_alone(service: Server, page: Any, complaints: l
 def test_sign_in_by_key(own_server: Callable[..., Server], new_page: Callable[..., Any], tmp_path: Path) -> None:
     data = tmp_path / "data"
     reading = keys_command(data, "create", "ann", "--scope", "read")
+    submitting = keys_command(data, "create", "ann", "--scope", "submit")
     admin = keys_command(data, "create", "root", "--scope", "admin")
     server = own_server("--cpu-slots", "2", data=data)
     page = new_page()
@@ -79,12 +82,14 @@ def test_sign_in_by_key(own_server: Callable[..., Server], new_page: Callable[..
     page.get_by_label("API key").fill("pml-wrong")
     page.get_by_role("button", name="Sign in").click()
     page.get_by_role("alert").get_by_text("This API key is not known").wait_for()
+    accessible(page, "sign-in")
     shoot(page, "sign-in")
     page.get_by_label("API key").fill(reading["key"])
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Jobs").wait_for()
     assert page.get_by_text("ann", exact=True).is_visible()
     assert page.get_by_role("link", name="New job").count() == 0, "what the key may not do is not offered"
+    _only_look(page, server, submitting["key"])
 
     (cookie,) = page.context.cookies()
     assert (cookie["httpOnly"], cookie["sameSite"], cookie["expires"]) == (True, "Strict", -1)
@@ -104,6 +109,26 @@ def test_sign_in_by_key(own_server: Callable[..., Server], new_page: Callable[..
     page.get_by_role("heading", name="Sign in").wait_for()
 
 
+def _only_look(page: Any, server: Server, submitting: str) -> None:
+    """Nothing on any page that a key with the scope `read` may not do."""
+    with server.client(submitting) as client:
+        file = client.files.create(file=jsonl(toy.arithmetic(8)), purpose="fine-tune").id
+        held = {"pantheraml": {"hold": True}}
+        job = client.fine_tuning.jobs.create(model="tiny", training_file=file, suffix="held", extra_body=held).id
+    page.goto(f"{server.url}/#/job/{job}")
+    page.locator("[data-state]", has_text="paused").wait_for()
+    page.get_by_role("link", name="Compare").last.wait_for()
+    for offer in ("Pause", "Resume", "Cancel", "Duplicate", "Try it"):
+        assert page.locator("main").get_by_text(offer, exact=True).count() == 0, offer
+    for view in ("new", "playground"):  # by its address
+        page.goto(f"{server.url}/#/{view}")
+        page.get_by_text("this page needs one with the scope submit").wait_for()
+        assert page.locator("main button, main input").count() == 0
+    page.goto(f"{server.url}/#/jobs")
+    page.get_by_role("cell", name="held", exact=True).wait_for()
+    assert page.get_by_role("button", name="Move").count() == 0
+
+
 def test_light_dark_and_keyboard(service: Server, new_page: Callable[..., Any]) -> None:
     page = new_page(color_scheme="dark")
     page.goto(service.url)
@@ -111,7 +136,7 @@ def test_light_dark_and_keyboard(service: Server, new_page: Callable[..., Any]) 
     color = "() => getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(color)
     shoot(page, "overview-dark")
-    button = page.get_by_role("button", name="Color theme")
+    button = page.get_by_role("button", name="Theme")
     button.click()
     light = page.evaluate(color)
     assert light != dark
@@ -128,9 +153,10 @@ def test_light_dark_and_keyboard(service: Server, new_page: Callable[..., Any]) 
 
 
 @pytest.mark.extended
-def test_types() -> None:
+def test_types(pytestconfig: pytest.Config) -> None:
     npx = shutil.which("npx")
     if npx is None:
+        assert not pytestconfig.getoption(promises.OPTION), "CI installs npm (.ci/packages)"
         pytest.skip("no npm is installed (Debian: apt-get install npm)")
     command = [npx, "--yes", "--package", TYPESCRIPT, "--", "tsc", "--noEmit", "--project", "tests/browser"]
     done = subprocess.run(command, cwd=DASHBOARD.parents[3], capture_output=True, text=True, timeout=240, check=False)

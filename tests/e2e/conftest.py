@@ -1,4 +1,4 @@
-"""The command line, run as people run it: a process of its own, judged by its output, exit code and files."""
+"""The command line, run as users run it: in its own process, checked by output, exit code and files."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Playground:
         return ["train", *fixed, "--set", "data.seq_len=64", "--set", "train.global_batch_size=4"]
 
     def processes(self) -> list[psutil.Process]:
-        """All that run here, also those whose parent is gone: the place of the cache is in their environment."""
+        """All processes of this playground, including orphans: found by the cache folder in their environment."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -101,20 +101,20 @@ class Playground:
         return found
 
     def wait_for_event(self, run: str, kind: str, count: int = 1) -> None:
-        """Until a run that was started has told of something so many times."""
+        """Wait until a run has written `count` events of this kind."""
         wait_until(lambda: [event["kind"] for event in raw_events(self.root / run)].count(kind) >= count)
 
     def wait_for_steps(self, run: str) -> None:
-        """Until it has taken its first one."""
+        """Wait for the first step."""
         self.wait_for_event(run, "train.step")
 
     def wait_for_checkpoint(self, run: str) -> None:
-        """Until one is whole, though it may not have been told of yet."""
+        """Wait for a complete checkpoint, even if its event is not written yet."""
         wait_until(lambda: list((self.root / run / "checkpoints").glob("step-*/manifest.json")))
 
 
 def result_of(process: subprocess.Popen[str], stdin: str | None = None, *, timeout: float = COMMAND_SECONDS) -> Ended:
-    """A command, once it is over."""
+    """Wait for a command, and return its result."""
     out, err = process.communicate(stdin, timeout=timeout)
     return Ended(process.returncode, out, err)
 
@@ -146,7 +146,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 @pytest.fixture(autouse=True)
 def nobody_left(playground: Playground) -> Iterator[None]:
-    """A test that fails half way does not leave its run behind; one that passes has nobody left to end."""
+    """Kill what a failed test leaves behind; a test that passes leaves nothing."""
     yield
     _, left = psutil.wait_procs(playground.processes(), timeout=60)  # for those on their way out
     leftover = []
@@ -170,7 +170,7 @@ def port() -> Iterator[str]:
 
 @pytest.fixture
 def failing(playground: Playground) -> Callable[..., str]:
-    """Runs a training that must fail with this exit code; gives back what it said, which is never a traceback."""
+    """Run a training that must fail with this exit code; return its message, which is never a traceback."""
 
     def fail(code: int, *arguments: str, output: str = "runs/failing", data: str | None = None) -> str:
         ended = playground.train(output, "--set", "train.max_steps=1", *arguments, data=data)

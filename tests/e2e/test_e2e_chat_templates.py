@@ -27,7 +27,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     toy.write_jsonl(tmp_path / "my-conversations.jsonl", [row] * 8)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    if not torch.cuda.is_available():  # TRL wants to be told
+    if not torch.cuda.is_available():  # TRL requires it
         code = code.replace("max_steps=2", "max_steps=2, use_cpu=True, bf16=False")
     done = subprocess.run(
         [sys.executable, "-c", code + SHOW],

@@ -95,7 +95,7 @@ def test_other_launchers(starter: Starter, own_launch: list[float], launcher: li
 
 
 def as_rank(rank: int, port: str) -> dict[str, str]:
-    """What a person sets who starts ranks by hand."""
+    """Variables that a user sets to start ranks by hand."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port}  # fmt: skip
 

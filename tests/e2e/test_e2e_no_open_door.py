@@ -120,5 +120,7 @@ def test_another_host_finds_no_port_of_a_script(playground: Playground, hosts: l
     assert len(listens) == 3, "a store and two ranks"
     assert all(map(is_loopback, listens)), listens
     assert open_ports(hosts) == "[]"
+    tokens = {process.environ()["PANTHERAML_RUN_TOKEN"] for process in ranks(run.pid)}
+    assert list(map(len, tokens)) == [64], "other users reach loopback, but not what the ranks seal with it"
     run.send_signal(signal.SIGINT)
     assert result_of(run).code == 130

@@ -20,6 +20,7 @@ GRACE_SECONDS = 200
 ENDLESS = ("--set", "train.max_steps=100000", "--set", "train.schedule=constant")
 
 
+@pytest.mark.seed("S0-113")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
 def test_preemption_saves_within_the_grace_period(playground: Playground, number: signal.Signals) -> None:
     run = playground.root / "runs" / number.name

@@ -1,4 +1,4 @@
-"""`pantheraml quantize` as people run it. That what it writes can be trained docs/quickstart.md shows."""
+"""`pantheraml quantize` as users run it. docs/quickstart.md, which is tested, trains on its output."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ def flip(run: Path, step: int) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.seed("S0-112", "S0-113")
 def test_a_run_goes_on_with_another_number_of_processes_and_past_damage(playground: Playground) -> None:
     whole, moved = playground.root / "runs/whole", playground.root / "runs/moved"
     assert playground.train("runs/whole", *SETTINGS, "--set", "train.max_steps=6").code == 0

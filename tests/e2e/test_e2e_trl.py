@@ -333,7 +333,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     toy.write_llama(tmp_path / "my-model", max_position_embeddings=2048)
     toy.write_jsonl(tmp_path / "my-data.jsonl", toy.arithmetic(32))
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trl.md").read_text(), re.DOTALL)
-    if not torch.cuda.is_available():  # TRL wants to be told
+    if not torch.cuda.is_available():  # TRL requires it
         code = code.replace("packing=True", "packing=True, use_cpu=True")
     run_python("-c", code, cwd=tmp_path)
     assert (tmp_path / "my-adapter/adapter_model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""The real driver: what it tells agrees with torch, load is seen, and `memory_fraction` is enforced."""
+"""The real driver: its readings agree with torch, load is seen, and `memory_fraction` is enforced."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Server:
         return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
 
     def processes(self, mark: str = "") -> list[psutil.Process]:
-        """Processes of jobs, whoever their parent is now: the place of the cache is in their environment."""
+        """Processes of jobs, including orphans: found by the cache folder in their environment."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""What the fuzzer is told: a model and a file that exist, so that some of its jobs are accepted; they wait on hold."""
+"""Hooks for the fuzzer: an existing model and file, so that some of its jobs are accepted; they stay on hold."""
 
 from __future__ import annotations
 

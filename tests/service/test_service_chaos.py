@@ -1,4 +1,4 @@
-"""Whatever is killed meanwhile, every job ends right, and none runs twice."""
+"""Chaos: whichever process is killed, every job ends correctly, and none runs twice."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Chaos:
         return found
 
     def kill(self, kind: str, jobs: list[str]) -> bool:
-        """False if there was nobody of this kind."""
+        """False if there was no process of this kind."""
         if kind == "service":
             self._server.kill()
             self._server.start()

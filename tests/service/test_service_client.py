@@ -151,6 +151,25 @@ def test_a_broken_download_goes_on(native: Client, tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_a_planted_piece_of_a_download_is_not_used(native: Client, tmp_path: Path) -> None:
+    """In a folder that others can write to, they know the name of the piece if they know the file."""
+    rows, target, victim = tmp_path / "rows.jsonl", tmp_path / "back.jsonl", tmp_path / "victim"
+    toy.write_jsonl(rows, toy.arithmetic(500))
+    file, whole = native.files.upload(rows), rows.read_bytes()
+    with native.http.stream("GET", f"/v1/files/{file.id}/content") as answer:
+        part = Download(target, answer.headers["etag"]).part
+    victim.write_bytes(b"precious")
+    part.symlink_to(victim)
+    assert native.files.download(file.id, target).read_bytes() == whole
+    assert victim.read_bytes() == b"precious"
+    assert not target.is_symlink()
+    if os.geteuid() == 0:
+        part.write_bytes(b"x" * 100)
+        os.chown(part, 12345, 12345)
+        assert native.files.download(file.id, target).read_bytes() == whole
+        assert target.stat().st_uid == 0
+
+
 def test_the_asynchronous_client(server: Server, data: Path, tmp_path: Path) -> None:
     async def use() -> None:
         async with AsyncClient(server.url, retries=0) as client:

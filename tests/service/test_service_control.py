@@ -101,7 +101,7 @@ def test_a_stubborn_supervisor_is_killed(server: Server, client: OpenAI, trainin
 
 @pytest.mark.extended
 def test_a_job_whose_service_and_processes_are_gone_is_resumed(own_server: Callable[..., Server]) -> None:
-    """As after a reboot: nothing runs, and nobody wrote down how it ended."""
+    """As after a reboot: nothing runs, and no exit was recorded."""
     server = own_server("--cpu-slots", "1")
     client = server.client()
     file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune")

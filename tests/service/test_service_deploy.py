@@ -1,4 +1,4 @@
-"""What `deploy/` holds is well-formed, says what the command line understands, and does what its health check asks."""
+"""Files in `deploy/` are well-formed, use valid commands, and have a working health check."""
 
 from __future__ import annotations
 

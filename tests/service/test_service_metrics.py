@@ -52,7 +52,7 @@ def value(text: str, name: str, **labels: str) -> float:
 
 @pytest.fixture
 def scraped(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a service with two GPUs tells."""
+    """Metrics of a service with two GPUs."""
     driver = FakeNvml("2xH100-80GB")
     driver.gpus[0].utilization = 40
     driver.gpus[1].ecc = (0, 3)
@@ -100,6 +100,7 @@ def expressions() -> Iterator[str]:
     yield from (each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query")
 
 
+@pytest.mark.seed("S4-158")
 def test_rules_and_dashboard_name_what_exists(scraped: str) -> None:
     declared = dict(re.findall(r"^# TYPE (\S+) (\S+)$", scraped, re.MULTILINE))
     known = {name for name in declared if not name.endswith("_created")}
@@ -190,6 +191,10 @@ def test_prometheus_scrapes_a_job(own_server: Callable[..., Server], tmp_path: P
         assert query('up{job="pantheraml"}')["value"][1] == "1"
         rate = wait_until(lambda: query('pantheraml:api_requests:rate5m{route="/metrics"} > 0'), pause=0.5)
         assert float(rate["value"][1]) > 0
+        for expression in {target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())}:
+            query(re.sub(r"\$\w+", ".*", expression))  # an error would be raised
+        loss = 'pantheraml_job_train_loss{instance=~".*"}'
+        assert query(loss)["metric"]["job_id"] == job.id
     client.fine_tuning.jobs.cancel(job.id)
     wait_for(client, job.id, "cancelled")
 

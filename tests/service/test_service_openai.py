@@ -1,4 +1,4 @@
-"""The whole way with the unmodified `openai` client, to trained weights, over a service that is killed meanwhile."""
+"""End to end with the unmodified `openai` client, to trained weights, over a service that is killed on the way."""
 
 from __future__ import annotations
 

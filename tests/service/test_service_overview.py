@@ -1,4 +1,4 @@
-"""The whole at a glance, the order of the queue, and accounts."""
+"""Overview, order of the queue, and accounting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may do what: keys, scopes, users, names of the host, limits, and no word too much in any answer."""
+"""Access control: keys, scopes, users, host names, limits, and no leaks in responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Webhooks: signed so that OpenAI's SDK accepts them, repeated until they arrive, told also after a kill."""
+"""Webhooks: signatures that OpenAI's SDK accepts, retries, and delivery after the service was killed."""
 
 from __future__ import annotations
 

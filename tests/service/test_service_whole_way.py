@@ -1,4 +1,5 @@
-"""From rows to an answer with the unmodified `openai` client, by a service that is killed at every stage."""
+"""From training rows to a chat answer with the unmodified `openai` client, over a service that is killed at every
+stage."""
 
 from __future__ import annotations
 

@@ -195,13 +195,18 @@ def test_checkpoints(tmp_path: Path) -> None:
             model.weight.zero_()
         path.with_name("broken.pt").write_bytes(path.read_bytes()[:-100])
         torch.save({"epoch": 1, "model": {"x": torch.ones(1)}, "optimizer": {"param_groups": []}}, tmp_path / "other")
-        for name, says in (("broken.pt", "cannot be read"), ("other", "of another model")):
+        torch.save({"epoch": 1, "model": {"x": 1}, "optimizer": {}}, tmp_path / "odd")
+        for name, says in (
+            ("broken.pt", "cannot be read"),
+            ("other", "of another model"),
+            ("odd", "not a checkpoint of this trainer"),
+        ):
             with pytest.raises(CheckpointError, match=says):
                 trainer.load_checkpoint(tmp_path / name)
         assert not model.weight.any()
         assert trainer.load_checkpoint(path) == 5
         assert torch.equal(model.weight, trained)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["broken.pt", "checkpoint.pt", "other"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["broken.pt", "checkpoint.pt", "odd", "other"]
 
 
 async def train_as_rank(rank: int, world_size: int, samples: int, batch: int) -> tuple[int, list[float], int]:

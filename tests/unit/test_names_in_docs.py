@@ -1,4 +1,4 @@
-"""Whoever knows a name from the product documents finds it by `grep` in docs/."""
+"""Every name of the product documents is found by `grep` in docs/."""
 
 from __future__ import annotations
 

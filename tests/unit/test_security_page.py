@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pantheraml.base import memory_room, private
 from pantheraml.data import bounds, cache, render
-from pantheraml.models import stream
+from pantheraml.models import adapter_file, stream
 from pantheraml.planner import processes
 from pantheraml.specs import config_file, hf_config
 from pantheraml.specs.train import DataConfig
@@ -40,6 +40,10 @@ def test_bounds_match_the_code() -> None:
             f"other integer {hf_config.OTHERS:,}",
             f"in a list {hf_config.IN_LISTS:,}",
             f"{memory_room.MAX_GROWTH_BYTES >> 30} GiB of memory",
+        ],
+        "`adapter_config.json` of an adapter": [
+            f"{adapter_file.MAX_CONFIG_BYTES >> 20} MiB",
+            f"a rank of {adapter_file.SMALL_RANK} ",
         ],
         "buffers of a model besides its weights (masks, position tables)": [f"{stream.BUFFER_BYTES >> 30} GiB"],
         "an Arrow or Parquet file": [

@@ -324,7 +324,6 @@ def test_invalid_steps_raise() -> None:
         create_training_wrapper(debug_config=PyTorchDebuggingConfig(debug=True))(compiled, loss, loop.optimizer)
 
 
-@pytest.mark.seed("S1-074", partly="the document names no other fields; an unknown one is an error that lists ours")
 @pytest.mark.parametrize(
     ("section", "fields", "message"),
     [
@@ -368,6 +367,24 @@ def test_multi_gpu_settings_are_applied() -> None:
     assert (made.bucket_cap_mb, made.find_unused_parameters, made.static_graph) == (50, True, False)
     config.enable_multi_gpu = False
     assert config.to_multi_gpu_config().mode is MultiGPUMode.NONE
+
+
+@pytest.mark.seed("S1-074")
+def test_multi_gpu_settings_come_beside_the_others() -> None:
+    """A field that has nothing to do with several GPUs means the same, whatever those say."""
+    others = [name for name in PerformanceOptimizationConfig.model_fields if "multi_gpu" not in name]
+    assert others == ["enable_gradient_checkpointing"]
+    for settings in ({}, {"enable_multi_gpu": False}, {"multi_gpu_mode": "none", "multi_gpu_bucket_cap_mb": 50}):
+        calls = []
+        for on in (False, True):
+            config = PerformanceOptimizationConfig(enable_gradient_checkpointing=on, **settings)
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+            wrapped = create_training_wrapper(performance_config=config).wrap_model_for_multi_gpu(model)
+            seen: list[int] = []
+            model[1][0].register_forward_hook(lambda *_, seen=seen: seen.append(1))
+            wrapped(torch.ones(2, 4, requires_grad=True)).sum().backward()
+            calls.append(len(seen))
+        assert calls == [1, 2]
 
 
 SINGLE_PROCESS: dict[str, Any] = {"world_size": 1, "launched": 1, "gpus": 1}

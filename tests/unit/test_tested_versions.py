@@ -65,7 +65,7 @@ def test_series() -> None:
     assert not is_tested(torch, "2.1.0")
 
 
-@pytest.mark.seed("S3-006", "S3-007", "S3-008", "S3-080")
+@pytest.mark.seed("S3-006", "S3-080")
 def test_install_commands() -> None:
     """Both pages say how to install; what the commands of older documents name comes along, or is named."""
     dependencies = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("]")[0]

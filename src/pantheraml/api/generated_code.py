@@ -1,7 +1,7 @@
 """Run functions that a model has written, for rewards in RL: checked imports, few builtins, a time limit.
 
-These keep mistakes of a model from stopping a run. They are no security boundary: code that wants out of Python's
-namespaces gets out, so run what you do not trust in a container.
+These keep mistakes of a model from stopping a run. They are no security boundary: code that means to can escape
+Python's namespaces, so run untrusted code in a container.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _time_limit(seconds: float, name: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if outer:  # a timer of the caller, which has gone on
+        if outer:  # a timer of the caller, which kept running
             signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - started), 1e-3), interval)
 
 

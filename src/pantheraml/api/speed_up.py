@@ -1,4 +1,4 @@
-"""What makes a loaded model fast: fused layers, CUDA graphs, activation checkpointing."""
+"""Optimize a loaded model: fused layers, CUDA graphs, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = log.get(__name__)
 
 
 def prepare_adapted(fast: FastCausalLM, adapted: PeftModel, checkpointing: CheckpointingMode | None = None) -> None:
-    """Make a model fast that has just got its adapters."""
+    """Optimize a model that has just got its adapters."""
     if checkpointing is None:
         checkpointing = cast(CheckpointingMode, fast.requested_checkpointing)
     use_float32_copies(adapted, cast(PreTrainedModel, fast).dtype)

@@ -54,7 +54,7 @@ def _make_trainer(given: dict[str, Any]) -> Any:
         )
     if settings and parts.get("args") is not None:
         raise ConfigError(
-            f"unsloth_train got args= and {next(iter(settings))}=, which belongs into it.", fix="Set it in the args."
+            f"unsloth_train got args= and {next(iter(settings))}=, which belongs in it.", fix="Set it in the args."
         )
     if settings:
         if "max_seq_length" in settings:

@@ -137,7 +137,7 @@ class InstallationError(PantheraError):
 
 
 class ServiceError(PantheraError):
-    """`status`, `code` and `param` are those of the answer; None: there was none, or it did not tell."""
+    """`status`, `code` and `param` of the response; None: no response, or not in it."""
 
     exit_code = 12
 

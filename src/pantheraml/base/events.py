@@ -1,4 +1,4 @@
-"""Typed events: everything that a run, a task and their readers tell each other, one model per kind.
+"""Typed events: all communication between a run or task and its readers, one model per kind.
 
 Workers and the supervisor append events to `events.jsonl` (`event_stream`); progress bar, `run.json`, `report.html` and
 the sinks read them and nothing else. `pantheraml schema --events` prints the JSON schema. Fields may be added without a
@@ -39,7 +39,7 @@ class EventBase(BaseModel):
 
     @property
     def moment(self) -> float:
-        """For time differences between events of one host: somebody may set its date in between."""
+        """Time for differences between events of one host, unaffected by changes of its date."""
         return self.time if self.clock is None else self.clock
 
 
@@ -57,7 +57,7 @@ class RunRestarted(EventBase):
     kind: Literal["run.restarted"] = "run.restarted"
     message: str
     step: int | None
-    """Of the checkpoint they continue from; None: from the beginning."""
+    """Step of the checkpoint they continue from; None: from the beginning."""
     world_size: int
 
 
@@ -93,7 +93,7 @@ class ChoiceMade(EventBase):
 
 
 class GPUIdentity(BaseModel):
-    """None: the driver does not tell."""
+    """None: not reported by the driver."""
 
     index: int
     name: str
@@ -154,12 +154,12 @@ class HardwareSampled(EventBase):
 
 
 class GPUHealthChanged(EventBase):
-    """The first judgement of a GPU, if it is not ok, and each that differs from the one before."""
+    """The first health of a GPU, if it is not ok, and every change."""
 
     kind: Literal["gpu.health"] = "gpu.health"
     index: int
     status: str | None
-    """ok, warn or fail; None: the driver tells nothing."""
+    """ok, warn or fail; None: not reported by the driver."""
     reasons: list[str] = []
 
     @property
@@ -240,19 +240,36 @@ class TrainRanks(EventBase):
     step: int
     tokens: Sequence[float]
     seconds: Sequence[float | None] | None
-    """Without waiting for other ranks; None where that is not measured."""
+    """Excluding waits for other ranks; None if not measured."""
     memory_bytes: Sequence[int | None] | None
 
 
+class MemoryMeasured(EventBase):
+    """Memory of a GPU after the first two steps of a start, beside the plan's; None: not predicted."""
+
+    kind: Literal["memory.measured"] = "memory.measured"
+    step: int
+    allocated_bytes: int
+    """Most that torch allocated, of the rank that uses most."""
+    reserved_bytes: int
+    """Most that torch's allocator held on rank 0's GPU."""
+    device_bytes: int
+    """In use on rank 0's GPU by all processes, as the driver counts."""
+    capacity_bytes: int
+    predicted_bytes: int | None
+    """For `allocated_bytes`."""
+    predicted_device_bytes: int | None
+
+
 class Heartbeat(EventBase):
-    """Written by every rank now and then: it makes progress."""
+    """Written by every rank periodically while it makes progress."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     step: int | None
 
 
 class TrainGroups(EventBase):
-    """grad_norm and weight_norm of each group of parameters (a layer, say), now and then."""
+    """grad_norm and weight_norm of each group of parameters, such as a layer; written periodically."""
 
     kind: Literal["train.groups"] = "train.groups"
     step: int
@@ -273,7 +290,7 @@ class TrainFinished(EventBase):
     concern: str | None = None
     """Why the final loss is suspicious; None if it is not."""
     reserved_bytes: int | None = None
-    """Most that torch held of rank 0's GPU, cached blocks included (max_memory_reserved); None without a GPU."""
+    """Peak memory reserved by torch on rank 0's GPU (max_memory_reserved); None without a GPU."""
 
 
 class EvalProgress(EventBase):
@@ -289,7 +306,7 @@ class EvalDone(EventBase):
     loss: Number
     perplexity: Number
     target_tokens: int | None
-    """None where a trainer does not tell."""
+    """None if the trainer does not report it."""
     seconds: float
 
 
@@ -428,7 +445,8 @@ KINDS: dict[str, type[EventBase]] = {
 Event = (
     RunStarted | RunRestarted | RunFallback | RunFinished | PlanMade | ChoiceMade | DataProgress | DataReady
     | HardwareFound | HardwareSampled | GPUHealthChanged
-    | ModelReady | TrainStarted | TrainStep | TrainRanks | Heartbeat | TrainGroups | TrainStopped | TrainFinished
+    | ModelReady | TrainStarted | TrainStep | TrainRanks | MemoryMeasured | Heartbeat | TrainGroups | TrainStopped
+    | TrainFinished
     | EvalProgress | EvalDone | CheckpointSaved | CheckpointRemoved | ModelSaved
     | VerdictReached | IncidentRecorded | RanksLeftOut
     | GenerateProgress | GenerateDone | VerifyProgress | QuantizeProgress | Notice | WarningIssued | ErrorRaised

@@ -2,7 +2,7 @@
 
 A folder is written to a scratch folder next to it, fsynced and renamed. A crash or a full disk leaves at most a
 `.partial-*` folder, which the next save of the same name removes; the previous content stays intact. Scratch names are
-random, so that nobody can plant a symlink there.
+random, so that other users cannot plant a symlink there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from pantheraml.base.errors import RunDirectoryError, StorageError
+from pantheraml.base.errors import PantheraError, RunDirectoryError, StorageError
 from pantheraml.base.private import FILE, FOLDER
 from pantheraml.base.roots import require_allowed
 
@@ -52,12 +53,13 @@ def committed_folder(final: Path, *, make_parents: bool = True, private: bool = 
 
 
 @contextmanager
-def added_files(final: Path, *, replaces: Sequence[str] = ()) -> Iterator[Path]:
+def added_files(final: Path, *, replaces: Sequence[str] = (), name: str = "files") -> Iterator[Path]:
     """Yield a scratch folder; if the block ends without error, its files move into `final`, beside what is there.
 
-    Files in `final` that match a pattern of `replaces` are of an earlier save, and go.
+    The scratch folder, for `name`, is inside `final`, which may be where a disk is mounted. Files in `final` that match
+    a pattern of `replaces` are of an earlier save, and go.
     """
-    scratch = _scratch(final)
+    scratch = _scratch(final / name)
     try:
         with storage_errors(final):
             final.mkdir(parents=True, exist_ok=True)
@@ -103,6 +105,22 @@ def no_scratch_left(final: Path) -> Iterator[None]:
         for leftover in _leftovers(final):
             shutil.rmtree(leftover, ignore_errors=True)
         raise
+
+
+@contextmanager
+def working_folder(purpose: str) -> Iterator[Path]:
+    """Yield a new private folder among the temporary files, which is removed unless an error points into it."""
+    folder = Path(tempfile.mkdtemp(prefix=f"pantheraml-{purpose}-"))
+    try:
+        yield folder
+    except PantheraError as err:
+        if not str(err.where).startswith(str(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _scratch(final: Path) -> Path:

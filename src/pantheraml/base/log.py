@@ -57,14 +57,15 @@ def start_for_scripts() -> None:
     """Log to stderr in rank 0 of a script, from the level that PANTHERAML_LOG names, or else from info.
 
     Nothing is changed if the script has configured logging: a handler or a level of the logger `pantheraml`, or a
-    handler of the root logger. Ranks other than 0 would repeat the same lines, and log errors only.
+    handler of the root logger. A library may have added that handler (Unsloth does), so PANTHERAML_LOG sets the level
+    even then. Ranks other than 0 would repeat the same lines, and log errors only.
     """
     level = _LEVELS["info"] if env.log_level() is None else _level(str(env.log_level()))
-    logger = logging.getLogger(_ROOT)
-    if logger.handlers or logger.level != logging.NOTSET or logging.getLogger().handlers:
+    logger, shown_by_root = logging.getLogger(_ROOT), bool(logging.getLogger().handlers)
+    if logger.handlers or logger.level != logging.NOTSET or (shown_by_root and env.log_level() is None):
         return
-    if env.process_rank().rank > 0:
-        logger.setLevel(max(level, logging.ERROR))
+    if env.process_rank().rank > 0 or shown_by_root:
+        logger.setLevel(level if env.process_rank().rank == 0 else max(level, logging.ERROR))
         return
     handler = _ScriptHandler(sys.stderr)
     handler.setFormatter(_Printable("pantheraml %(levelname)s: %(message)s"))

@@ -69,6 +69,11 @@ def is_own(path: Path, owner: int) -> bool:
         os.unlink(probe)
 
 
+def is_trusted(folder: Path, owner: int) -> bool:
+    """Return True if `owner`, of the folder or of a file in it, is this process's user or root."""
+    return owner == 0 or is_own(folder, owner)
+
+
 def open_private(path: Path, flags: int) -> int:
     """Open a regular file and remove access of others; OSError for a symlink or any other kind of file."""
     try:

@@ -27,8 +27,8 @@ PREFIXES = (
     "UCX_", "FI_", "SLURM_",
 )  # fmt: skip
 
-SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|JWT)($|_)")
-"""Names to drop although their prefix is allowed, such as NVIDIA_API_KEY and SLURM_JWT."""
+SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|JWT|DATABASE_URL)($|_)")
+"""Names to drop although their prefix is allowed, such as NVIDIA_API_KEY, SLURM_JWT and PANTHERAML_DATABASE_URL."""
 
 
 def is_for_workers(name: str, extra: Sequence[str]) -> bool:

@@ -25,19 +25,21 @@ def add(commands: Any) -> argparse.ArgumentParser:
         " checkout. Or, with --calibrate, measure the rates from which `pantheraml plan` predicts times.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--suite", metavar="NAME", help="which suite: h200, h200-families, smoke")
+    which.add_argument("--suite", metavar="NAME", help="which suite: h200, h200-families, h200-planner, smoke")
     which.add_argument(
         "--calibrate", action="store_true", help="measure and store this machine's rates, in about ten seconds"
     )
     parser.add_argument("--list", action="store_true", help="list the suite's cases and run nothing")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="only cases so named (`ours-8b-*`); repeatable"
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="only cases of this name (`ours-8b-*`); repeatable",
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the newest result file: what is missing in it"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue the newest result file with what it lacks")
     parser.add_argument("--again", action="store_true", help="with --resume: also measure what it has already")
-    parser.add_argument("--minutes", type=float, metavar="N", help="start no case that would not end within N minutes")
+    parser.add_argument("--minutes", type=float, metavar="N", help="skip cases that would not end within N minutes")
     parser.add_argument("--results", metavar="DIR", help="where results go (default: benchmarks/results)")
     parser.add_argument("--work", metavar="DIR", help="where models and runs go (default: runs/bench)")
     parser.add_argument(
@@ -49,7 +51,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--extras", metavar="DIR", help="folder with our extras' packages, kept away from other systems"
     )
-    parser.add_argument("--commit", metavar="HASH", help="the commit to record, where there is no git to ask")
+    parser.add_argument("--commit", metavar="HASH", help="commit to record if git is not available")
     parser.add_argument("--json", action="store_true", help="print the result (or the list) as JSON")
     return parser
 

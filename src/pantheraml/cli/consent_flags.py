@@ -1,4 +1,4 @@
-"""Flags by which the user consents to running code that comes with a run folder."""
+"""Flags for consent to run code that comes with a run folder."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ FINE_TUNING = {"max_steps": 180, "learning_rate": 5e-3, "warmup_steps": 10}
 
 @dataclass(frozen=True)
 class Answers:
-    """Completions of the held-out prompts."""
+    """Return completions of the held-out prompts."""
 
     examples: list[Example]
     texts: list[str]
@@ -229,7 +229,7 @@ def _show(console: Console, output: Path, summary: dict[str, Any], before: Answe
 
 
 def program() -> str:
-    """The command line as the user can call it: `make demo` installs it where no shell looks."""
+    """Return the command as the user can call it: `make demo` installs it outside of the PATH."""
     started = Path(sys.argv[0])
     if shutil.which("pantheraml") is not None or started.name != "pantheraml":
         return "pantheraml"

@@ -23,7 +23,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "doctor",
         help="check installation, GPUs, communication and training",
         description="Check versions, driver, GPUs, disk space and environment; have several processes exchange tensors;"
-        " train a tiny model. The exit code is 0 if nothing failed, whatever is only warned of.",
+        " train a tiny model. The exit code is 0 if no check failed; warnings do not count.",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Screen:
-    """Prints checks as they end, under a spinner that says what is being done."""
+    """Prints checks as they end, with a spinner for the current one."""
 
     def __init__(self, title: str) -> None:
         from rich.console import Console

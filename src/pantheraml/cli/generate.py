@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,8 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("No prompt given.", fix='Add --prompt "..." or --prompts FILE.')
     if arguments.nproc < 1:
         raise ConfigError("--nproc must be at least 1.")
-    if arguments.max_new_tokens < 1 or arguments.temperature < 0:
-        raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0.")
+    if arguments.max_new_tokens < 1 or not 0 <= arguments.temperature < math.inf:
+        raise ConfigError("--max-new-tokens must be at least 1, and --temperature a number from 0.")
+    if not 0 <= arguments.seed < 1 << 64:
+        raise ConfigError("--seed must be at least 0 and below 2^64.")
     quiet = arguments.json or not sys.stderr.isatty()
     answers = complete(
         Path(arguments.run_dir),

@@ -1,6 +1,6 @@
 """The screen of `pantheraml gpus`: one row per GPU with bars, then what is wrong, links, processes and the host.
 
-Columns leave in order of importance where the terminal is narrow. Color marks state only: green, yellow and red are
+On a narrow terminal the least important columns are dropped. Color marks state only: green, yellow and red are
 health and heat; everything else is plain.
 """
 
@@ -21,11 +21,11 @@ from pantheraml.devices.sampler import GPUSnapshot
 from pantheraml.readers.number_format import UNKNOWN, size
 
 HISTORY = 60
-"""Samples that the lines of the recent past show."""
+"""Samples that the sparklines show."""
 
 BAR_WIDTH, LINE_COLUMNS, COLUMN_SECONDS = 10, 15, 4.0
 WIDE, MEDIUM, NARROW = 118, 94, 70
-"""Widths of a terminal from which more columns are shown."""
+"""Terminal widths from which more columns are shown."""
 MAX_PROCESSES = 12
 GIB = 2**30
 
@@ -47,7 +47,7 @@ class GPUTable:
         health: Mapping[int, Health] | None = None,
         watching: bool = False,
     ) -> None:
-        """`health`: newer than that of the inventory."""
+        """`health`: more recent than the inventory's."""
         self._inventory, self._samples, self._watching = inventory, samples, watching
         self._health = {gpu.index: gpu.health for gpu in inventory.gpus} | dict(health or {})
 
@@ -157,7 +157,7 @@ class GPUTable:
         return [Text(), *lines] if lines else []
 
     def _limited(self) -> dict[str, list[int]]:
-        """GPUs by the reasons that limit their clocks without being a matter of health, such as a power cap."""
+        """Group GPUs by reasons that limit their clocks but are no health problem, such as a power cap."""
         found: dict[str, list[int]] = {}
         for gpu in self._samples[-1].gpus if self._samples else ():
             for reason in gpu.event_reasons or ():
@@ -193,7 +193,7 @@ class GPUTable:
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> Text:
-    """A horizontal bar with a resolution of an eighth of a character."""
+    """Return a horizontal bar with a resolution of an eighth of a character."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     drawn = "█" * full + (_BLOCKS[part] if part else "")

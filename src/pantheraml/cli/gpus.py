@@ -17,7 +17,7 @@ from pantheraml.base.errors import ConfigError
 
 REFRESH_SECONDS = 1.0
 INVENTORY_SECONDS = 5.0
-"""Between readings of processes and health, which take more calls than a sample."""
+"""Seconds between readings of processes and health, which take more calls than a sample."""
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print_json(forever=arguments.watch)
         return 0
     if arguments.watch and not sys.stdout.isatty():
-        raise ConfigError("--watch draws on a terminal, and the output is none.", fix="Add --json, or drop --watch.")
+        raise ConfigError("--watch draws on a terminal, but the output is not one.", fix="Add --json, or drop --watch.")
     from rich.console import Console
 
     from pantheraml.cli.gpu_table import GPUTable
@@ -81,7 +81,7 @@ def _watch(console: Any) -> int:
     from pantheraml.devices.background import BackgroundSampler
     from pantheraml.devices.inventory import take_inventory
 
-    # a person watches, so that samples may cost more than beside a training run
+    # an interactive view may spend more on samples than telemetry beside a run
     sampler = BackgroundSampler(period=REFRESH_SECONDS, cpu_share=1.0, health_seconds=REFRESH_SECONDS)
     inventory, due = take_inventory(), time.monotonic() + INVENTORY_SECONDS
     ended = contextlib.suppress(KeyboardInterrupt)

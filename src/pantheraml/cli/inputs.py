@@ -63,7 +63,8 @@ def _check_architecture(model: ModelConfig, values: dict[str, Any], folder: Path
 
 
 def _is_known(kind: str) -> bool:
-    """Whether transformers lists that type in its tables, which are read as text: importing it takes seconds."""
+    """Return whether transformers knows that model type. Its tables are read as text, since importing it takes
+    seconds."""
     found = importlib.util.find_spec("transformers")
     tables = [Path(place) / "models" / "auto" for place in (found and found.submodule_search_locations) or ()]
     files = [folder / name for folder in tables for name in ("auto_mappings.py", "configuration_auto.py")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.errors import ConfigError, InterruptedRunError, TrainingError
+from pantheraml.base.text import printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -29,27 +30,29 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, help="what to do")
     _add_submit(actions.add_parser("submit", help="upload data, queue a job and print its id"))
-    listed = actions.add_parser("list", help="jobs, the newest first")
-    listed.add_argument("--limit", type=int, default=20, metavar="N", help="at most so many (20)")
+    listed = actions.add_parser("list", help="list jobs, newest first")
+    listed.add_argument("--limit", type=int, default=20, metavar="N", help="maximum number of jobs (20)")
     for name, text in (
         ("show", "everything about a job"),
         ("watch", "follow a job until it ends; Ctrl-C leaves it alone"),
-        ("pause", "have it save its state and free its devices"),
+        ("pause", "save a job's state and free its devices"),
         ("resume", "put a paused job back into the queue"),
         ("cancel", "end a job"),
     ):
         actions.add_parser(name, help=text).add_argument("job", metavar="JOB", help="id of the job")
     logs = actions.add_parser("logs", help="output of a job's processes")
     logs.add_argument("job", metavar="JOB", help="id of the job")
-    logs.add_argument("--follow", action="store_true", help="go on until the job ends")
-    logs.add_argument("--bytes", type=int, metavar="N", help="the last N bytes alone")
-    download = actions.add_parser("download", help="fetch what a job has written; goes on where it was broken off")
+    logs.add_argument("--follow", action="store_true", help="follow until the job ends")
+    logs.add_argument("--bytes", type=int, metavar="N", help="only the last N bytes")
+    download = actions.add_parser("download", help="fetch what a job has written; continues an interrupted download")
     download.add_argument("job", metavar="JOB", help="id of the job")
     download.add_argument("names", metavar="NAME", nargs="*", help="files, as `show` lists them (all)")
     download.add_argument("--merged", action="store_true", help="have the adapter merged into its base, and fetch that")
     download.add_argument("--output", metavar="DIR", help="folder to write to (the job's id)")
     for action in actions.choices.values():
-        action.add_argument("--url", metavar="URL", help="of the service (PANTHERAML_URL, else http://127.0.0.1:8000)")
+        action.add_argument(
+            "--url", metavar="URL", help="URL of the service (PANTHERAML_URL, else http://127.0.0.1:8000)"
+        )
         action.add_argument("--json", action="store_true", help="print as JSON")
     return parser
 
@@ -57,16 +60,18 @@ def add(commands: Any) -> argparse.ArgumentParser:
 def _add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="NAME", help="a model that the service has")
     parser.add_argument("--data", required=True, metavar="FILE", help="JSON Lines, or the id of an uploaded file")
-    parser.add_argument("--eval-data", metavar="FILE", help="data to evaluate on, likewise")
+    parser.add_argument("--eval-data", metavar="FILE", help="evaluation data, likewise")
     parser.add_argument("--suffix", metavar="NAME", help="part of the name of the fine-tuned model")
     parser.add_argument("--epochs", type=int, metavar="N", help="passes over the data")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="rows of a step")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="rows per step")
     parser.add_argument("--learning-rate-multiplier", type=float, metavar="X", help="factor on the learning rate")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the order of the data and the new weights")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the data order and the new weights")
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs or, without any, processes")
     parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100 (0)")
     parser.add_argument("--hold", action="store_true", help="submit it paused")
-    parser.add_argument("--max-runtime", type=float, metavar="SECONDS", help="cancel it after so long")
+    parser.add_argument(
+        "--max-runtime", type=float, metavar="SECONDS", help="cancel the job after this much running time"
+    )
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -123,7 +128,7 @@ def _submission(client: Client, arguments: argparse.Namespace) -> Submission:
 
 
 def _file(client: Client, name: str) -> str:
-    """Id of the file, which is uploaded unless it is one already."""
+    """Return the file's id; a path is uploaded first."""
     if name.startswith("file-") and not Path(name).exists():
         return name
     return client.files.upload(name).id
@@ -151,7 +156,7 @@ def _show(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _watch(client: Client, arguments: argparse.Namespace) -> int:
-    """The exit code is 0 if the job succeeded, that of a failed training or an interrupted run else."""
+    """Exit with 0 if the job succeeded, otherwise with the code of a failed or an interrupted run."""
     from pantheraml.cli.jobs_view import showing
 
     try:
@@ -162,7 +167,7 @@ def _watch(client: Client, arguments: argparse.Namespace) -> int:
                 else:
                     show(event)
     except KeyboardInterrupt:
-        print("The job goes on.", file=sys.stderr)
+        print("The job continues.", file=sys.stderr)
         return 0
     job = client.jobs.get(arguments.job)
     if not arguments.json:
@@ -172,15 +177,11 @@ def _watch(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _ending(job: Job) -> str:
-    from pantheraml.base.text import printable
-
     told = job.fine_tuned_model if job.error is None else job.error.message
     return printable(f"{job.id} {job.state}{f': {told}' if told else ''}")
 
 
 def _logs(client: Client, arguments: argparse.Namespace) -> int:
-    from pantheraml.base.text import printable
-
     if arguments.follow and (arguments.json or arguments.bytes is not None):
         raise ConfigError("--follow goes with neither --json nor --bytes.")
     if arguments.bytes is not None and arguments.bytes < 1:
@@ -226,12 +227,12 @@ def _download(client: Client, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([str(path) for path in fetched]))
     else:
-        print("\n".join(map(str, fetched)))
+        print(printable("\n".join(map(str, fetched))))
     return 0
 
 
 def _below(folder: Path, name: str) -> Path:
-    """Where a file goes. ConfigError if a service names one that would lie elsewhere."""
+    """Return the target path of a file. ConfigError if the service's name for it leads outside of the folder."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(f"The service names a file that would lie outside of {folder}: {name!r}.")
@@ -242,7 +243,7 @@ def _print(answer: BaseModel | Iterable[BaseModel], lines: Iterable[str], *, as_
     from pydantic import BaseModel
 
     if not as_json:
-        print("\n".join(lines))
+        print(printable("\n".join(lines)))
     elif isinstance(answer, BaseModel):
         print(answer.model_dump_json())
     else:

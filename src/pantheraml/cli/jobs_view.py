@@ -1,4 +1,4 @@
-"""What `pantheraml jobs` prints: jobs, plans, and events as they come."""
+"""Output of `pantheraml jobs`: jobs, plans, and live events."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def plan_lines(answer: JobPlan) -> list[str]:
 
 @contextlib.contextmanager
 def showing(on_terminal: bool) -> Iterator[Callable[[JobEvent], None]]:
-    """Shows events as lines; on a terminal, steps move a bar instead."""
+    """Prints events as lines; on a terminal, steps move a progress bar instead."""
     if not on_terminal:
         yield lambda event: print(_line(event), flush=True)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.data_dir), Path("models"), database_url=checked_database_url(arguments.database_url)
     )
     if arguments.action == "create":
-        if arguments.days is not None and arguments.days <= 0:
-            raise ConfigError("--days must be positive.")
+        if arguments.days is not None and not 0 < arguments.days < math.inf:  # NaN is neither
+            raise ConfigError("--days must be a positive number.", fix="Leave it out for a key that does not expire.")
         expires = None if arguments.days is None else time.time() + arguments.days * DAY
         info, text = key_admin.create(settings, arguments.user, arguments.scope, expires)
         print(json.dumps({**info.model_dump(), "key": text}) if arguments.json else text)

@@ -50,7 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _with_current_name(argv: Sequence[str]) -> list[str]:
-    """Replace the old name of a renamed command by its current one."""
+    """Replace a deprecated command name by its current one."""
     from pantheraml.specs.legacy_aliases import COMMANDS
 
     if not argv or argv[0] not in COMMANDS:

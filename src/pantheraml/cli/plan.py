@@ -68,7 +68,8 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
     from pantheraml.planner.no_effect import long_warmup
     from pantheraml.planner.plan_run import Outlook, plan_run, total_steps
 
-    place, hardware = None, None
+    place, hardware, cluster = None, None, None
+    asked = config.parallel.world_size is not None
     if arguments.gpus is None:
         facts = _checked(config)
         devices = devices_for_run(config)
@@ -82,6 +83,8 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
     sequences = _sequences(config)
     outlook = Outlook(sequences, arguments.price)
     plan = plan_run(config, devices, place, model=facts, hardware=hardware, outlook=outlook)
+    if cluster is not None:
+        plan = plan.model_copy(update={"choices": _of_description(plan.choices, cluster, asked=asked)})
     steps = total_steps(config, sequences)
     plan = plan.model_copy(update={"choices": (*plan.choices, _learning_rate(config, facts, steps))})
     if steps is not None and (message := long_warmup(config.train, steps)) is not None:
@@ -99,7 +102,7 @@ def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) ->
 
 
 def _checked(config: TrainConfig) -> ModelFacts:
-    """Facts of the model; its inputs are checked as far as they are here. A known model needs no folder."""
+    """Return facts of the model, and check the inputs that exist here. A known model needs no folder."""
     from pantheraml.cli.inputs import check_data, check_model
     from pantheraml.planner.facts import model_facts
     from pantheraml.planner.known_models import known_config, nearest_name
@@ -129,7 +132,7 @@ def _checked(config: TrainConfig) -> ModelFacts:
 
 
 def _described(cluster: Cluster, config: TrainConfig) -> tuple[TrainConfig, ProcessRank | None, DeviceFacts | None]:
-    """The configuration, rank and hardware facts of a run on a cluster that is only described."""
+    """Return configuration, rank and hardware facts of a run on a cluster given by a description."""
     import dataclasses
 
     from pantheraml.base.env import ProcessRank
@@ -155,8 +158,26 @@ def _described(cluster: Cluster, config: TrainConfig) -> tuple[TrainConfig, Proc
     return config, place, hardware
 
 
+def _of_description(choices: tuple[Choice, ...], cluster: Cluster, *, asked: bool) -> tuple[Choice, ...]:
+    """The choices in words that do not claim that hardware was found, or cores that nobody named.
+
+    `asked`: the configuration says how many processes there are.
+    """
+    reasons = {}
+    if cluster.model is not None and any(each.name == "device" and each.automatic for each in choices):
+        reasons["device"] = f"described: {cluster.text}"
+        if cluster.nodes > 1 and not asked:
+            reasons["parallel.world_size"] = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPU(s)"
+    unknown = {"threads_per_process"} if cluster.cpu_count is None else set()
+    return tuple(
+        each.model_copy(update={"reason": reasons[each.name], "automatic": True}) if each.name in reasons else each
+        for each in choices
+        if each.name not in unknown
+    )
+
+
 def _sequences(config: TrainConfig) -> float | None:
-    """Sequences of an epoch, estimated from the beginning of the data; None: no data, or no tokenizer at hand."""
+    """Estimate the sequences of an epoch from the beginning of the data; None: no data, or no local tokenizer."""
     if not config.data.path:
         return None
     from pantheraml.cli.plan_data import estimate

@@ -10,18 +10,18 @@ from typing import Any
 from pantheraml.specs.train import TrainConfig
 
 ROWS = 200
-"""Rows that are tokenized."""
+"""Number of rows that are tokenized."""
 ROW_CHARACTERS = 200_000
-"""Of a row; the rest counts in proportion."""
+"""Characters of a row that are tokenized; the rest counts in proportion."""
 REST_SHARE = 0.99
 """Of the bytes; line breaks between chunks are not counted."""
 PER_MESSAGE = 5
-"""Tokens that a chat template puts around a message, about."""
+"""Approximate tokens that a chat template adds to a message."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the first rows, and how many rows there are, about."""
+    """Tokens of the first rows, and the estimated number of rows."""
 
     tokens: tuple[int, ...]
     rows: float
@@ -35,7 +35,7 @@ class Lengths:
 
 
 def estimate(config: TrainConfig) -> Lengths | None:
-    """None: there is no row, or no tokenizer in a folder here. Errors of the data are those of the run."""
+    """Estimate the lengths; None: no row, or no local tokenizer. Raises the data errors of a run."""
     tokenizer = Path(config.model.tokenizer or config.model.path).expanduser() / "tokenizer.json"
     if not tokenizer.is_file():
         return None

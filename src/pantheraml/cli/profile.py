@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, trace: Path | None) -> ProfileResult:
-    from pantheraml.base.folders import storage_errors
+    from pantheraml.base.folders import storage_errors, working_folder
     from pantheraml.cli.screen import progress
     from pantheraml.runs.tasks import run_prepare, run_request
     from pantheraml.specs.run_dir import RunDir
@@ -74,18 +73,18 @@ def _profile(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, tra
                 shutil.move(folder / "trace.json", trace)
         return ProfileResult.model_validate_json((folder / "profile.json").read_text())
 
-    folder = Path(tempfile.mkdtemp(prefix="pantheraml-profile-"))
-    run = RunDir(folder / "run")
-    run.mark()
-    run.write_config(config)
-    run.write_plan(plan)
-    readers = progress("profile", quiet=arguments.json)
-    run_prepare(run, config, readers=readers)
-    request = ProfileRequest(run_dir=run.path, steps=arguments.steps, warmup=arguments.warmup, trace=trace is not None)
-    result: ProfileResult = run_request(
-        "profile", request, plan=plan, readers=progress("profile", quiet=arguments.json), answer=answer
-    )
-    shutil.rmtree(folder)
+    with working_folder("profile") as folder:
+        run = RunDir(folder / "run")
+        run.mark()
+        run.write_config(config)
+        run.write_plan(plan)
+        readers = progress("profile", quiet=arguments.json)
+        run_prepare(run, config, readers=readers)
+        request = ProfileRequest(
+            run_dir=run.path, steps=arguments.steps, warmup=arguments.warmup, trace=trace is not None
+        )
+        readers = progress("profile", quiet=arguments.json)
+        result: ProfileResult = run_request("profile", request, plan=plan, readers=readers, answer=answer)
     return result
 
 

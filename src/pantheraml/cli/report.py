@@ -1,4 +1,4 @@
-"""`pantheraml report RUN_DIR`: write the page of a run, which may still be going on."""
+"""`pantheraml report RUN_DIR`: write the page of a run, finished or not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "report",
         help="write the report of a run as a page",
-        description="Write a self-contained page about a run from its events. The run may still be going on.",
+        description="Write a self-contained page about a run from its events. The run may still be in progress.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
     parser.add_argument("--output", metavar="FILE", help="page to write (default: RUN_DIR/report.html)")

@@ -28,7 +28,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="further name of the service; may be repeated",
+        help="additional host name of the service; may be repeated",
     )
     parser.add_argument("--max-file-gib", type=float, default=2, metavar="GIB", help="largest file of a user (2)")
     parser.add_argument("--max-user-gib", type=float, default=50, metavar="GIB", help="all files of a user (50)")
@@ -37,22 +37,26 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--max-hours-per-user", type=float, metavar="HOURS", help="device hours of a user in 30 days (no limit)"
     )
     parser.add_argument(
-        "--price-per-gpu-hour", type=float, metavar="PRICE", help="show what jobs cost (no costs are shown)"
+        "--price-per-gpu-hour", type=float, metavar="PRICE", help="price for the costs of jobs (no costs are shown)"
     )
     parser.add_argument(
-        "--stall-seconds", type=float, default=300.0, metavar="N", help="alert if a job does not move for so long (300)"
+        "--stall-seconds",
+        type=float,
+        default=300.0,
+        metavar="N",
+        help="alert if a job makes no progress for so long (300)",
     )
     parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     parser.add_argument(
         "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
     )
     parser.add_argument(
-        "--inference-url", metavar="URL", help="OpenAI-compatible server (vLLM) of yours that answers chat instead"
+        "--inference-url", metavar="URL", help="OpenAI-compatible server (such as vLLM) that answers chat instead"
     )
     parser.add_argument(
-        "--allow-private-webhooks", action="store_true", help="send webhooks to this machine and its network, too"
+        "--allow-private-webhooks", action="store_true", help="also send webhooks to this machine and its network"
     )
-    parser.add_argument("--insecure", action="store_true", help="serve others without API keys")
+    parser.add_argument("--insecure", action="store_true", help="serve other machines without API keys")
     return parser
 
 
@@ -106,18 +110,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked_url(url: str | None) -> str | None:
-    """Return it. ConfigError unless it is one of http or https."""
+    """Return the URL. ConfigError unless it is http or https."""
     if url is not None and not re.fullmatch(r"https?://[^/@\s?#]+(/[^\s?#]*)?", url):
         raise ConfigError(
             "--inference-url must be a URL such as http://127.0.0.1:8001/v1.",
-            fix="A key of that server belongs into PANTHERAML_INFERENCE_KEY.",
+            fix="A key of that server belongs in PANTHERAML_INFERENCE_KEY.",
         )
     return url
 
 
 def checked_database_url(url: str | None) -> str | None:
-    """Return it, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat it,
-    since it may hold a password."""
+    """Return the URL, or that of the environment. ConfigError unless it is PostgreSQL's; the message does not repeat
+    it, since it may contain a password."""
     url = url or env.database_url()
     if url is not None and not url.startswith(("postgresql://", "postgres://")):
         raise ConfigError("--database-url must begin with postgresql://.", fix="Leave it out to use SQLite.")

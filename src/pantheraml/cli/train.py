@@ -200,12 +200,12 @@ def _planned(arguments: argparse.Namespace) -> Plan | None:
     if arguments.plan is None:
         return None
     if arguments.resume:
-        raise ConfigError("--plan is for a new run; --resume goes on with the run's own.", fix="Remove one of them.")
+        raise ConfigError("--plan is for a new run; --resume continues with the run's own.", fix="Remove one of them.")
     return read_plan(Path(arguments.plan))
 
 
 def _planned_config(planned: Plan, arguments: argparse.Namespace) -> TrainConfig:
-    """The configuration that the plan was made for, with the command line's over it, unless a config file is given."""
+    """Return the plan's configuration with the command line's settings applied, unless a config file is given."""
     from pantheraml.specs.config_file import with_overrides
     from pantheraml.specs.consent import Consent
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +33,14 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     from pantheraml.base.errors import ConfigError, EqualityError
+    from pantheraml.base.folders import working_folder
 
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} compares nothing.", fix="Compare at least one step.")
-    folder = Path(tempfile.mkdtemp(prefix="pantheraml-verify-"))
-    config = _config(arguments, folder)
-    plan = _plan(config, arguments)
-    verdicts = _verify(config, plan, arguments, folder)
-    shutil.rmtree(folder)
+    with working_folder("verify") as folder:
+        config = _config(arguments, folder)
+        plan = _plan(config, arguments)
+        verdicts = _verify(config, plan, arguments, folder)
     if arguments.json:
         print(verdicts.model_dump_json(indent=1))
     else:
@@ -138,6 +136,7 @@ def _verify(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, fold
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import VerifyRequest
 
+    modes = _modes(arguments, plan.world_size)  # first: a wrong one is no reason to prepare data
     run = RunDir(folder / "run")
     run.mark()
     run.write_config(config)
@@ -145,7 +144,7 @@ def _verify(config: TrainConfig, plan: Plan, arguments: argparse.Namespace, fold
     run_prepare(run, config, readers=progress("verify", quiet=arguments.json))
     request = VerifyRequest(
         run_dir=run.path,
-        modes=_modes(arguments, plan.world_size),
+        modes=modes,
         steps=arguments.steps,
         explicit=arguments.modes is not None,
     )

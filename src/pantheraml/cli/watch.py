@@ -1,7 +1,7 @@
 """`pantheraml watch RUN_DIR`: follow a run in a terminal, from anywhere that sees its folder, over SSH for example.
 
-It reads events and nothing else, so it neither disturbs the run nor ends it. It ends with the run, with the code that
-`pantheraml train` ended with. On anything but a terminal it prints lines.
+It only reads events, so it neither disturbs nor stops the run. It exits with the run, with the exit code of `pantheraml
+train`. If stdout is not a terminal, it prints lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.25
 SILENT_SECONDS = 60.0
-"""The supervisor writes telemetry at least every 30 s; after this long without an event it is looked for."""
+"""The supervisor writes telemetry at least every 30 s; after this long without an event, check whether it is alive."""
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _follow(folder: Path, readers: Sequence[Reader], state: RunState) -> None:
-    """Until the run has ended; WorkerKilledError if nobody works on it any more.
+    """Follow the run to its end; WorkerKilledError if its processes are gone.
 
-    Not by a `Follower`, which goes on without a reader that fails: here the reader is the purpose.
+    Not with a `Follower`, which disables a failing reader: here the reader is the purpose.
     """
     from pantheraml.base.event_stream import EventReader
 
@@ -106,7 +106,8 @@ def _require_somebody(folder: Path, state: RunState) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """True if nobody holds the run's lock; scripts with trainers hold none, so that they are never abandoned."""
+    """True if no process holds the run's lock. Trainers in scripts take no lock, so their runs never count as
+    abandoned."""
     from pantheraml.specs.run_dir import LOCK
 
     try:

@@ -1,7 +1,7 @@
-"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and what the run said last.
+"""The screen of `pantheraml watch`: progress, figures, the loss so far, GPUs, and the latest messages.
 
-Drawn anew twice a second for the terminal's present size, so that a resized window is right at once; what does not fit
-leaves from the bottom. Color marks state only.
+Redrawn twice a second for the terminal's current size, so that resizing works at once; what does not fit is dropped
+from the bottom. Color marks state only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from pantheraml.base.text import printable
 from pantheraml.cli.gpu_table import bar
 from pantheraml.readers import number_format as figures
 from pantheraml.readers.hardware import at
+from pantheraml.readers.recorded_run import name_of
 from pantheraml.readers.run_state import Message, RunState
 
 REFRESH_PER_SECOND = 2
 QUIET_SECONDS = 45.0
-"""From this long a silence on, the screen tells it."""
+"""Seconds without an event after which the screen says so."""
 MAX_GPUS = 16
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STATUS = {"succeeded": "green", "running": "cyan", "failed": "bold red", "crashed": "bold red"}
@@ -37,7 +38,7 @@ _MARKS = {"info": ("·", "dim"), "warn": ("▲", "yellow"), "error": ("✖", "bo
 
 @contextmanager
 def showing(state: RunState, folder: Path, console: Console) -> Iterator[None]:
-    """Draw on a screen of its own; the last state stays on the terminal."""
+    """Draw on the alternate screen; the last state stays on the terminal."""
     view = WatchView(state, folder)
     try:
         with Live(view, console=console, screen=True, refresh_per_second=REFRESH_PER_SECOND):
@@ -67,7 +68,7 @@ class WatchView:
         grid.add_column(no_wrap=True, overflow="ellipsis")
         grid.add_column(justify="right", no_wrap=True)
         name = Text.assemble(
-            (printable(self._folder.resolve().name), "bold"), "  ", (state.status, _STATUS.get(state.status, "yellow"))
+            (printable(name_of(self._folder)), "bold"), "  ", (state.status, _STATUS.get(state.status, "yellow"))
         )
         plan = {} if state.plan is None else state.plan.plan
         facts = [f"{plan['world_size']} × {plan['device']}, {plan['precision']}"] if _has_plan(plan) else []
@@ -173,7 +174,7 @@ def loss_line(losses: Sequence[float], width: int) -> str:
 
 
 def _messages(messages: Sequence[Message], room: int) -> list[RenderableType]:
-    """The newest, as many as there are lines for; each on one line."""
+    """Return the newest messages that fit, one line each."""
     if not messages:
         return []
     lines: list[Any] = [Text()]

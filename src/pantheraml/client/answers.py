@@ -1,4 +1,4 @@
-"""What the service answers, as the client hands it out. Fields that a newer service adds are kept as they come."""
+"""Response models of the client. Fields that a newer service adds are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pantheraml.specs.plan import Plan
 Item = TypeVar("Item")
 
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
-"""States in which a job stays."""
+"""Final states of a job."""
 
 
 class _Answer(BaseModel):
@@ -25,7 +25,7 @@ class JobError(_Answer):
 
 
 class Job(_Answer):
-    """A fine-tuning job. `state` is the true one; `status` one of the six that OpenAI's wire has."""
+    """A fine-tuning job. `state` is exact; `status` is one of OpenAI's six."""
 
     id: str
     created_at: int
@@ -99,7 +99,7 @@ class Model(_Answer):
 
 
 class JobPlan(_Answer):
-    """What a job would be, before it is submitted."""
+    """The plan of a job that is not submitted yet."""
 
     hyperparameters: dict[str, Any]
     plan: Plan

@@ -45,7 +45,7 @@ class AsyncClient:
         await self.close()
 
     async def models(self) -> list[Model]:
-        """Base models that may be fine-tuned, and those that one's jobs have made."""
+        """Base models that may be fine-tuned, and models that your jobs have made."""
         return await self.send(calls.models())
 
     async def gpus(self) -> Devices:
@@ -55,7 +55,7 @@ class AsyncClient:
         return await self.send(calls.queue(limit))
 
     async def move(self, job_id: str, before: str | None) -> Queue:
-        """Put a job of the queue before another one; None: at the end. For administrators."""
+        """Move a queued job before another one; None: to the end. For administrators."""
         return await self.send(calls.move(job_id, before))
 
     async def overview(self) -> Overview:
@@ -67,7 +67,7 @@ class AsyncClient:
         return await self.send(calls.usage(group_by, start, end))
 
     async def send(self, call: Call[Answer]) -> Answer:
-        """Send a call, again if it did not arrive: none of them does more when it arrives twice."""
+        """Send a call, and retry if it failed to arrive: all calls are idempotent."""
         for attempt in range(self._retries + 1):
             wait: str | None = None
             try:
@@ -87,7 +87,7 @@ class AsyncClient:
         raise AssertionError("unreachable")
 
     async def fetch(self, path: str, target: Path) -> Path:
-        """Fetch content into a file, and go on where an earlier attempt ended."""
+        """Download content into a file, continuing an earlier attempt."""
         download, failed = Download(target), 0
         target.parent.mkdir(parents=True, exist_ok=True)
         while not download.is_whole:
@@ -107,7 +107,7 @@ class AsyncClient:
         async with self.http.stream("GET", path, headers=download.headers()) as response:
             if response.status_code == 416:  # an empty file has no first byte
                 download.etag, download.total = "empty", 0
-                download.part.touch()
+                download.open().close()
                 return
             if not response.is_success:
                 await response.aread()
@@ -116,7 +116,7 @@ class AsyncClient:
                 download.learn(response)
                 return
             offset = download.begin(response)
-            with open(download.part, "ab" if offset else "wb") as file:
+            with download.open(offset) as file:
                 async for block in response.aiter_bytes(_BLOCK):
                     file.write(block)
 
@@ -132,7 +132,7 @@ class AsyncFiles:
         self._client = client
 
     async def upload(self, path: str | os.PathLike[str], purpose: str = "fine-tune") -> File:
-        """Upload a file; DataError with the line and the reason if a row of it is wrong."""
+        """Upload a file; DataError with line and reason if a row is invalid."""
         place = Path(path)
         try:
             content = open(place, "rb")  # noqa: SIM115 - closed below
@@ -170,7 +170,7 @@ class AsyncJobs:
         return await self._client.send(calls.submit(submission))
 
     async def plan(self, submission: Submission) -> JobPlan:
-        """What the job would be: devices, memory and time, with reasons. Nothing is queued."""
+        """Plan a job without queueing it: devices, memory and time, with reasons."""
         return await self._client.send(calls.plan(submission))
 
     async def list(self, limit: int | None = None) -> list[Job]:
@@ -197,7 +197,7 @@ class AsyncJobs:
         return await self._client.send(calls.change_job(job_id, "cancel"))
 
     async def wait(self, job_id: str) -> Job:
-        """The job, when it has ended."""
+        """Wait for the job to end, and return it."""
         async for _ in self.stream(job_id):
             pass
         return await self.get(job_id)
@@ -207,8 +207,8 @@ class AsyncJobs:
         return await self._client.send(calls.events(job_id, limit))
 
     async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[JobEvent]:
-        """Events as they come, from the first one or after one, until the job has ended. A lost connection is made
-        again, and no event is lost or told twice."""
+        """Events as they come, from the first one or after one, until the job has ended. Reconnects if the connection
+        is lost; no event is lost or repeated."""
         failed = 0
         while True:
             try:
@@ -238,11 +238,11 @@ class AsyncJobs:
     async def series(
         self, job_id: str, metric: str = "train_loss", after: int = 0, points: int | None = None
     ) -> Series:
-        """A figure over the steps, thinned by the service to about `points` (2,000)."""
+        """A metric over steps, downsampled by the service to about `points` (2,000)."""
         return await self._client.send(calls.series(job_id, metric, after, points))
 
     async def logs(self, job_id: str, tail: int | None = None) -> str:
-        """Output of the job's processes so far; `tail`: the last bytes alone."""
+        """Output of the job's processes so far; `tail`: only the last bytes."""
         return (await self.read_log(job_id, f"bytes=-{tail}" if tail else "bytes=0-")).decode(errors="replace")
 
     async def follow_logs(self, job_id: str) -> AsyncIterator[str]:

@@ -29,7 +29,7 @@ class Call(Generic[Answer]):
 
 
 class Submission(BaseModel):
-    """What `jobs.submit` and `jobs.plan` take. None: chosen by the service."""
+    """Arguments of `jobs.submit` and `jobs.plan`. None: chosen by the service."""
 
     model: str
     training_file: str
@@ -87,7 +87,7 @@ def _items(model: type[BaseModel]) -> Callable[[Any], list[Any]]:
 
 
 def submit(submission: Submission) -> Call[Job]:
-    """A submission that is sent twice makes one job."""
+    """Submit a job. Its idempotency key ensures that a submission that is sent twice makes one job."""
     headers = {"idempotency-key": secrets.token_hex(16)}
     return Call("POST", JOBS, Job.model_validate, json=submission.body(), headers=headers)
 

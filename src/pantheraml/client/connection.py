@@ -1,4 +1,4 @@
-"""Where the service is, and what both clients tell httpx2."""
+"""Address of the service, and the httpx2 settings of both clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pantheraml.base.text import printable
 DEFAULT_URL = "http://127.0.0.1:8000"
 RETRIES = 4
 TIMEOUT = httpx2.Timeout(60.0, connect=10.0)
-"""A live stream says something every 15 seconds."""
+"""A live stream sends something every 15 seconds."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Connection:
             "base_url": self.url,
             "headers": headers,
             "timeout": TIMEOUT,
-            "trust_env": not _is_loopback(self.url),  # a proxy cannot know this machine's ports
+            "trust_env": not _is_loopback(self.url),  # a proxy cannot reach this machine's loopback ports
         }
 
 

@@ -1,15 +1,18 @@
-"""Fetch a file in pieces: what was there when a connection, or this program, ended is not fetched again.
+"""Resumable downloads: what was received before a connection, or this program, ended is not fetched again.
 
-The piece lies beside the target, in a file named after the version of the content (its ETag), and becomes the target
-when it is whole.
+The partial file is next to the target, named after the version of the content (its ETag), and is renamed to the target
+once complete.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx2
 
@@ -20,7 +23,7 @@ _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 @dataclass
 class Download:
-    """A file on its way to `target`."""
+    """A partial download of `target`."""
 
     target: Path
     etag: str | None = None
@@ -33,11 +36,24 @@ class Download:
 
     @property
     def have(self) -> int:
-        """Bytes that are there."""
-        return self.part.stat().st_size if self.etag is not None and self.part.is_file() else 0
+        """Bytes that are there, and that this user wrote: in a folder that others can write to, they may have put a
+        file there."""
+        try:
+            status = self.part.lstat()
+        except OSError:
+            return 0
+        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        return status.st_size if self.etag is not None and own else 0
+
+    def open(self, offset: int = 0) -> BinaryIO:
+        """Open the piece to go on at `offset`, or anew; a link is not followed."""
+        if offset:
+            return open(self.part, "ab", opener=_open_nofollow)
+        self.part.unlink(missing_ok=True)
+        return open(self.part, "xb", opener=_open_nofollow)
 
     def headers(self) -> dict[str, str]:
-        """Of the next request. The first one asks for a byte, to learn which version there is."""
+        """Headers of the next request. The first one asks for one byte, to learn the version."""
         if self.etag is None:
             return {"range": "bytes=0-0"}
         return {"range": f"bytes={self.have}-", "if-range": self.etag} if self.have and self.etag else {}
@@ -46,7 +62,7 @@ class Download:
         """Note version and size from the answer to the first request."""
         self.etag = response.headers.get("etag") or ""
         self.total = _total(response)
-        if not self.etag:  # what is there may be of another version
+        if not self.etag:  # the partial file may be of another version
             self.part.unlink(missing_ok=True)
 
     @property
@@ -54,7 +70,7 @@ class Download:
         return self.total is not None and self.have == self.total
 
     def begin(self, response: httpx2.Response) -> int:
-        """Where the bytes of this answer belong."""
+        """Return the offset of the bytes in this response."""
         if response.status_code != 206:
             self.etag, self.total = response.headers.get("etag") or "", _length(response)
             return 0
@@ -64,7 +80,7 @@ class Download:
         return int(found[1])
 
     def finish(self) -> Path:
-        """Make it the target. StorageError if it is not whole."""
+        """Rename it to the target. StorageError if it is incomplete."""
         size = self.part.stat().st_size
         if self.total is not None and size != self.total:
             raise StorageError(f"{self.target} has {size:,} of {self.total:,} bytes.", fix="Start the download again.")
@@ -73,6 +89,10 @@ class Download:
                 other.unlink(missing_ok=True)  # of another version
         self.part.replace(self.target)
         return self.target
+
+
+def _open_nofollow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _literal(name: str) -> str:

@@ -1,4 +1,4 @@
-"""From what goes wrong on the wire to our exceptions, and whether it is worth trying again."""
+"""Map failures of a call to our exceptions, and decide whether to retry."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unreachable(err: httpx2.HTTPError, url: str) -> ServiceUnavailableError:
 
 
 def refused(status: int, content: bytes, request_id: str | None) -> PantheraError:
-    """The exception for an answer that is an error: the class that the service had, where it says so."""
+    """Return the exception for an error response: of the class that the service names, if it does."""
     message, code, param = _told(content)
     message = printable(message or f"The service answered {status}.")
     if status in (401, 403) and code in ("invalid_api_key", "insufficient_scope"):
@@ -65,19 +65,19 @@ def _told(content: bytes) -> tuple[str | None, str | None, str | None]:
 
 
 def parsed(call: Call[Answer], response: httpx2.Response) -> Answer:
-    """What the call asked for. ServiceError if the answer is none of this service."""
+    """Return the parsed response. ServiceError if it is not one of this service's."""
     try:
         return call.parse(response.json())
     except (ValueError, KeyError, TypeError, ValidationError) as err:
         raise ServiceError(
-            f"{printable(str(response.request.url))} answered with something else than expected.",
+            f"{printable(str(response.request.url))} did not answer as expected.",
             status=response.status_code,
             fix="Check that the URL is that of `pantheraml serve`, and that its version fits this one.",
         ) from err
 
 
 def pause_before(attempt: int, retry_after: str | None = None) -> float:
-    """Seconds to wait before the next attempt, longer each time."""
+    """Return the seconds to wait before the next attempt: exponential backoff, or what the service asks for."""
     if retry_after is not None and retry_after.isdigit():
         return min(_LONGEST_PAUSE, float(retry_after))
     spread: float = random.uniform(0.75, 1.25)

@@ -56,7 +56,7 @@ class Client:
         self.close()
 
     def models(self) -> list[Model]:
-        """Base models that may be fine-tuned, and those that one's jobs have made."""
+        """Base models that may be fine-tuned, and models that your jobs have made."""
         return self.send(calls.models())
 
     def gpus(self) -> Devices:
@@ -66,7 +66,7 @@ class Client:
         return self.send(calls.queue(limit))
 
     def move(self, job_id: str, before: str | None) -> Queue:
-        """Put a job of the queue before another one; None: at the end. For administrators."""
+        """Move a queued job before another one; None: to the end. For administrators."""
         return self.send(calls.move(job_id, before))
 
     def overview(self) -> Overview:
@@ -78,7 +78,7 @@ class Client:
         return self.send(calls.usage(group_by, start, end))
 
     def send(self, call: Call[Answer]) -> Answer:
-        """Send a call, again if it did not arrive: none of them does more when it arrives twice."""
+        """Send a call, and retry if it failed to arrive: all calls are idempotent."""
         for attempt in range(self._retries + 1):
             wait: str | None = None
             try:
@@ -98,7 +98,7 @@ class Client:
         raise AssertionError("unreachable")
 
     def fetch(self, path: str, target: Path) -> Path:
-        """Fetch content into a file, and go on where an earlier attempt ended."""
+        """Download content into a file, continuing an earlier attempt."""
         download, failed = Download(target), 0
         target.parent.mkdir(parents=True, exist_ok=True)
         while not download.is_whole:
@@ -118,7 +118,7 @@ class Client:
         with self.http.stream("GET", path, headers=download.headers()) as response:
             if response.status_code == 416:  # an empty file has no first byte
                 download.etag, download.total = "empty", 0
-                download.part.touch()
+                download.open().close()
                 return
             if not response.is_success:
                 response.read()
@@ -127,7 +127,7 @@ class Client:
                 download.learn(response)
                 return
             offset = download.begin(response)
-            with open(download.part, "ab" if offset else "wb") as file:
+            with download.open(offset) as file:
                 for block in response.iter_bytes(_BLOCK):
                     file.write(block)
 
@@ -143,7 +143,7 @@ class Files:
         self._client = client
 
     def upload(self, path: str | os.PathLike[str], purpose: str = "fine-tune") -> File:
-        """Upload a file; DataError with the line and the reason if a row of it is wrong."""
+        """Upload a file; DataError with line and reason if a row is invalid."""
         place = Path(path)
         try:
             content = open(place, "rb")  # noqa: SIM115 - closed below
@@ -181,7 +181,7 @@ class Jobs:
         return self._client.send(calls.submit(submission))
 
     def plan(self, submission: Submission) -> JobPlan:
-        """What the job would be: devices, memory and time, with reasons. Nothing is queued."""
+        """Plan a job without queueing it: devices, memory and time, with reasons."""
         return self._client.send(calls.plan(submission))
 
     def list(self, limit: int | None = None) -> list[Job]:
@@ -208,7 +208,7 @@ class Jobs:
         return self._client.send(calls.change_job(job_id, "cancel"))
 
     def wait(self, job_id: str) -> Job:
-        """The job, when it has ended."""
+        """Wait for the job to end, and return it."""
         for _ in self.stream(job_id):
             pass
         return self.get(job_id)
@@ -218,8 +218,8 @@ class Jobs:
         return self._client.send(calls.events(job_id, limit))
 
     def stream(self, job_id: str, after: str | None = None) -> Iterator[JobEvent]:
-        """Events as they come, from the first one or after one, until the job has ended. A lost connection is made
-        again, and no event is lost or told twice."""
+        """Events as they come, from the first one or after one, until the job has ended. Reconnects if the connection
+        is lost; no event is lost or repeated."""
         failed = 0
         while True:
             try:
@@ -247,11 +247,11 @@ class Jobs:
             time.sleep(failures.pause_before(failed))
 
     def series(self, job_id: str, metric: str = "train_loss", after: int = 0, points: int | None = None) -> Series:
-        """A figure over the steps, thinned by the service to about `points` (2,000)."""
+        """A metric over steps, downsampled by the service to about `points` (2,000)."""
         return self._client.send(calls.series(job_id, metric, after, points))
 
     def logs(self, job_id: str, tail: int | None = None) -> str:
-        """Output of the job's processes so far; `tail`: the last bytes alone."""
+        """Output of the job's processes so far; `tail`: only the last bytes."""
         return self.read_log(job_id, f"bytes=-{tail}" if tail else "bytes=0-").decode(errors="replace")
 
     def follow_logs(self, job_id: str) -> Iterator[str]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from pantheraml.base import env
 from pantheraml.base.errors import StorageError
-from pantheraml.base.events import Emit, Notice, WarningIssued
-from pantheraml.base.private import is_own, lock, open_private, private_folder
+from pantheraml.base.events import Emit, Notice
+from pantheraml.base.private import is_trusted, lock, open_private, private_folder
 
 LOCK_SECONDS = 6 * 3600.0
 """Maximum time to wait for another run that prepares the same data."""
@@ -42,7 +41,7 @@ def fingerprint_lock(folder: Path, fingerprint: str, emit: Emit) -> Iterator[Non
             fix="Choose another folder with data.cache_dir or PANTHERAML_CACHE.",
         ) from err
     try:
-        if not _is_trusted(folder, owner := os.fstat(held).st_uid):
+        if not is_trusted(folder, owner := os.fstat(held).st_uid):
             raise StorageError(
                 f"The lock file of the prepared data belongs to another user (uid {owner}), who could hold it forever.",
                 where=str(path),
@@ -56,21 +55,3 @@ def fingerprint_lock(folder: Path, fingerprint: str, emit: Emit) -> Iterator[Non
         yield
     finally:
         os.close(held)
-
-
-def is_own_entry(target: Path, emit: Emit) -> bool:
-    """Return whether `target` is prepared data that this user (or root) wrote, without symlinks."""
-    try:
-        entries = [os.lstat(path) for path in (target, *target.iterdir())]
-    except OSError:
-        return False
-    if not any(stat.S_ISLNK(entry.st_mode) or not _is_trusted(target.parent, entry.st_uid) for entry in entries):
-        return True
-    emit(
-        WarningIssued(message=f"the cached data is a symlink or belongs to another user ({target}): preparing it again")
-    )
-    return False
-
-
-def _is_trusted(folder: Path, owner: int) -> bool:
-    return owner == 0 or is_own(folder, owner)

@@ -42,10 +42,11 @@ class ChatEncoder:
             rendered = [self._render(row) for row in rows]
         return [each if isinstance(each, RowError) else self._document(each) for each in rendered]
 
-    def prompt(self, messages: list[Row]) -> list[int]:
+    def prompt(self, messages: list[Row], tools: list[Row] | None = None) -> list[int]:
         """Return the tokens of a conversation, including the generation prompt."""
         with self._renderer.bounded():
-            text = self._renderer.text(messages, None, add_generation_prompt=True)
+            messages = fit_to_template(messages, lambda form: self._renderer.text(form, tools))
+            text = self._renderer.text(messages, tools, add_generation_prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 

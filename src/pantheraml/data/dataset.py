@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from pantheraml.base.errors import DataError
+from pantheraml.data.data_folder import DataFolder, unusable
 from pantheraml.data.documents import NO_LOSS, Ints, TokenSequence, loss_mask
-from pantheraml.data.token_store import DatasetMeta, index_column, is_complete, open_table, read_meta, to_numpy
+from pantheraml.data.token_store import DatasetMeta, index_column, to_numpy
 
 Ids = NDArray[np.integer[Any]]
 
@@ -34,13 +35,19 @@ class TokenDataset:
         self._target_tokens: Ints = index_column(table, "target_tokens")
 
     @classmethod
-    def open(cls, path: Path) -> TokenDataset:
-        meta = read_meta(path)
-        if meta is None or not is_complete(path):
-            raise DataError(
-                "The prepared data is missing or damaged.", where=str(path), fix="Prepare it again: rerun the command."
-            )
-        return cls(meta, open_table(path))
+    def open(cls, path: Path, *, untrusted: bool = False) -> TokenDataset:
+        """Open prepared data of this user. `untrusted`: it came with a received run folder; all of it is checked, since
+        Arrow trusts lengths and offsets, which an attacker may have written."""
+        try:
+            with DataFolder(path) as folder:
+                if untrusted:
+                    folder.table().validate(full=True)
+                meta = folder.meta()
+                if meta is not None and meta.fingerprint == path.name and folder.is_complete():
+                    return cls(meta, folder.table())
+        except (OSError, ValueError, pa.ArrowException) as err:
+            raise unusable(path, err) from err
+        raise unusable(path)
 
     def __len__(self) -> int:
         return len(self._lengths)

@@ -115,6 +115,13 @@ def render_prompt(format: str, prompt: str, tokenizer: Any) -> list[int]:
     For `instruction` the prompt is the instruction (without input), for `messages` a single user turn.
     """
     if format == "messages":
-        return ChatEncoder(tokenizer).prompt([{"role": "user", "content": prompt}])
-    text = _instruction({"instruction": prompt}) if format == "instruction" else prompt
+        return prompt_ids(format, {"messages": [{"role": "user", "content": prompt}]}, tokenizer)
+    return prompt_ids(format, {format: prompt}, tokenizer)
+
+
+def prompt_ids(format: str, row: Row, tokenizer: Any) -> list[int]:
+    """Tokens of a row without its answer (`row_formats.split_row`), as they come before the answer in training."""
+    if format == "messages":
+        return ChatEncoder(tokenizer).prompt(row["messages"], row.get("tools"))
+    text = _instruction(row) if format == "instruction" else row[format]
     return _with_prefix(special_prefix(tokenizer), plain_ids(tokenizer, [text])[0])

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.events import DataReady, Emit, WarningIssued
-from pantheraml.data.cache import cache_folder, fingerprint_lock, is_own_entry
+from pantheraml.data.cache import cache_folder, fingerprint_lock
+from pantheraml.data.data_folder import DataFolder, read_meta
 from pantheraml.data.fingerprint import data_fingerprint, tokenizer_digest
 from pantheraml.data.origin import Source
 from pantheraml.data.prepare_progress import PrepareProgress
 from pantheraml.data.rows import Chunk
 from pantheraml.data.sources import SourceFile, content_digest, find_files
 from pantheraml.data.survey import Survey
-from pantheraml.data.token_store import is_complete, matches_checksum, read_meta
 from pantheraml.data.token_writer import DatasetBuild
 from pantheraml.data.tokenize import ChunkResult, ChunkTokenizer, Recipe, SplitName
 from pantheraml.data.worker_pool import available_workers, ordered_map
@@ -99,7 +99,6 @@ class _Preparation:
                 with contextlib.closing(self._results(tokenizer)) as results:  # kills the workers on an error
                     build.run(results)
         meta = read_meta(targets[self._split])
-        assert meta is not None, "just written or verified"
         self._survey.report_unused(self.format, meta.unused_columns)
         for split, target in targets.items():
             self._announce(split, target, cached=cached, seconds=time.monotonic() - started)
@@ -107,9 +106,16 @@ class _Preparation:
 
     def _is_intact(self, target: Path) -> bool:
         """Return whether the cache holds this data, with a valid checksum. Checked once here, for all ranks."""
-        if not is_own_entry(target, self._emit) or not is_complete(target):
+        try:
+            with DataFolder(target) as folder:
+                if not folder.is_complete():
+                    return False
+                same, meta = folder.matches_checksum(), folder.meta()
+        except PermissionError as err:
+            self._emit(WarningIssued(message=f"the cached data ({target}) is not used, {err}: preparing it again"))
             return False
-        same, meta = matches_checksum(target), read_meta(target)
+        except OSError:
+            return False
         if not same and meta is not None and meta.checksum:
             self._emit(
                 WarningIssued(
@@ -151,7 +157,6 @@ class _Preparation:
 
     def _announce(self, split: SplitName, target: Path, *, cached: bool, seconds: float) -> None:
         meta = read_meta(target)
-        assert meta is not None, "just written or verified"
         self._emit(
             DataReady(
                 split=split,

@@ -5,6 +5,8 @@ The service checks uploaded rows by it, so nothing here imports transformers. Wh
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +24,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {"messages": ("tools",), "instruction": (
 _CONVERSATION_COLUMNS = frozenset({"system", "history", "tools", "input"})
 """Columns that belong to a conversation: if the format does not use one of these, it may be the wrong format."""
 _ID_COLUMNS = frozenset({"id", "_id", "idx", "index", "uuid", "row_id", "sample_id", "__index_level_0__"})
+TEXT_WORDS = 64
 ACCEPTED = "`text`, `prompt` + `completion`, `messages`, or `instruction` (+ `input`) + `output`"
 
 
@@ -58,6 +61,35 @@ def validate_row(format: str, row: Row) -> Row:
         history = _history(row.get("history"))
         fields |= {"history": history} if history else {}
     return fields
+
+
+def split_row(format: str, row: Row) -> tuple[Row, str, str]:
+    """Return a validated row without what is learned last, its prompt for people, and what is learned after it.
+
+    Of plain text, the first half of the words is the prompt, at most `TEXT_WORDS` of them.
+    """
+    if format == "messages":
+        messages = row["messages"]
+        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        before = messages[:last]
+        if not before:
+            raise RowError("expected a message before the assistant's, found none", "messages")
+        one = len(before) == 1
+        shown = before[0]["content"] if one else "\n\n".join(f"{each['role']}: {each['content']}" for each in before)
+        return {**row, "messages": before}, shown, _answer(messages[last])
+    if format == "prompt":
+        return {"prompt": row["prompt"]}, row["prompt"], row["completion"]
+    if format == "instruction":
+        shown = "\n\n".join(row[name] for name in ("system", "instruction", "input") if row.get(name))
+        return {name: value for name, value in row.items() if name != "output"}, shown, row["output"]
+    words = re.findall(r"\S+\s*", row["text"])
+    count = max(1, min(TEXT_WORDS, len(words) // 2))
+    begin = "".join(words[:count]).rstrip()
+    return {"text": begin}, begin, "".join(words[count:])
+
+
+def _answer(message: Row) -> str:
+    return "\n".join([*filter(None, [message["content"]]), *map(json.dumps, message.get("tool_calls", ()))])
 
 
 def _field(row: Row, name: str) -> Any:

@@ -2,8 +2,8 @@
 
 A row holds the tokens, the length and source of each document, and the loss runs; two narrow columns, length and
 target_tokens, are an index that is read without touching the tokens. A folder is written under a temporary name,
-`meta.json` last, and renamed, so under its final name it is complete unless the disk damaged it, which `is_complete`
-detects.
+`meta.json` last, and renamed, so under its final name it is complete unless the disk damaged it, which
+`DataFolder.is_complete` detects.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pantheraml.base.errors import DataError
 from pantheraml.data.documents import Documents, Ints, concatenate_runs
 from pantheraml.data.packing import best_fit_decreasing, window_tokens
 
@@ -77,52 +77,9 @@ class DatasetMeta:
         return self.tokens / (self.sequences * self.seq_len)
 
 
-def read_meta(folder: Path) -> DatasetMeta | None:
-    """Read `meta.json`; None if it is missing, unreadable or of another layout version."""
-    try:
-        values = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
-        meta = DatasetMeta(**values)
-    except (OSError, ValueError, TypeError):
-        return None
-    return meta if meta.layout == LAYOUT_VERSION else None
-
-
-def open_table(folder: Path) -> Any:
-    """Memory-map the Arrow table of a folder; only the footer is read."""
-    return pa.ipc.open_file(pa.memory_map(str(folder / DATA_FILE))).read_all()
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether the data matches `meta.json`: footer, number of sequences, sums of the index columns."""
-    meta = read_meta(folder)
-    if meta is None:
-        return False
-    try:
-        table = open_table(folder)
-    except (OSError, pa.ArrowInvalid):
-        return False
-    sums = [int(index_column(table, name).sum(dtype=np.int64)) for name in ("length", "target_tokens")]
-    return table.num_rows == meta.sequences and sums == [meta.tokens, meta.target_tokens]
-
-
-def matches_checksum(folder: Path) -> bool:
-    """Return whether a complete folder matches its fingerprint and checksum. Reads the whole data file."""
-    meta = read_meta(folder)
-    return meta is not None and meta.fingerprint == folder.name and meta.checksum == _checksum(folder)
-
-
-def validate(folder: Path) -> None:
-    """Raise DataError unless the data is safe to read. For data that this user has not prepared: Arrow trusts its
-    lengths and offsets, which an attacker may have written."""
-    try:
-        open_table(folder).validate(full=True)
-    except (OSError, pa.ArrowException) as err:
-        raise DataError("The prepared data is missing or damaged.", where=str(folder)) from err
-
-
-def _checksum(folder: Path) -> str:
-    with open(folder / DATA_FILE, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def checksum(file: BufferedReader) -> str:
+    """Return the checksum of a data file."""
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def index_column(table: Any, name: str) -> Ints:
@@ -175,9 +132,13 @@ class DatasetWriter:
             sequences=self.sequences,
             largest_token=self.largest_token,
             longest_document=self.longest_document,
-            checksum=_checksum(self._folder),
+            checksum=self._checksum(),
         )
         (self._folder / META_FILE).write_text(json.dumps(dataclasses.asdict(meta), indent=1), encoding="utf-8")
+
+    def _checksum(self) -> str:
+        with open(self._folder / DATA_FILE, "rb") as file:
+            return checksum(file)
 
     def _flush(self) -> None:
         if not self._window:

@@ -7,6 +7,7 @@ PIL image, a path, an array, or what `datasets` has for an image that is not dec
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from pantheraml.base.errors import DataError
+from pantheraml.base.roots import require_allowed
 from pantheraml.data.rows import Row, excerpt
 
 Picture = Image.Image
@@ -160,12 +162,23 @@ def _open(source: Any) -> Picture:
         return source
     if isinstance(source, Mapping):  # an image of `datasets` that is not decoded
         if source.get("bytes") is not None:
-            return Image.open(io.BytesIO(source["bytes"]))
+            return Image.open(io.BytesIO(source["bytes"]), formats=_formats())
         source = source.get("path")
     if isinstance(source, np.ndarray):
         return Image.fromarray(source)
     if isinstance(source, str) and source.startswith(("http://", "https://", "data:")):
         raise ValueError("it is a URL, and batches are made from local images only; download it first")
     if isinstance(source, str | Path):
-        return Image.open(str(source).removeprefix("file://"))
+        path = Path(str(source).removeprefix("file://"))
+        require_allowed(path, key="image")
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a file")  # reading a pipe would wait forever
+        return Image.open(path, formats=_formats())
     raise TypeError("it is neither an image nor a path")
+
+
+@functools.cache
+def _formats() -> list[str]:
+    """All that Pillow reads, apart from PostScript: that is a program, for which Pillow starts Ghostscript."""
+    Image.init()
+    return [name for name in Image.ID if name != "EPS"]

@@ -26,7 +26,7 @@ CPU_SHARE = 0.001
 CAPACITY = 600
 HEALTH_SECONDS = 30.0
 CREDIT_SECONDS = 60.0
-"""Time whose share of a core may be spent in advance: the first sample opens NVML and reads health."""
+"""Seconds whose CPU share may be spent in advance: the first sample opens NVML and reads health."""
 JOIN_SECONDS = 5.0
 """A driver may hang in a call; the thread is then left to the end of the process."""
 
@@ -36,9 +36,9 @@ class HostSample:
     """GPUs and host at one moment."""
 
     clock: float
-    """By the monotonic clock."""
+    """Time by the monotonic clock."""
     cpu_percent: float | None
-    """Of all cores, since the sample before; None in the first."""
+    """CPU use of all cores since the previous sample; None in the first."""
     ram_used_bytes: int
     ram_total_bytes: int
     gpus: tuple[GPUSnapshot, ...]
@@ -122,7 +122,7 @@ class BackgroundSampler:
 
 
 class _Readings:
-    """What the thread reads and remembers between samples."""
+    """State that the thread keeps between samples."""
 
     def __init__(self, indices: Sequence[int] | None, health_seconds: float) -> None:
         self._sampler, self._health_seconds = GPUSampler(indices), health_seconds
@@ -148,7 +148,7 @@ class _Readings:
         return sample, self._health(snapshots, now)
 
     def _health(self, snapshots: Sequence[GPUSnapshot], now: float) -> dict[int, Health]:
-        """Judge all GPUs if it is time, or those about which there is news."""
+        """Check all GPUs if it is time, or only those with news."""
         changed = set()
         for uuid, number in self._xids.poll() if self._xids is not None else ():
             if (watch := self._uuids.get(uuid)) is not None:

@@ -1,4 +1,4 @@
-"""Clusters described by a short text instead of found: to plan for hardware that is elsewhere, and for tests.
+"""Clusters described by a short text instead of detected, to plan for other hardware, and for tests.
 
     2x8xH100-80GB nvlink, 400Gb     two nodes of eight, NVLink inside, 400 Gbit/s between them
     1xRTX4090                       one card
@@ -24,6 +24,8 @@ _CORES = re.compile(r"\b(\d+)\s*cores?\b", re.IGNORECASE)
 _NETWORK = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:Gb(?:ps|it/s|/s)?)(?![A-Za-z])")
 _MEMORY = re.compile(r"\b(\d+(?:\.\d+)?)\s*(GB|TB|GiB|TiB)\b")
 _GPU_MEMORY = re.compile(r"[\s-](\d+)\s*GB\b", re.IGNORECASE)
+MOST_PER_NODE, MOST_GPUS = 1_024, 1 << 20
+"""More than anybody has; planning for a slip of the finger would take hours."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Cluster:
     nvlink: bool | None
     """The GPUs of a node reach each other by NVLink; None: not known, or one GPU."""
     network_gbits: float | None
-    """Of each node, in Gbit/s."""
+    """Network of each node, in Gbit/s."""
     cpu_count: int | None
     """Of each node."""
     ram_bytes: int | None
@@ -84,6 +86,12 @@ def parse_cluster(text: str) -> Cluster:
     bare = (name[: memory.start()] + name[memory.end() :] if memory else name).strip(" -")
     if not bare or nodes < 1 or per_node < 1:
         raise ConfigError(f"{text!r} does not describe a cluster.", fix=_SYNTAX)
+    if per_node > MOST_PER_NODE or nodes * per_node > MOST_GPUS:
+        raise ConfigError(
+            f"{text!r} describes {per_node:,} GPUs per node on {nodes:,} node(s); at most {MOST_PER_NODE:,} per node"
+            f" and {MOST_GPUS:,} in all are planned.",
+            fix='Write nodes x GPUs per node: "512x8xH100" are 4,096 GPUs.',
+        )
     model = by_text(bare, gigabytes=int(memory[1]) if memory else None, pcie=pcie)
     if nvlink and model.nvlink is False:
         raise ConfigError(f"{model.name} has no NVLink.", where=text, fix="Write pcie, or leave it out.")

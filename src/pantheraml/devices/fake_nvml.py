@@ -1,4 +1,4 @@
-"""A driver that is not there: `FakeNvml` answers the calls of `nvml` for any cluster, as a real host does.
+"""A fake driver: `FakeNvml` answers the calls of `nvml` for any cluster, as a real host does.
 
 Put it in place of `nvml.binding`. It also fails like a driver: each model lacks calls and fields
 (NVML_ERROR_NOT_SUPPORTED), an old one lacks functions, and a GPU can be lost. Made for tests and benchmarks; no command

@@ -42,7 +42,7 @@ RECOVERY = {
 """What the driver recommends, by the value of its field."""
 
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
-"""Errors of a program, such as an illegal address: they say nothing of the GPU."""
+"""Errors of a program, such as an illegal address, which say nothing about the GPU."""
 XIDS = {
     **dict.fromkeys((46, 62, 64, 95, 119, 120, 140, 143), "reset the GPU"),
     79: "the GPU is off the bus: reboot the node",
@@ -63,19 +63,19 @@ _OLD_LINK_ERRORS = (
     pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
     pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
 )
-"""Totals that GPUs before Hopper have."""
+"""Totals on GPUs before Hopper."""
 
 
 class Health(FrozenModel):
     status: Status | None
-    """None: the driver tells nothing."""
+    """None: not reported by the driver."""
     reasons: tuple[str, ...] = ()
-    """Why it is not ok, the gravest first."""
+    """Why it is not ok, most severe first."""
 
 
 @dataclass(frozen=True)
 class HealthReading:
-    """What the driver says at one moment; None: it does not tell."""
+    """The driver's readings at one moment; None: not reported."""
 
     unusable: str | None = None
     recovery_action: int | None = None

@@ -1,6 +1,6 @@
-"""Everything about this host's GPUs that a person wants to see: identity, links, health and who uses them.
+"""Everything about this host's GPUs for display: identity, links, health and processes.
 
-`probe` is what a run needs; this is what `pantheraml gpus` shows. None means that the driver does not tell.
+`probe` is what a run needs; this is what `pantheraml gpus` shows. None: not reported by the driver.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GPUDetails(GPU):
     mig: bool | None
     """Divided into MIG instances."""
     nvlinks: tuple[int, int] | None
-    """Active and all; None: it has none, or does not tell."""
+    """Active and all; None: it has none, or does not report it."""
     power_limit_watts: float | None
     max_sm_clock_mhz: int | None
     thermal_margin: int | None

@@ -1,6 +1,6 @@
 """The only place that calls NVML, NVIDIA's management library: one open session, and one class per GPU handle.
 
-Methods return plain values, and None for what the driver does not tell: that a GPU, driver or binding lacks a call is
+Methods return plain values, and None for what the driver does not report: that a GPU, driver or binding lacks a call is
 normal. Calls that CUDA 14 removes are the second choice, for older drivers. Tests replace `binding` by a `FakeNvml`.
 """
 
@@ -129,7 +129,7 @@ class Nvml:
         kind = self._binding.nvmlEventTypeXidCriticalError
         watched = {}
         for device in devices:
-            # it returns None on success, so its error is what tells
+            # returns None on success, so only its error tells
             if device.handle is not None and not self.fails("nvmlDeviceRegisterEvents", device.handle, kind, events):
                 watched[device.uuid()] = device
         if watched:
@@ -206,7 +206,7 @@ class NvmlDevice:
         return _whole(self._ask("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature", arguments=sensor))
 
     def thermal_margin(self) -> int | None:
-        """Degrees below the temperature at which the GPU slows down; older GPUs tell that temperature instead."""
+        """Degrees below the temperature at which the GPU slows down; older GPUs report that temperature instead."""
         margin = self._ask("nvmlDeviceGetMarginTemperature")
         if margin is not None:
             return int(margin)
@@ -279,7 +279,7 @@ class NvmlDevice:
         return None if found is None else [ProcessOnGPU(int(each.pid), _whole(each.usedGpuMemory)) for each in found]
 
     def nvlinks(self) -> LinkState | None:
-        """Return the state of all NVLinks; None: the GPU has none, or does not tell."""
+        """Return the state of all NVLinks; None: the GPU has none, or does not report it."""
         (count,) = self.fields((pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT,))
         if not count:
             return None

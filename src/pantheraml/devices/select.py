@@ -40,7 +40,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Selection:
     indices: tuple[int, ...]
-    """In the order of the candidates."""
+    """Selected GPUs, in the order of the candidates."""
     reason: str
     passed_over: dict[int, str]
     """Why each other GPU is not used."""
@@ -101,7 +101,7 @@ def _told(passed: dict[int, str]) -> str:
 
 
 def _nearest(pool: Sequence[Candidate], count: int, connection: Connect) -> tuple[set[int], str]:
-    """The group with the best connections, found by adding the nearest GPU to each possible first one."""
+    """Return the group with the best connections, found by adding the nearest GPU to each possible first one."""
     if count == 1:
         most = max(pool, key=lambda each: (round(10 * (each.free_share or 0.0)), -each.index))
         return {most.index}, f"GPU {most.index} has as much free memory as any"

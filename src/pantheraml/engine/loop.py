@@ -28,6 +28,7 @@ from pantheraml.engine.fault_injection import FaultInjector
 from pantheraml.engine.guard.decide import StepJudge
 from pantheraml.engine.guard.policy import Verdict, first_nonfinite
 from pantheraml.engine.guard.watchdog import StopFlag, Watchdog
+from pantheraml.engine.memory.headroom import COMPARED_AFTER, MemoryTrend, compare_with_plan, forget_peak
 from pantheraml.engine.memory.oom import explain_out_of_memory, pass_too_large
 from pantheraml.engine.memory.usage import max_reserved_bytes
 from pantheraml.engine.optim.schedule import learning_rate
@@ -133,6 +134,7 @@ class TrainingLoop:
             ranks=job.config.parallel.enable_multi_gpu_monitoring,
         )
         self._watch = job.watch
+        self._memory, self._first_step = MemoryTrend(), 0
         parallel, ranks = job.config.parallel, job.plan.dims.data
         adapts = parallel.batch_shares == "adaptive" and ranks > 1
         self._adaptive = AdaptiveShares(ranks, global_batch=job.config.train.global_batch_size) if adapts else None
@@ -156,7 +158,7 @@ class TrainingLoop:
                 self._adaptive.from_state(self.progress.shares)
 
     def run(self) -> StoppedBy:
-        job, total = self.job, self.length.steps
+        job, total, self._first_step = self.job, self.length.steps, self.progress.step
         if job.plan.fits is not None:
             self.progress.micro_batch = min(job.plan.fits, self.progress.micro_batch or job.plan.fits)
         job.emit(
@@ -266,6 +268,7 @@ class TrainingLoop:
             stepper.apply(report.numbers, rate, zero_nonfinite=verdict.action == "zero")
         self.progress.step += 1
         self._steps.count(self.progress.step, report, rate, time.perf_counter() - begin)
+        self._mind_memory(feed, report)
         return report.numbers.stop_requested
 
     def _backward(self, feed: Feed) -> tuple[StepBatches, StepReport]:
@@ -307,6 +310,30 @@ class TrainingLoop:
                     f" retried with {feed.micro_batch}; the global batch, and so the result, is unchanged",
                 )
             )
+
+    def _mind_memory(self, feed: Feed, report: StepReport) -> None:
+        """Compare memory with the plan once, and act before it ends: with smaller micro-batches, else a checkpoint."""
+        job, stepper, step, size = self.job, self.job.stepper, self.progress.step, feed.micro_batch
+        if step == self._first_step + COMPARED_AFTER:
+            found = compare_with_plan(job.plan, stepper.world.device, step=step, allocated=report.memory_bytes)
+            if found is not None:
+                job.emit(found)
+        left = self._memory.add(step, report.memory_left)
+        if left is None:
+            return
+        self._steps.flush()  # it has the peak, which is forgotten below
+        ends = f"memory that is left on a GPU falls, and would end in about {left} steps"
+        if size > 1 and stepper.may_pass_more:
+            stepper.forget_step()
+            feed.use_micro_batch((size + 1) // 2)
+            self.progress.micro_batch = feed.micro_batch
+            forget_peak(stepper.world.device)
+            message = f"{ends}: {feed.micro_batch} sequences at a time from now on instead of {size}; the global batch,"
+            job.emit(WarningIssued(message=f"{message} and so the result, is unchanged"))
+            return
+        if step != self._saved:
+            self._save()
+        job.emit(WarningIssued(message=f"{ends}; {self._resume_hint(leaner_resume(job.plan))}"))
 
     def _overlapped_work(self, feed: Feed) -> bool:
         """Do host work that can overlap with the device (logging, checkpoint polling, prefetching).

@@ -93,7 +93,7 @@ class Monitor:
 
 def _memory(index: int, snapshot: GPUSnapshot) -> dict[str, Any]:
     free, total = snapshot.free_bytes, snapshot.total_bytes
-    if free is None or total is None:  # some drivers (MIG, integrated GPUs) do not tell NVML
+    if free is None or total is None:  # not reported by some drivers (MIG, integrated GPUs)
         free, total = torch.cuda.mem_get_info(index)
     return {
         "device": index,

@@ -84,7 +84,7 @@ class MultiGPUWrapper:
         self._applied: tuple[Any, ...] = ()
         self._measured: dict[int, list[Measured]] = {}
         self.choices: list[Choice] = []
-        """What was done to the model, the optimizer and the loader."""
+        """Choices made for the model, the optimizer and the loader."""
 
     # -- ranks
 
@@ -186,7 +186,7 @@ class MultiGPUWrapper:
         log_as("multi-GPU mode %s: %s", mode, reason)
         self.choices = []
         self._move(model, mode, gpus)
-        self._tune(model, mode)
+        self._tune(model)
         wrapped = self._parallel(model, mode, gpus)
         self._mode, self._reason, self._model = mode, reason, model
         self._measured = {}
@@ -203,7 +203,7 @@ class MultiGPUWrapper:
             _to_gpu(model, gpus[0])
         self._devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
 
-    def _tune(self, model: nn.Module, mode: MultiGPUMode) -> None:
+    def _tune(self, model: nn.Module) -> None:
         device = self._devices[0] if self._devices else torch.device("cpu")
         self.choices += [
             tuning.use_mixed_precision(model, self._settings, device),
@@ -225,7 +225,7 @@ class MultiGPUWrapper:
             self._devices = [torch.device("cuda", index) for index in ordered]
             return replicate(model, ordered)
         if mode is MultiGPUMode.DISTRIBUTED:
-            return self._with_ddp(model, gpus)
+            return self._with_ddp(model)
         if mode is not MultiGPUMode.HYBRID:
             return model
         if self._config.hybrid_strategy == "data_parallel":
@@ -264,7 +264,7 @@ class MultiGPUWrapper:
         weigh_gradients(model, self._weight, scale=1 / _world_size())  # shards are sums over ranks
         return model
 
-    def _with_ddp(self, model: nn.Module, gpus: list[int]) -> nn.Module:
+    def _with_ddp(self, model: nn.Module) -> nn.Module:
         if is_split(model):
             raise ConfigError(
                 "The model's layers are on several devices, but DDP needs the model on one device per process.",
@@ -320,7 +320,7 @@ class MultiGPUWrapper:
         return rebuilt_loader(loader, **changed) if changed else loader
 
     def sum_losses(self, sums: bool) -> None:
-        """Say whether the user's loss is a sum over samples (of the global batch) instead of a mean."""
+        """Set whether the user's loss is a sum over samples (of the global batch) instead of a mean."""
         self._weight.sum_over = _world_size() if sums and self.copies > 1 else None
 
     @property

@@ -1,4 +1,4 @@
-"""What `PerformanceConfig` changes about a user's module, optimizer and DataLoader, besides multi-GPU wrapping.
+"""Optimizations by `PerformanceConfig` of a user's module, optimizer and DataLoader, besides multi-GPU wrapping.
 
 Each function changes one thing and returns a `Choice` with the value and its reason, so that the status can report
 what was done and, on a device where a setting changes nothing, that it was not.

@@ -1,4 +1,4 @@
-"""A learning rate of their own for embeddings, as continued pretraining wants it: lower than that of adapters.
+"""A separate learning rate for embeddings: continued pretraining uses one lower than the adapters'.
 
 Embeddings are the input embedding, the output head, and modules that PEFT trains in full (`modules_to_save`).
 """

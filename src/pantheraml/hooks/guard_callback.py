@@ -4,9 +4,9 @@ step.
 It takes clipping over from the trainer, and handles non-finite gradients and gradient spikes by the engine's policy. A
 callback cannot rerun a step and does not see the loss: there is no retry and no loss-spike detection. By the time it is
 called, the trainer has multiplied all gradients by the norm's NaN; so with on_nonfinite='zero', values are zeroed by
-gradient hooks in backward. Rollback restores copies in memory, while the trainer's data and schedule go on. Every rank
-must hold the whole model: all ranks then have the same gradients and decide alike without communication (except for
-zeroed values, which differ per rank and are exchanged in one small collective a step).
+gradient hooks in backward. Rollback restores copies in memory, while the trainer's data and schedule continue. Every
+rank must hold the whole model: all ranks then have the same gradients and decide alike without communication (except
+for zeroed values, which differ per rank and are exchanged in one small collective a step).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `enable_multi_gpu` sets for the trainers of transformers and TRL that a script makes afterwards.
+"""Settings of `enable_multi_gpu` for the trainers of transformers and TRL that a script makes afterwards.
 
     batch_size_per_gpu       `per_device_train_batch_size` of each trainer
     gradient_aggregation     how the gradients of the ranks become one (`trainer_aggregation`); the mean is DDP's own
@@ -80,7 +80,7 @@ def require_supported(settings: MultiGPUSettings) -> None:
 
 
 def apply(settings: MultiGPUSettings) -> None:
-    """Put `settings` in force; idempotent, and instead of earlier ones."""
+    """Apply `settings`, replacing earlier ones; idempotent."""
     if settings.patches_trainers:
         REGISTRY.apply_on_import(TRAINER_SETTINGS)
     else:

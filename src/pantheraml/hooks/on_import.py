@@ -50,7 +50,7 @@ class _CallingLoader(Loader):
         return self._original.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # the module is to look as if nobody had waited: `inspect` asks its loader for the source
+        # the module must look as if imported normally: `inspect` asks its loader for the source
         module.__loader__ = self._original
         if module.__spec__ is not None:
             module.__spec__.loader = self._original

@@ -1,7 +1,7 @@
 """Events of a run by transformers' or TRL's trainer: the same stream that `pantheraml train` writes.
 
 `RunEvents` is a callback. Rank 0 writes `events.jsonl` into the trainer's output folder, from which `run.json` and the
-report are made; other ranks write their errors only. `recording` brackets a training, so that a crash is an event, too.
+report are made; other ranks write their errors only. `recording` wraps a training, so that a crash is recorded as well.
 
 While it records, a watchdog dumps the stacks of a rank that makes no progress into `stacks/`, and says so.
 """
@@ -90,11 +90,11 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         self._logged = [0.0, 0.0]
         """`_counts` as of the last logged step."""
         self._uncounted = False
-        """Whether a batch came since."""
+        """Whether a batch has come since then."""
         self._saving_since = 0.0
         self._checkpoints: dict[int, Path] = {}
 
-    # -- the bracket around a training
+    # -- around a training
 
     @contextmanager
     def recording(self, args: TrainingArguments) -> Iterator[None]:
@@ -189,7 +189,7 @@ class RunEvents(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         if self._writer is not None:
             self._writer(event)
 
-    # -- what the trainer tells besides callbacks
+    # -- calls by the trainer besides callbacks
 
     def count(self, tokens: torch.Tensor | int, targets: torch.Tensor | int) -> None:
         """Add a batch of this rank. The sums are copied to the host before its forward, so that logging does not wait

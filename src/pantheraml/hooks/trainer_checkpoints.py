@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' trainer that are whole, or are not used.
+"""Complete checkpoints of transformers' trainer: incomplete ones are never used.
 
 The trainer writes the files of `checkpoint-N` one by one, in place. A manifest with their sizes and checksums, written
 last, commits it. Resuming takes the newest whole checkpoint; one that was cut short is passed over with a warning.
@@ -23,7 +23,7 @@ STATE_FILE = "trainer_state.json"
 
 
 OWN_FILE = "pantheraml.json"
-"""What a resumed run must have in common with the one that wrote the checkpoint."""
+"""Settings that a resumed run must share with the one that wrote the checkpoint."""
 
 
 def begin(folder: Path) -> None:
@@ -52,7 +52,7 @@ def _newest(output: Path) -> Path:
         problem = _problem(folder)
         if problem is None:
             return folder
-        logger.warning("%s is passed over: %s", folder, problem)
+        logger.warning("%s is skipped: %s", folder, problem)
     raise CheckpointError(
         f"{output} contains no usable checkpoint.",
         where=str(output),
@@ -67,7 +67,7 @@ def _check(folder: Path) -> None:
         raise DamagedCheckpointError(
             f"The checkpoint {folder.name} cannot be used: {problem}.",
             where=str(folder),
-            fix="Pass resume_from_checkpoint=True for the newest whole one in output_dir.",
+            fix="Pass resume_from_checkpoint=True for the newest complete one in output_dir.",
         )
 
 

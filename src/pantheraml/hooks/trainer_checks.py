@@ -1,4 +1,4 @@
-"""What transformers' `Trainer` assumes of a model, and does not hold for ours.
+"""Assumptions of transformers' `Trainer` that do not hold for our models.
 
 A model loaded without adapters is frozen. With activation checkpointing the trainer would run to its end, with a
 gradient norm of 0, and train nothing. A model in fp16 on a CPU was loaded to generate or to be saved.

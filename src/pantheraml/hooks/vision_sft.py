@@ -1,4 +1,4 @@
-"""What `SFTTrainer` needs to know of a vision collator, which notebooks spell out and scripts forget.
+"""Settings that `SFTTrainer` needs with a vision collator, which notebooks set and scripts forget.
 
 The collator makes batches from the rows themselves, so the trainer must neither tokenize rows nor remove their columns.
 Rows with PIL images are often a list, which TRL no longer takes: a `Dataset` that reads from the list stands in for it,

@@ -209,14 +209,18 @@ def fast_model(model: Any) -> FastCausalLM | None:
 
 
 @functools.cache
-def _fast_class(parent: type) -> type:
+def _fast_class(parent: Any) -> type:
     # Keep the name: it goes into config.json ("architectures"), and trainers look it up.
-    namespace = {
+    namespace: dict[str, Any] = {
         "__module__": parent.__module__,
         "__doc__": parent.__doc__,
         "forward": _forward(parent),
         "made_by": (_fast_class, (parent,)),
     }
+    kinds = {parameter.kind for parameter in inspect.signature(parent.forward).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        # Vision-language models say no. Trainers would then average the means of passes and ranks instead of tokens.
+        namespace["accepts_loss_kwargs"] = True
     return type(parent.__name__, (FastCausalLM, parent), namespace)
 
 

@@ -70,7 +70,7 @@ class _Request:
     most: int
     """New tokens that it may get."""
     media: dict[str, Tensor] | None = None
-    """What the processor made of its images."""
+    """The processor's output for its images."""
     ends: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     """Index of a completion -> its number of tokens and stop string, if it ended by length or a stop string."""
 

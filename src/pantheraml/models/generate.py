@@ -1,7 +1,7 @@
 """Batched text generation: prompts in, completions out.
 
 Only the settings given here apply: sampling settings that ship with a model (repetition penalty, top-p) would make a
-run's output depend on a file nobody looks at. The model's end-of-text tokens do apply.
+run's output depend on a file that is easily overlooked. The model's end-of-text tokens do apply.
 """
 
 from __future__ import annotations

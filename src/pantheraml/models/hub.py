@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
 from pantheraml.base.errors import ModelError, PantheraError
 from pantheraml.base.roots import require_allowed
 from pantheraml.specs.paths import is_hub_name
@@ -73,6 +70,10 @@ def check_links(folder: Path) -> None:
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    # only here: its import takes longer than planning a run whose model is in a folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
     try:
         return _in_cache(name, Path(snapshot_download(name, revision=revision, allow_patterns=patterns)))
     except PantheraError:
@@ -95,6 +96,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 def _in_cache(name: str, snapshot: Path) -> Path:
     """Return `snapshot` if it is one of the model's in the hub cache: the name of a revision could escape it."""
+    from huggingface_hub import constants
+
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     if snapshot.resolve().parent != (repository / "snapshots").resolve():
         raise ModelError(

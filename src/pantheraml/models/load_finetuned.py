@@ -6,25 +6,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import nn
 from transformers import PreTrainedModel
 
 from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.base.folders import committed_folder, require_empty
+from pantheraml.models.adapter_file import ADAPTER_ERRORS, read_adapter
 from pantheraml.models.adapters import ADAPTER, base_quantization
 from pantheraml.models.base_identity import verified_base
 from pantheraml.models.gguf.kinds import parse_kinds
 from pantheraml.models.gguf.save import check_gguf, write_gguf_file
-from pantheraml.models.hub import check_links
 from pantheraml.models.loader import has_tokenizer, load_model, load_tokenizer, model_folder, read_config
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS
 from pantheraml.models.saving.merged_folder import write_merged
 from pantheraml.models.trained_copies import use_float32_copies
-from pantheraml.models.weight_files import short_error
 from pantheraml.specs.train import MethodConfig, ModelConfig
 
 
@@ -159,7 +156,7 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False
     with torch.random.fork_rng(devices=[]):
         try:
             adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))
-        except ValueError as err:
+        except ADAPTER_ERRORS as err:
             raise ModelError(f"The adapter in {folder} does not fit its base model: {err}") from err
     use_float32_copies(adapted, base.dtype)  # before their weights are loaded, which would be rounded
     expected = get_peft_model_state_dict(adapted, adapter_name=ADAPTER, save_embedding_layers=False)
@@ -170,14 +167,3 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False
         )
     set_peft_model_state_dict(adapted, weights, adapter_name=ADAPTER)
     return adapted
-
-
-def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file() or not (folder / "adapter_config.json").is_file():
-        raise ModelError(f"There is no adapter in {folder}.", fix="Give the folder of a finished run.")
-    check_links(folder.resolve())
-    try:
-        return LoraConfig.from_pretrained(str(folder)), load_file(file)
-    except (ValueError, TypeError, KeyError, OSError, SafetensorError) as err:
-        raise ModelError(f"The adapter in {folder} is corrupted: {short_error(err)}") from err

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pantheraml.base.errors import ConfigError, ModelError
+from pantheraml.models.adapter_file import ADAPTER_ERRORS, read_adapter
 from pantheraml.models.adapters import name_in_file, prepare_config
-from pantheraml.models.load_finetuned import read_adapter
 
 _NAME = "requested"
 _PREFIX = "base_model.model."
@@ -85,7 +85,7 @@ def _add(model: PreTrainedModel, folder: Path, *, float32: bool) -> None:
     with torch.random.fork_rng(devices=[]):
         try:
             inject_adapter_in_model(config, model, _NAME)
-        except ValueError as err:
+        except ADAPTER_ERRORS as err:
             raise ModelError(f"The adapter in {folder} does not fit this model: {err}") from err
     added = {
         _PREFIX + name_in_file(name, _NAME): parameter

@@ -20,7 +20,7 @@ from pantheraml.models.rope import supported_positions
 from pantheraml.models.sampling_params import SamplingParams
 
 _UNFINISHED = "\ufffd"
-"""What a tokenizer makes of a character of which bytes are missing."""
+"""Replacement that a tokenizer writes for an incomplete character."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TextStream:
         return self._take(text[len(before) :])
 
     def finish(self) -> bool:
-        """Hand out what was held back. Return True if a stop string was completed by it."""
+        """Emit the text that was held back. Return True if it completes a stop string."""
         before = self._decode(self._ids[self._begin : self._read])
         found = self._take(self._decode(self._ids[self._begin :])[len(before) :])
         self._release(len(self._held))

@@ -1,7 +1,7 @@
 """Find the weight files of a model folder, and check that they are complete and safe to read.
 
 The folder may come from an untrusted source, so an index may only name weight files of its own kind inside the folder:
-a `.bin` among safetensors would load a pickle that nobody allowed, and `../` would read other users' files. File
+a `.bin` among safetensors would load a pickle without consent, and `../` would read other users' files. File
 contents never appear in error messages.
 """
 
@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from pantheraml.base.errors import ModelError
 from pantheraml.models.hub import links_outside
 
-SAFETENSORS = ".safetensors"
 PICKLED = ".bin"
 
 

@@ -178,7 +178,7 @@ class ComputeTimer:
             return self._times[1] - self._times[0]
         begin, end = self._events
         end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        return float(begin.elapsed_time(end)) / 1000
 
     def close(self) -> None:
         self._handle.remove()

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pantheraml.base.errors import ConfigError
-
 Ids = npt.NDArray[np.int64]
 
 SMOOTHING = 0.5
@@ -46,15 +44,6 @@ def weighted_shares(count: int, weights: Sequence[float]) -> list[int]:
 def even_shares(count: int, ranks: int) -> list[int]:
     """Return shares that differ by at most one."""
     return weighted_shares(count, [1] * ranks)
-
-
-def check_batch_weights(weights: Sequence[float], ranks: int) -> None:
-    """Raise ConfigError unless user-given `weights` are valid batch sizes for `ranks` ranks."""
-    if len(weights) != ranks or min(weights) < 0 or sum(weights) == 0:
-        raise ConfigError(
-            f"{','.join(map(str, weights))} are not valid batch sizes for {ranks} rank(s).",
-            fix="Give one non-negative number per rank, such as 2,2,2,15, at least one of them positive.",
-        )
 
 
 def split(ids: Ids, shares: Sequence[int]) -> list[Ids]:

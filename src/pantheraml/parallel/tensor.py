@@ -328,7 +328,7 @@ class _SharedInput:
         self._last = None
 
 
-class _RowwiseDora(DoraLinearLayer):
+class _RowwiseDora(DoraLinearLayer):  # type: ignore[misc]  # PEFT is not typed
     """DoRA magnitude for a rowwise layer: the squared weight norm is a sum over ranks."""
 
     def __init__(self, original: DoraLinearLayer, mesh: DeviceMesh) -> None:

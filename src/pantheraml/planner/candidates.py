@@ -31,7 +31,7 @@ from pantheraml.specs.train import Checkpointing, MethodConfig, TrainConfig
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
 """From the fastest to the leanest."""
 SAFE_SHARE = 0.95
-"""Of the memory; a plan that is predicted to need more is not chosen, as predictions err."""
+"""Fraction of the memory that a chosen plan may be predicted to need, since predictions err."""
 ALLOCATOR_SHARE = 1.07
 """Memory that torch reserves, over what it allocates at the peak: typically 1.05 to 1.07."""
 CONTEXT_BYTES = 1268 << 20
@@ -62,7 +62,7 @@ class Problem:
 
     @cached_property
     def time_inputs(self) -> tuple[TimeInputs | None, TimeInputs | None]:
-        """By the rates that are known, and by peaks."""
+        """Inputs with known rates, and with peaks."""
         sizes = layer_sizes(self.shapes)
         trained = count_trained(self.config.method, self.shapes)
         rates, links = (self.hardware.rates, self.hardware.bounds), self.hardware.links
@@ -90,7 +90,7 @@ class Candidate:
     setting: Setting
     time: StepTime | None
     ranking_seconds: float
-    """For comparing: predicted, or bounded by data-sheet peaks; 0: not known."""
+    """Seconds to compare by: predicted, or a lower bound from data-sheet peaks; 0: not known."""
     _memory: tuple[MemoryPrediction | None] | None = None
 
     @property
@@ -113,7 +113,7 @@ class Candidate:
 
     @property
     def effort(self) -> tuple[int, int, int]:
-        """What to prefer among equals: simple parallelism, little recomputation, large micro-batches."""
+        """Tie-breakers: simple parallelism, little recomputation, large micro-batches."""
         mode = CHECKPOINTING.index(self.setting.activation_checkpointing)
         return self.parallel_effort, mode, -self.setting.micro_batch
 

@@ -1,4 +1,4 @@
-"""What a comparison of plans has decided among the settings that a configuration leaves open."""
+"""Settings left open by the configuration, as decided by a comparison of plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Decided:
     micro_batch: int | None = None
     frozen_weights: Literal["int8", "nf4"] | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """By the name of the choice."""
+    """Reasons, by the name of the choice."""
 
     def changes(self) -> dict[str, Any]:
         """Settings of a configuration that say the same, by their keys."""

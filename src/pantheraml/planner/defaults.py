@@ -13,7 +13,7 @@ from pantheraml.specs.train import FIXED_LEARNING_RATE, TrainConfig
 BASE_RATE, BASE_WIDTH = 5e-5, 2000.0
 ADAPTER_FACTOR = 10.0
 EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
-"""By the beginning of `model_type`."""
+"""Exponent by prefix of `model_type`."""
 SMALLEST_WIDTH = 1024
 """Narrower models are outside the sweeps; the power law would give them rates of several percent."""
 SHORT_RUN, SHORT_RUN_FACTOR = 100, 1.5

@@ -1,4 +1,4 @@
-"""What predictions need besides the configuration: the model's sizes, and the rates and memory of the devices."""
+"""Inputs of predictions besides the configuration: the model's sizes, and the rates and memory of the devices."""
 
 from __future__ import annotations
 

@@ -48,8 +48,37 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "qwen3-8b":       ("qwen3", 151_936, 4096, 12_288, 36, 32, 8, 128, False),
     "qwen3-14b":      ("qwen3", 151_936, 5120, 17_408, 40, 40, 8, 128, False),
     "qwen3-32b":      ("qwen3", 151_936, 5120, 25_600, 64, 64, 8, 128, False),
+    "mistral-nemo":   ("mistral", 131_072, 5120, 14_336, 40, 32, 8, 128, False),
+    "mistral-small-24b": ("mistral", 131_072, 5120, 32_768, 40, 32, 8, 128, False),
+    "ministral-8b":   ("mistral", 131_072, 4096, 12_288, 36, 32, 8, 128, False),
+    "gemma-2b":       ("gemma", 256_000, 2048, 16_384, 18, 8, 1, 256, True),
+    "gemma-7b":       ("gemma", 256_000, 3072, 24_576, 28, 16, 16, 256, True),
+    "gemma-2-2b":     ("gemma2", 256_000, 2304, 9216, 26, 8, 4, 256, True),
+    "gemma-2-9b":     ("gemma2", 256_000, 3584, 14_336, 42, 16, 8, 256, True),
+    "gemma-2-27b":    ("gemma2", 256_000, 4608, 36_864, 46, 32, 16, 128, True),
+    "gemma-3-270m":   ("gemma3_text", 262_144, 640, 2048, 18, 4, 1, 256, True),
+    "gemma-3-1b":     ("gemma3_text", 262_144, 1152, 6912, 26, 4, 1, 256, True),
+    "phi-3-mini-4k":  ("phi3", 32_064, 3072, 8192, 32, 32, 32, 96, False),
+    "phi-3-medium-4k": ("phi3", 32_064, 5120, 17_920, 40, 40, 10, 128, False),
+    "phi-4":          ("phi3", 100_352, 5120, 17_920, 40, 40, 10, 128, False),
+    "phi-4-mini":     ("phi3", 200_064, 3072, 8192, 32, 24, 8, 128, True),
+    "granite-3.3-2b": ("granite", 49_159, 2048, 8192, 40, 32, 8, 64, True),
+    "granite-3.3-8b": ("granite", 49_159, 4096, 12_800, 40, 32, 8, 128, True),
+    "deepseek-r1-distill-qwen-1.5b": ("qwen2", 151_936, 1536, 8960, 28, 12, 2, 128, False),
 }
 # fmt: on
+
+_SAME_SIZES = {
+    **{f"qwen2-{size}": f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "7b", "72b")},
+    **{f"qwen2.5-coder-{size}": f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")},
+    **{f"deepseek-r1-distill-qwen-{size}": f"qwen2.5-{size}" for size in ("7b", "14b", "32b")},
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3.3-70b",
+    "phi-3-mini-128k": "phi-3-mini-4k",
+    "phi-3.5-mini": "phi-3-mini-4k",
+    "phi-3-medium-128k": "phi-3-medium-4k",
+}
+"""Name -> a name of the table."""
 
 _TUNED = re.compile(r"-(instruct|chat|hf|base|it)(?=-|$)")
 _VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{4})$")
@@ -58,18 +87,19 @@ _VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{4})$")
 def known_config(name: str) -> dict[str, Any] | None:
     """Settings of the `config.json` of the model that people call `name`; None: it is not in the table."""
     key = _key(name)
-    values = _TABLE.get(key) or _TABLE.get(_VERSION.sub("", key))
+    found = (_TABLE.get(_SAME_SIZES.get(each, each)) for each in (key, _VERSION.sub("", key)))
+    values = next(filter(None, found), None)
     return None if values is None else dict(zip(_KEYS, values, strict=True))
 
 
 def nearest_name(name: str) -> str | None:
     """Return the known name that is most like `name`; None: none is like it."""
-    near = difflib.get_close_matches(_key(name), _TABLE, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(_key(name), known_names(), n=1, cutoff=0.5)
     return near[0] if near else None
 
 
 def known_names() -> tuple[str, ...]:
-    return tuple(_TABLE)
+    return (*_TABLE, *_SAME_SIZES)
 
 
 def _key(name: str) -> str:

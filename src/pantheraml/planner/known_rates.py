@@ -1,4 +1,4 @@
-"""Rates of GPUs that nobody has calibrated here: measured ones where there are any, and what follows from them.
+"""Rates of GPUs that were not calibrated on this host: measured ones where there are any, and those derived from them.
 
 The H200's come from our own records. Other GPUs take matmul rates that were published as achieved, not data-sheet
 peaks, and reach the share of their data-sheet bandwidths that the H200 reaches of its own. GPUs without a published
@@ -32,7 +32,7 @@ H200_BANDWIDTH, H200_NVLINK = 4800.0, 450.0
 
 
 def known_rates(model: GPUModel) -> MachineRates:
-    """What is known about a GPU of the table. A rate that is not known is None, or missing."""
+    """Known rates of a GPU of the table. An unknown rate is None, or missing."""
     if model.name == "H200":
         return H200
     published = PUBLISHED_BF16.get(model.name)

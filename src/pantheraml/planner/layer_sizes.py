@@ -26,15 +26,13 @@ class LayerSizes:
     """The MLP has a gate: gate and up are `inner` wide each."""
     linear_parameters: int
     """Parameters of one layer's matrices."""
-    matrices: int
-    """Matrices of one layer."""
     norms: int
     """Norms of one layer as wide as the residual stream."""
     tied: bool
 
 
 def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
-    """Sizes of a model of equal layers; None: its weights do not tell."""
+    """Return the sizes of a model of equal layers; None: they cannot be derived from its weights."""
     numbers = {int(found[1]) for each in shapes.weights if (found := _LAYER.search(f".{each.name}"))}
     tables = [each for each in shapes.weights if each.part == "embedding" and len(each.shape) == 2]
     if not numbers or not tables:
@@ -62,7 +60,6 @@ def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
         inner=inner.out_in[1],
         gated=widths >= 2 * inner.out_in[1],
         linear_parameters=sum(each.size for each in linears),
-        matrices=len(linears),
         norms=sum(1 for each in first if each.part == "norms" and each.shape == (hidden,) and "bias" not in each.name),
         tied=shapes.tied,
     )

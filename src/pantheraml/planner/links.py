@@ -16,7 +16,7 @@ LATENCY = {2: 8e-6, 4: 17e-6, 8: 30e-6}
 NODE_LATENCY = {2: 70e-6, 32: 1204e-6}
 """The same over that many nodes."""
 NETWORK_SHARE = 0.97
-"""Of a network's nominal rate that NCCL reached from 2 to 32 nodes."""
+"""Fraction of a network's nominal rate that NCCL reached on 2 to 32 nodes."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Links:
     link_gb_s: float | None
     """Within a node, per direction and GPU; None: not known."""
     network_gb_s: float | None = None
-    """Of a node to others, per direction; None: not known."""
+    """Bandwidth of a node to others, per direction; None: not known."""
 
     def bandwidth(self, dims: ParallelDims, dimension: str) -> float | None:
         """Bytes per second at which each rank of a group of that dimension sends; None: not known."""

@@ -162,7 +162,7 @@ def linear_bytes(out_in: tuple[int, int], quantized: FrozenFormat) -> int:
 def read_shapes(folder: Path) -> ModelShapes:
     """Shapes of a model folder: by the configuration where its family is known, else by the headers of its weights.
 
-    Headers tell sizes exactly, and parts by the names of tensors; every matrix in attention and MLP counts as linear.
+    Headers give exact sizes, and parts by the names of tensors; every matrix in attention and MLP counts as linear.
     """
     config = read_hf_config(folder)
     if config.get("model_type") in FAMILIES:

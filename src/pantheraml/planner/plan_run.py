@@ -38,25 +38,25 @@ WORTH_ITS_EFFORT = 1.15
 AS_FAST = 1.03
 """Among plans about as fast as the fastest, the simplest is taken."""
 CERTAIN_SHARE = 0.94
-"""Of a prediction that is certainly needed; if not even that is there, the run is refused."""
+"""Fraction of a prediction that is certainly needed; a run on less memory is refused."""
 WEIGHTS_SHARE = 0.9
-"""Of the memory that weights may take, where nothing else is known of what a run needs."""
+"""Fraction of the memory that weights may take, if no other need is known."""
 SHOWN = 6
 """Alternatives that a plan keeps."""
 TOO_LARGE_SHOWN = 2
-"""Of them that do not fit."""
+"""Alternatives that do not fit, among these."""
 LOOKED_AT = 16
 """Kinds of alternatives that they are taken from."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known besides configuration and hardware; None: not known."""
+    """Facts besides configuration and hardware; None: not known."""
 
     sequences: float | None = None
     """Sequences of an epoch, packed ones if the run packs."""
     dollars_per_hour: float | None = None
-    """Of a GPU."""
+    """Price of a GPU."""
 
 
 NOTHING = Outlook()
@@ -317,7 +317,7 @@ def _alternatives(chosen: Candidate, others: list[Candidate], faster: Candidate 
 
 
 def _is_worse(each: Candidate, chosen: Candidate) -> bool:
-    """With the same parallelism it needs more memory and more time, so nobody would want it."""
+    """True if it needs more memory and more time with the same parallelism, so that it is no alternative."""
     if each.setting.dims != chosen.setting.dims or not each.fits:
         return False
     return each.ranking_seconds >= chosen.ranking_seconds and _needed(each.memory) >= _needed(chosen.memory)

@@ -1,12 +1,13 @@
 """Rates of a machine, from which the planner computes times. `pantheraml bench --calibrate` stores them.
 
-A rate that nobody measured or published is None, and so is every time that needs it.
+A rate that was neither measured nor published is None, and so is every time that needs it.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
@@ -14,28 +15,30 @@ from pantheraml.base import env
 from pantheraml.base.errors import ConfigError
 from pantheraml.specs.frozen_model import FrozenModel
 
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 class MachineRates(FrozenModel):
     """Achieved rates of one device, by number format."""
 
     device: str
     """Name of the GPU as the driver gives it, or `cpu`."""
-    matmul_tflops: dict[str, float] = Field(default_factory=dict)
+    matmul_tflops: dict[str, _Rate] = Field(default_factory=dict)
     """bf16, fp16, fp8, fp32 -> achieved TFLOP/s of large matmuls."""
-    attention_tflops: float | None = None
+    attention_tflops: _Rate | None = None
     """Forward and backward of causal attention, counting the multiplications below the diagonal."""
-    copy_gb_s: float | None = None
+    copy_gb_s: _Rate | None = None
     """Device memory, bytes read plus bytes written."""
-    host_gb_s: float | None = None
+    host_gb_s: _Rate | None = None
     """Between pinned host memory and the device, one direction."""
-    launch_us: float | None = None
+    launch_us: _Rate | None = None
     """Time of the host to launch one kernel."""
-    link_gb_s: float | None = None
+    link_gb_s: _Rate | None = None
     """Between the GPUs of a node, per direction and GPU."""
-    watts: float | None = None
+    watts: _Rate | None = None
     """Power of a device under load."""
     source: str
-    """Where the figures come from, for a person."""
+    """Origin of the figures, for display."""
 
 
 def rates_file(device: str) -> Path:
@@ -51,7 +54,7 @@ def load_rates(device: str, *, otherwise: MachineRates | None = None) -> Machine
     """
     path = rates_file(device)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except OSError:
         return otherwise
     try:

@@ -1,4 +1,4 @@
-"""Setting: all that memory and time of a training step depend on, besides the model and the hardware.
+"""Setting: everything that determines memory and time of a training step, besides the model and the hardware.
 
 A plan decides these for a run; `plan` compares many of them. Predictions read only this, so that a candidate needs no
 configuration of its own: `setting.model_copy(update={"micro_batch": 2})`.
@@ -21,7 +21,7 @@ Optimizer = Literal["adamw", "adamw_bf16", "adamw8bit"]
 
 
 class Setting(FrozenModel):
-    """What a process computes in a step. Sizes are per process unless said otherwise."""
+    """The work of a process in a step. Sizes are per process unless noted."""
 
     device: Literal["cpu", "cuda"] = "cuda"
     method: Method = "lora"

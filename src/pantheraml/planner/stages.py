@@ -5,7 +5,8 @@ from __future__ import annotations
 from pantheraml.base.errors import ConfigError
 
 EMBEDDING_COST = 1.0
-"""In layers. The embedding lookup takes almost no time, but the first stage holds the most micro-batches in memory."""
+"""Cost of the embedding, in layers. The lookup takes almost no time, but the first stage holds the most
+micro-batches."""
 
 
 def assign_layers(layers: int, stages: int, *, first: float, last: float) -> list[range]:

@@ -64,7 +64,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TimeInputs:
-    """What the time of a step depends on, besides the setting."""
+    """Inputs of the predicted step time, besides the setting."""
 
     sizes: LayerSizes
     parameters: int

@@ -1,4 +1,4 @@
-"""Runs side by side: their figures, the differences of their configurations, and why figures are not comparable."""
+"""Compare runs: figures side by side, differences in configuration, and why figures are not comparable."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ABSENT = "–"
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of the comparison."""
+    """A row of the comparison."""
 
     title: str
     read: Callable[[dict[str, Any]], Any]
     show: Callable[[Any], str]
     best: Callable[[Sequence[float]], float] | None = None
-    """min or max where one end is better; None where neither is."""
+    """min or max, whichever is better; None where neither is."""
 
 
 def _field(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -111,7 +111,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
 
 
 def distinct_names(paths: Sequence[Path]) -> tuple[str, ...]:
-    """The last folder of each path, with as many before it as are needed to tell all of them apart."""
+    """Return the last part of each path, with as many parents as are needed to tell them apart."""
     depth, longest = 1, max(len(path.parts) for path in paths)
     while depth < longest and len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1

@@ -1,4 +1,4 @@
-"""The page of a comparison: curves of runs over each other, their figures, and how their configurations differ."""
+"""The page of a comparison: overlaid curves, figures, and differences in configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pantheraml.readers.report_charts import GIB, SMOOTH_FROM, SMOOTHING, Axes, 
 from pantheraml.readers.report_page import chart_cards, chart_controls, escape, table
 
 COLORS = 8
-"""Colors that the style sheet has for runs; later runs use them again."""
+"""Number of run colors in the style sheet; later runs reuse them."""
 
 _CURVES = (
     ("Training loss", "steps", "loss", 1.0, False),

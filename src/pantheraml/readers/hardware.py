@@ -1,4 +1,4 @@
-"""Figures of a run's GPUs over all its telemetry events."""
+"""Aggregate a run's telemetry events per GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GPUTotals:
 
 
 def at(values: Sequence[float | None], position: int) -> float | None:
-    """A value of a column, which older versions may not have written."""
+    """Return a value of a column, which older versions may not have written."""
     return values[position] if position < len(values) else None
 
 
@@ -61,7 +61,7 @@ def mean_utilization(events: Sequence[HardwareSampled]) -> float | None:
 
 
 def energy_joules(events: Sequence[HardwareSampled]) -> float | None:
-    """Energy that all GPUs used; None if any does not tell, since a part would look like the whole."""
+    """Energy that all GPUs used; None if any does not report it, since a part would look like the whole."""
     used = [each.energy_joules for each in totals(events).values()]
     known = [energy for energy in used if energy is not None]
     return round(sum(known), 1) if known and len(known) == len(used) else None

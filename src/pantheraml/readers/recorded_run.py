@@ -1,4 +1,4 @@
-"""A run folder as its readers see it: events, figures and configuration, of a run that may still be going on.
+"""A run folder as its readers see it: events, figures and configuration, of a run that may still be in progress.
 
 `pantheraml report`, `compare` and `watch` read folders of `pantheraml train`, of the service and of trainers in
 scripts, of which the last have no config.yaml. Nothing of the folder is executed or trusted.
@@ -26,11 +26,17 @@ class RecordedRun:
     summary: dict[str, Any]
     past: History
     config: Mapping[str, Any] | None
-    """By dotted key, as written; None where there is no readable config.yaml."""
+    """Values by dotted key, as written; None without a readable config.yaml."""
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return name_of(self.path)
+
+
+def name_of(folder: Path) -> str:
+    """Name of a run for people; the service calls all folders `run`, in one of the job's name."""
+    path = folder.resolve()
+    return path.parent.name if path.name == "run" and path.parent.name else path.name
 
 
 def require_run(path: Path) -> None:
@@ -59,7 +65,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def _config(path: Path) -> Mapping[str, Any] | None:
-    """A config of an earlier version, or of anybody, is shown as it is written."""
+    """Return the config unvalidated: it may be of an earlier version, or from someone else."""
     try:
         values, _ = read_yaml(path)
     except ConfigError:  # none, not YAML, or beyond the bounds of a config file

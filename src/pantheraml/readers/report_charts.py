@@ -25,7 +25,7 @@ MARKERS_BELOW = 60
 SMOOTH_FROM = 40
 
 SMOOTHING = {"light": 1 / 100, "medium": 1 / 40, "strong": 1 / 10}
-"""Shares of the run over which the page's choices smooth."""
+"""Smoothing windows to choose from on the page, as fractions of the run."""
 
 GIB = 2**30
 
@@ -41,11 +41,11 @@ class Series:
     points: Sequence[Point]
     in_legend: bool = True
     axes: Axes | None = None
-    """Where its steps lie on other axes; None: it has no other."""
+    """Positions of its steps on the other axes; None: no other axes."""
     smoothness: str = ""
     """Shown when the reader of the page chooses it; empty: always."""
     labels: Mapping[int, str] | None = None
-    """Texts of single marks, which are drawn without a line."""
+    """Hover texts of single marks, which are drawn without a line."""
 
 
 class Axes:
@@ -61,7 +61,7 @@ class Axes:
         }
 
     def columns(self, steps: Sequence[float]) -> dict[str, list[float | None]]:
-        """A step that was not logged lies where the last logged one before it does."""
+        """A step that was not logged has the position of the last logged one before it."""
         places = [bisect_right(self._steps, step) - 1 for step in steps]
         return {
             name: [values[place] if place >= 0 else None for place in places] for name, values in self._columns.items()
@@ -77,7 +77,7 @@ class Chart:
     ticks: str = ""
     """Tick format of the axis, in d3 syntax; empty = plotly's choice."""
     x: str = "step"
-    """What the horizontal axis counts."""
+    """Unit of the horizontal axis."""
     top: float | None = None
     """Upper end of the axis; None: by the values."""
     log: bool = False

@@ -14,7 +14,7 @@ from pantheraml.readers.report_charts import GIB, Chart, Point, Series
 from pantheraml.readers.report_page import chart_cards, escape, table
 
 HOURS_FROM = 3 * 3600.0
-"""From this length on, time is in hours."""
+"""Seconds from which on the time axis is in hours."""
 
 JOULES_PER_KWH = 3.6e6
 
@@ -30,7 +30,7 @@ _COLUMN_CHARTS = (
 
 
 def hardware_charts(events: Sequence[EventBase]) -> list[Chart]:
-    """Charts over time: the GPUs', if there are any, and the host's."""
+    """Return charts over time, of the GPUs, if any, and of the host."""
     timed = _timed(events)
     if not timed:
         return []

@@ -37,7 +37,7 @@ def _row(run_dir: Path, event: IncidentRecorded) -> tuple[Any, ...]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """What the file says; nothing where it is not there, too large or damaged."""
+    """Return the content of the file; empty if it is missing, too large or damaged."""
     try:
         if path.is_symlink() or path.stat().st_size > MAX_BYTES:
             return {}

@@ -12,7 +12,7 @@ from pantheraml.base.text import printable
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 OPENING = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
-"""How every page begins."""
+"""Head of every page."""
 
 STYLE = """
 :root {
@@ -191,7 +191,7 @@ def chart_controls(*, smoothing: Sequence[str] = (), chosen: str = "") -> str:
 
 
 def folded(title: str, text: str) -> str:
-    """Long text that the reader unfolds."""
+    """Return long text that the reader can unfold."""
     return f'<details class="card"><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>'
 
 

@@ -1,4 +1,4 @@
-"""What a run is doing now, as its events tell: for screens that are drawn again and again."""
+"""Current state of a run, from its events, for live screens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pantheraml.base.events import (
 )
 
 MAX_POINTS = 4096
-"""Losses that are kept; beyond, every second one is dropped, so that the line covers the whole run."""
+"""Number of losses kept; beyond it, every second one is dropped, so that the sparkline covers the whole run."""
 MAX_MESSAGES = 50
 
 
@@ -48,12 +48,12 @@ class Message:
 
 @dataclass
 class RunState:
-    """A `Reader`: the newest of everything. None: not known yet."""
+    """A `Reader` that keeps the latest values. None: not known yet."""
 
     output: Path = field(default_factory=Path)
     status: str = "starting"
     activity: str = "starting"
-    """The work in progress, in a word or two."""
+    """Name of the work in progress."""
     done: float = 0.0
     total: float | None = None
     training: TrainStarted | None = None
@@ -69,7 +69,7 @@ class RunState:
     finished: RunFinished | None = None
     messages: deque[Message] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
     last_time: float | None = None
-    """When anything was written last, by the clock of the run's host."""
+    """Time of the last event, by the clock of the run's host."""
     _stride: int = 1
 
     def handle(self, event: EventBase) -> None:

@@ -2,12 +2,13 @@
 
 The agent sets each rank's environment, ends the others when one dies, and forwards Ctrl-C once. Instead of torchrun's
 traceback, the caller gets the failing rank, its exit code or signal, and its error. Only these ranks can reach their
-store (`one_node`).
+store (`one_node`), or write into it what the others believe (the run token).
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import tempfile
 import uuid
@@ -92,6 +93,7 @@ def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str, stor
         _signals_restored(),
         env.changed({"TORCHELASTIC_SIGNALS_TO_HANDLE": _HANDLED_NAMES}),
         env.changed(one_node.interface_variables(one_node.loopback_interface())),
+        env.changed({"PANTHERAML_RUN_TOKEN": env.run_token() or secrets.token_hex(32)}),
         one_node.rendezvous_settings(store, Path(folder)) as where,
     ):
         config = LaunchConfig(

@@ -28,7 +28,7 @@ class WorkerCommand:
     command: list[str]
     environment: dict[str, str]
     ask_to_stop: Callable[[], None] | None
-    """Called on the first stop request; None: there is nothing to save, so the workers are terminated."""
+    """Called on the first stop request; None: nothing to save, so the workers are terminated."""
     on_tick: Callable[[], None] = lambda: None
 
 
@@ -38,7 +38,7 @@ class Attempt:
     def __init__(self, follower: Follower, *, training: bool = False) -> None:
         self._follower = follower
         self.training = training
-        """Data and model are ready and steps are being taken, in this attempt or an earlier one."""
+        """Training has begun, in this attempt or an earlier one."""
         self.errors: list[ErrorRaised] = []
         self.stopped_by: str | None = None
         self.signal: str | None = None
@@ -51,7 +51,7 @@ class Attempt:
 
     @property
     def own_errors(self) -> list[ErrorRaised]:
-        """Errors with a class of their own. When one rank fails, its peers lose the connection and fail with a plain
+        """Errors other than a plain WorkerError. When one rank fails, its peers lose the connection and fail with a
         WorkerError, which must not hide the cause."""
         return [event for event in self.errors if event.error != WorkerError.__name__]
 
@@ -102,7 +102,7 @@ class Attempt:
                 fix="Restore it (was a disk unmounted, or the folder moved?) and resume, or start the run again.",
             )
         if local.was_killed_by_signal(status) and not stops.count:
-            # Nobody asked for a stop: the kernel sends SIGTERM to ranks whose agent died, and they save and leave.
+            # No stop was requested: the kernel sends SIGTERM to ranks whose agent died, and they save and exit.
             self.stopped_by = self.signal = None
         # The request may have reached the workers or the agent, and not this process.
         if (stops.count or self.stopped_by == "request") and status and not self.own_errors:

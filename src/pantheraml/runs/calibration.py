@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pantheraml.base.errors import DeviceError
-from pantheraml.base.folders import write_text
+from pantheraml.base.folders import storage_errors, write_text
+from pantheraml.base.private import private_folder
 from pantheraml.devices.probe import probe
 from pantheraml.launch.local import worker_environment
 from pantheraml.launch.script import python_module
@@ -28,7 +29,8 @@ def calibrate(*, cpu: bool = False, seconds: float = 1.0) -> Iterator[tuple[Mach
     for device, name in [(f"cuda:{position}", name) for name, position in firsts.items()] or [("cpu", "cpu")]:
         rates = _measured(device, seconds).model_copy(update={"device": name})
         path = rates_file(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with storage_errors(path):
+            private_folder(path.parent)
         write_text(path, rates_as_json(rates))
         yield rates, path
 

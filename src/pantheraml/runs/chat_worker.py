@@ -1,7 +1,7 @@
 """Start the process that answers chat requests (`worker.entry.chat`), and talk to it over its pipes.
 
-It is in a session of its own. When this process ends, however, its input ends, and it leaves; no port is open, and
-nothing is left on disk but its log.
+It runs in a session of its own, and exits when its input is closed, as when this process ends. It opens no port, and
+leaves nothing on disk but its log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pantheraml.runs.supervised import Limits
 from pantheraml.specs.chat import CHAT_REPLY, ChatReply
 
 MARK = "PANTHERAML_CHAT"
-"""Environment variable of the worker: the folder that it works in."""
+"""Environment variable of the worker: its working folder."""
 _LONGEST_LINE = 16 << 20
 
 
@@ -76,21 +76,21 @@ class ChatWorkerProcess:
         return self._process.returncode is None
 
     async def send(self, message: BaseModel) -> None:
-        """A worker that has gone does not read it; `replies` then ends."""
+        """Ignored if the worker has exited; `replies` then ends."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(message.model_dump_json().encode() + b"\n")
             await self._process.stdin.drain()
 
     async def replies(self) -> AsyncIterator[ChatReply]:
-        """What it says from now on, until it ends."""
+        """Yield its replies from now on, until it exits."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            if line.endswith(b"\n"):  # else it was killed while it wrote
+            if line.endswith(b"\n"):  # otherwise it was killed while writing
                 yield CHAT_REPLY.validate_json(line)
 
     async def kill(self) -> None:
-        """End it, and whatever it has started, and wait for that."""
+        """Kill it and its child processes, and wait for them."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

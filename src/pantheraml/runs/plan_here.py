@@ -22,9 +22,9 @@ from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import ModelConfig, TrainConfig
 
 SAMPLED_BYTES = 1 << 20
-"""Of each data file that a digest reads."""
+"""Bytes of each data file that enter a digest."""
 UNLIKE = 0.05
-"""Memory of GPUs may differ by this share, as drivers keep some for themselves."""
+"""Tolerated relative difference in GPU memory, since drivers reserve some."""
 
 _SECTIONS = ("model", "method", "parallel")
 _KEYS = ("data.seq_len", "data.packing", "device")
@@ -48,7 +48,8 @@ def plan_here(
 
 
 def _cached(model: ModelConfig) -> Path | None:
-    """Folder of a hub model that was downloaded before; None: a local folder, or not here. Nothing is downloaded."""
+    """Return the folder of a hub model that was downloaded before; None: a local folder, or not downloaded. Downloads
+    nothing."""
     if Path(model.path).expanduser().exists() or not is_hub_name(model.path):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -58,7 +59,7 @@ def _cached(model: ModelConfig) -> Path | None:
 
 
 def _stored(run: RunDir) -> Plan | None:
-    """The run's last plan; None: there is none, or it cannot be read, which a new one mends."""
+    """Return the run's last plan; None: there is none, or it is unreadable and will be replaced by a new one."""
     try:
         return run.plan() if run.plan_file.is_file() else None
     except RunDirectoryError:
@@ -81,7 +82,7 @@ def model_digest(config: TrainConfig) -> str | None:
 
 
 def data_digest(path: Path) -> str:
-    """Digest of names, sizes and beginnings of the data files."""
+    """Return a digest of names, sizes and beginnings of the data files."""
     digest = hashlib.sha256()
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
@@ -151,7 +152,7 @@ def _check_gpus(plan: Plan, planned: tuple[GPU, ...], devices: DeviceSpec, place
 
 
 def _model(name: str) -> str:
-    """Name of a model, whether a driver or a description of a cluster gave it."""
+    """Return the GPU model's name, given by a driver or by a cluster description."""
     known = by_driver_name(name)
     if known is None:
         try:

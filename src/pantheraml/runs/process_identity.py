@@ -1,7 +1,7 @@
-"""Tell a process from a later one that got the same pid: by boot, pid and start time.
+"""Distinguish a process from a later one with the same pid: by boot, pid and start time.
 
-A supervisor writes its identity down, and a service that was restarted, perhaps after a reboot, asks whether that very
-process is still there.
+A supervisor writes its identity down, so that a service that was restarted, perhaps after a reboot, can check whether
+that very process is still running.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ProcessIdentity(BaseModel):
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """Identity of a process; None if there is none, or only a zombie."""
+        """Return the identity of a process; None if there is none, or only a zombie."""
         start_time = _start_time(pid)
         return None if start_time is None else cls(boot_id=_boot_id(), pid=pid, start_time=start_time)
 
@@ -36,7 +36,8 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """Clock ticks since boot on Linux, which setting the date does not change; elsewhere psutil's creation time."""
+    """Return the start time: on Linux in clock ticks since boot, which are independent of the date; elsewhere psutil's
+    creation time."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         if _BOOT_ID.exists():

@@ -1,4 +1,4 @@
-"""Restart policy: whether a run whose processes failed goes on, and how.
+"""Restart policy: whether and how a run continues after its processes failed.
 
     killed, failed, hung    restart from the last checkpoint if `parallel.restart_on` lists the reason: `max_retries`
                             times in a row (a new checkpoint resets the count), then with one rank less, down to
@@ -39,18 +39,18 @@ class Restart:
 
     plan: Plan
     message: str
-    """For the user: why, and from where."""
+    """Message for the user: why, and from which checkpoint."""
 
 
 class Restarts:
     def __init__(self, run: RunDir, config: TrainConfig, plan: Plan) -> None:
         self._run, self._config, self._plan = run, config, plan
         self._failed_starts = 0
-        """In a row, without a new checkpoint."""
+        """Consecutive restarts without a new checkpoint."""
         self._last_checkpoint = run.last_checkpoint()
 
     def after(self, err: PantheraError) -> Restart | None:
-        """The restart after an attempt that ended with `err`; None: the run ends with that error."""
+        """Return the restart after an attempt that ended with `err`; None: the run ends with that error."""
         newest = self._run.last_checkpoint()
         if newest != self._last_checkpoint:
             self._failed_starts, self._last_checkpoint = 0, newest
@@ -93,7 +93,7 @@ class Restarts:
         return None
 
     def _devices_left(self, err: PantheraError) -> list[int] | None:
-        """The configured GPUs, without that of the killed rank if it is known."""
+        """Return the configured GPUs, without that of the killed rank if it is known."""
         killed = re.match(r"Rank (\d+) was killed", err.what)
         if killed is None or not self._plan.device_ids:
             return self._config.parallel.device_ids

@@ -1,4 +1,4 @@
-"""A training run, supervised from outside: run folder, plan, attempts, readers, and how it all ended.
+"""A training run, supervised from outside: run folder, plan, attempts, readers, and result.
 
 The command line runs a session in its own process; a service can do the same. Nothing here imports torch or writes to
 the terminal: pass readers (a progress bar, say) to see the run's events.
@@ -47,7 +47,7 @@ def run_training(
     readers: Sequence[Reader] = (),
     planned: Plan | None = None,
 ) -> dict[str, Any]:
-    """Train, and return the contents of run.json. Raises what stopped the run, after it has been written down.
+    """Train, and return the contents of run.json. Raises the error that ended the run, after recording it.
 
     `planned`: the plan to replay, instead of making one.
     """
@@ -125,7 +125,7 @@ class RunSession:
             emit(WarningIssued(message=f"resuming although {change}, as --allow-change permits"))
 
     def _run_attempts(self) -> None:
-        """Start all ranks, again and again while `Restarts` says so."""
+        """Start all ranks, and restart them as `Restarts` decides."""
         restarts, task = Restarts(self.run_dir, self.config, self.plan), "prepare_and_train"
         while True:
             try:

@@ -1,7 +1,7 @@
 """A run under a supervisor of its own, seen from the process that asked for it (the service).
 
 The supervisor (`supervisor`) is a small process without torch, in a session of its own, that runs `run_training`. It
-outlives whoever started it: all that is known of it is in the job's folder, so any later process can adopt the run.
+outlives the process that started it: its whole state is in the job's folder, so any later process can adopt the run.
 
     request.json      what to run; written before the start
     supervisor.json   the supervisor's identity (boot, pid, start time); written by it first
@@ -9,8 +9,8 @@ outlives whoever started it: all that is known of it is in the job's folder, so 
     supervisor.log    its output
     run/              the run folder
 
-Every start has a token, larger than all before. A supervisor whose token is no longer that of `request.json` does
-nothing, so a start that came too late cannot write over a newer one.
+Every start has a token, larger than all before (fencing). A supervisor whose token is no longer that of `request.json`
+does nothing, so a delayed start cannot overwrite a newer one.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class RunExit(BaseModel):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the processes of a run may reach."""
+    """Limits on what the processes of a run may access."""
 
     roots: Sequence[Path]
     """Folders that all of its paths must be in."""
     cache: Path
 
     def environment(self, folder: Path, **changes: str | None) -> dict[str, str]:
-        """Environment of a process that works in `folder` within these limits."""
+        """Return the environment of a process that works in `folder` within these limits."""
         roots = [path.resolve() for path in (*self.roots, folder, self.cache)]  # it has a current folder of its own
         return env.worker_environment(
             PANTHERAML_ALLOWED_ROOTS=os.pathsep.join(map(str, roots)),
@@ -86,7 +86,7 @@ class Limits:
             HF_HUB_OFFLINE="1",
             HF_TOKEN=None,
             HUGGING_FACE_HUB_TOKEN=None,
-            **{env.DATABASE_URL: None, **env.outside_of_launch()},
+            **env.outside_of_launch(),
             **changes,
         )
 
@@ -134,7 +134,7 @@ class SupervisedRun:
                 raise LaunchError(f"The supervisor of {self.name} could not be started: {err}.") from err
 
     def ending(self, token: int) -> RunExit | None:
-        """How the start with this token ended; None: it has not, or it could not say so."""
+        """Return how the start with this token ended; None: it has not, or could not record it."""
         found = _read(self.folder / "exit.json", RunExit)
         return found if found is not None and found.token == token else None
 
@@ -150,7 +150,7 @@ class SupervisedRun:
         self._signal(token, signal.SIGTERM)
 
     def stop_now(self, token: int) -> None:
-        """Have the supervisor kill its workers at once, write down how the run ended, and leave."""
+        """Have the supervisor kill its workers at once, record how the run ended, and exit."""
         self._signal(token, signal.SIGTERM)
         self._signal(token, signal.SIGINT)
 
@@ -159,7 +159,7 @@ class SupervisedRun:
         return bool(self._marked(None))
 
     def kill(self) -> int:
-        """Kill every process of the job that is left, whatever its parent is now; the number of them."""
+        """Kill every remaining process of the job, whatever its parent is now; return how many."""
         left = self._marked(None)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -179,7 +179,7 @@ class SupervisedRun:
                 process.send_signal(number)
 
     def _marked(self, token: int | None) -> list[psutil.Process]:
-        """Processes that carry the job's mark: those of one start, or of all."""
+        """Return the processes with the job's mark, of one start or of all."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError, ValueError):

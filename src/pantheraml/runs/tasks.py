@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from pantheraml.base.errors import InterruptedRunError
 from pantheraml.base.event_stream import read_events
 from pantheraml.base.events import Notice, WarningIssued
+from pantheraml.base.folders import working_folder
 from pantheraml.launch import local
 from pantheraml.readers.follow import Follower, Reader
 from pantheraml.runs.attempt import Attempt, WorkerCommand
@@ -42,10 +41,9 @@ def run_request(
 ) -> Any:
     """Run a task in a folder of its own, and return what `answer` reads from that folder.
 
-    The folder is kept if the task fails. With a plan the task runs on all of the plan's ranks.
+    The folder is kept if the error points to its log. With a plan the task runs on all of the plan's ranks.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"pantheraml-{task}-"))
-    with local.StopRequests().installed() as stops:
+    with working_folder(task) as folder, local.StopRequests().installed() as stops:
         request.write(folder)
         attempt = Attempt(Follower(folder, readers))
         try:
@@ -61,12 +59,9 @@ def run_request(
         finally:
             attempt.close()
         if stops.count and status:
-            shutil.rmtree(folder)
             raise InterruptedRunError("Stopped on request.", fix="Nothing was saved; rerun to start over.")
         attempt.raise_for(folder, status, log_from=0)
-        result = answer(folder)
-    shutil.rmtree(folder)
-    return result
+        return answer(folder)
 
 
 def messages(folder: Path) -> list[str]:

@@ -70,7 +70,7 @@ class RunTelemetry:
             self._emit = silent
 
     def tick(self, now: float | None = None) -> None:
-        """Write what is due; cheap if nothing is."""
+        """Write an event if one is due; cheap otherwise."""
         now = time.monotonic() if now is None else now
         if now < self._next:
             return
@@ -78,7 +78,7 @@ class RunTelemetry:
         self.flush()
 
     def flush(self) -> None:
-        """Write what was sampled since the last event."""
+        """Write an event with the samples since the last one."""
         samples = self._sampler.samples(after=self._until)
         if samples:
             self._write(summarize(samples, self._last, seconds=samples[-1].clock - self._until))
@@ -175,7 +175,7 @@ def _pcie_rx(snapshot: GPUSnapshot) -> int | None:
 
 
 def _moved(chain: Sequence[GPUSnapshot], read: Callable[[GPUSnapshot], float | None]) -> float | None:
-    """By how much a counter rose; None if it fell, as when the driver was loaded again."""
+    """Return the increase of a counter; None if it fell, as when the driver was reloaded."""
     values = [value for each in chain if (value := read(each)) is not None]
     if len(values) < 2 or any(later < earlier for earlier, later in itertools.pairwise(values)):
         return None

@@ -1,4 +1,4 @@
-"""From an uploaded file to one of the service's files: its purpose, its rows, its place, its row in the database."""
+"""Turn an upload into a file of the service: check purpose and rows, move the content, add the database row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_purpose(purpose: str | None) -> str:
 async def new_file(
     path: Path, owner: str, *, purpose: str, filename: str, size: int, sha256: str, expires_at: float | None
 ) -> File:
-    """The row of the file at `path`. ApiError if it is to be trained on, and a row of it is wrong."""
+    """The row of the file at `path`. ApiError if it is training data with an invalid row."""
     dataset = await _checked(path) if purpose == "fine-tune" else None
     return File(
         id=new_id("file"),
@@ -48,7 +48,7 @@ async def new_file(
 async def keep_file(
     context: ServiceContext, path: Path, file: File, record: Callable[[AsyncSession], Awaitable[None]]
 ) -> None:
-    """Move the content to its place and add the row; `record` adds to the same transaction, and may refuse."""
+    """Move the content to its place and add the row; `record` adds to the same transaction, and may raise."""
     place = content_of(file, context.settings.files)
     path.rename(place)
     try:

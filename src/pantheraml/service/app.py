@@ -1,7 +1,7 @@
 """The application: routes over the store, and the dispatcher beside them.
 
-To serve `/multigpu` from an application of your own, pass it `lifespan(settings)` and include `router`. It then also
-needs `Gate`, which `create_app` adds, if anything but this machine's own programs can reach it.
+To serve `/multigpu` from an application of your own, pass it `lifespan(settings)` and include `router`. Add `Gate` as
+well, as `create_app` does, unless only programs on this machine can reach it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
-from pantheraml.base.private import open_private, private_files, private_folder
+from pantheraml.base.private import open_private, private_files
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
 from pantheraml.service.auth import Authenticator, has_keys
@@ -27,6 +27,7 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
+from pantheraml.service.jobs.live import NewsDesk
 from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
@@ -47,14 +48,18 @@ from pantheraml.service.routes import (
     overview,
     page,
     preview,
+    samples,
     session,
     uploads,
     usage,
     webhooks,
 )
-from pantheraml.service.settings import Settings
+from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.webhooks.sender import WebhookSender
+
+SAMPLER_CPU_SHARE = 0.01
+"""No training runs in this process; with less, opening the driver costs minutes without a sample."""
 
 
 def create_app(settings: Settings, context: ServiceContext | None = None) -> FastAPI:
@@ -73,7 +78,7 @@ def create_app(settings: Settings, context: ServiceContext | None = None) -> Fas
     app.add_middleware(MeasureRequests, metrics=app.state.request_metrics)
     for module in (health, session, files, uploads, jobs, fine_tuning, models, webhooks):
         app.include_router(module.router)
-    for module in (overview, usage, metrics, preview, merge, page):
+    for module in (overview, usage, metrics, preview, merge, samples, page):
         app.include_router(module.router)
     app.include_router(chat.router if settings.inference_url is None else chat.forwarding)
     for prefix in ("", "/api/v1"):
@@ -96,7 +101,7 @@ def lifespan(
 
 @contextlib.asynccontextmanager
 async def running(settings: Settings, context: ServiceContext | None = None) -> AsyncIterator[ServiceContext]:
-    """The service without its routes: all they share, and the dispatcher at work."""
+    """Run the service without its routes: what they share, and the dispatcher."""
     async with contextlib.AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(preparation(settings)) if context is None else context
         stack.enter_context(prepared.sampler)
@@ -114,7 +119,8 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
 
 @contextlib.asynccontextmanager
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
-    """The folders, the database, and all that the routes share. ConfigError if the service may not start so."""
+    """Prepare folders, database and what the routes share. ConfigError if the service may not start with these
+    settings."""
     with private_files(), _claimed(settings):
         stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
@@ -125,7 +131,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             )
             notifier = Notifier()
             inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
-            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus])
+            sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus], cpu_share=SAMPLER_CPU_SHARE)
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
             forwarder = None
@@ -137,6 +143,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 catalog=catalog,
                 dispatcher=dispatcher,
                 notifier=notifier,
+                news=NewsDesk(database, notifier),
                 authenticator=authenticator,
                 sampler=sampler,
                 previewer=Previewer(dispatcher.limits),
@@ -177,7 +184,7 @@ async def _is_open(settings: Settings, database: Database) -> bool:
 
 @contextlib.contextmanager
 def _claimed(settings: Settings) -> Iterator[None]:
-    """The data folder, private and held by this service alone."""
+    """Create the data folder, private, and lock it for this service."""
     for folder in (
         settings.data_dir,
         settings.files,
@@ -186,7 +193,7 @@ def _claimed(settings: Settings) -> Iterator[None]:
         settings.jobs,
         settings.cache,
     ):
-        private_folder(folder)
+        claim_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
     lock = os.fdopen(open_private(settings.data_dir / "service.lock", os.O_RDWR | os.O_CREAT), "r+b")

@@ -1,4 +1,4 @@
-"""The audit log: who changed what, in the same transaction as the change."""
+"""The audit log: user, action and target, written in the transaction of the change."""
 
 from __future__ import annotations
 

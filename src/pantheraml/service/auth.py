@@ -1,4 +1,4 @@
-"""Who asks, and what they may do.
+"""Authentication and scopes.
 
 A key is `pml-` and 256 random bits; its SHA-256 is kept, since a slow hash protects weak passwords, not random keys.
 Scopes: `read` one's own files and jobs, `submit` new ones and change them, `admin` everybody's. A service that has no
@@ -49,7 +49,7 @@ class Principal:
 
     @property
     def owner(self) -> str | None:
-        """Owner to whose files and jobs it is confined; None: those of everybody."""
+        """Owner whose files and jobs it may access; None: everybody's."""
         return None if self.allows("admin") and self.key_id is not None else self.user
 
 
@@ -75,7 +75,7 @@ async def create_key(session: AsyncSession, user: str, scope: Scope, expires_at:
 
 
 async def has_keys(database: Database) -> bool:
-    """True if a key was ever created: revoking the last one does not open the service to everybody."""
+    """Return True if a key was ever created: revoking the last one does not open the service to everybody."""
     async with database.read() as session:
         return await session.scalar(select(Key.id).limit(1)) is not None
 
@@ -84,10 +84,10 @@ class Authenticator:
     """Finds the principal of a request."""
 
     def __init__(self, database: Database, *, is_open: bool, insecure: bool) -> None:
-        """`insecure`: serve other machines, too, while it is open."""
+        """`insecure`: also serve other machines while there are no keys."""
         self._database, self._insecure = database, insecure
         self.is_open = is_open
-        """Everybody is `local`, until the first key is created."""
+        """Treat every request as the user `local`, until the first key is created."""
         self._looked_at = time.monotonic()
 
     async def principal(self, request: Request) -> Principal:
@@ -96,7 +96,7 @@ class Authenticator:
             self.is_open = not await has_keys(self._database)
         if self.is_open:
             if not self._insecure and not _from_here(request):
-                # an application of one's own may listen on any address, whatever our settings say
+                # an application that mounts our routes may listen on any address, whatever our settings say
                 raise _unauthorized("There are no API keys here: only programs of this machine are served.")
             return Principal(LOCAL_USER, _INCLUDES["admin"])
         scheme, _, text = request.headers.get("authorization", "").partition(" ")

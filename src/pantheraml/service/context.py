@@ -1,4 +1,4 @@
-"""What the routes share: one object per application, at `app.state.context`."""
+"""State that the routes share: one object per application, at `app.state.context`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
+from pantheraml.service.jobs.live import NewsDesk
 from pantheraml.service.jobs.merge import Merger
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.preview import Previewer
@@ -31,9 +32,10 @@ class ServiceContext:
     catalog: Catalog
     dispatcher: Dispatcher
     notifier: Notifier
+    news: NewsDesk
     authenticator: Authenticator
     sampler: BackgroundSampler
-    """Of the GPUs that jobs may be given, and of the host."""
+    """Samples the GPUs that jobs may use, and the host."""
     previewer: Previewer
     merger: Merger
     curves: CurveCache
@@ -41,20 +43,20 @@ class ServiceContext:
     webhooks: WebhookSender
     quota: Quota
     forwarder: Forwarder | None
-    """To the operator's inference server; None: `chat` answers."""
+    """Client of the operator's inference server; None: `chat` answers."""
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the routes, as long as the service does."""
+        """Run the background tasks for the lifetime of the service."""
         return [self.dispatcher.run(), self.chat.run(), self.webhooks.run()]
 
     def end_waiting(self) -> None:
-        """Answer everybody who waits for something: the service is ending."""
+        """Release everything that waits: the service is shutting down."""
         self.notifier.close()
         self.chat.close()
 
 
-def _context(request: Request) -> ServiceContext:
-    context: ServiceContext = request.app.state.context
+async def _context(request: Request) -> ServiceContext:
+    context: ServiceContext = request.app.state.context  # not from a thread, where FastAPI calls plain functions
     return context
 
 

@@ -1,4 +1,4 @@
-"""Check an uploaded training file: every row; those that are wrong are told with their line, field and reason."""
+"""Check every row of an uploaded training file; errors name line, field and reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pantheraml.data.chunks import read_lines
 from pantheraml.data.rows import Row, RowError
 
 MOST_WRONG_ROWS = 50
-"""Named; then the rest is not read."""
+"""Number of invalid rows after which reading stops."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Dataset:
 
 
 class WrongRowsError(DataError):
-    """Some rows cannot be trained on."""
+    """The file has invalid rows."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         first = rows[0]
@@ -35,7 +35,7 @@ class WrongRowsError(DataError):
 
 
 def check_jsonl(path: Path) -> Dataset:
-    """Return what the file holds. DataError if rows are wrong, or have no format that can be trained on."""
+    """Return what the file holds. DataError if rows are invalid or of an unknown format."""
     rows, format = 0, None
     wrong: list[dict[str, Any]] = []
     for chunk in read_lines(path, plain=False):

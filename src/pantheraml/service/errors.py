@@ -1,4 +1,4 @@
-"""Errors on the wire: OpenAI's shape, a request id, and no traceback.
+"""Error responses: OpenAI's shape, a request id, and no traceback.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -30,9 +30,9 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(HTTPException):
-    """A refusal, with its status and the parameter that is to blame.
+    """An error response: its status, and the parameter at fault.
 
-    An HTTPException, since the framework answers 400 to any other one that is raised while it reads a body.
+    A subclass of HTTPException, since FastAPI answers 400 to any other exception raised while it reads a body.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -40,7 +40,7 @@ class ApiError(HTTPException):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers: dict[str, str] = {}
         self.rows: list[dict[str, Any]] = []
-        """Wrong rows of a file."""
+        """Invalid rows of a file."""
 
 
 def not_found(what: str, name: str, *, param: str | None = None) -> ApiError:
@@ -48,13 +48,13 @@ def not_found(what: str, name: str, *, param: str | None = None) -> ApiError:
 
 
 def refusal(err: PantheraError, *, param: str | None = None) -> ApiError:
-    """The answer for an error of the library that the request caused."""
+    """Return the response for a library error that the request caused."""
     message = err.what if err.fix is None else f"{err.what} {err.fix}"
     return ApiError(400, printable(message), param=param, code=type(err).__name__)
 
 
 def invalid_values(err: ValidationError) -> ApiError:
-    """The answer for values of a request that its own model allowed."""
+    """Return the response for values that passed the request's own model."""
     first = err.errors()[0]
     return _invalid_value(first["loc"], first["msg"])
 
@@ -85,7 +85,7 @@ def error_response(
 
 
 class AnsweringRoute(APIRoute):
-    """A route that answers its errors in this form in any application, also in one that has not called `install`."""
+    """A route whose errors have this form in any application, even one that has not called `install`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -142,7 +142,7 @@ async def _http(request: Request, err: Exception) -> JSONResponse:
 
 
 def _methods(request: Request) -> list[str]:
-    """What the path of the request takes, by the description of the API."""
+    """Return the HTTP methods that the request's path allows, from the OpenAPI description."""
     described: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
     for part in ("[^/]+", ".+"):  # a name of a model may hold a slash
         for template, operations in described.items():

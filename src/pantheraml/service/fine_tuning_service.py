@@ -4,8 +4,8 @@
         dataset = await service.prepare_dataset(texts=texts, model_name="gpt2", max_length=512)
         result = await service.finetune_model_multi_gpu("gpt2", dataset, {"epochs": 3})
 
-It opens at the first call, and closes with `async with`, `close` or the event loop. A folder serves one program at a
-time, be it this or `pantheraml serve`.
+It opens at the first call, and closes with `async with`, `close` or the event loop. A data folder can be open in one
+program at a time, this or `pantheraml serve`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FineTuningService:
             if self._context is None:
                 ready: asyncio.Future[ServiceContext] = asyncio.get_running_loop().create_future()
                 self._closing.clear()
-                # in a task of its own, which the event loop ends in an orderly way if nobody calls `close`
+                # in a separate task, which the event loop cancels cleanly if `close` is never called
                 self._alive = asyncio.create_task(self._live(ready))
                 self._context = await ready
             return self._context
@@ -122,7 +122,7 @@ class FineTuningService:
             self._context = None
 
     async def close(self) -> None:
-        """Let go of the folder; jobs that run go on, and are adopted by who opens it next."""
+        """Release the folder. Running jobs continue, and the next service to open it adopts them."""
         if self._alive is not None:
             self._closing.set()
             await self._alive

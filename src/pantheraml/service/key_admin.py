@@ -1,4 +1,4 @@
-"""Create, list and revoke keys from the command line, while the service runs or not."""
+"""Create, list and revoke keys from the command line, whether or not the service is running."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pydantic import BaseModel
 from sqlalchemy import select
 
 from pantheraml.base.errors import ConfigError
-from pantheraml.base.private import private_files, private_folder
+from pantheraml.base.private import private_files
 from pantheraml.service.auth import Scope, create_key
-from pantheraml.service.settings import Settings
+from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Audit, Key
 
 Result = TypeVar("Result")
 OPERATOR = "operator"
-"""The user of the audit log for what is done on the command line."""
+"""User in the audit log for actions on the command line."""
 
 
 class KeyInfo(BaseModel):
@@ -88,7 +88,7 @@ def _info(key: Key) -> KeyInfo:
 
 def _run(settings: Settings, work: Callable[[Database], Awaitable[Result]]) -> Result:
     async def whole() -> Result:
-        private_folder(settings.data_dir)
+        claim_folder(settings.data_dir)
         database = Database(settings.url)
         try:
             await database.migrate()

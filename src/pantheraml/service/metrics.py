@@ -1,12 +1,12 @@
-"""What `/metrics` tells Prometheus: jobs, queue, GPUs, host and accounts, read when it asks.
+"""Metrics for Prometheus: jobs, queue, GPUs, host and accounts, collected at each scrape.
 
-The label of a job is `job_id`, since Prometheus has a `job` of its own. What is not known has no sample.
+The label of a job is `job_id`, since Prometheus has a `job` of its own. Unknown values have no sample.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,7 +20,8 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.overview import devices_now, host_now, running_now
 from pantheraml.service.jobs.states import State
 from pantheraml.service.request_metrics import RequestMetrics
-from pantheraml.service.store.tables import Event, Job
+from pantheraml.service.store.jobs import leases
+from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import used
 from pantheraml.specs.service_api import DeviceStatus, RunningJob
 
@@ -41,7 +42,7 @@ _OF_GPUS = {
 
 
 class _Families:
-    """Anything with `collect`, as the library wants it."""
+    """A collector, as the library expects it."""
 
     def __init__(self, *parts: Iterable[Metric]) -> None:
         self._parts = parts
@@ -52,12 +53,13 @@ class _Families:
 
 
 async def render(context: ServiceContext, principal: Principal, requests: RequestMetrics) -> bytes:
-    """The text that Prometheus reads; of jobs and accounts those that the principal may see."""
+    """Return Prometheus's text format, with the jobs and accounts that the principal may see."""
     async with context.database.read() as session:
+        held = await leases(session)
         families = [
             *await _service(session, context),
-            *await _jobs(session, context, principal),
-            *_gpus(await devices_now(session, context, principal)),
+            *await _jobs(session, principal, held),
+            *_gpus(await devices_now(session, context, principal, held)),
             *await _accounts(session, principal),
         ]
     return generate_latest(_Families(families, requests.registry.collect()))
@@ -102,7 +104,7 @@ def _ratio(percent: float | None) -> float | None:
     return None if percent is None else percent / 100
 
 
-async def _jobs(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[Metric]:
+async def _jobs(session: AsyncSession, principal: Principal, held: Mapping[str, Lease]) -> list[Metric]:
     info = _gauge("job_info", "Jobs that hold devices.", ("job_id", "user", "model", "state"))
     devices = _gauge("job_devices", "Devices that the job holds.", ("job_id",))
     step = _gauge("job_step", "Newest step.", ("job_id",))
@@ -111,7 +113,7 @@ async def _jobs(session: AsyncSession, context: ServiceContext, principal: Princ
     moment = _gauge("job_last_step_timestamp_seconds", "When the newest step ended.", ("job_id",))
     alert = _gauge("job_alert", "Alerts of the job that are on.", ("job_id", "alert"))
     figures = {name: _gauge(f"job_{name}", text, ("job_id",)) for name, text in _OF_STEPS.items()}
-    for job in await running_now(session, context, principal):
+    for job in await running_now(session, principal, held):
         info.add_metric((job.job, job.user, job.model, job.state), 1)
         for family, value in ((devices, len(job.devices)), (step, job.step), (total, job.total_steps)):
             _add(family, job, value)
@@ -154,7 +156,7 @@ def _gpus(devices: Iterable[DeviceStatus]) -> list[Metric]:
 
 
 async def _accounts(session: AsyncSession, principal: Principal) -> list[Metric]:
-    """Counters: they grow as jobs run, and are those of the database, so that a restart resets nothing."""
+    """Counters, read from the database, so that a restart does not reset them."""
     seconds = CounterMetricFamily(
         "pantheraml_usage_device_seconds", "Seconds that jobs have held devices.", labels=("user", "device")
     )

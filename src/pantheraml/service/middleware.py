@@ -1,4 +1,4 @@
-"""What every request passes: an id, the names under which the service may be reached, limits, and security headers.
+"""Middleware for every request: request id, allowed host names, limits, and security headers.
 
 A page on any site can have a browser on this machine send requests to a port of loopback, or resolve its own name to it
 (DNS rebinding). So `Host` must be a name of this service, and `Origin`, if there is one, the same place.
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
-from limits.aio.strategies import MovingWindowRateLimiter
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,7 +30,7 @@ logger = log.get(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 _KEYS_PER_ADDRESS = 10
-"""Keys that one address may use to their limits."""
+"""Keys whose rate limits one address may use up."""
 _UPLOADS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 """Paths whose bodies have limits of their own."""
 _SECURITY_HEADERS = {
@@ -50,7 +50,8 @@ class Gate:
         self._app = app
         self._proxies = frozenset(name.lower() for name in settings.allowed_hosts)
         self._hosts = self._proxies | {settings.host.lower(), "localhost", "127.0.0.1", "::1"}
-        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        # two counters per key; a moving window sends a list of every request to a thread with each further one
+        self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._rate = RateLimitItemPerMinute(settings.requests_per_minute)
         many = _KEYS_PER_ADDRESS * settings.requests_per_minute
         self._address_rate = RateLimitItemPerMinute(many, namespace="address")
@@ -104,7 +105,7 @@ class Gate:
     async def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-            raise ApiError(400, "The address holds a null character.")  # which PostgreSQL cannot even look for
+            raise ApiError(400, "The address holds a null character.")  # which PostgreSQL rejects in queries
         self._check_names(headers, scope.get("server"))
         length = headers.get("content-length")
         if length is not None and not length.isdigit():
@@ -116,7 +117,7 @@ class Gate:
         who = headers.get("authorization") or headers.get("cookie")  # people behind one proxy share an address
         if who is not None:
             await self._count(self._rate, hash_key(who))
-            await self._count(self._address_rate, address)  # whoever tries key after key
+            await self._count(self._address_rate, address)  # against guessing keys
         else:
             await self._count(self._rate, address)
 

@@ -1,4 +1,4 @@
-"""`router`: `/multigpu` for an application of one's own, with a service behind it that starts and ends with it.
+"""`router`: `/multigpu` for your own application, with a service behind it that starts and ends with it.
 
     app = FastAPI()
     app.include_router(router, prefix="/api/v1")

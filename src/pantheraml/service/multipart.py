@@ -1,7 +1,7 @@
 """Receive a multipart form whose one file goes straight to disk.
 
-The usual form parser of a web framework writes to a temporary folder without a limit, and the file is copied from
-there. Here the limit holds while the body arrives, the memory is that of one block, and a broken upload leaves nothing.
+A web framework's form parser writes to a temporary folder without a limit, and the file is copied from there. Here the
+limit is enforced while the body arrives, one block is in memory, and a broken upload leaves nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from pantheraml.service.errors import ApiError
 
 _FIELD_BYTES = 64 << 10
 _FIELDS = 100
+_FORM_BYTES = 8 << 20
+"""Around the file: fields, headers, and what the parser skips before the first boundary and after the last."""
 _BLOCK_BYTES = 1 << 20
 
 
@@ -141,10 +143,13 @@ async def received(request: Request, folder: Path, *, file_field: str, limit: in
 
 
 async def _receive(request: Request, form: _Form, boundary: bytes) -> None:
-    waiting = 0
+    waiting = total = 0
     try:
         parser = MultipartParser(boundary, form.callbacks())  # type: ignore[arg-type]
         async for block in request.stream():
+            total += len(block)
+            if total > form.limit + _FORM_BYTES:
+                raise too_large(form.limit)
             parser.write(block)
             waiting += len(block)
             if waiting >= _BLOCK_BYTES:

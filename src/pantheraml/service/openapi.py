@@ -1,7 +1,7 @@
-"""The description of the API at `/openapi.json`: what each answer looks like, errors among them, keys, and examples.
+"""The OpenAPI description at `/openapi.json`: responses, errors among them, keys, and examples.
 
-Routes that speak OpenAI's wire build their answers by hand; here they are described by the models with which our client
-reads them, so that one test checks the service, the description and the client against each other.
+Routes of OpenAI's API build their responses by hand; here they are described by the models with which our client reads
+them, so that one test checks the service, the description and the client against each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
-    """Every refusal, as OpenAI's wire has it."""
+    """Every error, in OpenAI's form."""
 
     error: ErrorDetail
 
@@ -81,7 +81,7 @@ _BYTES = {
     f"{_JOB}/logs": "text/plain",
     f"{_JOB}/artifacts/{{name}}": "application/octet-stream",
 }
-"""Answers with content, whole or a range of it."""
+"""Responses with content, whole or a range of it."""
 _OPEN = frozenset({"/healthz", "/readyz"})
 _REFERENCE = "#/components/schemas/{model}"
 _UPLOAD = {
@@ -116,7 +116,7 @@ _PART = {
 
 
 class DescribedAPI(FastAPI):
-    """A FastAPI whose description says what its answers are."""
+    """A FastAPI application whose description includes its responses."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -170,6 +170,6 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
-    """To the schema under the name that pydantic gives it."""
+    """Return a reference to the schema, by pydantic's name for it."""
     name = model.__name__.replace("[", "_").replace("]", "_")
     return {"$ref": _REFERENCE.format(model=name)}

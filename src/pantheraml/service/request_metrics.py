@@ -1,4 +1,4 @@
-"""How long requests take, by route: the outermost layer, so that what the gate refuses is counted too."""
+"""Request latency by route: the outermost middleware, so that requests refused by the gate count too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeasureRequests:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # an address that no route has is no label: anyone could make up any number of them
+                # paths without a route get no label: anyone could make up any number of them
                 route = getattr(scope.get("route"), "path", "unknown")
                 self._metrics.note(scope["method"], route, message["status"], time.perf_counter() - begin)
             await send(message)

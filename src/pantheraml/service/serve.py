@@ -18,7 +18,7 @@ SHUTDOWN_SECONDS = 5
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGINT or SIGTERM; running jobs go on without the service."""
+    """Serve until SIGINT or SIGTERM; running jobs continue without the service."""
     return asyncio.run(_serve(settings))
 
 
@@ -65,7 +65,7 @@ def bind(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
-        listener.listen(1024)  # from now on nobody is turned away
+        listener.listen(1024)  # from now on connections are accepted
     except OSError as err:
         listener.close()
         raise ConfigError(

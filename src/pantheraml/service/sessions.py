@@ -1,4 +1,4 @@
-"""Sessions of the page: a key is shown once, then a cookie that scripts cannot read stands for it.
+"""Sessions of the dashboard: a key is sent once, and exchanged for a cookie that scripts cannot read.
 
 Other sites cannot use the cookie: it is SameSite=Strict, and a request that changes something needs a header that no
 form can send. Revoking the key ends its sessions.
@@ -30,20 +30,20 @@ def cookie_name(request: Request) -> str:
 
 
 def refuse_forgery(request: Request) -> None:
-    """ApiError if a request that carries the cookie could have been made by a form on another page."""
+    """ApiError if a request with the cookie could come from a form on another site (CSRF)."""
     if request.method not in _SAFE_METHODS and request.headers.get(PAGE_HEADER) != PAGE_HEADER_VALUE:
         message = f"A change by session cookie needs the header `{PAGE_HEADER}: {PAGE_HEADER_VALUE}`."
         raise ApiError(403, message, code="missing_header")
 
 
 def key_of(cookie: str) -> Select[Key]:
-    """Query for the key that a session stands for."""
+    """Query for the key of a session."""
     live = (PageSession.hash == _hash(cookie)) & (PageSession.expires_at > time.time())
     return select(Key).join(PageSession, PageSession.key_id == Key.id).where(live)
 
 
 async def open_session(session: AsyncSession, key_id: str) -> str:
-    """Add a session; return the text of its cookie, which is not kept. Sessions that have expired are removed."""
+    """Add a session, and remove expired ones; return the text of its cookie, which is not stored."""
     cookie, now = secrets.token_urlsafe(32), time.time()
     await session.execute(delete(PageSession).where(PageSession.expires_at <= now))
     session.add(PageSession(hash=_hash(cookie), key_id=key_id, created_at=now, expires_at=now + SESSION_SECONDS))
@@ -58,7 +58,7 @@ async def close_session(session: AsyncSession, cookie: str) -> Key | None:
 
 
 def give_cookie(request: Request, response: Response, cookie: str) -> None:
-    """Without an age, so that the browser forgets it when it is closed."""
+    """Set the session cookie, without an age, so that the browser drops it when closed."""
     encrypted = request.headers.get("origin", "").startswith("https://")  # also behind a proxy with TLS
     response.set_cookie(cookie_name(request), cookie, path="/", httponly=True, samesite="strict", secure=encrypted)
 

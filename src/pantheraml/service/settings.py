@@ -1,4 +1,4 @@
-"""Settings of the service: what `pantheraml serve` is told, and the folders that follow from it."""
+"""Settings of the service: the options of `pantheraml serve`, and the folders derived from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pantheraml.base.errors import ConfigError
+from pantheraml.base.private import private_folder
 from pantheraml.service.jobs.scheduler import Allowance
 
 GIB = 1 << 30
@@ -24,12 +26,12 @@ class Settings:
     insecure: bool = False
     """Serve without keys on an address that others can reach."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names under which the service is reached, as in the header Host."""
+    """Additional host names of the service, as in the header Host."""
     cpu_slots: int | None = None
     """Processes of jobs at a time on a machine without GPUs; None = one per core."""
     max_file_bytes: int = 2 * GIB
     max_user_bytes: int = 50 * GIB
-    """All files of one user."""
+    """Total size of one user's files."""
     max_queued_per_user: int = 1000
     requests_per_minute: int = 6000
     """Per key, or per address where there are no keys."""
@@ -38,22 +40,22 @@ class Settings:
     max_hours_per_user: float | None = None
     """Hours of GPUs (of CPU slots, without any) in the last 30 days; None: no limit."""
     price_per_gpu_hour: float | None = None
-    """In whatever currency; None: no costs are shown."""
+    """Price per hour, in any currency; None: no costs are shown."""
     stall_seconds: float = 300.0
-    """A running job that shows no sign of life for so long, and for ten steps, raises an alert."""
+    """A running job without progress for so long, and for ten steps, raises an alert."""
     open_metrics: bool = False
     """Serve `/metrics` without a key."""
     max_attempts: int = 3
     """Starts of a job whose processes were killed or crashed; a start that reached a new checkpoint does not count."""
 
     chat_idle_seconds: float = 300.0
-    """The model in memory for chat leaves it after that long without a request."""
+    """The chat worker exits after so many seconds without a request."""
     chat_max_waiting: int = 32
     """Chat requests in the queue; more are refused."""
     inference_url: str | None = None
-    """Server of the operator that answers chat instead, such as vLLM: `http://127.0.0.1:8001/v1`."""
+    """The operator's inference server that answers chat instead, such as vLLM: `http://127.0.0.1:8001/v1`."""
     inference_key: str | None = field(default=None, repr=False)
-    """Of that server."""
+    """API key of that server."""
 
     allow_private_webhooks: bool = False
     """Send webhooks to loopback and private addresses, and without TLS."""
@@ -110,6 +112,18 @@ class Settings:
             return False
 
 
+def claim_folder(path: Path) -> None:
+    """Make a folder of the service, private to this user. ConfigError if that is not possible."""
+    try:
+        private_folder(path)
+    except OSError as err:
+        raise ConfigError(
+            f"The folder of the service cannot be used: {err.strerror or err}.",
+            where=str(path),
+            fix="Choose another --data-dir.",
+        ) from err
+
+
 def default_settings() -> Settings:
-    """For a service inside another program."""
+    """Settings of a service inside another program."""
     return Settings(Path("service-data"), Path("models"))

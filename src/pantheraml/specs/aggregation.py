@@ -14,7 +14,7 @@ ALIASES = {"weighted_mean": "weighted"}
 
 
 class AggregationMethod(StrEnum):
-    """How the gradients of the ranks become one; the values are those of `parallel.aggregation`."""
+    """How gradients of the ranks are combined; values of `parallel.aggregation`."""
 
     MEAN = "mean"
     WEIGHTED = "weighted"

@@ -1,13 +1,13 @@
-"""What the service and its chat worker tell each other: one JSON object per line, over the worker's stdin and stdout.
+"""Messages between the service and its chat worker: one JSON object per line, over the worker's stdin and stdout.
 
-The worker answers requests one after another. Of each it says `ChatLoaded`, then `ChatText` as the text comes, and at
+The worker answers requests one after another. For each it sends `ChatLoaded`, then `ChatText` as the text comes, and at
 the end `ChatDone` or `ChatFailed`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -20,11 +20,11 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     id: int
-    """Of the request."""
+    """Id of the request."""
 
 
 class ChatModel(BaseModel):
-    """A base model, or what a run made of one."""
+    """A base model, perhaps with the weights that a run trained."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,11 +34,22 @@ class ChatModel(BaseModel):
     """Folder of the trained weights; None: the base model."""
 
 
+class PromptRow(BaseModel):
+    """A row of training data, without what the model is to write."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: str
+    row: dict[str, Any]
+
+
 class ChatRequest(_Message):
     kind: Literal["chat"] = "chat"
     model: ChatModel
-    messages: list[dict[str, str]]
+    messages: list[dict[str, str]] = []
     """With `role` and `content`."""
+    prompt_row: PromptRow | None = None
+    """Continued instead of the messages, with the very tokens that come before its answer in training."""
     max_tokens: int | None
     """None: as many as the model has positions, at most `default_tokens`."""
     default_tokens: int
@@ -79,7 +90,7 @@ class ChatFailed(_Message):
     what: str
     fix: str | None
     unexpected: bool = False
-    """The request is not to blame."""
+    """True if the request is not at fault."""
 
 
 ChatReply = ChatLoaded | ChatText | ChatDone | ChatFailed

@@ -156,6 +156,11 @@ def put_value(values: dict[str, Any], key: Key, value: Any) -> None:
     values[key[-1]] = value
 
 
+_SHOULD = "Input should be "
+_UNABLE = ", unable to parse"
+"""How pydantic begins and ends what a value of the wrong type or size should be."""
+
+
 def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *, whole: str = "config") -> TrainConfig:
     """Build a TrainConfig from plain values; `sources` maps each key to where it was set, for error messages."""
     sections = field_names(TrainConfig) or {}
@@ -167,7 +172,7 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
     try:
         config = TrainConfig.model_validate(values)
     except ValidationError as err:
-        problems = [_explain(detail, sources or {}, whole) for detail in _unique(err.errors())]
+        problems = [_explain(detail, sources or {}, whole) for detail in _merged(err.errors())]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(
             f"The configuration has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems),
@@ -178,12 +183,16 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
     return config
 
 
-def _unique(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Keep the first error of each field: pydantic reports one per alternative of a union."""
-    seen: dict[Key, ErrorDetails] = {}
+def _merged(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return one error for each field: pydantic reports one per alternative of a union."""
+    merged: dict[Key, ErrorDetails] = {}
     for detail in details:
-        seen.setdefault(_field_key(detail), detail)
-    return list(seen.values())
+        first = merged.setdefault(_field_key(detail), detail.copy())
+        first["msg"] = first["msg"].partition(_UNABLE)[0]
+        other = detail["msg"].removeprefix(_SHOULD).partition(_UNABLE)[0]
+        if detail["msg"].startswith(_SHOULD) and first["msg"].startswith(_SHOULD) and other not in first["msg"]:
+            first["msg"] += f", or {other}"
+    return list(merged.values())
 
 
 def _field_key(detail: ErrorDetails) -> Key:

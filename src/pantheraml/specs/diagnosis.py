@@ -13,13 +13,13 @@ Status = Literal["ok", "warning", "failed", "skipped"]
 
 
 class Check(FrozenModel):
-    """What was found about one thing."""
+    """Result of one check."""
 
     name: str
     status: Status
     found: str
     fix: str | None = None
-    """What to do about it; None if there is nothing to do."""
+    """How to fix it; None if there is nothing to fix."""
     error: str | None = None
     """Class of `base.errors`, for a failed check."""
     values: dict[str, Any] = Field(default_factory=dict)
@@ -30,7 +30,7 @@ class Diagnosis(FrozenModel):
     """All checks, in the order in which they ran."""
 
     version: str
-    """Of PantheraML."""
+    """Version of PantheraML."""
     checks: tuple[Check, ...]
 
     def count(self, status: Status) -> int:

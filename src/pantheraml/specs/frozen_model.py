@@ -1,4 +1,4 @@
-"""FrozenModel: base of the values that cross borders and never change."""
+"""FrozenModel: base class of immutable values that are passed between layers and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GPUConfig`: which GPUs to use and how, in few words; it translates to the sections of the configuration."""
+"""`GPUConfig`: a short form of which GPUs to use and how; it translates to sections of the configuration."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from pantheraml.specs.own_loop_configs import CHECKPOINTING, OwnLoopConfig, Perf
 
 
 class OptimizationLevel(StrEnum):
-    """What `PerformanceConfig.optimization_level` turns on; each level includes the one before."""
+    """Levels of `PerformanceConfig.optimization_level`; each includes the one before."""
 
     NONE = "none"
-    """Nothing but what is set by name."""
+    """Only what is set by name."""
     BASIC = "basic"
     """The optimizer's fused kernel, pinned memory, and data workers that persist; numerics as before."""
     ADVANCED = "advanced"

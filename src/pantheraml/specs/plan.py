@@ -64,11 +64,11 @@ class LayerSplit(FrozenModel):
 
 
 class PlanInputs(FrozenModel):
-    """What a plan was made for, to refuse it for anything else."""
+    """The inputs of a plan, so that it can be rejected for any others."""
 
     config: dict[str, Any]
     model_digest: str | None
-    """Of its config.json; None: a model known by its name only."""
+    """Digest of its config.json; None: a model known only by its name."""
     data_digest: str | None
     """None: planned without data."""
     gpus: tuple[GPU, ...]

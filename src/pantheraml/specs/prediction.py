@@ -1,4 +1,4 @@
-"""What a plan predicts: memory, time, cost and energy of a run, and the plans that were not chosen.
+"""Predictions of a plan: memory, time, cost and energy of a run, and the plans that were not chosen.
 
 None: not known. Nothing here is a guess; `sources` says which rates the figures come from.
 """
@@ -16,7 +16,8 @@ class MemoryPrediction(FrozenModel):
     """Peak memory of the rank that needs most, in bytes."""
 
     parts: dict[str, int]
-    """By role at the peak: weights, adapters, gradients, optimizer, activations, logits, ...; sum: allocated_bytes."""
+    """Bytes by role at the peak: weights, adapters, gradients, optimizer, activations, logits, ...; sum:
+    allocated_bytes."""
     instant: str | None = None
     """Moment of a step at which the peak occurs, such as `loss`."""
     allocated_bytes: int
@@ -41,7 +42,7 @@ class Prediction(FrozenModel):
     memory: MemoryPrediction | None
     step_seconds: float | None
     total_seconds: float | None
-    """To the end of the run; None if its number of steps or the time of a step is not known."""
+    """Seconds to the end of the run; None if its number of steps or the time of a step is not known."""
     energy_kwh: float | None
     dollars: float | None
     steps: int | None = None

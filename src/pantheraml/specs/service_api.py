@@ -1,7 +1,6 @@
-"""What the service says of its machine, its queue and its costs: the same models for the service and for the client.
+"""Response models for machine, queue and costs, shared by the service and its client.
 
-None: not known. Times are seconds since 1970. What belongs to other users has no names for those who are no
-administrators.
+None: not known. Times are seconds since 1970. What belongs to other users is anonymous, except for administrators.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ class DeviceStatus(_Answer):
     kind: Literal["gpu", "cpu"]
     name: str | None = None
     in_use: bool
-    """A job of this service holds it."""
+    """Whether a job of this service holds it."""
     job: str | None = None
     user: str | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    """By all processes of the machine."""
+    """Memory used by all processes of the machine."""
     utilization_percent: int | None = None
     temperature_celsius: int | None = None
     power_watts: float | None = None
@@ -39,7 +38,7 @@ class DeviceStatus(_Answer):
 class HostStatus(_Answer):
     cpu_count: int
     cpu_percent: float | None
-    """Of all cores, over the last second."""
+    """CPU use of all cores over the last second."""
     ram_used_bytes: int | None
     ram_total_bytes: int | None
     driver: str | None
@@ -51,16 +50,16 @@ class QueueEntry(_Answer):
     """A job that waits for devices."""
 
     position: int
-    """From 1."""
+    """Position from 1."""
     job: str | None
     """None: another user's."""
     user: str | None
     model: str | None
     suffix: str | None = None
-    """That its user gave it."""
+    """Name given by its user."""
     priority: int
     devices: int
-    """How many it needs."""
+    """Number of devices that it needs."""
     waiting_reason: str
     estimated_start: int | None
     queued_at: int | None
@@ -83,21 +82,21 @@ class RunningJob(_Answer):
     user: str
     model: str
     suffix: str | None = None
-    """That its user gave it."""
+    """Name given by its user."""
     state: str
     devices: list[str]
     started_at: int | None
     step: int | None
     total_steps: int | None
     progress: float | None
-    """From 0 to 1."""
+    """Progress from 0 to 1."""
     epoch: float | None
     train_loss: float | None
     tokens_per_second: float | None
     seconds_left: float | None
-    """By the pace of the newest steps."""
+    """Seconds left, by the pace of the newest steps."""
     alerts: list[str]
-    """Kinds of the alerts that are on, such as `alert.stall`."""
+    """Kinds of active alerts, such as `alert.stall`."""
 
 
 class Incident(_Answer):
@@ -105,6 +104,8 @@ class Incident(_Answer):
 
     id: str
     job: str
+    model: str
+    suffix: str | None
     created_at: int
     level: str
     kind: str
@@ -118,20 +119,20 @@ class Overview(_Answer):
     time: float
     user: str
     scopes: list[str]
-    """What the key of this request may do."""
+    """Scopes of the key of this request."""
     host: HostStatus
     devices: list[DeviceStatus]
     queued: int
-    """Jobs in the queue, those of other users and those that are not in `queue` among them."""
+    """Length of the queue, including other users' jobs and those not listed in `queue`."""
     queue: list[QueueEntry]
-    """The first of them."""
+    """First jobs of the queue."""
     running: list[RunningJob]
     incidents: list[Incident]
-    """The newest first."""
+    """Newest first."""
 
 
 class UsageEntry(_Answer):
-    """What a user, or one job, has used in a period."""
+    """Usage of a user, or of one job, in a period."""
 
     user: str
     job: str | None
@@ -141,9 +142,9 @@ class UsageEntry(_Answer):
     starts: int
     gpu_hours: float
     cpu_slot_hours: float
-    """On machines without GPUs."""
+    """Hours of CPU slots, on machines without GPUs."""
     energy_joules: float | None
-    """Of the GPUs."""
+    """Energy of the GPUs."""
     cost: float | None
     """None unless the service was started with a price."""
 

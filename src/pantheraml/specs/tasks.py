@@ -110,7 +110,7 @@ class Verdicts(BaseModel):
 
 
 class TorchFacts(BaseModel):
-    """What torch says of itself, in a process of its own (`doctor`)."""
+    """Torch's version and devices, reported by a separate process (`doctor`)."""
 
     version: str
     cuda: str | None
@@ -128,7 +128,7 @@ class CollectiveRequest(Request):
 
 
 class CollectiveResult(BaseModel):
-    """What the ranks found when they met (`doctor`)."""
+    """Result of the ranks' all-reduce (`doctor`)."""
 
     processes: int
     backend: str
@@ -152,7 +152,7 @@ class ProfileRow(BaseModel):
     name: str
     seconds: float
     share: float
-    """Of all lines of its table."""
+    """Sum over all lines of its table."""
     calls: float
 
 
@@ -168,7 +168,7 @@ class ProfileResult(BaseModel):
     tokens_per_second: float
     """Of all ranks."""
     memory_bytes: int
-    """Most that was in use: of the GPU, or of the process on a CPU."""
+    """Peak memory of the GPU, or of the process on a CPU."""
     phases: list[ProfileRow]
     """Where the time of a step goes; they add up to it."""
     parts: list[ProfileRow]

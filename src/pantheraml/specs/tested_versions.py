@@ -30,7 +30,6 @@ PACKAGES = (
     Versions("triton", "3.7.1", "3.6.0"),
 )
 GPU = "NVIDIA H200"
-GPU_CAPABILITY = (9, 0)
 DRIVER = "580.159.04"
 
 LEAST_CAPABILITY = (7, 0)

@@ -307,7 +307,7 @@ class ReportConfig(ConfigSection):
 
 
 class TrainConfig(ConfigSection):
-    """Everything that `pantheraml train` is told: one field per section."""
+    """Configuration of `pantheraml train`: one field per section."""
 
     model: ModelConfig
     data: DataConfig

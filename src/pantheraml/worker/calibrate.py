@@ -20,15 +20,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from pantheraml.planner.rates import MachineRates, rates_as_json
 
 SECONDS = 1.0
-"""For each measurement."""
+"""Seconds for each measurement."""
 TOKENS, WIDTH, INNER = 8192, 4096, 14_336
 ROWS, SEQUENCE, HEADS, HEAD = 4, 2048, 32, 128
 CPU_SCALE = 16
-"""A CPU gets matrices with sides that much smaller."""
+"""Factor by which a CPU's matrices are smaller per side."""
 
 
 class Stopwatch:
-    """Times passes on a device, until a time is over."""
+    """Repeats and times passes on a device for a given time."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device, self._seconds = device, seconds

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pantheraml.base import log
 from pantheraml.base.errors import DataError, ModelError, PantheraError
-from pantheraml.data.chat import ChatEncoder
+from pantheraml.data.formats import prompt_ids
 from pantheraml.data.rows import RowError
 from pantheraml.models.adapters import base_quantization
 from pantheraml.models.base_identity import verified_base
@@ -84,10 +84,10 @@ class LoadedModel:
         self._base: PreTrainedModel | None = None
         self._adapter: tuple[Path, contextlib.ExitStack] | None = None
         self.base_loads = 0
-        """How many bases were loaded so far."""
+        """Number of base models loaded so far."""
 
     def model(self, wanted: ChatModel) -> PreTrainedModel:
-        """Return the model with its adapter; whatever is in the way is dropped."""
+        """Return the model with its adapter; unload whatever is in the way."""
         full = wanted.trained is not None and wanted.method.kind == "full"
         source = _in_folder(wanted.model, wanted.trained) if full and wanted.trained else wanted.model
         adapter = None if full else wanted.trained
@@ -143,7 +143,7 @@ class ChatWorker:
 
     def _answer(self, request: ChatRequest) -> None:
         tokenizer = self._tokenizer(request.model)
-        prompt = _encoded(tokenizer, request.messages)
+        prompt = _encoded(tokenizer, request)
         model = self._loaded.model(request.model)
         self._send(ChatLoaded(id=request.id))
         params = SamplingParams(
@@ -181,13 +181,16 @@ class ChatWorker:
         return self._tokenizers[name]
 
 
-def _encoded(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def _encoded(tokenizer: Any, request: ChatRequest) -> list[int]:
+    if request.prompt_row is not None and request.prompt_row.format != "messages":
+        return prompt_ids(request.prompt_row.format, request.prompt_row.row, tokenizer)
     if not tokenizer.chat_template:
         raise ModelError(
             "This model has no chat template, so it cannot be given messages.",
             fix="Add a chat_template.jinja to its folder, or tune its chat version.",
         )
-    ids = ChatEncoder(tokenizer).prompt(messages)
+    row: dict[str, Any] = {"messages": request.messages} if request.prompt_row is None else request.prompt_row.row
+    ids = prompt_ids("messages", row, tokenizer)
     if not ids:
         raise DataError("The chat template made no tokens of the messages.")
     return ids

@@ -1,4 +1,4 @@
-"""Task `collective`: do the ranks of this host meet and exchange tensors? For `pantheraml doctor`."""
+"""Task `collective`: test that the ranks of this host can rendezvous and exchange tensors. For `pantheraml doctor`."""
 
 from __future__ import annotations
 

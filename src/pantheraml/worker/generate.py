@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -57,5 +58,5 @@ def _load_model(request: GenerateRequest, config: TrainConfig, run: RunDir, loca
     on_gpu = request.device == "cuda"
     dtype, device = DTYPES[request.precision], torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if request.weights == "base":
-        return load_model(config.model, dtype=dtype, device=device)
+        return cast(nn.Module, load_model(config.model, dtype=dtype, device=device))
     return load_finetuned_model(config.model, config.method, run.trained(), dtype=dtype, device=device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ def find() -> TorchFacts:
                 problem = str(err).splitlines()[0]
     if problem is None and caught and not count:
         problem = str(caught[0].message).splitlines()[0]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda is not None else None
+    cuda: Any = torch.cuda  # `nccl.version` has no annotations
+    nccl = ".".join(map(str, cuda.nccl.version())) if torch.version.cuda is not None else None
     return TorchFacts(version=torch.__version__, cuda=torch.version.cuda, nccl=nccl, gpus=count, problem=problem)
 
 

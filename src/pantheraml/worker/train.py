@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -212,11 +212,11 @@ def base_trained_on(model: ModelConfig, fingerprint: str) -> BaseIdentity:
     return current if current.fingerprint == fingerprint else BaseIdentity(fingerprint, config="", commit=None)
 
 
-def open_data(run: RunDir) -> tuple[TokenDataset, TokenDataset | None]:
-    """Open what `prepare` wrote: training data and, if there is any, evaluation data."""
+def open_data(run: RunDir, *, untrusted: bool = False) -> tuple[TokenDataset, TokenDataset | None]:
+    """Open what `prepare` wrote: training data and, if there is any, evaluation data. `untrusted`: by someone else."""
     paths = run.data()
-    evaluation = TokenDataset.open(Path(paths["eval"])) if paths["eval"] else None
-    return TokenDataset.open(Path(paths["train"])), evaluation
+    evaluation = TokenDataset.open(Path(paths["eval"]), untrusted=untrusted) if paths["eval"] else None
+    return TokenDataset.open(Path(paths["train"]), untrusted=untrusted), evaluation
 
 
 def training_sources(run: RunDir) -> list[Source]:
@@ -276,11 +276,9 @@ def resolve_rope_batching(
     model: Any, config: TrainConfig, plan: Plan, datasets: Sequence[TokenDataset], emit: Emit
 ) -> Plan:
     """Return `plan` with one row per micro-batch if a long document would change the RoPE of rows batched with it."""
-    longest = max(dataset.longest_document for dataset in datasets)
-    rope = varying_rope(model.config)
-    if rope is None or not rope.in_reach(longest) or plan.micro_batch_size == 1:
+    reason = rope_batching_reason(model.config, datasets)
+    if reason is None or plan.micro_batch_size == 1:
         return plan
-    reason = f"RoPE ({rope.kind}) changes for a whole micro-batch with a document of more than {rope.length} tokens"
     if config.train.micro_batch_size != "auto":
         size = config.train.micro_batch_size
         message = f"{reason}: with train.micro_batch_size={size} the loss depends on which rows share a batch; use 1"
@@ -289,6 +287,15 @@ def resolve_rope_batching(
     choice = Choice(name="train.micro_batch_size", value=1, reason=reason, automatic=True)
     emit(ChoiceMade(**choice.model_dump()))
     return plan.model_copy(update={"micro_batch_size": 1})
+
+
+def rope_batching_reason(model_config: Any, datasets: Sequence[TokenDataset]) -> str | None:
+    """Why rows of this data must not share a micro-batch; None: they may."""
+    longest = max(dataset.longest_document for dataset in datasets)
+    rope = varying_rope(model_config)
+    if rope is None or not rope.in_reach(longest):
+        return None
+    return f"RoPE ({rope.kind}) changes for a whole micro-batch with a document of more than {rope.length} tokens"
 
 
 def resolve_learning_rate(model: Any, config: TrainConfig, steps: int, emit: Emit) -> TrainConfig:
@@ -354,4 +361,4 @@ def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, pa
             seconds=time.perf_counter() - begin,
         )
     )
-    return model
+    return cast(nn.Module, model)

@@ -20,6 +20,7 @@ from pantheraml.base.events import Emit, VerifyProgress, silent
 from pantheraml.base.folders import write_text
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.engine.trial import Difference, Trial, configured_shares, difference, trial
+from pantheraml.models.loader import read_config
 from pantheraml.parallel.layout import ALONE, make_layout
 from pantheraml.parallel.process_group import World, open_world
 from pantheraml.planner.dims import check_together
@@ -28,7 +29,7 @@ from pantheraml.specs.plan import Plan
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import ModeVerdict, Verdicts, VerifyRequest
 from pantheraml.specs.train import TrainConfig
-from pantheraml.worker.train import build_model, check_fits, open_data
+from pantheraml.worker.train import build_model, check_fits, open_data, rope_batching_reason
 
 TOLERANCE = 1e-5
 """For loss and gradient in float32: the same sums in another order."""
@@ -75,16 +76,22 @@ def compare_modes(
     tolerances: Tolerances | None = None
     notes = differences_to_run(config, request.modes.values())
     config = comparable_config(config)
+    alone = rope_batching_reason(read_config(config.model), [dataset])
+    if alone is not None:
+        notes.append(f"compared with one row in each micro-batch: {alone}")
+        plan = plan.model_copy(update={"micro_batch_size": 1})
     if world.is_main:
         emit(VerifyProgress(done=0, total=len(request.modes), mode="one process"))
 
         def single_with(**changes: Any) -> Trial:
-            whole = _plan_for(ParallelDims(), plan, config.train.global_batch_size).model_copy(update=changes)
+            rows = config.train.global_batch_size if alone is None else 1
+            whole = _plan_for(ParallelDims(), plan, rows).model_copy(update=changes)
             return _trial(config, whole, _single_process(world), dataset, request.steps)
 
         single = single_with()
         tensor_parallel = any(dims.tensor > 1 for dims in request.modes.values())
-        tolerances = measure_tolerances(plan, single, single_with, tensor_parallel=tensor_parallel)
+        batched = alone is None
+        tolerances = measure_tolerances(plan, single, single_with, tensor_parallel=tensor_parallel, batched=batched)
         if tolerances.tensor_parallel > tolerances.default:
             notes.append(
                 f"allowed with tensor parallelism: {tolerances.tensor_parallel:.1e}, {LOW_PRECISION_FACTOR} times the"
@@ -122,15 +129,20 @@ def compare_modes(
 
 
 def measure_tolerances(
-    plan: Plan, single: Trial, single_with: Callable[..., Trial], *, tensor_parallel: bool
+    plan: Plan, single: Trial, single_with: Callable[..., Trial], *, tensor_parallel: bool, batched: bool = True
 ) -> Tolerances:
-    """Fixed in float32, measured in one process otherwise. `single_with` reruns the steps with a changed plan."""
+    """Fixed in float32, measured in one process otherwise. `single_with` reruns the steps with a changed plan.
+
+    Rows one by one are the other order of the sums; if `single` took them so (not `batched`), float32 is compared.
+    """
     in_fp8 = plan.frozen_weights == "fp8" or plan.fp8_matmuls
     if plan.precision == "fp32" and not in_fp8:
         return Tolerances(TOLERANCE, "float32: the same sums in another order", TOLERANCE)
-    default = _measure(single_with(micro_batch_size=1), single)
+    other: dict[str, Any] = {"micro_batch_size": 1} if batched else {"precision": "fp32"}
+    default = _measure(single_with(**other), single)
     name = "fp8" if in_fp8 else plan.precision
-    reason = f"{name}: {LOW_PRECISION_FACTOR} times what another order of the same sums changes in one process"
+    change = "another order of the same sums" if batched else "computing in float32"
+    reason = f"{name}: {LOW_PRECISION_FACTOR} times what {change} changes in one process"
     sharded = _measure(single_with(frozen_weights=None), single) if in_fp8 and tensor_parallel else default
     return Tolerances(default, reason, max(default, sharded))
 

@@ -57,5 +57,5 @@ def test_a_trainer_and_its_parts(parts: dict[str, Any], tmp_path: Path) -> None:
 def test_errors(parts: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         unsloth_train(**{**parts, **changes})
-    with pytest.raises(ConfigError, match="got args= and max_steps=, which belongs into it"):
+    with pytest.raises(ConfigError, match="got args= and max_steps=, which belongs in it"):
         unsloth_train(**parts, args=object(), max_steps=2)

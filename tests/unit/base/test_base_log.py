@@ -60,6 +60,15 @@ def test_what_the_script_configured_is_kept(code: str, lines: list[str]) -> None
     assert logged(f"{code}; log.start_for_scripts()") == lines
 
 
+def test_the_environment_sets_the_level_of_another_handler_s_lines() -> None:
+    """As of Unsloth, which configures logging when it is imported."""
+    root = "logging.basicConfig(level='WARNING'); log.start_for_scripts()"
+    assert logged(root, PANTHERAML_LOG="info") == ["INFO:pantheraml.part:a choice", *WARNINGS]
+    assert logged(root, PANTHERAML_LOG="error") == WARNINGS[1:]
+    ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"}
+    assert logged(root, PANTHERAML_LOG="info", **ranks) == WARNINGS[1:]
+
+
 def test_what_the_script_configures_later_counts() -> None:
     lines = ["INFO:pantheraml.part:a choice", *WARNINGS]
     assert logged("log.start_for_scripts(); logging.basicConfig()") == lines, "once each"

@@ -58,6 +58,7 @@ older = [{**row, "eval_loss": 9.0} for row in rows]
 print(accuracy.summary([{"parameters": facts, "results": rows}, {"parameters": facts, "results": older}]))
 print("another size")
 print(accuracy.summary([{"parameters": {**facts, "size": size}, "results": rows} for size in ("cpu", "small")]))
+print(accuracy.summary([{"parameters": {**facts, "family": "gemma3"}, "results": rows}]))
 """
 
 
@@ -66,23 +67,27 @@ def test_figures(python: Python) -> None:
     assert float(opposite) == pytest.approx(-1)
     assert float(orthogonal) == pytest.approx(0)
     assert [line for line in lines if line.startswith("| ")][1:] == [
-        "| bf16 | 2.0000 | +0.00 % | 1.0000 | 1.0000 | yes |",
-        "| fp8 | 2.0080 | +0.40 % | 0.9950 | 0.9910 | yes |",
-        "| nf4 | 1.9900 | -1.00 % | 0.9980 | 0.9990 | no |",
+        "| Llama, LoRA, small | bf16 | 2.0000 | +0.00 % | 1.0000 | 1.0000 | yes |",
+        "| Llama, LoRA, small | fp8 | 2.0080 | +0.40 % | 0.9950 | 0.9910 | yes |",
+        "| Llama, LoRA, small | nf4 | 1.9900 | -1.00 % | 0.9980 | 0.9990 | no |",
     ]
-    assert [size in python(FIGURES) for size in ("of size small", "of size cpu", "of size tiny")] == [True, True, False]
+    printed = python(FIGURES)
+    named = ("Llama, LoRA, small", "Llama, LoRA, cpu", "tiny", "Gemma 3, LoRA, small")
+    assert [words in printed for words in named] == [True, True, False, True]
 
 
-RUN = "import json, accuracy\nprint(json.dumps(accuracy.run(size='tiny', seeds=1, precisions='bf16,nf4')))"
+RUN = "import json, accuracy\nprint(json.dumps(accuracy.run(size='tiny', seeds=1, precisions='bf16,nf4', family={!r})))"
 
 
 @pytest.mark.timeout(900)
-def test_it_runs(python: Python) -> None:
-    measured = json.loads(python(RUN).splitlines()[-1])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.extended)])
+def test_it_runs(python: Python, family: str) -> None:
+    measured = json.loads(python(RUN.format(family)).splitlines()[-1])
     bf16, nf4 = measured["results"]
     assert bf16["relative_difference"] == 0
     assert bf16["gradient_cosine"] == pytest.approx(1)
     assert 0 < abs(nf4["relative_difference"]) < 0.005
-    assert 0.97 < nf4["gradient_cosine"] < 0.9999
-    assert 0.97 < nf4["gradient_cosine_random_up"] < 0.9999
+    least = {"llama": 0.97, "gemma3": 0.93}[family]
+    assert least < nf4["gradient_cosine"] < 0.9999
+    assert least < nf4["gradient_cosine_random_up"] < 0.9999
     assert measured["parameters"]["base_eval_loss"] < 6.3, "below log(512): it has started to learn"

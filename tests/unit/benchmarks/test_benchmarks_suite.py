@@ -20,8 +20,8 @@ from tests.unit.benchmarks.conftest import BENCHMARKS, Python
 pytestmark = pytest.mark.extended
 
 ROWS = ["case", "status", "reason", "system", "path", "trainer", "model", "method", "precision", "checkpointing",
-        "data", "batch", "seq", "cache", "tokens_per_second", "peak_gib", "seconds_to_first_step", "loss_first",
-        "loss_last", "settings", "seconds", "date", "commit"]  # fmt: skip
+        "data", "batch", "seq", "cache", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "probe_gib",
+        "seconds_to_first_step", "loss_first", "loss_last", "settings", "seconds", "date", "commit"]  # fmt: skip
 
 
 def bench(results: Path, *words: str, suite: str = "smoke", status: int = 0) -> dict[str, Any]:

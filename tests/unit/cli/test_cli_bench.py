@@ -30,6 +30,7 @@ def test_calibration_stores_what_the_planner_reads(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PANTHERAML_CACHE", str(tmp_path))
     ((rates, path),) = calibrate(cpu=True, seconds=0.05)
     assert path == rates_file("cpu")
+    assert path.parent.stat().st_mode & 0o777 == 0o700
     assert path.is_file()
     assert load_rates("cpu") == rates
     assert rates.matmul_tflops.keys() == {"fp32"}

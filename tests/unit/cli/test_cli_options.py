@@ -161,6 +161,16 @@ def test_errors_print_a_message_and_return_an_exit_code(capsys: pytest.CaptureFi
     assert main(["--version"]) == 0
 
 
+@pytest.mark.parametrize(
+    "options", [["--temperature", "nan"], ["--temperature", "-1"], ["--max-new-tokens", "0"], ["--seed", str(1 << 64)]]
+)
+def test_generate_checks_numbers_before_it_starts_a_worker(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "no-run", "--prompt", "x", *options]) == 2
+    assert options[0] in capsys.readouterr().err
+
+
 @pytest.fixture
 def inputs(tmp_path: Path) -> list[str]:
     (tmp_path / "model").mkdir()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,7 @@ def test_cluster_8_nodes_replicate_what_a_node_shards(plan: Any) -> None:
         assert each.prediction.time_parts["communication"] >= 0
 
 
-@pytest.mark.seed("S4-033", "S4-157")
+@pytest.mark.seed("S0-074", "S3-064", "S3-071", "S4-033", "S4-157")
 def test_micro_batches_follow_the_memory_that_is_free() -> None:
     given = config("Llama-3.1-8B", activation_checkpointing="none")
     given.model.precision = "bf16"
@@ -167,6 +169,7 @@ def test_the_settings_of_an_alternative_lead_to_it(model: str, gpus: str, plan: 
         assert found.prediction.memory == each.memory
 
 
+@pytest.mark.seed("S0-106", "S3-064", "S3-071")
 def test_what_cannot_fit_is_refused_with_changes_that_would(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "Llama-3.1-70B", "--method", "full", "--gpus", "1xH200"]
     assert main(arguments) != 0
@@ -238,6 +241,7 @@ def test_gpus_of_unlike_memory_share_what_fits_the_smallest() -> None:
     assert any("unlike memory (24.0 GiB to 80.0 GiB)" in warning for warning in found.warnings)
 
 
+@pytest.mark.seed("S0-113", "S4-145")
 def test_time_energy_and_cost_to_the_end(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan("Llama-3.1-8B", "8xH100-80GB", "--price", "2.5", train__max_steps=1000)
     prediction = found.prediction
@@ -253,6 +257,38 @@ def test_time_energy_and_cost_to_the_end(plan: Any, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     for word in ("Memory", "activations", "Time", "1,000 steps", "Energy", "Cost", "Not chosen:", "Note: rates"):
         assert word in text
+
+
+def test_described_hardware_is_not_said_to_be_found(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> dict[str, str]:
+        assert main(["plan", "--model", "Llama-3.1-8B", "--set", "train.global_batch_size=1024", *words]) == 0
+        return {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+
+    lines = shown("--gpus", LARGE)
+    assert lines["device"].endswith(f"described: {LARGE}")
+    assert lines["parallel.world_size"].endswith("512           64 nodes of 8 GPU(s)")
+    assert "threads_per_process" not in lines, "nobody told how many cores there are"
+    assert shown("--gpus", "8xH100, 64 cores")["threads_per_process"].endswith("64 cores for 8 process(es)")
+    asked = shown("--gpus", LARGE, "--set", "parallel.world_size=256", "--device", "cuda")
+    assert asked["parallel.world_size"].endswith("as configured")
+    assert asked["device"].endswith("as configured")
+
+
+IMPORTED = """
+import sys
+from pantheraml.cli.main import main
+assert main(["plan", "--model", sys.argv[1], "--gpus", "8xH100"]) == 0
+print(sorted({"torch", "transformers", "huggingface_hub", "numpy"} & sys.modules.keys()))
+"""
+
+
+def test_planning_imports_nothing_heavy(tmp_path: Path) -> None:
+    """The command takes longer to import than to plan; the hub's client alone was half of that."""
+    (tmp_path / "config.json").write_text(json.dumps(known_config("llama-3.2-1b")))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    command = [sys.executable, "-c", IMPORTED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
 def test_planning_is_fast(plan: Any) -> None:

@@ -15,9 +15,10 @@ from pantheraml.base.errors import DataError, StorageError
 from pantheraml.base.events import EventBase
 from pantheraml.data import cache
 from pantheraml.data.cache import fingerprint_lock
+from pantheraml.data.data_folder import DataFolder
 from pantheraml.data.dataset import TokenDataset
 from pantheraml.data.prepare import PreparedData, prepare
-from pantheraml.data.token_store import LAYOUT_VERSION, open_table, to_numpy, validate
+from pantheraml.data.token_store import LAYOUT_VERSION, to_numpy
 from pantheraml.specs.train import DataConfig
 
 
@@ -70,7 +71,8 @@ def test_a_damaged_cache_entry_is_detected_and_rebuilt(
 def replace_tokens(folder: Path, other: Path) -> None:
     """Replace tokens without changing lengths or sums."""
     data = bytearray((folder / "data.arrow").read_bytes())
-    table = open_table(folder)
+    with DataFolder(folder) as opened:
+        table = opened.table()
     tokens = to_numpy(table.column("tokens").combine_chunks().values).tobytes()
     begin = bytes(data).index(tokens[:40])
     data[begin : begin + 40] = tokens[40:80]
@@ -97,7 +99,6 @@ def test_replaced_tokens_are_detected_and_rebuilt(
     assert prepared(path).train == folder
     replace(folder, other)
     assert (folder / "data.arrow").read_bytes() != before
-    TokenDataset.open(folder)  # lengths and sums still match
     assert prepared(path).train == folder
     assert (folder / "data.arrow").read_bytes() == before
     assert [ready["cached"] for ready in events.of("data.ready")] == [False, False, True, False]
@@ -123,8 +124,9 @@ def test_untrusted_data_is_validated_before_it_is_read(
 ) -> None:
     """Out-of-bounds offsets are detected, not followed."""
     folder = prepared(write_jsonl([{"text": f"row {i}"} for i in range(50)])).train
-    validate(folder)
-    offsets = open_table(folder).column("tokens").combine_chunks().offsets
+    TokenDataset.open(folder, untrusted=True)
+    with DataFolder(folder) as opened:
+        offsets = opened.table().column("tokens").combine_chunks().offsets
     end = np.array([offsets[len(offsets) - 1].as_py()], dtype=np.int32).tobytes()
     data = bytearray((folder / "data.arrow").read_bytes())
     first = bytes(data).index(to_numpy(offsets).tobytes())
@@ -132,8 +134,44 @@ def test_untrusted_data_is_validated_before_it_is_read(
     assert bytes(data[last : last + 4]) == end
     data[last : last + 4] = np.array([2**30], dtype=np.int32).tobytes()
     (folder / "data.arrow").write_bytes(data)
+    TokenDataset.open(folder)  # the index columns do not show it
     with pytest.raises(DataError, match="missing or damaged"):
-        validate(folder)
+        TokenDataset.open(folder, untrusted=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner")
+@pytest.mark.parametrize("planted", ["folder", "file", "link"])
+def test_data_that_another_user_swapped_in_after_the_check_is_not_opened(
+    write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData], tmp_path: Path, planted: str
+) -> None:
+    """Ranks open the data later than it was checked. In a folder without sticky bit, others can rename it meanwhile."""
+    folder = prepared(write_jsonl([{"text": f"row {i}"} for i in range(50)])).train
+    evil = shutil.copytree(folder, tmp_path / "evil" / folder.name)
+    for path in {"folder": [evil], "file": [evil / "data.arrow"], "link": [evil, *evil.iterdir()]}[planted]:
+        os.chown(path, 12345, 12345)
+    folder.rename(tmp_path / "kept")
+    if planted == "link":
+        folder.symlink_to(evil)
+    else:
+        evil.rename(folder)
+    with pytest.raises(DataError, match="a symlink" if planted == "link" else r"another user \(uid 12345\)"):
+        TokenDataset.open(folder)
+
+
+def test_an_opened_folder_stays_what_it_was_checked_to_be(
+    write_jsonl: Callable[..., Path], prepared: Callable[..., PreparedData]
+) -> None:
+    folder = prepared(write_jsonl([{"text": f"row {i}"} for i in range(50)])).train
+    other = prepared(write_jsonl([{"text": f"evil {i}"} for i in range(400)], name="other.jsonl")).train
+    before = len(TokenDataset.open(folder))
+    assert before != len(TokenDataset.open(other))
+    with DataFolder(folder) as opened:
+        folder.rename(folder.with_name("kept"))
+        other.rename(folder)
+        assert opened.table().num_rows == before
+        assert opened.matches_checksum()
+    with pytest.raises(DataError, match="missing or damaged"):
+        TokenDataset.open(folder)  # complete, but of another fingerprint
 
 
 def prepare_in_child(path: Path, cache: Path, tokenizer: Any, answers: Any) -> None:
@@ -184,12 +222,11 @@ def test_data_that_another_user_put_into_a_shared_cache_is_not_used(
     (folder / "meta.json").write_text(meta)
     for entry in {"entry": [folder, *folder.iterdir()], "file": [folder / "data.arrow"], "link": []}[planted]:
         os.chown(entry, 12345, 12345)
-    TokenDataset.open(folder)  # valid according to its own metadata
     assert prepared(path).train == folder
     assert not folder.is_symlink()
     assert (folder / "data.arrow").read_bytes() == before
     assert [ready["cached"] for ready in events.of("data.ready")] == [False, False, False]
-    (warning,) = [event["message"] for event in events.of("warning") if "to another user" in event["message"]]
+    (warning,) = [event["message"] for event in events.of("warning") if " is not used, it " in event["message"]]
     assert str(folder) in warning
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
+from pantheraml.data import row_formats
 from pantheraml.data.documents import loss_mask
-from pantheraml.data.formats import Encoder, render_prompt, special_prefix
+from pantheraml.data.formats import Encoder, prompt_ids, render_prompt, special_prefix
 from pantheraml.data.row_formats import detect, validate_row
-from pantheraml.data.rows import RowError
+from pantheraml.data.rows import Row, RowError
 
 
 def encode(format: str, row: dict[str, Any], tokenizer: Any) -> tuple[list[int], str]:
@@ -142,3 +143,57 @@ def test_rows_are_encoded_in_their_order(tokenizer: Any) -> None:
     rows = [{"prompt": f"p{i}" * i, "completion": f"c{i}"} for i in range(1, 30)]
     texts = [tokenizer.decode(np.asarray(document[0])) for document in Encoder("prompt", tokenizer).encode(rows)]
     assert texts == [f"<s>{row['prompt']}{row['completion']}</s>" for row in rows]
+
+
+SPLIT: list[tuple[str, Row, str, str]] = [
+    ("prompt", {"prompt": "1+1=", "completion": "2"}, "1+1=", "2"),
+    (
+        "instruction",
+        {"instruction": "Add", "input": "1, 1", "output": "2", "system": "Be short.", "history": [["a", "b"]]},
+        "Be short.\n\nAdd\n\n1, 1",
+        "2",
+    ),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]},
+        "1+1=",
+        "2",
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": "1+1="},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "?"},
+            ]
+        },
+        "system: Be short.\n\nuser: 1+1=",
+        "2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "row", "shown", "expected"), SPLIT)
+def test_a_row_without_its_answer_has_the_tokens_before_it(
+    tokenizer: Any, chat_tokenizer: Any, format: str, row: Row, shown: str, expected: str
+) -> None:
+    row = row_formats.validate_row(format, row)
+    rest, prompt, answer = row_formats.split_row(format, row)
+    assert (prompt, answer) == (shown, expected)
+    tokenizer = chat_tokenizer if format == "messages" else tokenizer
+    [(tokens, runs)] = Encoder(format, tokenizer).encode([row])  # type: ignore[misc]
+    assert prompt_ids(format, rest, tokenizer) == list(tokens[: runs[-2]])
+
+
+def test_half_of_a_text_is_its_prompt() -> None:
+    assert row_formats.split_row("text", {"text": "a b  c d e"}) == ({"text": "a b"}, "a b", "c d e")
+    long = " ".join(map(str, range(1000)))
+    assert row_formats.split_row("text", {"text": long})[1] == " ".join(map(str, range(row_formats.TEXT_WORDS)))
+    assert row_formats.split_row("text", {"text": "one"})[1:] == ("one", "")
+
+
+def test_a_row_that_begins_with_the_answer_has_no_prompt() -> None:
+    with pytest.raises(RowError, match="before the assistant"):
+        row_formats.split_row("messages", {"messages": [{"role": "assistant", "content": "hi"}]})

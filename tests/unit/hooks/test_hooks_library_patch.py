@@ -26,13 +26,6 @@ def make_patch(**changes: str) -> LibraryPatch:
     return LibraryPatch(**{**fields, **changes}, make=lambda original: lambda *args: ("ours", original))  # type: ignore[arg-type]
 
 
-@pytest.mark.seed(
-    "S3-001",
-    "S3-002",
-    "S3-003",
-    "S3-093",
-    partly="patches are made at run time and reverted; Unsloth itself is not hooked",
-)
 @pytest.mark.seed("C7")
 def test_applied_once_and_reverted() -> None:
     original, subject = sft.pad, make_patch()

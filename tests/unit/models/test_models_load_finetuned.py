@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +106,33 @@ def test_an_adapter_of_another_base_is_rejected(tiny_model: Callable[..., Path],
     for other in others:
         with pytest.raises(ModelError, match="does not fit"):
             load_finetuned_model(ModelConfig(path=str(other)), METHODS["lora"], tmp_path / "trained", **HERE)
+
+
+BAD_CONFIGS: dict[str, tuple[Any, str]] = {
+    "terabytes": ({"r": 100_000_000}, "has rank 100000000, but its largest weight has rank 3"),
+    "terabytes of a layer": ({"rank_pattern": {"q_proj": 1 << 40}}, "has rank 1099511627776"),
+    "new layers": ({"layer_replication": [[0, 2]] * 10_000}, "layer_replication: Input should be None"),
+    "another kind": ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}, "only LoRA adapters are supported"),
+    "words": ({"r": "x"}, "r: Input should be a valid integer"),
+    "numbers": ({"target_modules": 5}, "target_modules"),
+    "a broken pattern": ({"target_modules": "(q_proj"}, "does not fit its base model"),
+    "none": ([], "cannot be used"),
+    "deep": ("[" * 100_000, "is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_an_adapter_config_of_someone_else_is_bounded(
+    tiny_model: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    change, problem = BAD_CONFIGS[name]
+    config, _ = train(tiny_model("llama"), METHODS["lora"], tmp_path / "trained")
+    path = tmp_path / "trained" / "adapter_config.json"
+    values = json.loads(path.read_text())
+    text = change if isinstance(change, str) else json.dumps(values | change if isinstance(change, dict) else change)
+    path.write_text(text)
+    with pytest.raises(ModelError, match=re.escape(problem)):
+        load_finetuned_model(config, METHODS["lora"], tmp_path / "trained", **HERE)
 
 
 def test_a_missing_or_corrupted_adapter_is_reported(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

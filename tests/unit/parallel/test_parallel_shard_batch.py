@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from pantheraml.base.errors import ConfigError
-from pantheraml.parallel.shard_batch import AdaptiveShares, check_batch_weights, even_shares, shards, weighted_shares
+from pantheraml.parallel.shard_batch import AdaptiveShares, even_shares, shards, weighted_shares
 
 
 @pytest.mark.parametrize(
@@ -46,16 +45,6 @@ def test_no_rounding_error_moves_a_sample() -> None:
         shares = weighted_shares(count, weights.tolist())
         assert sum(shares) == count
         assert np.abs(np.array(shares) - count * weights / weights.sum()).max() < 1
-
-
-@pytest.mark.parametrize("sizes", [[1, 2], [1, 2, 3, 4], [0, 0, 0], [1, -1, 3]])
-def test_invalid_batch_sizes_are_rejected(sizes: list[int]) -> None:
-    with pytest.raises(ConfigError, match="3 rank"):
-        check_batch_weights(sizes, 3)
-
-
-def test_valid_batch_sizes_pass() -> None:
-    check_batch_weights([2, 0, 15], 3)
 
 
 def observe(adaptive: AdaptiveShares, steps: range, speeds: list[float]) -> None:

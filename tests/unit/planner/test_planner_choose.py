@@ -70,10 +70,7 @@ def test_every_automatic_choice_has_a_reason() -> None:
             assert choice.automatic == (choice.reason != "as configured")
 
 
-@pytest.mark.seed(
-    "S0-074",
-    partly="micro-batches follow the batch and its tokens; the global batch never changes unless requested",
-)
+@pytest.mark.seed("S0-074")
 def test_micro_batches_fill_the_share_evenly() -> None:
     plan = choose(config(data={"path": "d", "seq_len": 2048}, train={"global_batch_size": 36}), machine(gpus=2))
     assert plan.micro_batch_size == 6  # 18 each, at most 8 per micro-batch: 3 of 6

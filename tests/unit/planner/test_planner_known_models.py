@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pantheraml.planner.known_models import known_config, known_names, nearest_name
+from pantheraml.planner.known_models import _SAME_SIZES, known_config, known_names, nearest_name
 from pantheraml.planner.model_shapes import shapes_of_config
 
 PARAMETERS = {
@@ -33,6 +33,27 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mistral-nemo": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "ministral-8b": 8_019_808_256,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-3-medium-4k": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "granite-3.3-2b": 2_533_539_840,
+    "granite-3.3-8b": 8_170_864_640,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2.5-coder-32b": 32_763_876_352,
+    "deepseek-r1-distill-llama-8b": 8_030_261_248,
+    "phi-3.5-mini": 3_821_079_552,
 }
 """As their model cards and weight files have them."""
 
@@ -45,8 +66,9 @@ def test_sizes_are_those_of_the_published_weights(name: str, parameters: int) ->
 
 
 def test_every_model_is_checked() -> None:
-    same = {"llama-3-8b", "llama-3-70b", "llama-3.3-70b", "mistral-7b-v0.2"}  # sizes of a model above
-    assert set(known_names()) - same == set(PARAMETERS)
+    same = {"llama-3-8b", "llama-3-70b", "llama-3.3-70b", "mistral-7b-v0.2", *_SAME_SIZES}  # sizes of a model above
+    assert set(known_names()) - same == set(PARAMETERS) - _SAME_SIZES.keys()
+    assert all(name in PARAMETERS or name == "llama-3.3-70b" for name in _SAME_SIZES.values())
 
 
 @pytest.mark.parametrize(
@@ -60,13 +82,21 @@ def test_every_model_is_checked() -> None:
         ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
         ("HuggingFaceTB/SmolLM2-135M", "smollm2-135m"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("microsoft/Phi-3.5-mini-instruct", "phi-3-mini-4k"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
     ],
 )
 def test_names_of_the_hub(name: str, known: str) -> None:
     assert known_config(name) == known_config(known) is not None
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-Coder-4B", "someone/llama-3.1-8b-fp8", "gpt2", "", "/", "llama"])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-Coder-4B", "someone/llama-3.1-8b-fp8", "gpt2", "", "/", "llama", "google/gemma-3-4b-it"]
+)
 def test_other_names_are_not_taken_for_them(name: str) -> None:
     assert known_config(name) is None
 

@@ -37,7 +37,16 @@ def test_a_calibration_replaces_what_it_measured(stored: Path) -> None:
     assert both.source == "measured here; copy_gb_s, matmul_tflops.fp8: data sheet"
 
 
-def test_a_broken_file_is_named(stored: Path) -> None:
-    stored.write_text('{"device": "Test GPU"')
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"device": "Test GPU"',
+        b"\xff\xfe",
+        b'{"device": "Test GPU", "source": "x", "copy_gb_s": 0}',
+        b'{"device": "Test GPU", "source": "x", "matmul_tflops": {"bf16": NaN}}',
+    ],
+)
+def test_a_broken_file_is_named(stored: Path, content: bytes) -> None:
+    stored.write_bytes(content)
     with pytest.raises(ConfigError, match="bench --calibrate"):
         load_rates("Test GPU")

@@ -43,7 +43,7 @@ def found(run: Any, *indices: int) -> None:
 
 
 @pytest.mark.seed("S4-030", "S4-031", partly="needs several GPUs; a run measures its own utilization")
-@pytest.mark.seed("S4-145", partly="utilization and energy; no costs")
+@pytest.mark.seed("S4-145")
 def test_utilization_and_energy_of_the_whole_run(fake_run: Any) -> None:
     fake_run.begin()
     sampled(fake_run, seconds=30.0)

@@ -1,4 +1,4 @@
-"""Supervisors seen from outside: who is still there, and starts that came too late. No training is run."""
+"""Supervisors seen from outside: liveness, and outdated starts. No training is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of chat requests: its limit, and what waits when the service ends."""
+"""The queue of chat requests: its limit, and waiting requests at shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def request(number: int) -> ChatRequest:
 
 
 def idle_queue(tmp_path: Path, waiting: int) -> ChatQueue:
-    """A queue that nobody serves."""
+    """A queue without a worker."""
     return ChatQueue(Settings(tmp_path, tmp_path, chat_max_waiting=waiting), cast(Dispatcher, None))
 
 

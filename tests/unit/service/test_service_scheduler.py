@@ -1,4 +1,4 @@
-"""Who starts, on what, and why the others wait."""
+"""Which jobs start, on which devices, and why the others wait."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_nobody_is_paused_in_vain() -> None:
 
 
 def test_a_paused_job_does_not_come_before_the_one_that_it_made_room_for() -> None:
-    """What it ran is no waiting; one that has waited for hours counts as much more urgent, and goes on."""
+    """Running time is no waiting time; a job that has waited for hours gains priority, and continues."""
     urgent = job("urgent", priority=2)
     assert paused_for([urgent], [runs("long", ran=50 * AGING_SECONDS)], 1) == {"long": "urgent"}
     assert paused_for([urgent], [runs("patient", waited=2 * AGING_SECONDS)], 1) == {}

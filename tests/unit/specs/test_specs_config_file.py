@@ -89,6 +89,19 @@ def test_a_bad_value_names_key_value_and_line(tmp_path: Path) -> None:
     assert "2 problems" in text
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("train.learning_rate=-1", "'auto', or greater than 0"),
+        ("train.learning_rate=abc", "'auto', or a valid number"),
+        ("train.micro_batch_size=many", "a valid integer, or 'auto'"),
+        ("train.epochs=x", "input should be a valid number ("),
+    ],
+)
+def test_every_alternative_of_a_value_is_named(tmp_path: Path, setting: str, says: str) -> None:
+    assert says in problem(tmp_path, HEAD, setting)
+
+
 def test_a_bad_override_names_the_command_line(tmp_path: Path) -> None:
     assert "`train.seed` = 'x'" in problem(tmp_path, HEAD, "train.seed=x")
     assert "(command line)" in problem(tmp_path, HEAD, "train.seed=x")

@@ -100,6 +100,8 @@ def test_a_cluster_is_a_plannable_node() -> None:
         ("8xH100, soon", "'soon'"),
         ("0xH100", "does not describe a cluster"),
         ("", "does not describe a cluster"),
+        ("4096xH100", "at most 1,024 per node"),
+        ("1000000x8xH100", "8 GPUs per node on 1,000,000 node(s)"),
         ("cpu", "cpu 16 cores 64GB"),
     ],
 )

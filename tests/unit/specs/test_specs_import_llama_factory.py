@@ -186,6 +186,7 @@ def test_the_data_is_also_found_beside_the_config(folder: Path, monkeypatch: pyt
         ({"stage": "dpo"}, "`stage` is dpo"),
         ({"finetuning_type": "freeze"}, "lora and full"),
         ({"do_train": False}, "`do_train` is not true"),
+        ({"do_train": None}, "`do_train` is not true"),
         ({"do_train": None, "export_dir": "merged"}, "exports a model"),
         ({"dataset": "unlisted"}, "It has: absent, far, human"),
         ({"dataset": ""}, "names no training data"),

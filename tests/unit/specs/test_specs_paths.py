@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.cli.main import main
-from pantheraml.models import hub
 from pantheraml.models.hub import local_folder
 from pantheraml.specs.config_file import all_keys
 from pantheraml.specs.consent import Consent
@@ -84,9 +83,9 @@ def test_snapshot_outside_the_hub_cache_is_refused(tmp_path: Path, monkeypatch: 
     for folder in (own, other):
         folder.mkdir(parents=True)
     (own.parent / "link").symlink_to(other)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     for snapshot in (own, other, own.parent / "link", own / "../../../../jobs/mallory/ref"):
-        monkeypatch.setattr(hub, "snapshot_download", lambda *_, snapshot=snapshot, **__: str(snapshot))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, snapshot=snapshot, **__: str(snapshot))
         if snapshot == own:
             assert local_folder("me/tiny", revision="main") == own
         else:

@@ -1,4 +1,4 @@
-"""The chat worker: adapters come and go on one base, exactly; what it says to a request, in order."""
+"""The chat worker: exact switching of adapters on one base, and its replies to a request, in order."""
 
 from __future__ import annotations
 

@@ -12,13 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.base.event_stream import EventWriter
 from pantheraml.models.tiny_model import tiny_config
+from pantheraml.parallel.process_group import open_world
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.run_dir import RunDir
+from pantheraml.specs.tasks import VerifyRequest
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.prepare import prepare_task
 from pantheraml.worker.train import open_data, plan_for_padded_rows
+from pantheraml.worker.verify import compare_modes
 from tests import toy
 from tests.event_log import raw_events
-from tests.harness import make_plan, make_run, train_here
+from tests.harness import make_plan, make_run, silent, train_here
 
 LENGTHS = {"original_max_position_embeddings", "max_position_embeddings", "n_positions"}
 REASON = "computes different values for packed documents than for separate ones"
@@ -116,6 +120,22 @@ def test_rows_are_not_batched_if_rope_depends_on_the_longest(tmp_path: Path) -> 
     assert abs(other - loss) > 1e-4, "the case would show nothing"
     warnings = [event["message"] for event in raw_events(tmp_path / "other") if event["kind"] == "warning"]
     assert any("train.micro_batch_size=4" in message and "longrope" in message for message in warnings)
+
+
+def test_verify_does_not_batch_such_rows_either(tmp_path: Path) -> None:
+    """One process takes whole global batches, and a mode smaller ones: with other RoPE angles they would differ."""
+    model = write_model(tmp_path / "model", "phi3", **{**SHORT["phi3"], "original_max_position_embeddings": 16})
+    requested = config(model, tmp_path)
+    prepared(tmp_path / "run", requested)
+    request = VerifyRequest(run_dir=tmp_path / "run", modes={"ddp": ParallelDims()}, steps=2, explicit=True)
+    plan = make_plan(requested, micro=2)
+    with open_world(plan, timeout_seconds=60) as world:
+        data = open_data(RunDir(tmp_path / "run"))[0]
+        verdicts = compare_modes(request, requested, plan, world, data, silent)
+    assert verdicts is not None
+    assert [(mode.passed, mode.loss) for mode in verdicts.modes] == [(True, 0.0)]
+    (note,) = [note for note in verdicts.notes if "one row in each micro-batch" in note]
+    assert "longrope" in note
 
 
 def test_notice_about_the_mask_only_if_packed(tmp_path: Path) -> None:

@@ -100,3 +100,16 @@ def test_tolerances_are_measured_in_low_precision(
     tolerances = measure_tolerances(plan, trial_of(1.0), single_with, tensor_parallel=tensor_parallel)
     assert tolerances.of(ParallelDims(replicate=2)) == pytest.approx(default)
     assert tolerances.of(ParallelDims(shard=2, tensor=2)) == pytest.approx(sharded)
+
+
+def test_tolerances_of_rows_that_are_not_batched_are_measured_against_float32() -> None:
+    """One by one is how these rows are taken anyway: compared with itself, nothing would be allowed."""
+
+    def single_with(**plan_changes: Any) -> Trial:
+        assert plan_changes == {"precision": "fp32"}
+        return trial_of(1.01)
+
+    plan = make_plan(config_of()).model_copy(update={"precision": "bf16"})
+    tolerances = measure_tolerances(plan, trial_of(1.0), single_with, tensor_parallel=False, batched=False)
+    assert tolerances.default == pytest.approx(LOW_PRECISION_FACTOR * 0.01)
+    assert "float32" in tolerances.reason

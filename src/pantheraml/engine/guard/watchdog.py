@@ -70,8 +70,8 @@ class StackDumpWatchdog(Watchdog):
         heartbeat: Emit = silent,
         on_stuck: Callable[[Path], None] | None = None,
     ) -> None:
-        """`collectives`: returns the collectives in flight, if there are other ranks; `on_stuck`: is told the file of
-        the stacks once they are dumped. Both are called in a thread."""
+        """`collectives`: returns the collectives in flight, if there are other ranks; `on_stuck`: called with the file
+        of the stacks once they are dumped. Both run in a thread."""
         self._folder, self._rank = folder, rank
         self._timeout, self._long = timeout_seconds, max(timeout_seconds, long_work_seconds)
         self._heartbeat, self._on_stuck = heartbeat, on_stuck

@@ -22,6 +22,7 @@ from pantheraml.engine.guard.guard import Guard
 from pantheraml.engine.guard.norms import ShardedParams
 from pantheraml.engine.guard.policy import StepNumbers, first_nonfinite
 from pantheraml.engine.guard.rng import RngStates
+from pantheraml.engine.memory.headroom import Headroom
 from pantheraml.engine.optim import optimizer as optim
 from pantheraml.engine.optim.graph_adamw import GraphAdamW
 from pantheraml.engine.parallelize import Traits, parallelize
@@ -82,6 +83,7 @@ class Stepper:
         self._check_every = config.parallel.check_every
         self._replicas = replica_groups(self.parameters, world.layout) if self._check_every else []
         self._process = psutil.Process()
+        self._headroom = Headroom(world.device, plan.memory_fraction)
         wanted = config.parallel.batch_shares == "adaptive" or config.parallel.enable_multi_gpu_monitoring
         measured = wanted and 1 < world.size == plan.dims.replicate
         self._own_time = ComputeTimer(self.parameters, world.device) if measured else None
@@ -123,6 +125,7 @@ class Stepper:
             memory_bytes=float(self._memory_bytes()),
             seconds=0.0,
             sequences=float(batches.max_sequences or math.inf),
+            memory_left=self._headroom.read(),
             update=0.0,
             weights=0.0,
         )
@@ -303,6 +306,12 @@ class Stepper:
             self._graph.clear_gradients()
         else:
             self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def may_pass_more(self) -> bool:
+        """Whether a step may have more passes than planned."""
+        static = any(choice.name == "parallel.static_graph" and choice.value for choice in self.decisions.choices)
+        return self.world.layout.dims.pipeline == 1 and not static
 
     def forget_step(self) -> None:
         """Free what a step left that ran out of memory."""

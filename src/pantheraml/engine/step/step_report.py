@@ -31,6 +31,8 @@ class RankNumbers(NamedTuple):
     """Time of its own passes, without waiting for other ranks; 0 if not measured."""
     sequences: float
     """Micro-batch size that fits into its memory; infinite: unknown."""
+    memory_left: float
+    """Share of its device's memory; infinite: not read in this step."""
     update: float
     weights: float
     """Shares of the squared norms of the last measured update and of the weights; 0: none was measured."""
@@ -87,6 +89,11 @@ class StepReport:
     @property
     def rank_memory_bytes(self) -> list[int]:
         return [int(rank.memory_bytes) for rank in self.ranks]
+
+    @property
+    def memory_left(self) -> float:
+        """Smallest share of a device's memory that any rank has left; infinite: not read in this step."""
+        return min(rank.memory_left for rank in self.ranks)
 
     @property
     def max_sequences(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What is said before a run over long sequences: whether MLPs run in tiles, and which attention kernels are chosen."""
+"""Notices before a run over long sequences: whether MLPs run in tiles, and which attention kernels are chosen."""
 
 from __future__ import annotations
 

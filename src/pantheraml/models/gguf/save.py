@@ -58,7 +58,7 @@ def save_gguf(model: PreTrainedModel, folder: Path, tokenizer: Any, requested: G
 def write_gguf_file(model: PreTrainedModel, output: Path, tokenizer: Any, kind: str) -> None:
     """Write one file of a checked kind."""
     output = output.absolute()
-    with added_files(output.parent) as scratch:
+    with added_files(output.parent, name=output.name) as scratch:
         _write(model, scratch / output.name, text_tokenizer(tokenizer), kind)
 
 

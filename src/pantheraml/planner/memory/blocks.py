@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 UNIT = 512
 LARGE = 10 * MIB

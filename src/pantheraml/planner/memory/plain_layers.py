@@ -110,7 +110,7 @@ def backward_tensors(sizes: StepSizes) -> list[int]:
 
 
 def why_not_compiled(sizes: StepSizes) -> str | None:
-    """Why it is not known what a compiled layer keeps; None: `compiled_tensors` tells."""
+    """Return why the tensors kept by a compiled layer are unknown; None: see `compiled_tensors`."""
     if sizes.decoder.family not in COMPILED_FAMILIES:
         return f"what compiled layers of {sizes.decoder.family} keep is not known"
     if sizes.setting.frozen_weights is not None or sizes.setting.method == "dora" or sizes.setting.lora_dropout > 0:

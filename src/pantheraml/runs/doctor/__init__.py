@@ -1,4 +1,4 @@
-"""`pantheraml doctor`: does this host train? Checks of installation and hardware, ranks that talk, and a real run.
+"""`pantheraml doctor`: does this host train? Checks of installation and hardware, an all-reduce, and a real run.
 
 Nothing here imports torch: what needs it runs in worker processes, as it does in a run, so that a broken torch or
 driver is a line in the result and not the end of the doctor.
@@ -19,7 +19,7 @@ from pantheraml.specs.diagnosis import Check, skipped
 
 
 def examine(doing: Callable[[str], AbstractContextManager[object]]) -> Iterator[Check]:
-    """Yield the result of each check as it ends; `doing(text)` is open while one runs.
+    """Yield the result of each check as it ends; `doing(text)` is entered while one runs.
 
     ConfigError for a rank of torchrun, accelerate or srun: the doctor starts processes of its own.
     """
@@ -38,7 +38,7 @@ def examine(doing: Callable[[str], AbstractContextManager[object]]) -> Iterator[
     if torch.status == "failed":
         yield from (skipped(name, "not tried: torch does not work") for name in ("collective", "training"))
         return
-    with doing("starting processes that talk to each other"):
+    with doing("starting processes that exchange tensors"):
         ranks = check_ranks()
     yield ranks
     with doing("training a tiny model"):

@@ -21,7 +21,7 @@ from pantheraml.specs.diagnosis import Check, failed, ok, skipped, warning
 from pantheraml.specs.plan import GPU, DeviceSpec
 
 LEAST_BYTES = 1 << 30
-"""Free space without which no run can start: a checkpoint is as large as what is trained."""
+"""Minimum free space for a run: a checkpoint is as large as what is trained."""
 FEW_BYTES = 20 << 30
 """Free space below which a model of a few billion parameters may not fit."""
 BUSY_SHARE = 0.8
@@ -126,7 +126,7 @@ def check_disks(places: dict[str, Path]) -> list[Check]:
 
 
 def check_disk(name: str, path: Path) -> Check:
-    """Whether files can be written to `path`, or to the folder in which it would be made, and how much fits there."""
+    """Check that `path`, or the folder in which it would be created, is writable and has space."""
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     if not os.access(folder, os.W_OK | os.X_OK):
         fix = {
@@ -146,7 +146,7 @@ def check_disk(name: str, path: Path) -> Check:
 
 
 def check_environment() -> Check:
-    """Variables that change what a run does, so that nobody forgets them."""
+    """List environment variables that change what a run does, as a reminder."""
     given = env.settings_in_environment()
     if not given:
         return ok("environment", "no variable changes what runs do")

@@ -78,7 +78,7 @@ def check_package(tested: Versions, accepted: Requirement | None) -> Check:
 
 
 def check_others(accepted: dict[str, Requirement]) -> Check:
-    """All other required packages in one line."""
+    """Check all other required packages, in one line."""
     shown = {tested.package for tested in tested_versions.PACKAGES}
     others = {name: installed_version(name) for name in accepted if name not in shown}
     bad = [name for name, version in others.items() if version is None or not _accepts(accepted[name], version)]

@@ -1,20 +1,18 @@
-"""What only a try can tell: torch, processes that exchange tensors, and a run, as `pantheraml train` does it.
+"""Checks that need a trial: import torch, all-reduce between processes, and train as `pantheraml train` does.
 
-They use a few MiB of temporary files, which are removed, and leave the current folder alone.
+They use a few MiB of temporary files, which are removed, and do not touch the current folder.
 """
 
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pantheraml.base.errors import DeviceError, InstallationError, InterruptedRunError, PantheraError, TrainingError
+from pantheraml.base.folders import working_folder
 from pantheraml.data.tiny_inputs import write_tiny_inputs
 from pantheraml.devices.probe import probe
 from pantheraml.launch.local import worker_environment
@@ -33,7 +31,7 @@ from pantheraml.specs.train import TrainConfig
 
 TIMEOUT_SECONDS = 60.0
 IMPORT_SECONDS = 300.0
-"""From a network disk, importing torch takes minutes."""
+"""Importing torch from a network disk takes minutes."""
 STEPS = 2
 
 
@@ -62,7 +60,7 @@ def check_torch(gpus: int) -> Check:
 
 
 def check_ranks() -> Check:
-    """One process per GPU, or two, meet and all-reduce."""
+    """All-reduce with one process per GPU, at least two."""
     try:
         with tempfile.TemporaryDirectory(prefix="pantheraml-doctor-") as folder:
             result = _all_reduce(Path(folder))
@@ -93,7 +91,8 @@ def _all_reduce(folder: Path) -> CollectiveResult:
 
 
 def _plan_for_ranks(config: TrainConfig) -> Plan:
-    """One rank per GPU; two where there are fewer, which share a GPU, if any, and use gloo: NCCL refuses that."""
+    """Plan one rank per GPU. With fewer than two GPUs, two ranks share one, if any, and use gloo, since NCCL refuses
+    that."""
     devices = probe()
     gpus, count = len(devices.gpus), max(2, len(devices.gpus))
     return choose(config, devices).model_copy(
@@ -110,7 +109,7 @@ def check_training() -> Check:
     """Prepare data, train an adapter of a tiny model on every device, and save it."""
     begin = time.perf_counter()
     try:
-        with _kept_after_an_error() as folder:
+        with working_folder("doctor") as folder:
             run = folder / "run"
             summary = run_training(_tiny_run(folder), run)
             plan = RunDir(run).plan()
@@ -138,15 +137,3 @@ def _tiny_run(folder: Path) -> TrainConfig:
             "report": {"html": False},
         }
     )
-
-
-@contextmanager
-def _kept_after_an_error() -> Iterator[Path]:
-    """A temporary folder that stays if the run in it fails: the error points to its log."""
-    folder = Path(tempfile.mkdtemp(prefix="pantheraml-doctor-"))
-    try:
-        yield folder
-    except InterruptedRunError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder)

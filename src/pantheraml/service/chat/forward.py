@@ -1,6 +1,6 @@
-"""Hand chat requests on to a server of the operator (`--inference-url`), such as vLLM, and its answers back.
+"""Forward chat requests to the operator's inference server (`--inference-url`), such as vLLM, and return its answers.
 
-Only the body is handed on: the user's key stays here, and the server's own key, if it has one, goes to that server
+Only the body is forwarded: the user's key stays here, and the server's own key, if it has one, goes to that server
 alone. Redirects are not followed.
 """
 
@@ -42,7 +42,7 @@ class Forwarder:
         await self._client.aclose()
 
     async def answer(self, body: dict[str, Any], has_gone: Callable[[], Awaitable[bool]]) -> Response:
-        """The server's answer, as it comes. `has_gone`: whether who asked has hung up."""
+        """Return the server's answer, streamed. `has_gone`: whether the client has disconnected."""
         request = self._client.build_request("POST", self._url, json=body)
         sending = asyncio.create_task(self._client.send(request, stream=True))
         try:
@@ -56,7 +56,7 @@ class Forwarder:
         finally:
             sending.cancel()
         status = response.status_code
-        if status in (401, 403) or 300 <= status < 400:  # about this service, not about who asked
+        if status in (401, 403) or 300 <= status < 400:  # about this service, not about the client
             await response.aclose()
             logger.error("the inference server answers %d; check --inference-url and PANTHERAML_INFERENCE_KEY", status)
             raise unavailable("The inference server does not serve this service.", _AGAIN_SECONDS)
@@ -73,4 +73,4 @@ async def _content(response: httpx2.Response) -> AsyncIterator[bytes]:
         async for block in response.aiter_bytes():
             yield block
     finally:
-        await response.aclose()  # if who asked has hung up, the server learns of it
+        await response.aclose()  # tells the server if the client has disconnected

@@ -1,4 +1,4 @@
-"""Which model a chat request means: a base model, or one that a job of the same user has made."""
+"""Resolve the model of a chat request: a base model, or one that a job of the same user has made."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chat requests in the order of their arrival, answered by one worker on a device that no job needs.
 
-The worker is started by the first request, keeps its base model while requests come, and ends after a while without
-any. A job that waits for its device gets it at once: the request that is being answered fails then, and says why.
+The worker is started by the first request, keeps its base model in memory, and exits when idle. A job that waits for
+its device gets it at once; the request in progress then fails with the reason.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pantheraml.specs.chat import ChatCancel, ChatDone, ChatFailed, ChatLoaded, 
 logger = log.get(__name__)
 
 CANCEL_SECONDS = 10.0
-"""A worker that still answers a cancelled request after that long hangs, and is killed."""
+"""A worker that has not stopped answering a cancelled request after so many seconds is considered hung, and killed."""
 LOOK_SECONDS = 0.25
-"""How often it is looked whether who asked is still there."""
+"""Seconds between checks that the client is still connected."""
 BUSY_SECONDS = 30
-"""When to come back if jobs hold all devices."""
+"""Seconds until a client should retry if jobs hold all devices."""
 _TYPICAL_SECONDS = 5.0
 
 Reply = ChatText | ChatDone
@@ -43,9 +43,9 @@ class Ticket:
         self.request = request
         self.cancelled = False
         self.loaded = self.told = False
-        """The model is in memory; some of the answer was told."""
+        """The model is loaded; part of the answer has been sent."""
         self.ended = False
-        """The last reply was told."""
+        """The last reply has been sent."""
         self._replies: asyncio.Queue[Reply | ApiError] = asyncio.Queue()
 
     def tell(self, reply: Reply | ApiError) -> None:
@@ -77,7 +77,7 @@ class ChatQueue:
         self._preempted = self._closed = False
         self._numbers = 0
         self._seconds = _TYPICAL_SECONDS
-        """That an answer takes, lately."""
+        """Moving average of the seconds per answer."""
 
     def next_number(self) -> int:
         self._numbers += 1
@@ -97,7 +97,7 @@ class ChatQueue:
         return ticket
 
     def watch(self, ticket: Ticket, has_gone: Callable[[], Awaitable[bool]]) -> None:
-        """Cancel the request when who asked has gone."""
+        """Cancel the request once the client has disconnected."""
         self._keep(self._watch(ticket, has_gone))
 
     async def _watch(self, ticket: Ticket, has_gone: Callable[[], Awaitable[bool]]) -> None:
@@ -113,7 +113,7 @@ class ChatQueue:
         task.add_done_callback(self._tasks.discard)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for its answer any more."""
+        """The client no longer waits for the answer."""
         if ticket.cancelled:
             return
         ticket.cancelled = True
@@ -172,8 +172,8 @@ class ChatQueue:
             self._seconds += 0.2 * (time.monotonic() - begin - self._seconds)
 
     async def _answer(self, ticket: Ticket) -> None:
-        """Before anything of it was told, a worker that has died is replaced once, and one that was taken away is
-        replaced on another device, if there is one."""
+        """As long as no part of the answer has been sent, a worker that died is replaced once, and one that lost its
+        device is replaced on another, if there is one."""
         deaths = 0
         while deaths < 2:
             worker = await self._ready_worker()
@@ -251,7 +251,7 @@ class ChatQueue:
         return ChatDevice(gpu.index, precision, max(1, spec.cpu_count // len(spec.gpus)))
 
     async def _give_back(self) -> None:
-        """A job needs the device: end the worker now."""
+        """Stop the worker now, because a job needs its device."""
         self._preempted = True
         if self._worker is not None:
             await self._worker.kill()
@@ -263,7 +263,7 @@ class ChatQueue:
             self._dispatcher.returned(self._device_name)
 
     def close(self) -> None:
-        """The service is ending: nothing more is answered."""
+        """Fail all requests: the service is shutting down."""
         self._closed = True
         for ticket in (*self._waiting, *([self._current] if self._current is not None else [])):
             ticket.tell(_closing())
@@ -271,7 +271,7 @@ class ChatQueue:
 
 
 def unavailable(message: str, seconds: float, *, status: int = 503, code: str = "unavailable") -> ApiError:
-    """An answer that says when to try again."""
+    """Return an error, 503 by default, with `Retry-After`."""
     err = ApiError(status, message, code=code)
     err.headers["retry-after"] = str(min(120, max(1, round(seconds))))
     return err

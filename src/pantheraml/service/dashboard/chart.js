@@ -61,6 +61,8 @@ async function drawNext() {
     const Plotly = await plotly();
     while (waiting.size) {
       await new Promise(resolve => requestAnimationFrame(resolve));
+      for (const chart of waiting) if (!chart.plot.isConnected) waiting.delete(chart);
+      for (const chart of Chart.drawn) if (!chart.plot.isConnected) { Chart.drawn.delete(chart); Plotly.purge(chart.plot); }
       const now = performance.now();
       const ready = [...waiting].find(chart => chart.inView && now - chart.drawnAt >= PAUSE_MS);
       if (ready) { waiting.delete(ready); ready.draw(Plotly); await new Promise(resolve => setTimeout(resolve)); }
@@ -100,11 +102,10 @@ export class Chart {
     this.element = h("section", { class: `card chart${wide ? " wide" : ""}`, "aria-label": title }, h("h2", { class: "title" }, title), this.plot, this.sentence, this.details);
     Chart.of.set(this.plot, this);
     watcher.observe(this.plot);
-    Chart.all.add(new WeakRef(this));
   }
 
-  /** @type {Set<WeakRef<Chart>>} */
-  static all = new Set();
+  /** @type {Set<Chart>} what plotly.js holds, until it is off the page */
+  static drawn = new Set();
 
   /** @param {Drawing} drawing */
   show(drawing) {
@@ -114,6 +115,8 @@ export class Chart {
       this.plot.setAttribute("aria-label", `${this.title}. ${drawing.sentence}`);
     }
     if (!drawing.lines.some(line => line.y.length)) return;
+    const note = this.plot.querySelector(":scope > .waiting");
+    if (note) note.textContent = "Drawing";
     waiting.add(this);
     if (this.inView) void drawNext();
   }
@@ -128,6 +131,7 @@ export class Chart {
     if (!this.drawing || !this.plot.isConnected) return;
     if (this.plot.querySelector(":scope > .waiting")) this.plot.replaceChildren();
     this.drawnAt = performance.now();
+    Chart.drawn.add(this);
     Plotly.react(this.plot, traces(this.drawing), layout(this.drawing), { responsive: true, displayModeBar: false, displaylogo: false });
     this.plot.dataset.points = String(this.drawing.lines.reduce((sum, line) => sum + line.y.length, 0));
     if (this.details.open) this.#tabulate();
@@ -165,10 +169,11 @@ function traces({ lines, x }) {
 }
 
 /** @param {Drawing} drawing */
-function layout({ x, log, zero, top, ticks }) {
+function layout({ x, log, zero, top, ticks, lines }) {
+  const legend = lines.filter(line => line.y.length && !line.hidden).length > 1;
   const axis = { gridcolor: css("grid"), linecolor: css("line"), zeroline: false, automargin: true, fixedrange: false };
   return {
-    margin: { l: 46, r: 10, t: 22, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: `${x}${log}`,
+    margin: { l: 46, r: 10, t: legend ? 22 : 8, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: `${x}${log}`,
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("soft") },
     legend: { orientation: "h", x: 1, xanchor: "right", y: 1, yanchor: "bottom" },
     xaxis: { ...axis, title: { text: x, standoff: 4 } },
@@ -179,11 +184,7 @@ function layout({ x, log, zero, top, ticks }) {
 
 /** Colors have changed. */
 export function redrawAll() {
-  for (const reference of Chart.all) {
-    const chart = reference.deref();
-    if (!chart) Chart.all.delete(reference);
-    else if (chart.plot.isConnected && chart.drawing) { chart.drawnAt = -Infinity; chart.show(chart.drawing); }
-  }
+  for (const chart of Chart.drawn) if (chart.drawing) { chart.drawnAt = -Infinity; chart.show(chart.drawing); }
 }
 
 /**

@@ -107,7 +107,7 @@ export function say(text, seconds = 4) {
   const box = document.getElementById("notice");
   if (!box) return;
   clearTimeout(hiding);
-  box.textContent = text;
+  if (text) box.textContent = text; // what is hidden keeps its words, as it fades
   box.classList.toggle("shown", text !== "");
   if (text && seconds) hiding = setTimeout(() => say(""), 1000 * seconds);
 }

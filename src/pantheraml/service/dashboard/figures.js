@@ -21,6 +21,11 @@ const OF_EVALS = ["valid_loss", "perplexity"];
 const POINTS = 1500;
 const TOO_MANY = 3 * POINTS;
 
+const ACTIONS = /** @type {Record<string, string>} */ ({ step: "taken, with a warning", retry: "run again", zero: "taken without the bad gradients", skip: "skipped", roll_back: "skipped, back to an older checkpoint", stop: "ends the run" });
+
+/** @param {{ action: string, cause: string }} verdict */
+const judged = ({ action, cause }) => `${ACTIONS[action] ?? action}: ${cause}`;
+
 /** @returns {Trace} */
 const empty = () => ({ steps: [], values: [], epochs: [], tokens: [], seconds: [], total: 0 });
 
@@ -56,7 +61,7 @@ export class Figures {
     this.smoothed = new Map(Object.entries(found.smoothed).map(([span, trace]) => [Number(span), /** @type {Trace} */ (trace)]));
     ({ step: this.step, epoch: this.epoch, tokens: this.tokens, seconds: this.seconds, cursor: this.cursor } = found);
     this.totalSteps = found.total_steps;
-    this.verdicts = new Map(found.verdicts.map((/** @type {any} */ each) => [each.step, { step: each.step, action: each.action, text: `${each.action}: ${each.cause}` }]));
+    this.verdicts = new Map(found.verdicts.map((/** @type {any} */ each) => [each.step, { step: each.step, action: each.action, text: judged(each) }]));
     return this;
   }
 
@@ -78,7 +83,7 @@ export class Figures {
   /** Take in an event of the stream; false if it has no figures. @param {any} event @returns {boolean} */
   take(event) {
     const data = event.data ?? {};
-    if (event.kind === "verdict") this.verdicts.set(data.step, { step: data.step, action: data.action, text: `${data.action}: ${data.cause}` });
+    if (event.kind === "verdict") this.verdicts.set(data.step, { step: data.step, action: data.action, text: judged(data) });
     else if (event.kind === "train.started") this.totalSteps = data.total_steps;
     else if (event.kind === "train.step") this.#step(data);
     else if (event.kind === "eval.done") for (const name of OF_EVALS) this.#add(this.#own(name), data.step, data[name]);

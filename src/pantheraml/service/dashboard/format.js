@@ -66,6 +66,11 @@ export function tone(state) {
   return { succeeded: "good", failed: "bad", crashed: "bad", running: "now", starting: "now", paused: "warn", pausing: "warn", cancelling: "warn" }[state] ?? "";
 }
 
+/** Devices in words: GPU 0, 1. @param {string[]} names such as `gpu:0` */
+export function deviceNames(names) {
+  return names.length ? `${names[0]?.startsWith("gpu") ? "GPU" : "CPU slot"} ${names.map(name => name.slice(4)).join(", ")}` : UNKNOWN;
+}
+
 /** Short name of a job. @param {{ id: string, model: string, user_provided_suffix?: string | null }} job */
 export function jobName(job) {
   return job.user_provided_suffix || `${job.model} ${job.id.slice(-6)}`;

@@ -16,7 +16,9 @@ import { signInView } from "./views/sign_in.js";
  * @property {(scope: string) => boolean} may
  */
 /** @typedef {(main: HTMLElement, place: Place) => Promise<void> | void} View */
+/** @typedef {{ name: string, title: string, scope?: string, load: () => Promise<View> }} Page */
 
+/** @type {Page[]} */
 const PAGES = [
   { name: "", title: "Overview", load: async () => (await import("./views/overview.js")).overview },
   { name: "new", title: "New job", scope: "submit", load: async () => (await import("./views/new_job.js")).newJob },
@@ -24,6 +26,7 @@ const PAGES = [
   { name: "compare", title: "Compare", load: async () => (await import("./views/compare.js")).compare },
   { name: "playground", title: "Playground", scope: "submit", load: async () => (await import("./views/playground.js")).playground },
 ];
+/** @type {Page} */
 const JOB = { name: "job", title: "Job", load: async () => (await import("./views/job.js")).job };
 
 /** @type {Session | null} */
@@ -59,6 +62,10 @@ async function show() {
   }
   if (!page) { fill(main, h("h1", {}, "There is no such page"), h("p", {}, h("a", { href: "#/" }, "To the overview"))); return; }
   document.title = `${page.title} · PantheraML`;
+  if (page.scope && !may(page.scope)) {
+    fill(main, h("h1", {}, page.title), h("div", { class: "alert warn" }, `Your key may only look: this page needs one with the scope ${page.scope}.`));
+    return;
+  }
   try {
     const view = await page.load();
     if (signal.aborted) return;
@@ -90,8 +97,8 @@ element("sign-out").addEventListener("click", async () => { current = await send
 const THEMES = ["", "light", "dark"];
 function nameTheme() {
   const name = document.documentElement.dataset.theme ?? "";
-  element("theme").textContent = { "": "Auto", light: "Light", dark: "Dark" }[name] ?? "Auto";
-  element("theme").setAttribute("aria-label", `Color theme: ${name || "as the system"}`);
+  element("theme").textContent = `Theme: ${name || "auto"}`;
+  element("theme").setAttribute("aria-label", `Theme: ${name || "auto, as the system"}`);
 }
 element("theme").addEventListener("click", () => {
   const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "") + 1) % THEMES.length] ?? "";
@@ -102,6 +109,6 @@ element("theme").addEventListener("click", () => {
   redrawAll();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
-addEventListener("hashchange", () => { void show().then(() => { scrollTo(0, 0); main.focus({ preventScroll: true }); }); });
+addEventListener("hashchange", () => { void show(); scrollTo(0, 0); main.focus({ preventScroll: true }); });
 nameTheme();
 void start();

@@ -1,4 +1,4 @@
-"""A job's configuration as its user may read it, and the request that would make the same job again."""
+"""A job's configuration as its user may read it, and the request that repeats the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"precision": "auto"},
     "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, "keep": CheckpointConfig().keep, "final": "last"},
 }
-"""Keys that a request may set, and what the service takes without them; `seq_len` depends on the model."""
+"""Keys that a request may set, and the service's defaults; `seq_len` depends on the model."""
 
 
 def shown_config(value: Any, hide: Callable[[str], str]) -> Any:
@@ -27,7 +27,7 @@ def shown_config(value: Any, hide: Callable[[str], str]) -> Any:
 
 
 def request_of(job: Job) -> dict[str, Any]:
-    """Body of `POST /v1/fine_tuning/jobs` that makes the same job; settings that are defaults are left out."""
+    """Return the body of `POST /v1/fine_tuning/jobs` that repeats the job, without settings that equal the defaults."""
     config = job.config
     sections: dict[str, Any] = {
         name: {key: config[name][key] for key, default in keys.items() if config[name][key] != default}

@@ -1,4 +1,4 @@
-"""Watches all running jobs for alerts, and keeps these as events, each once whatever is restarted."""
+"""Watch running jobs for alerts, and store each as an event exactly once, across restarts of the service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Alarm:
         self._watches: dict[tuple[str, int], JobWatch] = {}
 
     async def look(self, job: Job, events: Iterable[EventBase]) -> bool:
-        """Judge a running job after these events of its run; True if there was an alert."""
+        """Check a running job after these events of its run; True if there was an alert."""
         now, mark = time.time(), (job.id, job.token)
         if mark not in self._watches:
             self.forget(job.id)
@@ -52,7 +52,7 @@ class Alarm:
         self._watches = {mark: watch for mark, watch in self._watches.items() if mark[0] != job_id}
 
     async def _begun(self, job: Job, now: float) -> JobWatch:
-        """A watch that knows what the database knows."""
+        """Rebuild the watch of a job from the database."""
         async with self._database.read() as session:
             watch = JobWatch(now, self._stall_seconds, await active_alerts(session, job.id))
             of_start = select(Event.id).where(Event.job_id == job.id, Event.kind == "train.started")
@@ -70,7 +70,7 @@ class Alarm:
 
 
 async def active_alerts(session: AsyncSession, job_id: str) -> list[str]:
-    """Kinds of a job's alerts that have begun and not ended."""
+    """Return the kinds of a job's active alerts."""
     query = select(Event.kind, Event.data).where(Event.job_id == job_id, Event.kind.startswith(PREFIX))
     active = {kind: bool(data.get("active")) for kind, data in await session.execute(query.order_by(Event.id))}
     return sorted(kind for kind, is_on in active.items() if is_on)

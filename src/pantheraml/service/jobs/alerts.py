@@ -5,8 +5,8 @@
     alert.low_throughput   the median speed of 10 steps is below half of the best one
     alert.gpu_health       a GPU that it holds warns or fails
 
-Each is an event when it begins and one when it ends (`data.active`). They stop nothing: what a run must not survive,
-its own guard decides.
+Each emits an event when it begins and another when it ends (`data.active`). Alerts stop nothing; stopping a run is up
+to its guard.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STALL, DIVERGENCE, SLOW, GPU_HEALTH = (
 
 STALL_STEPS = 10.0
 START_SECONDS = 1800.0
-"""Without any sign of life before the first step: a large model is read from a slow disk."""
+"""Seconds without progress before the first step: a large model may be read from a slow disk."""
 LOSSES = 20
 DIVERGED_BY, DIVERGED_SHARE = 0.5, 0.5
-"""A mean loss is far above the lowest one if it is higher by this, and by this share of it."""
+"""Divergence: the mean loss exceeds the lowest by this much and by this fraction of it."""
 WARM_UP = 5
 SPEEDS = 10
 SLOW_SHARE, RECOVERED_SHARE = 0.5, 0.7
@@ -47,10 +47,10 @@ class Alert:
 
 
 class JobWatch:
-    """Judges one start of a job by what its run tells."""
+    """Detects alerts in the events of one start of a job."""
 
     def __init__(self, now: float, stall_seconds: float, active: Iterable[str] = ()) -> None:
-        """`active`: kinds of the alerts that are on already."""
+        """`active`: kinds of alerts that are active already."""
         self._stall_seconds = stall_seconds
         self._active = set(active)
         self._alive_at, self._heard = now, False
@@ -63,9 +63,9 @@ class JobWatch:
         self._steps = 0
 
     def saw(self, event: EventBase, now: float) -> None:
-        """`now`: when it was read; a clock of another host does not enter."""
+        """`now`: when the event was read, since the run's host may have another clock."""
         if isinstance(event, HardwareSampled | GPUHealthChanged):
-            return  # told by the supervisor, whatever the workers do
+            return  # written by the supervisor, whatever the workers do
         self._alive_at, self._heard = now, True
         if isinstance(event, TrainStarted):
             self._stepped_at = None
@@ -86,7 +86,7 @@ class JobWatch:
                 self._best_speed = max(self._best_speed, statistics.median(self._speeds))
 
     def judge(self, now: float, bad: Mapping[int, Health] | None) -> list[Alert]:
-        """What has changed. `bad`: those GPUs of the job that are not healthy; None: not known."""
+        """Return the changes. `bad`: unhealthy GPUs of the job; None: unknown."""
         found = [self._stall(now), self._divergence(), self._slow(), None if bad is None else self._gpus(bad)]
         changed = [each for each in found if each is not None and each.active is not (each.kind in self._active)]
         for each in changed:
@@ -114,13 +114,13 @@ class JobWatch:
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         mean, margin = statistics.fmean(finite), max(DIVERGED_BY, DIVERGED_SHARE * abs(self._lowest))
         if len(finite) < LOSSES or not math.isfinite(self._lowest):
-            # too few to judge; an alert about a loss that was no number ends with numbers
+            # too few losses; an alert about a NaN ends with finite ones
             return Alert(DIVERGENCE, False, "info", "The training loss is a number again")
         if mean > self._lowest + margin:
             message = f"The training loss has risen to {mean:.4g}, from {self._lowest:.4g} (means of {LOSSES} steps)"
             return Alert(DIVERGENCE, True, "error", message, {"mean_loss": mean, "lowest_mean_loss": self._lowest})
         if mean > self._lowest + margin / 2:
-            return None  # between both bounds, so that it does not flutter
+            return None  # hysteresis
         return Alert(DIVERGENCE, False, "info", f"The training loss is back at {mean:.4g}")
 
     def _slow(self) -> Alert | None:

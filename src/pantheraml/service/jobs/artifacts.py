@@ -1,4 +1,4 @@
-"""Which files of a run folder its user may fetch. A request names one of this list; it is never made into a path."""
+"""Files of a run folder that its user may download. A request's name is looked up here and never made into a path."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From a request to the configuration and the plan of its run.
+"""Turn a request into the configuration and the plan of its run.
 
-What is `auto` is chosen here and shown with the job. The planner then says what the run needs; one that cannot fit is
-refused before it is queued.
+`auto` values are chosen here and shown with the job. A run that the planner predicts not to fit is refused before it is
+queued.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BATCH_SIZE = 16
 LEARNING_RATE = 2e-4
 SEQ_LEN = 2048
 CHECKPOINT_EVERY_STEPS = 100
-"""What a crash costs at most."""
+"""Steps that a crash loses at most."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Paths that the request's ids stand for."""
+    """Paths behind the ids of a request."""
 
     model: Path
     training: Path
@@ -51,7 +51,7 @@ class JobPlan:
 def configure(
     request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec, gpus: GPUConfig | None = None
 ) -> JobPlan:
-    """Return what the request means on this hardware. Raises what a run would raise before it starts.
+    """Resolve the request on this hardware. Raises what a run would raise before it starts.
 
     `gpus`: what its user has set for the GPUs.
     """
@@ -122,7 +122,7 @@ def _conflicts(train: dict[str, Any]) -> str:
 
 
 def default_seq_len(model: Path) -> int:
-    """Our default, or the positions that the model has if they are fewer."""
+    """Return our default, or the model's number of positions if that is smaller."""
     try:
         positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError):

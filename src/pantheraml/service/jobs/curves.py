@@ -2,7 +2,7 @@
 
 Made in one pass over the events. A step that was repeated after a restart counts once, with the later figures. The
 smoothed losses are exponential moving averages over all points, made before thinning, so that thinning does not bias
-them; whoever goes on from `cursor` continues them by the same rule from their last values.
+them; a client that continues from `cursor` applies the same rule to their last values.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def curves(rows: Iterable[Row], points: int) -> dict[str, Any]:
 
 
 class CurveCache:
-    """The newest answers, as JSON: reading the events of a long run again takes seconds, and nothing is new in one that
-    has ended."""
+    """Recent answers, as JSON: rereading the events of a long run takes seconds, and a finished one has no new ones."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, int], tuple[int, bytes]] = OrderedDict()

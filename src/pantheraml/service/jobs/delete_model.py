@@ -1,6 +1,6 @@
-"""Delete a model that a job has made: its weights go, wherever they are; what the job tells of itself stays.
+"""Delete a model that a job has made: every copy of its weights, but not the job's events and metrics.
 
-The row says so first. If the service is killed before the weights are gone, its next one removes them.
+The row is marked first, so that a service killed in between finishes the deletion when it restarts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _removed(job_id: str, step: int | None) -> Event:
 
 
 async def finish_deletions(database: Database, settings: Settings) -> None:
-    """Remove what a service that was killed has left of deleted models."""
+    """Finish deletions that a killed service left incomplete."""
     async with database.read() as session:
         names = (await session.scalars(select(Job.id).where(Job.model_deleted_at.is_not(None)))).all()
     for name in names:

@@ -1,4 +1,4 @@
-"""Test devices: a job that trains a tiny model on them for two steps, as every other job does."""
+"""Test devices by an ordinary job that trains a tiny model on them for two steps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def _require_free(body: DeviceTest, count: int, context: ServiceContext) -
 
 
 async def result_of_test(job: Job, context: ServiceContext) -> dict[str, Any]:
-    """How the test went, or how far it is."""
+    """Return the result of the test, or its progress."""
     query = select(Event).where(Event.job_id == job.id, Event.kind == "train.step").order_by(Event.id.desc())
     async with context.database.read() as session:
         steps = (await session.scalars(query)).all()

@@ -1,6 +1,7 @@
-"""The loop that starts, watches and ends jobs. All it knows is in the database and in the jobs' folders.
+"""The loop that starts, watches and ends jobs.
 
-It can be killed at any moment: runs go on under their supervisors, and the next dispatcher adopts them by looking.
+All of its state is in the database and in the jobs' folders. It can be killed at any moment: runs continue under their
+supervisors, and the next dispatcher adopts them.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ logger: logging.Logger = log.get(__name__)
 
 TICK_SECONDS = 0.25
 SCHEDULE_SECONDS = 2.0
-"""A long queue is looked through this often, unless something has changed."""
+"""Seconds between passes over an unchanged queue."""
 ALIVE_SECONDS = 60.0
 KILL_SECONDS = 6.0
-"""A cancelled job whose supervisor has not ended by then is killed."""
+"""Seconds after which a cancelled job is killed if its supervisor has not exited."""
 ORPHAN_SECONDS = 20.0
-"""Workers that lost their supervisor have this long to save and leave."""
+"""Seconds for workers that lost their supervisor to save and exit."""
 
 
 class Dispatcher:
@@ -64,7 +65,7 @@ class Dispatcher:
         self.inventory = inventory
         self._notifier = notifier
         self.limits = Limits([settings.models_dir.resolve(), settings.files.resolve()], settings.cache.resolve())
-        """What the processes of jobs may reach."""
+        """Limits on what the processes of jobs may access."""
         self._wake = asyncio.Event()
         self.hide = PathHider({"[models]": settings.models_dir, "[data]": settings.data_dir})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -73,35 +74,39 @@ class Dispatcher:
         self._lost_since: dict[tuple[str, int], float] = {}
         self._reasons: dict[str, Reason] = {}
         self._ends: dict[str, float | None] = {}
-        """When each running job is expected to end."""
+        """Expected end of each running job."""
         self._queue_changed, self._scheduled = True, 0.0
         self._ticked = time.monotonic()
         self._tidied = -EVERY_SECONDS
         self._allotting = asyncio.Lock()
         self._lent: tuple[str, Callable[[], Awaitable[None]]] | None = None
-        """Device that no job holds and chat uses, and how to get it back."""
+        """Idle device lent to chat, and the callback that reclaims it."""
 
     def wake(self) -> None:
-        """Look at once: something was asked for."""
+        """Wake the loop: a request came in."""
         self._queue_changed = True
         self._wake.set()
 
     async def reschedule(self) -> None:
-        """Look through the queue now, so that answers tell its new order; start nothing yet."""
+        """Reschedule the queue now, so that answers show its new order; start nothing yet."""
         await self._decide()
         self.wake()
 
     def reason(self, job_id: str) -> Reason | None:
-        """Why a queued job waits; None before the first look."""
+        """Return why a queued job waits; None before the first pass."""
         return self._reasons.get(job_id)
 
+    def queue(self) -> list[str]:
+        """Queued jobs in their order, at the last look."""
+        return list(self._reasons)
+
     def expected_end(self, job_id: str) -> float | None:
-        """Of a running job, by its pace, or by its plan before it has one; None: not known."""
+        """Return the expected end of a running job, from its pace or, before it has one, its plan; None: unknown."""
         return self._ends.get(job_id)
 
     @property
     def is_alive(self) -> bool:
-        """True if it has looked at the jobs in the last seconds."""
+        """True if the loop has run lately."""
         return time.monotonic() - self._ticked < ALIVE_SECONDS
 
     async def run(self) -> None:
@@ -190,7 +195,7 @@ class Dispatcher:
             async with self._database.write() as session:
                 job = await session.get_one(Job, job_id)
                 if if_paused(job, time.time()) is None:
-                    return  # it has ended, or was told to
+                    return  # it has ended, or is about to
                 message = f"Pausing: {other} has a higher priority"
                 await move(session, job, State.PAUSING, message, preempted_by=other)
         except (StaleJobError, ForbiddenTransitionError):
@@ -198,7 +203,7 @@ class Dispatcher:
         self._done(job)
 
     async def _decide(self) -> Decision:
-        """What starts now, on which devices, and what is paused for it; also why the others wait."""
+        """Decide which jobs start now and on which devices, which are paused for them, and why the others wait."""
         now = time.time()
         async with self._database.read() as session:
             queue = await waiting_jobs(session)
@@ -221,12 +226,12 @@ class Dispatcher:
         return decision
 
     def _failed_gpus(self) -> list[str]:
-        """Devices on which no job is started; those that only warn are used."""
+        """Return unhealthy devices, on which no job is started; those with mere warnings are used."""
         return [f"gpu:{index}" for index, health in self._health().items() if health.status == "fail"]
 
     async def _start(self, job: Job, devices: list[str]) -> None:
-        """Lease the devices, then start the supervisor. Killed in between, the next dispatcher finds nothing running
-        under the new token and queues the job again."""
+        """Lease the devices, then start the supervisor. If the service is killed in between, the next dispatcher finds
+        nothing running under the new token and requeues the job."""
         now = time.time()
         try:
             async with self._database.write() as session:
@@ -277,8 +282,8 @@ class Dispatcher:
             await self._press(job)
 
     async def _record(self, job: Job, seen: Observation) -> None:
-        """Keep the run's news. The offset is stored in the same transaction, so each event comes once, whatever is
-        killed."""
+        """Store new events of the run. Their offset is stored in the same transaction, so each event is stored exactly
+        once, even across crashes."""
         if seen.offset == job.events_offset:
             return
         async with self._database.write() as session:
@@ -299,7 +304,7 @@ class Dispatcher:
         self._notifier.notify(job.id)
 
     async def _press(self, job: Job) -> None:
-        """See to it that a running job does what was asked of it."""
+        """Make a running job carry out a requested pause or cancellation."""
         run, state = self._supervised(job), State(job.state)
         over = job.max_runtime is not None and job.started_at is not None
         if over and state in (State.STARTING, State.RUNNING) and _runtime(job) > (job.max_runtime or 0.0):
@@ -317,7 +322,8 @@ class Dispatcher:
             await asyncio.to_thread(run.kill)
 
     async def _lost(self, job: Job) -> None:
-        """The supervisor was killed, or this machine went down. Its workers save and leave, or are made to."""
+        """Handle a job whose supervisor was killed, or whose machine went down: its workers save and exit, or are
+        killed."""
         run = self._supervised(job)
         since = self._lost_since.setdefault((job.id, job.token), time.monotonic())
         waited = time.monotonic() - since
@@ -336,7 +342,7 @@ class Dispatcher:
     # Ending -----------------------------------------------------------------------------------------------------------
 
     async def _ended(self, job: Job, ended: RunExit) -> None:
-        await asyncio.to_thread(self._supervised(job).kill)  # nobody of this start is left when the next one begins
+        await asyncio.to_thread(self._supervised(job).kill)  # no process of this start may survive into the next one
         state = State(job.state)
         if state is State.CANCELLING:
             await self._move(job, State.CANCELLED, "Cancelled", **_finished(job))
@@ -379,7 +385,7 @@ class Dispatcher:
         await self._move(job, State.FAILED, self.hide(f"Failed: {ended.what}"), error=error, **_finished(job))
 
     async def _paused(self, job: Job, message: str) -> None:
-        """One that made room for another is queued again at once."""
+        """A job that was paused for another one is requeued at once."""
         async with self._database.write() as session:
             await move(session, job, State.PAUSED, message, **_stopped(job))
             if job.preempted_by is not None:
@@ -387,7 +393,7 @@ class Dispatcher:
         self._done(job)
 
     async def _crashed(self, job: Job, why: str) -> None:
-        """Count the crash; one after a new checkpoint is the first again."""
+        """Count the crash; a new checkpoint resets the count."""
         step = await asyncio.to_thread(self._supervised(job).run_dir.last_checkpoint)
         crashes = 1 if step != job.crashed_at_step else job.crashes + 1
         changes = {**_stopped(job), "crashes": crashes, "crashed_at_step": step}

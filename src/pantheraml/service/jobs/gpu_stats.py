@@ -1,4 +1,4 @@
-"""The GPUs of this machine at this moment, and which jobs hold them."""
+"""The current state of this machine's GPUs, and which jobs hold them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pantheraml.specs.plan import GPU
 
 
 async def gpu_stats_now(context: ServiceContext, principal: Principal) -> dict[str, Any]:
-    """Memory, utilization and use of each GPU. None: the driver does not tell. Others' jobs have no names."""
+    """Return memory, utilization and holder of each GPU. None: not reported by the driver. Jobs of other users are not
+    named."""
     snapshots = await asyncio.to_thread(lambda: GPUSampler().take())
     async with context.database.read() as session:
         rows = await session.execute(select(Lease.resource, Job.id, Job.owner).join(Job, Job.id == Lease.job_id))

@@ -1,4 +1,4 @@
-"""Remove files that have expired, and content that no row knows: a service that was killed may leave it."""
+"""Remove expired files, and content without a database row, which a killed service may leave."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pantheraml.service.store.tables import File, Upload, UploadPart, WebhookDel
 
 EVERY_SECONDS = 60.0
 _YOUNG_SECONDS = 3600.0
-"""Content is written before its row is: what is younger may be about to get one."""
+"""Content is written before its row, so younger content may still get one."""
 
 _TOLD_SECONDS = 7 * 86_400.0
-"""How long deliveries that have ended are kept, for whoever wants to know."""
+"""How long finished deliveries are kept, for inspection."""
 
 
 async def keep_house(database: Database, settings: Settings) -> None:
@@ -33,7 +33,7 @@ async def keep_house(database: Database, settings: Settings) -> None:
 
 
 async def tidy_uploads(database: Database, folder: Path) -> None:
-    """End uploads that have expired, and remove parts that no row knows."""
+    """Expire unfinished uploads, and remove parts without a row."""
     async with database.write() as session:
         old = (Upload.status == "pending") & (Upload.expires_at <= time.time())
         for upload in (await session.scalars(select(Upload).where(old))).all():
@@ -47,7 +47,7 @@ async def tidy_uploads(database: Database, folder: Path) -> None:
 
 
 async def tidy(database: Database, folder: Path) -> list[str]:
-    """Tidy the folder of files. Return the ids of the files that have expired; those of unfinished jobs stay."""
+    """Clean up the folder of files. Return the ids of expired files; files of unfinished jobs stay."""
     expired: list[File] = []
     async with database.write() as session:
         for file in (await session.scalars(select(File).where(File.expires_at <= time.time()))).all():

@@ -1,4 +1,4 @@
-"""From the events of a run to the events of a job: what a person wants to read, and the figures of each step."""
+"""Turn the events of a run into those of a job: messages for people, and the figures of each step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ _MOST_ITEMS = 50
 
 Say = Callable[[Any], str]
 
+_ACTIONS = {
+    "step": "taken, with a warning",
+    "retry": "run again",
+    "zero": "taken without the bad gradients",
+    "skip": "skipped",
+    "roll_back": "skipped, back to an older checkpoint",
+    "stop": "ends the run",
+}
+"""What the guard did with a step."""
+
 _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
     run_events.DataReady: ("info", lambda e: f"Data ready ({e.split}): {e.rows} rows, {e.target_tokens} target tokens"),
     run_events.ModelReady: ("info", lambda e: f"Model ready: {e.trainable_parameters:,} trainable parameters"),
@@ -37,7 +47,7 @@ _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
     run_events.ModelSaved: ("info", lambda e: "Trained weights saved"),
     run_events.RunRestarted: ("warn", lambda e: e.message),
     run_events.RunFallback: ("warn", lambda e: e.message),
-    run_events.VerdictReached: ("warn", lambda e: f"Step {e.step}: {e.action} ({e.cause})"),
+    run_events.VerdictReached: ("warn", lambda e: f"Step {e.step} {_ACTIONS.get(e.action, e.action)}: {e.cause}"),
     run_events.IncidentRecorded: ("warn", lambda e: f"Step {e.step}: {e.finding}"),
     run_events.Notice: ("info", lambda e: e.message),
     run_events.WarningIssued: ("warn", lambda e: e.message),
@@ -49,7 +59,7 @@ class PathHider:
     """Replaces this machine's folders in texts that users read: they are for its operator."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        """Folder of each word that stands for it."""
+        """Word -> the folder that it replaces."""
         names = {str(path): word for word, folder in folders.items() for path in (folder.absolute(), folder.resolve())}
         self._words = {name: names[name] for name in sorted(names, key=len, reverse=True)}
 
@@ -60,7 +70,7 @@ class PathHider:
 
 
 def to_job_event(job_id: str, event: EventBase, hide: Callable[[str], str]) -> Event | None:
-    """The job's event for one of its run; None for those that only readers of the run folder need."""
+    """Return the job's event for an event of its run; None for those that only readers of the run folder need."""
     known = _MESSAGES.get(type(event))
     if known is None or event.rank not in (0, None):
         return None
@@ -78,7 +88,7 @@ def to_job_event(job_id: str, event: EventBase, hide: Callable[[str], str]) -> E
 
 
 def energy_of(events: Iterable[EventBase]) -> float | None:
-    """What the GPUs of a run have used, in joules; None: the driver does not tell, or there is none."""
+    """Return the energy that the run's GPUs have used, in joules; None: no GPU, or not reported by its driver."""
     samples = [each for each in events if isinstance(each, run_events.HardwareSampled)]
     known = [joules for sample in samples for joules in sample.energy_joules if joules is not None]
     return sum(known) if known else None
@@ -103,7 +113,7 @@ def _data(event: EventBase, values: dict[str, Any], hide: Callable[[str], str]) 
 
 
 def _told(value: Any, hide: Callable[[str], str]) -> Any:
-    """What an explanation holds, cut to a length that people read."""
+    """Return the explanation's values, truncated for display."""
     if isinstance(value, dict):
         return {printable(hide(str(key))): _told(inner, hide) for key, inner in list(value.items())[:_MOST_ITEMS]}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Devices that jobs are given: the GPUs of this machine or, without any, slots for CPU processes."""
+"""Devices that jobs can lease: the GPUs of this machine or, without any, slots for CPU processes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""What is going on here: devices and who holds them, the queue, running jobs and how long they take, incidents."""
+"""The current state: devices and their holders, the queue, running jobs with time left, incidents."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import load_only
 
@@ -16,11 +17,14 @@ from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.alarm import active_alerts
 from pantheraml.service.jobs.pace import pace_of
 from pantheraml.service.jobs.states import ACTIVE, State
-from pantheraml.service.store.jobs import leases
-from pantheraml.service.store.tables import Event, Job
+from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.specs.service_api import DeviceStatus, HostStatus, Incident, QueueEntry, RunningJob
 
-_LATELY_SECONDS = 10.0
+_LATELY_SECONDS = 30.0
+_SHOWN = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
+"""Of a job in the queue."""
+_CHUNK = 100
+"""Jobs that are asked for at once."""
 
 
 def host_now(context: ServiceContext) -> HostStatus:
@@ -36,10 +40,12 @@ def host_now(context: ServiceContext) -> HostStatus:
     )
 
 
-async def devices_now(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[DeviceStatus]:
-    held = await leases(session)
-    query = select(Job.id, Job.owner).where(Job.id.in_({lease.job_id for lease in held.values()}))
-    owners = {row.id: row.owner for row in await session.execute(query)}
+async def devices_now(
+    session: AsyncSession, context: ServiceContext, principal: Principal, held: Mapping[str, Lease]
+) -> list[DeviceStatus]:
+    holders = {lease.job_id for lease in held.values()}
+    query = select(Job.id, Job.owner).where(Job.id.in_(holders))
+    owners = {row.id: row.owner for row in await session.execute(query)} if holders else {}
     sample = next(reversed(context.sampler.samples(after=time.monotonic() - _LATELY_SECONDS)), None)
     snapshots = {} if sample is None else {each.index: each for each in sample.gpus}
     health = context.sampler.health()
@@ -84,16 +90,14 @@ def _judgement(health: Health | None) -> dict[str, Any]:
 async def queue_now(
     session: AsyncSession, context: ServiceContext, principal: Principal, limit: int | None
 ) -> tuple[list[QueueEntry], int]:
-    """The first jobs of the queue, and how long it is."""
-    columns = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
-    query = select(*columns).where(Job.state == State.QUEUED.value).order_by(Job.queued_at, Job.id)
-    rows = {row[0]: row for row in await session.execute(query)}
-    reasons = {name: context.dispatcher.reason(name) for name in rows}
-    order = sorted(rows, key=lambda name: reason.position if (reason := reasons[name]) else len(rows) + 1)
+    """Return the first jobs of the queue, and its length."""
+    queued = Job.state == State.QUEUED.value
+    length = (await session.scalar(select(func.count()).select_from(Job).where(queued))) or 0
+    wanted = length if limit is None else min(limit, length)
     found = []
-    for position, name in enumerate(order[:limit], 1):
-        _, owner, model, priority, processes, queued_at, suffix = rows[name]
-        mine, reason = principal.owner in (None, owner), reasons[name]
+    for position, row in enumerate(await _first_rows(session, context, wanted), 1):
+        name, owner, model, priority, processes, queued_at, suffix = row
+        mine, reason = principal.owner in (None, owner), context.dispatcher.reason(name)
         start = None if reason is None else reason.estimated_start
         found.append(
             QueueEntry(
@@ -109,19 +113,38 @@ async def queue_now(
                 queued_at=None if queued_at is None else int(queued_at),
             )
         )
-    return found, len(rows)
+    return found, length
+
+
+async def _first_rows(session: AsyncSession, context: ServiceContext, wanted: int) -> list[Any]:
+    """Of the queue, in the order in which the dispatcher has last seen it; those queued since then come last.
+
+    A long queue is not read whole: its head is asked for by name.
+    """
+    query = select(*_SHOWN).where(Job.state == State.QUEUED.value)
+    order = context.dispatcher.queue()
+    rows: dict[str, Any] = {}
+    for begin in range(0, len(order), _CHUNK):
+        names = order[begin : begin + _CHUNK]
+        known = {row[0]: row for row in await session.execute(query.where(Job.id.in_(names)))}
+        rows |= {name: known[name] for name in names if name in known}
+        if len(rows) >= wanted:
+            return list(rows.values())[:wanted]
+    newest = query.order_by(Job.queued_at.desc(), Job.id.desc()).limit(wanted)
+    seen = {*order}
+    late = [row for row in await session.execute(newest) if row[0] not in seen]
+    return [*rows.values(), *reversed(late)][:wanted]
 
 
 def _told(reason: str, mine: bool) -> str:
     return reason if mine else "waits for its turn"
 
 
-async def running_now(session: AsyncSession, context: ServiceContext, principal: Principal) -> list[RunningJob]:
+async def running_now(session: AsyncSession, principal: Principal, held: Mapping[str, Lease]) -> list[RunningJob]:
     query = select(Job).where(Job.state.in_([state.value for state in ACTIVE])).order_by(Job.started_at, Job.id)
     columns = load_only(Job.id, Job.owner, Job.model, Job.suffix, Job.state, Job.started_at, Job.token)
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
-    held = await leases(session)
     jobs = (await session.scalars(query.options(columns))).all()
     return [
         await _running(session, job, sorted(name for name, lease in held.items() if lease.job_id == job.id))
@@ -154,18 +177,21 @@ async def _running(session: AsyncSession, job: Job, devices: list[str]) -> Runni
 
 async def incidents_now(session: AsyncSession, principal: Principal, limit: int) -> list[Incident]:
     """Warnings and errors of jobs, the newest first."""
-    query = select(Event).where(Event.level != "info").order_by(Event.id.desc()).limit(limit)
+    query = select(Event, Job.model, Job.suffix).join(Job, Job.id == Event.job_id).where(Event.level != "info")
     if principal.owner is not None:
-        query = query.join(Job, Job.id == Event.job_id).where(Job.owner == principal.owner)
+        query = query.where(Job.owner == principal.owner)
+    rows = await session.execute(query.order_by(Event.id.desc()).limit(limit))
     return [
         Incident(
             id=f"ftevent-{event.id}",
             job=event.job_id,
+            model=model,
+            suffix=suffix,
             created_at=int(event.created_at),
             level=event.level,
             kind=event.kind,
             message=event.message,
             step=event.step,
         )
-        for event in (await session.scalars(query)).all()
+        for event, model, suffix in rows
     ]

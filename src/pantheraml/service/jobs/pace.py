@@ -1,4 +1,4 @@
-"""How long a running job still takes, by the pace of its newest steps."""
+"""Estimate a running job's remaining time from its newest steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from pantheraml.service.store.tables import Event
 
 PACE_STEPS = 20
-"""Newest steps by whose pace the time left is told."""
+"""Number of newest steps that the estimate uses."""
 
 
 @dataclass(frozen=True)

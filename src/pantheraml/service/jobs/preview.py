@@ -1,7 +1,7 @@
-"""What a model would be trained on: the tokens of the first rows of a file, made by a worker process.
+"""Preview of training data: the tokens of the first rows of a file, made by a worker process.
 
-Chat templates are programs of whoever made the model, and tokenizers need transformers, so neither runs in the service.
-Answers are kept, since the same file is looked at again and again while a job is put together.
+Chat templates are code of the model's author, and tokenizers need transformers, so neither runs in the service. Answers
+are cached, since the form for a new job asks for the same file again and again.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ class Previewer:
 
 
 def _changed(model: Path) -> float:
-    """When the newest of the files that make tokens was changed."""
+    """Return the newest modification time of the files that determine tokens."""
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     return max((path.stat().st_mtime for name in names if (path := model / name).is_file()), default=0.0)

@@ -1,4 +1,4 @@
-"""What to use of this machine, and how: from the health of its GPUs and from the planner, each with its reason."""
+"""Recommend devices and settings, from the health of the GPUs and the planner, each with its reason."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _about_devices(selection: Selection, inventory: Inventory, spec: DeviceSpec)
 def _about_model(
     context: ServiceContext, model: Path, spec: DeviceSpec, selection: Selection
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """What the planner chooses for the model, and the samples of a forward pass; a reason if nothing fits."""
+    """Return the planner's choice for the model, and its micro-batch size; a reason if nothing fits."""
     usable = tuple(gpu for gpu in spec.gpus if not selection.indices or gpu.index in selection.indices)
     values = {
         "model": {"path": str(model)},

@@ -1,4 +1,4 @@
-"""Change the order of the queue, as an administrator wants it."""
+"""Change the order of the queue on an administrator's request."""
 
 from __future__ import annotations
 

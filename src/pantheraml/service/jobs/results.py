@@ -1,4 +1,4 @@
-"""Files that a job leaves for its user: the figures of every step, and the trained adapter."""
+"""Result files of a job: the figures of every step, and the trained adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCK = 1 << 20
 def write_results(folder: Path, owner: str, events: Sequence[Event], trained: Path) -> list[File]:
     """Write `step_metrics.csv` and, of an adapter, `adapter.tar` into `folder`; return their rows for the database.
 
-    A full model is not copied: it is fetched file by file as artifacts of the job.
+    A full model is not copied: its files are artifacts of the job.
     """
     files = [_written(folder, owner, "step_metrics.csv", lambda path: _write_metrics(path, events))]
     if trained.name == "adapter":

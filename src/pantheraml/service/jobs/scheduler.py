@@ -2,8 +2,8 @@
 
 Order: priority, which grows with waiting; then the user who has used the least device time lately; then who came first.
 The first job that does not fit reserves the devices it needs: later ones go ahead only if they end before these are
-free, by the plan's prediction, or use devices that it may not have. So small jobs fill gaps, and no large one starves.
-If pausing running jobs of lower priority frees what the first one needs, they are paused; they stand in the queue then,
+free, by the plan's prediction, or use devices that it may not have. So small jobs fill gaps (backfill), and large ones
+never starve. If pausing running jobs of lower priority frees what the first one needs, they are paused and requeued,
 and continue when it is their turn.
 """
 
@@ -15,25 +15,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 USAGE_DAYS = 30
-"""Over which an allowance of hours counts."""
+"""Window of the allowance of device hours."""
 AGING_SECONDS = 3600.0
-"""A job that has waited this long counts as one priority higher, and so on."""
+"""Waiting this long raises a job's priority by one."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an administrator has put a job: it counts as another one, and comes right before or after it."""
+    """A position set by an administrator: the job ranks like another one, right before or after it."""
 
     owner: str
     priority: int
     queued_at: float
     tie: float
-    """Order among those that count as the same job; 0 for the job itself."""
+    """Order among jobs that rank like the same job; 0 for that job itself."""
     ran: float = 0.0
-    """Seconds since `queued_at` that were no waiting: it ran, and was paused for another job."""
+    """Seconds since `queued_at` in which it ran, before it was paused for another job."""
 
     def aged(self, now: float) -> int:
-        """Priority, with what waiting adds to it."""
+        """Priority, raised by waiting."""
         return self.priority + math.floor(max(0.0, now - self.queued_at - self.ran) / AGING_SECONDS)
 
 
@@ -47,7 +47,7 @@ class Waiting:
     """How many it needs."""
     predicted_seconds: float | None
     allowed: frozenset[str] | None = None
-    """Devices that it may have; None: all."""
+    """Devices that it may use; None: all."""
 
     place: Place | None = None
     ran: float = 0.0
@@ -67,9 +67,9 @@ class Running:
     devices: int
     expected_end: float | None
     if_paused: Waiting | None = None
-    """As it would stand in the queue; None: it is not paused for others."""
+    """The job as it would be queued if paused; None: it may not be paused for others."""
     is_leaving: bool = False
-    """It was told to end or pause, and frees its devices in a moment."""
+    """It is being ended or paused, and will free its devices in a moment."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,19 @@ class Reason:
 
     text: str
     position: int
-    """In the queue, from 1."""
+    """Position in the queue, from 1."""
     estimated_start: float | None
     """None: not known."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a user may use; None: no limit."""
+    """Limits of a user; None: unlimited."""
 
     running: int | None = None
-    """Jobs at a time."""
+    """Jobs running at a time."""
     hours: float | None = None
-    """Of devices, in the last 30 days; jobs that run when it is used up go on."""
+    """Device hours in the last 30 days; jobs that are running when it is used up continue."""
 
 
 UNLIMITED = Allowance()
@@ -102,7 +102,7 @@ class Decision:
     """Devices of each job to start now, in order."""
     waiting: dict[str, Reason]
     pauses: dict[str, str] = field(default_factory=dict)
-    """Running job -> the waiting one that it makes room for."""
+    """Running job to pause -> the waiting job that needs its devices."""
 
 
 def ordered(queue: Sequence[Waiting], usage: Mapping[str, float], now: float) -> list[Waiting]:
@@ -116,10 +116,7 @@ def ordered(queue: Sequence[Waiting], usage: Mapping[str, float], now: float) ->
 
 
 def place_before(order: Sequence[Waiting], job_id: str, before: str | None) -> Place:
-    """Where a job of the queue has to be put so that it comes right before another one; None: at the end.
-
-    `order`: the queue, in order, with both of them.
-    """
+    """Return the place of a queued job right before another one; None: at the end. `order`: the whole queue."""
     others = [job for job in order if job.id != job_id]
     index = len(others) if before is None else next(i for i, job in enumerate(others) if job.id == before)
     ahead = others[index - 1].counts_as if index else None
@@ -159,12 +156,12 @@ def decide(
         free = [device for device in usable if device not in holders]
         position = len(waiting) + 1
         refused = _refused(allowance, running_of[job.owner], (hours or {}).get(job.owner, 0.0))
-        if refused is not None:  # it reserves nothing: others are not held up by its user's limit
+        if refused is not None:  # it reserves nothing, so that its user's limit does not delay others
             waiting[job.id] = Reason(refused, position, None)
             continue
         if len(free) < job.devices:
             text = _shortage(job, len(mine), len(free), {name: unusable[name] for name in mine if name in unusable})
-            if first is None and len(usable) >= job.devices:  # one that nobody can serve keeps nobody waiting
+            if first is None and len(usable) >= job.devices:  # a job that cannot be served must not block the queue
                 within = _within(active, {name: holders[name] for name in usable if name in holders})
                 first, reserved_at = job, _when_free(job.devices, len(free), within)
                 victims = _victims(job, job.devices - len(free), within, now)
@@ -203,16 +200,16 @@ def _shortage(job: Waiting, devices: int, free: int, unusable: Mapping[str, str]
 
 
 def _within(active: Sequence[Running], holders: Mapping[str, str]) -> list[Running]:
-    """Running jobs, each with as many devices as it holds of these."""
+    """Return running jobs, each with the number of these devices that it holds."""
     counted = Counter(holders.values())
     return [replace(each, devices=counted[each.id]) for each in active]
 
 
 def _victims(job: Waiting, missing: int, active: Sequence[Running], now: float) -> list[str]:
-    """Running jobs to pause so that `job` has the devices it misses; none if they would not do, or need not.
+    """Return running jobs to pause so that `job` gets the devices it lacks; none if that is not enough, or not needed.
 
-    The lowest priority first, then who has most lately started. What waiting has added counts as well: else a paused
-    job would start again before the one that it made room for.
+    Lowest priority first, then the most recently started. Priority gained by waiting counts as well: otherwise a paused
+    job would start again before the one it was paused for.
     """
     missing -= sum(each.devices for each in active if each.is_leaving)
     lower = [
@@ -225,7 +222,7 @@ def _victims(job: Waiting, missing: int, active: Sequence[Running], now: float) 
             chosen.append(each)
     if sum(each.devices for each in chosen) < missing:
         return []
-    for each in chosen[::-1]:  # a large one may have made a small one needless
+    for each in chosen[::-1]:  # a large one may have made a small one unnecessary
         if sum(one.devices for one in chosen if one is not each) >= missing:
             chosen.remove(each)
     return [each.id for each in chosen]
@@ -248,7 +245,7 @@ def _frees_at(
 
 
 def _estimated_starts(in_turn: Sequence[Waiting], frees_at: dict[str, float]) -> dict[str, float | None]:
-    """When each job starts if all take their turn and need the time that is predicted; None: not known."""
+    """Estimate when each job starts if all run in order, for their predicted time; None: unknown."""
     found: dict[str, float | None] = {}
     for job in in_turn:
         soonest = sorted((moment, name) for name, moment in frees_at.items() if job.may_have(name))[: job.devices]
@@ -268,7 +265,7 @@ def _refused(allowance: Allowance, running: int, hours: float) -> str | None:
 
 
 def _when_free(needed: int, free: int, active: Sequence[Running]) -> float | None:
-    """When enough devices will be free, as far as the plans tell; None: not known."""
+    """Estimate from the plans when enough devices will be free; None: unknown."""
     known = sorted((job.expected_end, job.devices) for job in active if job.expected_end is not None)
     for end, devices in known:
         free += devices

@@ -1,4 +1,4 @@
-"""Take in a request for a job: look up what its ids mean, plan it, and put it into the queue, or refuse it."""
+"""Accept a request for a job: resolve its ids, plan it, and queue or refuse it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from pantheraml.specs.plan import DeviceSpec
 
 @dataclass(frozen=True)
 class Beside:
-    """What `/multigpu` says of a job, beside the request on OpenAI's wire."""
+    """Settings of a job from `/multigpu`, beyond those of OpenAI's API."""
 
     gpus: GPUConfig | None = None
     model: Path | None = None
-    """Folder of a model that is not one of the catalog."""
+    """Folder of a model that is not in the catalog."""
     is_test: bool = False
 
 
 async def plan_job(
     body: CreateJob, principal: Principal, context: ServiceContext, seed: int, beside: Beside | None = None
 ) -> JobPlan:
-    """What the request means here. ApiError with the parameter that is to blame if it cannot run."""
+    """Resolve the request on this machine. ApiError with the parameter at fault if it cannot run."""
     beside = beside or Beside()
     if body.pantheraml.priority > 0 and not principal.allows("admin"):
         raise ApiError(403, "A priority above 0 needs the scope `admin`.", param="pantheraml.priority")
@@ -116,7 +116,7 @@ async def submit(
     record: Callable[[AsyncSession, str], None],
     beside: Beside | None = None,
 ) -> Job:
-    """Queue a job; the one that an earlier request with this idempotency key made, if there is one."""
+    """Queue a job, or return the one that an earlier request with this idempotency key made."""
     if idempotency_key is not None and (earlier := await _earlier(principal, idempotency_key, context)) is not None:
         return earlier
     seed = random_seed() if body.seed is None else body.seed

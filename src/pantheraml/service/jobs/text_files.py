@@ -1,4 +1,4 @@
-"""Training data that comes in the body of a request becomes a file like an uploaded one."""
+"""Store training data from the body of a request as a file, like an upload."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _add(context: ServiceContext, owner: str, content: bytes, filename: st
 
 
 async def remove_text_file(context: ServiceContext, file: File) -> None:
-    """Remove a file that nobody has seen yet."""
+    """Remove a file that is not in use yet."""
     async with context.database.write() as session:
         await session.delete(await session.get_one(File, file.id))
     content_of(file, context.settings.files).unlink(missing_ok=True)

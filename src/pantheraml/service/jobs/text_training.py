@@ -34,7 +34,7 @@ async def start_training(
     context: ServiceContext,
     record: Callable[[AsyncSession, str], None],
 ) -> Job:
-    """Queue the training. ApiError if it cannot run; nothing is left of it then."""
+    """Queue the training. ApiError if it cannot run; nothing remains of it then."""
     async with context.database.read() as session:
         row = await settings_of(session, principal.user)
     gpus = None if row.gpus is None else GPUConfig(**row.gpus)
@@ -46,7 +46,7 @@ async def start_training(
         return await submit(request, principal, context, idempotency_key=None, record=record, beside=Beside(gpus=gpus))
     except BaseException as err:
         await remove_text_file(context, file)
-        if isinstance(err, ValidationError):  # each value is allowed, but not what they make together
+        if isinstance(err, ValidationError):  # each value is valid, but not their combination
             raise invalid_values(err) from err
         raise
 
@@ -60,7 +60,7 @@ def check_batch_size(gpus: GPUConfig) -> None:
 
 
 def _with_defaults(given: TrainingConfig, gpus: GPUConfig | None, stored: dict[str, Any]) -> TrainingConfig:
-    """What the request says; else what its user has stored; else the defaults."""
+    """Return the settings of the request, filled up with those that its user has stored, then with the defaults."""
     of_gpus = {} if gpus is None else {"batch_size_per_gpu": gpus.batch_size_per_gpu}
     return TrainingConfig.model_validate({**of_gpus, **stored, **given.model_dump(exclude_unset=True)})
 
@@ -111,7 +111,7 @@ def _world_size(kind: TrainingType, training: TrainingConfig, gpus: GPUConfig | 
 
 
 async def ended(job: Job, context: ServiceContext) -> Job:
-    """The job, when it has ended, or the service is about to."""
+    """Wait for the job to end, or the service to shut down; return the job."""
     current = job
     while not context.notifier.closed:
         with context.notifier.listening(job.id) as news:

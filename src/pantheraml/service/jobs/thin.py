@@ -1,4 +1,4 @@
-"""Thin a series for a chart: each stretch of it keeps its lowest and its highest value."""
+"""Downsample a series for a chart: each bucket keeps its lowest and its highest value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Point = tuple[int, float]
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` points in order, among them the first, the last, and the extremes of every stretch."""
+    """Return at most `most` points in order, among them the first, the last, and the extremes of every bucket."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, (most - 2) // 2)

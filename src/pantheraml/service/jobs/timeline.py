@@ -1,6 +1,6 @@
 """GPUs and host over a job's time, from the telemetry in its run folder.
 
-The stream of a long run has hundreds of megabytes, of which these are a few lines: others are passed over unread.
+The stream of a long run has hundreds of megabytes, few of them telemetry: other lines are skipped unparsed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ KINDS = (HardwareFound, HardwareSampled, GPUHealthChanged)
 _MARKS = tuple(f'"kind":"{kind.model_fields["kind"].default}"'.encode() for kind in KINDS)
 _FIGURES = ("utilization_percent", "memory_bytes", "temperature_celsius", "power_watts", "energy_joules")
 MOST_BYTES = 64 << 20
-"""Read at once; the answer's `cursor` says where to go on."""
+"""Bytes read per request; `cursor` in the answer is where to continue."""
 POINTS = 1000
 
 
 def timeline(folder: Path, after: int) -> dict[str, Any]:
-    """Samples beyond the byte `after` of the stream, and where to go on. `gpus`: those of the host; None: not told."""
+    """Return samples after byte `after` of the stream, and where to continue. `gpus`: GPUs of the host; None:
+    unknown."""
     samples: list[dict[str, Any]] = []
     gpus: list[dict[str, Any]] | None = None
     cursor = after
     path = folder / FILE_NAME
-    if not path.is_file() or after > path.stat().st_size:
+    if not path.is_file():
         return {"gpus": None, "samples": [], "cursor": after, "complete": True}
     with open(path, "rb") as stream:
-        cursor = after = min(after, path.stat().st_size)  # whatever a client sends
+        cursor = after = min(after, path.stat().st_size)  # for any offset that a client sends
         stream.seek(after)
         for line in stream:
             if not line.endswith(b"\n"):  # being written
@@ -64,6 +65,6 @@ def _sample(event: HardwareSampled) -> dict[str, Any]:
 
 
 def _fewer(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every n-th of many: they are means over their time already."""
+    """Keep every n-th sample; each is a mean over its interval already."""
     stride = -(-len(samples) // POINTS)
     return samples if stride <= 1 else samples[stride - 1 :: stride]

@@ -1,4 +1,4 @@
-"""Device seconds that each user has used lately: what was used half a day ago counts half. And what use costs."""
+"""Recent device seconds of each user (half-life: half a day), and what usage costs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ async def device_seconds(session: AsyncSession) -> dict[str, float]:
 
 
 def device_hours_of(job: Job) -> float:
-    """Hours that a job has held devices, each of them counted."""
+    """Return the device hours of a job."""
     running = time.time() - job.started_at if job.finished_at is None and job.started_at is not None else 0.0
     return job.processes * (job.seconds_run + max(0.0, running)) / 3600.0
 
 
 def cost_of(gpu_hours: float, price: float | None) -> float | None:
-    """None: no price was given."""
+    """Return the cost; None: the service has no price."""
     return None if price is None else gpu_hours * price

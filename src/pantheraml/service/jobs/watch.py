@@ -1,4 +1,4 @@
-"""What can be seen of a started job from outside: is it running, how did it end, what has it told."""
+"""Observe a started job from outside: whether it runs, how it ended, its new events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pantheraml.base.events import EventBase, TrainStarted, TrainStep
 from pantheraml.runs.supervised import RunExit, SupervisedRun
 
 MOST_EVENTS = 5000
-"""Read at once, so that a long stream that was written while the service was down does not fill the memory."""
+"""Events read at once, so that a long stream, written while the service was down, does not fill memory."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Observation:
     offset: int
     exit: RunExit | None
     lost: bool
-    """The supervisor is gone and did not say how the run ended."""
+    """The supervisor is gone without having recorded how the run ended."""
 
     @property
     def training(self) -> bool:
@@ -28,7 +28,7 @@ class Observation:
 
 
 def observe(folder: Path, job_id: str, token: int, offset: int) -> Observation:
-    """Look at a job; reads files and processes, so not for the event loop."""
+    """Observe a job. Reads files and processes, so do not call it on the event loop."""
     run = SupervisedRun(folder / job_id, job_id)
     running = run.is_running(token)  # first: what it wrote before it ended is then read below
     ended = None if running else run.ending(token)

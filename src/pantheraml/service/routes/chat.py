@@ -20,10 +20,10 @@ from pantheraml.specs.chat import ChatDone, ChatRequest, ChatText
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"])
 forwarding = APIRouter(prefix="/v1/chat", tags=["chat"])
-"""Instead of `router`, for a service with `--inference-url`."""
+"""Replaces `router` in a service with `--inference-url`."""
 
 DEFAULT_TOKENS = 2048
-"""Most tokens of an answer whose request does not say."""
+"""Default limit on the tokens of an answer."""
 
 
 @router.post("/completions")

@@ -76,9 +76,7 @@ async def list_files(
             query = query.where(File.purpose == purpose)
         cursor = None if after is None else await _existing(context, principal, after, param="after")
         page = await fetch_page(session, query, File, limit=limit, cursor=cursor, order=order)
-    data = [file_object(file) for file in page.rows]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+    return page.as_list(file_object)
 
 
 @router.get("/{file_id}")

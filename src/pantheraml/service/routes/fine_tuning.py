@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy import exists, select
-from sqlalchemy.orm import aliased, defer
+from sqlalchemy.orm import aliased
 
 from pantheraml.service import audit
 from pantheraml.service.auth import Principal, Reader, Submitter
@@ -19,13 +19,14 @@ from pantheraml.service.jobs.submit import plan_job, random_seed, submit
 from pantheraml.service.schemas.fine_tuning import (
     METRIC_KINDS,
     MOST_PAIRS,
+    SHOWN,
     CreateJob,
     Waiting,
     checkpoint_object,
     event_object,
     job_object,
 )
-from pantheraml.service.store.jobs import find_job, has_pair, move
+from pantheraml.service.store.jobs import SHORT, find_job, has_pair, move
 from pantheraml.service.store.pages import fetch_page
 from pantheraml.service.store.tables import Event, Job
 
@@ -75,7 +76,7 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> dict[str, Any]:
     """Newest first. `metadata[k]=v` keeps jobs with this pair, `metadata=null` those without metadata."""
-    query = select(Job).options(defer(Job.config), defer(Job.plan))  # long, and not shown
+    query = select(Job).options(*SHORT)
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
     pairs = {name[9:-1]: value for name, value in request.query_params.multi_items() if _METADATA.fullmatch(name)}
@@ -145,7 +146,7 @@ async def _change(job_id: str, action: str, request: Request, principal: Princip
         state = State(job.state)
         if state in _ALREADY[action]:
             if action == "pause" and job.preempted_by is not None:
-                job.preempted_by = None  # it stays paused, instead of being queued again
+                job.preempted_by = None  # stays paused instead of being requeued
                 audit.record(session, principal, "job.pause", job_id, request)
             return job
         if state not in _TARGETS[action]:
@@ -173,7 +174,7 @@ async def list_events(
 ) -> dict[str, Any]:
     """Newest first. `type`: only the messages, or only the figures of steps."""
     await existing_job(context, principal, job_id)
-    query = select(Event).where(Event.job_id == job_id)
+    query = select(*SHOWN).where(Event.job_id == job_id)
     if type is not None:
         query = query.where(Event.kind.in_(METRIC_KINDS) if type == "metrics" else Event.kind.not_in(METRIC_KINDS))
     return await _event_page(context, query, after, limit, "ftevent-", event_object)
@@ -187,7 +188,7 @@ async def list_checkpoints(
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 10,
 ) -> dict[str, Any]:
-    """Those that exist, newest first, with the figures of their steps."""
+    """Existing checkpoints, newest first, with the figures of their steps."""
     job = await existing_job(context, principal, job_id)
     figures = Event.kind.in_(["train.step", "eval.done"])
     async with context.database.read() as session:
@@ -199,7 +200,7 @@ async def list_checkpoints(
             figures_of |= {name: event.data[name] for name in _CHECKPOINT_FIGURES if name in event.data}
     later = aliased(Event)
     replaced = later.kind.in_(["checkpoint.saved", "checkpoint.removed"]) & (later.step == Event.step)
-    query = select(Event).where(Event.job_id == job_id, Event.kind == "checkpoint.saved")
+    query = select(*SHOWN).where(Event.job_id == job_id, Event.kind == "checkpoint.saved")
     query = query.where(~exists().where(later.job_id == job_id, later.id > Event.id, replaced))
 
     def shown(event: Event) -> dict[str, Any]:
@@ -217,15 +218,20 @@ async def _event_page(
             raise not_found("item", after, param="after")
         query = query.where(Event.id < number)
     async with context.database.read() as session:
-        rows = (await session.scalars(query.order_by(Event.id.desc()).limit(limit + 1))).all()
+        rows = (await session.execute(query.order_by(Event.id.desc()).limit(limit + 1))).all()
     return {"object": "list", "data": [shown(event) for event in rows[:limit]], "has_more": len(rows) > limit}
 
 
 async def existing_job(
-    context: ServiceContext, principal: Principal, job_id: str, *, param: str = "fine_tuning_job_id"
+    context: ServiceContext,
+    principal: Principal,
+    job_id: str,
+    *,
+    param: str = "fine_tuning_job_id",
+    whole: bool = False,
 ) -> Job:
     async with context.database.read() as session:
-        job = await find_job(session, job_id, principal.owner)
+        job = await find_job(session, job_id, principal.owner, whole=whole)
     if job is None:
         raise not_found("fine-tuning job", job_id, param=param)
     return job

@@ -1,4 +1,4 @@
-"""`/healthz`: the process answers. `/readyz`: it can also work. Both without a key, for probes."""
+"""`/healthz`: the process responds. `/readyz`: it can also serve requests. Both need no key, for probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenAI's wire has no words for: live events, series of figures, logs, artifacts and the plan of a job."""
+"""Routes beyond OpenAI's API: live events, metric series, logs, artifacts and the plan of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
-from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 from sqlalchemy import Text, cast, func, select
 
 from pantheraml.runs.supervised import SupervisedRun
@@ -21,11 +21,9 @@ from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
 from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
-from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.jobs.thin import thinned
 from pantheraml.service.jobs.timeline import timeline
 from pantheraml.service.routes.fine_tuning import existing_job
-from pantheraml.service.schemas.fine_tuning import event_object
 from pantheraml.service.store.tables import Event, Job
 
 
@@ -33,8 +31,14 @@ async def _readable(job_id: str, principal: Reader, context: Context) -> Job:
     return await existing_job(context, principal, job_id)
 
 
+async def _readable_whole(job_id: str, principal: Reader, context: Context) -> Job:
+    return await existing_job(context, principal, job_id, whole=True)
+
+
 ReadableJob = Annotated[Job, Depends(_readable)]
 """The job of the path, if the principal may see it."""
+WholeJob = Annotated[Job, Depends(_readable_whole)]
+"""With its configuration and plan."""
 
 
 def _last_event(last_event_id: Annotated[str | None, Header()] = None) -> int:
@@ -50,10 +54,10 @@ LastEvent = Annotated[int, Depends(_last_event)]
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
 
 _LOOK_AGAIN_SECONDS = 15.0
-"""Also without a notification, since another process may have written to the database."""
+"""Seconds between polls without a notification: another process may have written to the database."""
 _CHECK_KEY_SECONDS = 10.0
 """A key may be revoked, or expire, while a stream that it has opened goes on."""
-_BATCH = 500
+_UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 POINTS = 2000
 
 
@@ -63,28 +67,31 @@ async def stream_events(
     context: Context,
     last: LastEvent,
     request: Request,
-) -> AsyncIterator[ServerSentEvent]:
+) -> EventSourceResponse:
     """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job, or the key."""
+    return EventSourceResponse(_told(request, context, job.id, last), headers=_UNBUFFERED)
+
+
+async def _told(request: Request, context: ServiceContext, job_id: str, last: int) -> AsyncIterator[bytes]:
     checked = time.monotonic()
     while not context.notifier.closed:
         if time.monotonic() - checked > _CHECK_KEY_SECONDS:
             if not await _is_still_allowed(request, context):
                 return
             checked = time.monotonic()
-        with context.notifier.listening(job.id) as news:
-            now, events = await _news(context, job.id, last)
-            for event in events:
-                last = event.id
-                yield ServerSentEvent(data=event_object(event), event=event.kind, id=f"ftevent-{event.id}")
-            if len(events) == _BATCH:
-                continue
-            if State(now.state) in ENDED:
-                yield ServerSentEvent(data={"state": now.state}, event="end")
+        with context.notifier.listening(job_id) as wake:
+            news = await context.news.after(job_id, last)
+            last = news.last
+            if news.content:
+                yield news.content
+            if news.ended:
                 return
-            try:
-                await asyncio.wait_for(news.wait(), _LOOK_AGAIN_SECONDS)
-            except TimeoutError:
+            if news.more:
                 continue
+            try:
+                await asyncio.wait_for(wake.wait(), _LOOK_AGAIN_SECONDS)
+            except TimeoutError:
+                yield KEEPALIVE_COMMENT
 
 
 async def _is_still_allowed(request: Request, context: ServiceContext) -> bool:
@@ -93,13 +100,6 @@ async def _is_still_allowed(request: Request, context: ServiceContext) -> bool:
     except ApiError:
         return False
     return True
-
-
-async def _news(context: ServiceContext, job_id: str, last: int) -> tuple[Job, list[Event]]:
-    async with context.database.read() as session:
-        job = await session.get_one(Job, job_id)  # first: what came before its end is then read below
-        query = select(Event).where(Event.job_id == job_id, Event.id > last).order_by(Event.id).limit(_BATCH)
-        return job, list((await session.scalars(query)).all())
 
 
 @router.get("/series")
@@ -132,7 +132,7 @@ async def job_curves(
     job: ReadableJob, context: Context, points: Annotated[int, Query(ge=2, le=20_000)] = POINTS
 ) -> Response:
     """All figures over the steps, each thinned to about `points`, with the epoch, tokens and seconds at each point.
-    The stream goes on after `cursor` (`Last-Event-ID: ftevent-<cursor>`)."""
+    The stream continues after `cursor` (`Last-Event-ID: ftevent-<cursor>`)."""
     columns = (Event.id, Event.kind, Event.step, cast(Event.data, Text))  # parsed in a thread
     chosen = (Event.job_id == job.id, Event.kind.in_(CURVE_KINDS))
     async with context.database.read() as session:
@@ -150,13 +150,13 @@ async def job_curves(
 async def hardware(
     job: ReadableJob, context: Context, after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0
 ) -> dict[str, Any]:
-    """GPUs and host while it ran. `after`: the `cursor` of an earlier answer. None: the driver does not tell."""
+    """GPUs and host while it ran. `after`: the `cursor` of an earlier answer. None: not reported by the driver."""
     return await asyncio.to_thread(timeline, _run(context, job).run_dir.path, after)
 
 
 @router.get("/config")
-async def job_config(job: ReadableJob, context: Context) -> dict[str, Any]:
-    """Its configuration, and the `request` that makes the same job again. Folders of this machine are not shown."""
+async def job_config(job: WholeJob, context: Context) -> dict[str, Any]:
+    """Its configuration, and the `request` that repeats the job. Folders of this machine are not shown."""
     return {"config": shown_config(job.config, context.dispatcher.hide), "request": request_of(job)}
 
 
@@ -164,8 +164,8 @@ async def job_config(job: ReadableJob, context: Context) -> dict[str, Any]:
 async def logs(job: ReadableJob, context: Context) -> Response:
     """Output of the job's processes; ranges of bytes are possible (`Range: bytes=-65536` for the end)."""
     log = _run(context, job).log
-    if not log.is_file():
-        return PlainTextResponse("")  # nothing was written yet
+    if not log.is_file() or not log.stat().st_size:
+        return PlainTextResponse("")  # nothing was written yet, and no range of nothing can be given
     return FileResponse(log, media_type="text/plain; charset=utf-8")
 
 
@@ -187,7 +187,7 @@ async def get_artifact(job: ReadableJob, name: str, context: Context) -> FileRes
 
 
 @router.get("/plan")
-async def plan(job: ReadableJob) -> dict[str, Any]:
+async def plan(job: WholeJob) -> dict[str, Any]:
     """What the planner chose for the job, with reasons."""
     return job.plan
 

@@ -1,4 +1,4 @@
-"""`/metrics`, for Prometheus. With a key it tells of what the key's user may see; `--open-metrics` needs none."""
+"""`/metrics`, for Prometheus. With a key it shows what the key's user may see; with `--open-metrics` it needs none."""
 
 from __future__ import annotations
 

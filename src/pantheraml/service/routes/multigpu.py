@@ -44,7 +44,7 @@ async def health(principal: Reader, context: Context) -> dict[str, Any]:
 
 @router.get("/stats")
 async def stats(principal: Reader, context: Context) -> dict[str, Any]:
-    """Every GPU with its memory, utilization, and the job that holds it. None: the driver does not tell."""
+    """Every GPU with its memory, utilization, and the job that holds it. None: not reported by the driver."""
     return await gpu_stats_now(context, principal)
 
 
@@ -59,7 +59,7 @@ async def gpu_stats(gpu_id: int, principal: Reader, context: Context) -> dict[st
 
 @router.get("/resources/status")
 async def resources_status(principal: Reader, context: Context) -> dict[str, Any]:
-    """Devices of jobs, who holds them, and how long the queue is. Other users' jobs have no names here."""
+    """Devices of jobs with their holders, and the length of the queue. Other users' jobs are not named."""
     inventory = context.dispatcher.inventory
     async with context.database.read() as session:
         held = await leases(session)
@@ -80,7 +80,7 @@ async def resources_status(principal: Reader, context: Context) -> dict[str, Any
 
 @router.get("/performance/metrics")
 async def performance_metrics(principal: Reader, context: Context) -> dict[str, Any]:
-    """How busy the GPUs are, and the speed of one's running jobs, by their newest step. None: not known."""
+    """GPU utilization, and the speed of your running jobs at their newest step. None: unknown."""
     now = await gpu_stats_now(context, principal)
     async with context.database.read() as session:
         running = [job for job in await jobs_in(session, [State.RUNNING]) if principal.owner in (None, job.owner)]
@@ -110,7 +110,7 @@ def _mean(values: list[float | None]) -> float | None:
 async def training_history(
     principal: Reader, context: Context, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> dict[str, Any]:
-    """One's jobs, newest first."""
+    """Your jobs, newest first."""
     query = select(Job).order_by(Job.created_at.desc(), Job.id.desc()).limit(limit)
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)

@@ -24,7 +24,7 @@ router = APIRouter(route_class=AnsweringRoute)
 
 @router.get("/config")
 async def get_config(principal: Reader, context: Context) -> GPUConfig:
-    """What one has set, or the defaults. Without any, the planner chooses for each training."""
+    """Your settings, or the defaults. Without settings, the planner chooses for each training."""
     async with context.database.read() as session:
         row = await settings_of(session, principal.user)
     return GPUConfig(**(row.gpus or {}))
@@ -32,7 +32,7 @@ async def get_config(principal: Reader, context: Context) -> GPUConfig:
 
 @router.post("/config")
 async def set_config(body: GPUConfig, request: Request, principal: Submitter, context: Context) -> GPUConfig:
-    """Set how one's own trainings under `/multigpu` use GPUs from now on. A field that is not given has its default."""
+    """Set how your later trainings under `/multigpu` use GPUs. Omitted fields have their defaults."""
     require_gpus(body.gpu_ids, context.dispatcher.inventory.spec)
     check_batch_size(body)
     async with context.database.write() as session:
@@ -52,7 +52,7 @@ async def get_training_config(principal: Reader, context: Context) -> TrainingCo
 async def set_training_config(
     body: TrainingConfig, request: Request, principal: Submitter, context: Context
 ) -> TrainingConfig:
-    """Set the `training_config` of one's own later trainings, as far as a request does not say otherwise."""
+    """Set the default `training_config` of your later trainings."""
     async with context.database.write() as session:
         await store_settings(session, principal.user, training=body.model_dump(exclude_unset=True))
         audit.record(session, principal, "multigpu.training_config", principal.user, request)
@@ -63,7 +63,7 @@ async def set_training_config(
 async def manage_resources(
     body: ResourceRequest, request: Request, principal: Admin, context: Context
 ) -> dict[str, Any]:
-    """Take devices out of use, or back into use. Jobs that hold them go on; waiting ones get others."""
+    """Take devices out of use, or back into use. Jobs that hold them continue; waiting ones get others."""
     known = context.dispatcher.inventory.devices
     for name in body.names:
         if name not in known:
@@ -91,7 +91,7 @@ async def gpu_test(
     body: Annotated[DeviceTest | None, Body()] = None,
     wait: bool = True,
 ) -> dict[str, Any]:
-    """Train a tiny model for two steps, in a job. `wait=false` answers at once."""
+    """Train a tiny model for two steps, in a job. `wait=false` returns at once."""
 
     def record(session: AsyncSession, job_id: str) -> None:
         audit.record(session, principal, "gpu.test", job_id, request)

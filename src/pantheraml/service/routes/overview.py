@@ -1,4 +1,4 @@
-"""The whole at a glance: devices, the queue and its order, running jobs, incidents."""
+"""Overview: devices, the queue and its order, running jobs, incidents."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pantheraml.service.errors import ApiError
 from pantheraml.service.jobs.overview import devices_now, host_now, incidents_now, queue_now, running_now
 from pantheraml.service.jobs.reorder import move_before
 from pantheraml.service.schemas.overview import MoveJob
+from pantheraml.service.store.jobs import leases
 from pantheraml.specs.service_api import Devices, Overview, Queue
 
 router = APIRouter(prefix="/v1", tags=["overview"])
@@ -26,19 +27,20 @@ _INCIDENTS = 20
 @router.get("/overview")
 async def overview(principal: Reader, context: Context) -> Overview:
     """Devices with their health and holders, the queue and why each job waits, running jobs with the time that is
-    left, the newest incidents. Jobs of other users have no names."""
+    left, the newest incidents. Jobs of other users are not named."""
     async with context.database.read() as session:
         queue, queued = await queue_now(session, context, principal, _QUEUE)
+        held = await leases(session)
         return Overview(
             version=__version__,
             time=time.time(),
             user=principal.user,
             scopes=[scope for scope in SCOPES if principal.allows(scope)],
             host=host_now(context),
-            devices=await devices_now(session, context, principal),
+            devices=await devices_now(session, context, principal, held),
             queued=queued,
             queue=queue,
-            running=await running_now(session, context, principal),
+            running=await running_now(session, principal, held),
             incidents=await incidents_now(session, principal, _INCIDENTS),
         )
 
@@ -47,12 +49,13 @@ async def overview(principal: Reader, context: Context) -> Overview:
 async def gpus(principal: Reader, context: Context) -> Devices:
     """The GPUs or, without any, the CPU slots of this machine."""
     async with context.database.read() as session:
-        return Devices(host=host_now(context), data=await devices_now(session, context, principal))
+        data = await devices_now(session, context, principal, await leases(session))
+    return Devices(host=host_now(context), data=data)
 
 
 @router.get("/queue")
 async def queue(principal: Reader, context: Context, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Queue:
-    """Jobs that wait, in the order in which they are looked at."""
+    """Waiting jobs, in scheduling order."""
     async with context.database.read() as session:
         entries, queued = await queue_now(session, context, principal, limit)
     return Queue(data=entries, has_more=queued > len(entries))
@@ -60,7 +63,7 @@ async def queue(principal: Reader, context: Context, limit: Annotated[int, Query
 
 @router.post("/queue/move", responses={404: {"description": "One of the jobs is not in the queue."}})
 async def move(body: MoveJob, request: Request, principal: Admin, context: Context) -> Queue:
-    """Put a job of the queue before another one, or at its end. It keeps this place whatever the other one does."""
+    """Move a queued job before another one, or to the end. It keeps this place whatever happens to the other one."""
     async with context.database.write() as session:
         missing = await move_before(session, body.job, body.before)
         if missing is not None:

@@ -1,6 +1,6 @@
 """The dashboard at `/`: the files of `service/dashboard` and plotly.js of the installed wheel. No build step.
 
-They are read once and served from memory, compressed for browsers that can read it. The policy allows scripts of this
+They are read once and served from memory, compressed where the browser accepts it. The policy allows scripts of this
 service alone, neither inline nor evaluated; styles are looser, since plotly.js writes some into its elements.
 """
 
@@ -33,7 +33,7 @@ _HEADERS = {
     "vary": "accept-encoding",
 }
 _CACHE = {PLOTLY: "private, max-age=86400"}
-"""Others are asked for again each time, and answered by 304 if they are the same."""
+"""Other files are revalidated each time, with 304 if unchanged."""
 
 
 @dataclass(frozen=True)

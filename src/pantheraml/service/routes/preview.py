@@ -1,4 +1,4 @@
-"""See what a job would learn before it is submitted."""
+"""Preview what a job would train on before it is submitted."""
 
 from __future__ import annotations
 

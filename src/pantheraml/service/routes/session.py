@@ -1,4 +1,4 @@
-"""Sign-in of the page: `GET /session` says who one is, `POST` signs in with a key, `DELETE` signs out."""
+"""Sign-in of the dashboard: `GET /session` returns the user, `POST` signs in with a key, `DELETE` signs out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def sign_in(request: Request, response: Response, context: Context) -> dic
 
 @router.delete("")
 async def sign_out(request: Request, response: Response, context: Context) -> dict[str, Any]:
-    """End the session; its cookie is worth nothing from now on."""
+    """End the session, which invalidates its cookie."""
     sessions.refuse_forgery(request)
     cookie = request.cookies.get(sessions.cookie_name(request))
     if cookie:

@@ -1,6 +1,6 @@
 """OpenAI's uploads: a file in parts of up to 64 MiB, in any order, put together at the end.
 
-What is not completed within an hour is removed with its parts.
+An upload that is not completed within an hour is removed with its parts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def add_part(upload_id: str, request: Request, principal: Submitter, conte
     """Add a part (form field `data`); several may be sent at a time."""
     upload = await _pending(context, principal, upload_id)
     announced = request.headers.get("content-length")
-    if announced is not None and int(announced) > PART_BYTES + (1 << 20):  # the form around it is small
+    if announced is not None and int(announced) > PART_BYTES + (1 << 20):  # for the form around it
         raise too_large(PART_BYTES)
     incoming = context.settings.incoming
     with context.quota.body(principal.user):
@@ -105,7 +105,7 @@ async def _keep_part(
 async def complete_upload(
     upload_id: str, body: CompleteUpload, request: Request, principal: Submitter, context: Context
 ) -> dict[str, Any]:
-    """Put the parts together. If that fails, they stay, and it may be tried again."""
+    """Assemble the parts. If that fails, they stay, and the call can be repeated."""
     upload = await _existing(context, principal, upload_id)
     if upload.status == "completed":  # a repeated request whose first answer was lost
         async with context.database.read() as session:
@@ -173,13 +173,13 @@ def _require_pending(upload: Upload) -> None:
 
 
 async def _still_pending(session: AsyncSession, upload_id: str) -> None:
-    """Until the transaction ends, it stays so."""
+    """Lock the upload's status until the transaction ends."""
     _require_pending(await session.get_one(Upload, upload_id, with_for_update=True))
 
 
 async def _end(session: AsyncSession, upload: Upload, status: str, **changes: Any) -> list[str]:
-    """Give a pending upload its last status, in the transaction that does what it stands for. Return the ids of its
-    parts, which are not needed after that."""
+    """Set a pending upload's final status, within the caller's transaction. Return the ids of its parts, which are then
+    no longer needed."""
     pending = (Upload.id == upload.id) & (Upload.status == "pending")
     result = await session.execute(update(Upload).where(pending).values(status=status, **changes))
     if result.rowcount != 1:  # type: ignore[attr-defined]

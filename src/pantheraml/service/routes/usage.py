@@ -1,4 +1,4 @@
-"""Accounts: what each user and job has used."""
+"""Usage of each user and job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's webhook endpoints: addresses that are told how the jobs of their owner end, and of their alerts."""
+"""OpenAI's webhook endpoints: URLs that are notified when jobs of their owner end or raise alerts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pantheraml.service.webhooks.targets import TargetError, resolve
 router = APIRouter(prefix="/v1", tags=["webhooks"])
 
 MOST_ENDPOINTS = 20
-"""Of one user."""
+"""Endpoints of one user."""
 _DAY = 86_400.0
 
 
@@ -43,7 +43,7 @@ async def list_event_types(principal: Reader) -> dict[str, Any]:
 async def create_endpoint(
     body: CreateEndpoint, request: Request, principal: Submitter, context: Context
 ) -> dict[str, Any]:
-    """The answer shows the signing secret, this once."""
+    """The response shows the signing secret, only this once."""
     await _check(body.url, context)
     now = time.time()
     endpoint = WebhookEndpoint(
@@ -81,9 +81,7 @@ async def list_endpoints(
     cursor = None if after is None else await _existing(context, principal, after)
     async with context.database.read() as session:
         page = await fetch_page(session, query, WebhookEndpoint, limit=limit, cursor=cursor)
-    data = [endpoint_object(endpoint) for endpoint in page.rows]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+    return page.as_list(endpoint_object)
 
 
 @router.get("/webhook_endpoints/{endpoint_id}")
@@ -95,7 +93,7 @@ async def retrieve_endpoint(endpoint_id: str, principal: Reader, context: Contex
 async def update_endpoint(
     endpoint_id: str, body: UpdateEndpoint, request: Request, principal: Submitter, context: Context
 ) -> dict[str, Any]:
-    """Change what the body names."""
+    """Change the fields in the body."""
     endpoint = await _existing(context, principal, endpoint_id)
     if body.url is not None:
         await _check(body.url, context)
@@ -111,7 +109,7 @@ async def update_endpoint(
 async def rotate_secret(
     endpoint_id: str, request: Request, principal: Submitter, context: Context, body: RotateSecret | None = None
 ) -> dict[str, Any]:
-    """Make a new signing secret, which the answer shows this once."""
+    """Create a new signing secret, shown only in this response."""
     endpoint = await _existing(context, principal, endpoint_id)
     keep = body is not None and body.keep_old_secret_active_for_24_hours
     changes = {
@@ -124,10 +122,8 @@ async def rotate_secret(
 
 
 @router.post("/webhook_endpoints/{endpoint_id}/test")
-async def test_endpoint(
-    endpoint_id: str, body: TestEndpoint, request: Request, principal: Submitter, context: Context
-) -> dict[str, Any]:
-    """Send a sample at once; its job, `ftjob-test`, does not exist."""
+async def test_endpoint(endpoint_id: str, body: TestEndpoint, principal: Submitter, context: Context) -> dict[str, Any]:
+    """Send a sample event at once; its job, `ftjob-test`, does not exist."""
     endpoint = await _existing(context, principal, endpoint_id)
     sample = delivery(endpoint, body.event_type, {"id": "ftjob-test", "message": "A test of this endpoint"})
     try:
@@ -145,7 +141,7 @@ async def test_endpoint(
 
 @router.delete("/webhook_endpoints/{endpoint_id}")
 async def delete_endpoint(endpoint_id: str, request: Request, principal: Submitter, context: Context) -> dict[str, Any]:
-    """Delete an endpoint, with what it has not been told yet."""
+    """Delete an endpoint, with its undelivered events."""
     await _existing(context, principal, endpoint_id)
     async with context.database.write() as session:
         await session.delete(await session.get_one(WebhookEndpoint, endpoint_id))

@@ -1,4 +1,4 @@
-"""Answers that OpenAI's wire fixes and our own client does not read, for the description of the API."""
+"""Responses of OpenAI's API that our own client does not read, for the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UploadAnswer(BaseModel):
     purpose: str
     status: Literal["pending", "completed", "cancelled", "expired"]
     file: File | None
-    """Of a completed upload."""
+    """The file of a completed upload."""
 
 
 class UploadPartAnswer(BaseModel):

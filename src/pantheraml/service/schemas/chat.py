@@ -1,6 +1,6 @@
-"""Bodies and answers of chat completions, as OpenAI's wire has them.
+"""Requests and responses of chat completions, in OpenAI's form.
 
-A field that would change the answer and is not known here is refused, not ignored.
+A field that would change the answer and is not supported is refused, not ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """Parts of text are one text."""
+    """Join text parts into one text."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -34,7 +34,7 @@ def _as_text(value: Any) -> Any:
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_as_text)]
-    # as in an answer that is sent back with the next question
+    # present in an earlier answer that is sent back as history
     refusal: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
@@ -106,7 +106,7 @@ class ChatCompletion(_Body):
 
 
 class ForwardedCompletion(BaseModel):
-    """A body that the operator's server judges."""
+    """A request body that the operator's server validates."""
 
     model_config = ConfigDict(extra="allow")
 

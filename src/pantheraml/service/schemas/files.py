@@ -1,4 +1,4 @@
-"""A file as OpenAI's wire shows it."""
+"""A file in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def file_object(file: File) -> dict[str, Any]:
 
 
 def parse_expiry(fields: Mapping[str, str], now: float) -> float | None:
-    """Moment that `expires_after[anchor]` and `expires_after[seconds]` of an upload mean; None: never."""
+    """Return the expiry time set by `expires_after[anchor]` and `expires_after[seconds]` of an upload; None: never."""
     anchor, text = fields.get(_ANCHOR), fields.get(_SECONDS)
     if anchor is None and text is None:
         return None

@@ -72,8 +72,8 @@ class CheckpointKeys(_Body):
 
 
 class RunSettings(_Body):
-    """Settings of the run, as in a configuration file, whose types and bounds then hold. Keys that name files, code or
-    devices are not among them."""
+    """Settings of the run, with the names, types and bounds of a configuration file. Keys that name files, code or
+    devices are excluded."""
 
     data: DataKeys = DataKeys()
     model: ModelKeys = ModelKeys()
@@ -84,7 +84,7 @@ class RunSettings(_Body):
 
 
 class OwnSettings(_Body):
-    """What OpenAI's wire has no words for."""
+    """Fields beyond OpenAI's API."""
 
     processes: Annotated[int, Field(ge=1, le=4096)] | None = None
     """GPUs, or CPU processes where there are none; None = chosen by the planner."""
@@ -107,7 +107,7 @@ class CreateJob(_Body):
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
-    """The older place of `method.supervised.hyperparameters`."""
+    """Deprecated location of `method.supervised.hyperparameters`."""
     integrations: list[dict[str, Any]] | None = None
     pantheraml: OwnSettings = OwnSettings()
 
@@ -133,11 +133,11 @@ class CreateJob(_Body):
 
 
 class Waiting(BaseModel):
-    """Why a job does not run yet."""
+    """Why a job is not running yet."""
 
     reason: str
     queue_position: int | None = None
-    """From 1; None: it is not in the queue."""
+    """Position in the queue, from 1; None: not queued."""
     estimated_start: int | None = None
     """Seconds since 1970; None: not known."""
 
@@ -148,7 +148,7 @@ def job_object(
     price_per_gpu_hour: float | None = None,
     expected_end: float | None = None,
 ) -> dict[str, Any]:
-    """A job as OpenAI's wire shows it; our own fields beside."""
+    """A job in OpenAI's form, with our own fields added."""
     hours = device_hours_of(job)
     gpu_hours = hours if job.device == "cuda" else 0.0
     state = State(job.state)
@@ -188,6 +188,10 @@ def job_object(
         "queue_position": None if waiting is None else waiting.queue_position,
         "estimated_start": None if waiting is None else waiting.estimated_start,
     }
+
+
+SHOWN = (Event.id, Event.created_at, Event.level, Event.kind, Event.message, Event.step, Event.data)
+"""Columns that `event_object` shows."""
 
 
 def event_object(event: Event) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class _Body(BaseModel):
 class DatasetConfig(_Body):
     texts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
     max_length: Annotated[int, Field(ge=8, le=1 << 20)] = 512
-    """Tokens of a text; what is longer is cut off."""
+    """Tokens of a text; longer ones are truncated."""
 
 
 class TrainingConfig(_Body):
@@ -29,10 +29,10 @@ class TrainingConfig(_Body):
 
 class ResourceRequest(_Body):
     action: Literal["disable", "enable"]
-    """disable: no job is given these devices from now on; running ones go on."""
+    """disable: these devices are not given to new jobs; running ones continue."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     devices: list[Annotated[str, Field(max_length=64)]] = []
-    """By their names in `resources/status`, which CPU slots have, too."""
+    """Devices by their names in `resources/status`, which CPU slots have as well."""
     reason: Annotated[str, Field(max_length=500)] | None = None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Bodies of the endpoints that concern the whole service; their answers are `specs.service_api`."""
+"""Request bodies of the endpoints that concern the whole service; responses are in `specs.service_api`."""
 
 from __future__ import annotations
 

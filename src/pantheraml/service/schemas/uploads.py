@@ -1,4 +1,4 @@
-"""Bodies of uploads in parts, and uploads as OpenAI's wire shows them."""
+"""Request bodies of multipart uploads, and uploads in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class ExpiresAfter(_Body):
 
 class CreateUpload(_Body):
     bytes: Annotated[int, Field(ge=1, lt=1 << 62)]
-    """Of the whole file."""
+    """Size of the whole file."""
     filename: Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^/\\\x00]+$")]
     mime_type: Annotated[str, Field(max_length=255)]
     purpose: Annotated[str, Field(max_length=32)]
     expires_after: ExpiresAfter | None = None
-    """Of the file."""
+    """Expiry of the completed file."""
 
 
 class CompleteUpload(_Body):
     part_ids: Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=MOST_PARTS)]
-    """In the order of their content."""
+    """Ids of the parts, in the order of their content."""
     md5: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
-    """Of the whole file."""
+    """MD5 of the whole file."""
 
 
 def upload_object(upload: Upload, file: File | None = None) -> dict[str, Any]:

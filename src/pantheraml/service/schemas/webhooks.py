@@ -1,4 +1,4 @@
-"""Bodies of webhook endpoints, and endpoints as OpenAI's wire shows them."""
+"""Request bodies of webhook endpoints, and endpoints in OpenAI's form."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The database: SQLite in WAL mode, or PostgreSQL by its URL; one code for both.
 
-SQLite has one writer. A transaction that will write takes its lock at the beginning (BEGIN IMMEDIATE): one that read
-first and wrote later would fail at once when another has written in between, without waiting.
+SQLite has one writer. A transaction that will write takes the lock at its beginning (BEGIN IMMEDIATE): one that reads
+first would fail at once, without waiting, if another has written in between. A block that only reads sees, as in
+PostgreSQL, what was committed before each of its statements.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, event, text
+from alembic.util.exc import CommandError
+from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
+
+from pantheraml.base.errors import ConfigError
+from pantheraml.service.store import sqlite
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITES = "pantheraml_writes"
@@ -30,13 +36,11 @@ class Database:
     def __init__(self, url: str) -> None:
         self.is_sqlite = url.startswith("sqlite")
         self._holder: AsyncConnection | None = None
-        self.engine = create_async_engine(
-            url,
-            pool_size=10,
-            max_overflow=20,
-            pool_pre_ping=not self.is_sqlite,
-            hide_parameters=True,  # errors go to the log, and secrets of webhooks are among the values
-        )
+        options: dict[str, Any] = {"pool_size": 10, "max_overflow": 20, "pool_pre_ping": not self.is_sqlite}
+        if self.is_sqlite:
+            options["async_creator"] = partial(sqlite.connect, make_url(url).database)
+        # without values: errors go to the log, and secrets of webhooks are among them
+        self.engine = create_async_engine(url, hide_parameters=True, **options)
         self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
         """Writers of this process queue here, since SQLite's own waiting is a sleep that may starve one of them."""
         if self.is_sqlite:
@@ -46,9 +50,21 @@ class Database:
             event.listen(self.engine.sync_engine, "do_connect", _connect)
 
     async def migrate(self) -> None:
-        """Bring the tables to the newest version."""
-        async with self.engine.execution_options(**{_WRITES: True}).begin() as connection:
-            await connection.run_sync(upgrade)
+        """Migrate the tables to the newest version. ConfigError if that is not possible."""
+        try:
+            async with self.engine.execution_options(**{_WRITES: True}).begin() as connection:
+                await connection.run_sync(upgrade)
+        except (DBAPIError, ConnectionError) as err:
+            reason = str(getattr(err, "orig", err)).strip().partition("\n")[0]
+            raise ConfigError(
+                f"The database of the service cannot be used: {reason}.",
+                fix="Check --database-url, and that it runs; for SQLite, service.db in --data-dir.",
+            ) from err
+        except CommandError as err:
+            raise ConfigError(
+                f"The database of the service is of another version: {err}.",
+                fix="Start the version of PantheraML that wrote it, or a newer one.",
+            ) from err
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
@@ -63,12 +79,12 @@ class Database:
             yield session
 
     async def claim(self) -> bool:
-        """Hold the database for this service until `close`; False if another one holds it. For SQLite the lock of the
-        data folder does that. Two services that each look at the other's jobs would take them for lost."""
+        """Claim the database for this service until `close`; False if another service has it. SQLite needs no claim,
+        since the data folder is locked. Two services on one database would each take the other's jobs for lost."""
         if self.is_sqlite:
             return True
         connection = await self.engine.connect()
-        holder = await connection.execution_options(isolation_level="AUTOCOMMIT")  # no transaction for days
+        holder = await connection.execution_options(isolation_level="AUTOCOMMIT")  # no open transaction for days
         if not await holder.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _CLAIM}):
             await holder.close()
             return False
@@ -100,7 +116,7 @@ def is_full(err: BaseException) -> bool:
 
 
 def is_away(err: BaseException) -> bool:
-    """True if the database does not answer, now; whoever asked may try again."""
+    """True if the database is temporarily unavailable, so that the client may retry."""
     if isinstance(err, ConnectionError | OperationalError | InterfaceError):
         return True
     state = getattr(getattr(err, "orig", None), "sqlstate", None) or ""
@@ -108,7 +124,7 @@ def is_away(err: BaseException) -> bool:
 
 
 def _connect(dialect: Any, record: object, arguments: Any, options: Any) -> Any:
-    """Connect to PostgreSQL. ConnectionError if that is not possible, whichever of the many reasons there is."""
+    """Connect to PostgreSQL. ConnectionError for any failure."""
     try:
         return dialect.connect(*arguments, **options)
     except Exception as err:
@@ -131,4 +147,5 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(_WRITES) else "BEGIN")
+    if connection.get_execution_options().get(_WRITES):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""What was set under `/multigpu`: devices that no job is given, and the settings of each user's trainings."""
+"""State set under `/multigpu`: disabled devices, and the settings of each user's trainings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def enable(session: AsyncSession, names: Iterable[str]) -> None:
 
 
 async def settings_of(session: AsyncSession, user: str) -> MultiGPUSettings:
-    """The user's row, or an empty one that is not stored."""
+    """Return the user's row, or an empty one that is not stored."""
     found = await session.get(MultiGPUSettings, user)
     return found or MultiGPUSettings(user=user, gpus=None, training=None)
 

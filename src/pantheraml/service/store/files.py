@@ -13,7 +13,7 @@ from pantheraml.service.store.tables import File, Job, Upload
 
 
 async def find_file(session: AsyncSession, file_id: str, owner: str | None) -> File | None:
-    """The file of this id; None if there is none, or it is another user's (owner None: of anybody)."""
+    """Return the file with this id; None if there is none, or it belongs to another user. `owner` None: any user."""
     file = await session.get(File, file_id)
     return file if file is not None and owner in (None, file.owner) else None
 
@@ -23,7 +23,7 @@ def content_of(file: File, folder: Path) -> Path:
 
 
 async def bytes_of(session: AsyncSession, owner: str) -> int:
-    """Bytes of all files of a user, and of those that are being uploaded in parts."""
+    """Return the bytes of a user's files and pending uploads."""
     files = await session.scalar(select(func.sum(File.bytes)).where(File.owner == owner))
     coming = (Upload.owner == owner) & (Upload.status == "pending")
     announced = await session.scalar(select(func.sum(Upload.bytes)).where(coming))
@@ -31,6 +31,6 @@ async def bytes_of(session: AsyncSession, owner: str) -> int:
 
 
 async def job_that_reads(session: AsyncSession, file_id: str) -> str | None:
-    """A job that has not ended and trains or evaluates on this file."""
+    """Return an unfinished job that trains or evaluates on this file."""
     query = select(Job.id).where((Job.training_file == file_id) | (Job.validation_file == file_id))
     return await session.scalar(query.where(Job.state.not_in([state.value for state in ENDED])).limit(1))

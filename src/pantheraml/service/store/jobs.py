@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, delete, exists, func, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 from sqlalchemy.orm.attributes import set_committed_value
 
 from pantheraml.service.jobs.scheduler import Place, Waiting
@@ -16,6 +17,9 @@ from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.usage import close_stretches
 from pantheraml.service.store.webhooks import announce
+
+SHORT = (defer(Job.config, raiseload=True), defer(Job.plan, raiseload=True))
+"""Options of a query for jobs whose configuration and plan are not needed."""
 
 
 class StaleJobError(Exception):
@@ -31,7 +35,7 @@ async def add_job(session: AsyncSession, job: Job) -> None:
 
 
 async def move(session: AsyncSession, job: Job, to: State, message: str, **changes: Any) -> None:
-    """Change a job's state and, with it, other columns. ForbiddenTransitionError if the table does not allow it."""
+    """Change a job's state, and other columns with it. ForbiddenTransitionError if the transition table forbids it."""
     before, now = State(job.state), time.time()
     check_transition(before, to)
     values = {"state": to, "state_at": now, **changes}
@@ -51,7 +55,7 @@ async def move(session: AsyncSession, job: Job, to: State, message: str, **chang
 
 
 async def reread(session: AsyncSession, job: Job) -> None:
-    """Bring a row that was read earlier, perhaps by another session, up to date."""
+    """Refresh a row that was read earlier, perhaps by another session."""
     current = await session.get_one(Job, job.id, populate_existing=True)
     if current is not job:
         for name in inspect(Job).column_attrs.keys():  # noqa: SIM118 - not a dict
@@ -71,9 +75,10 @@ def _state_event(job: Job, state: State, message: str) -> Event:
     )
 
 
-async def find_job(session: AsyncSession, job_id: str, owner: str | None) -> Job | None:
-    """The job of this id; None if there is none, or it is another user's (owner None: of anybody)."""
-    job = await session.get(Job, job_id)
+async def find_job(session: AsyncSession, job_id: str, owner: str | None, *, whole: bool = False) -> Job | None:
+    """Return the job with this id; None if there is none, or it belongs to another user. `owner` None: any user.
+    `whole`: with its configuration and plan, which are long."""
+    job = await session.get(Job, job_id, options=() if whole else SHORT)
     return job if job is not None and owner in (None, job.owner) else None
 
 
@@ -91,7 +96,7 @@ async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
 
 
 async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
-    """What the scheduler has to know of each queued job; their configurations are long and not read."""
+    """Return each queued job for the scheduler, without reading the large configurations."""
     columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds, Job.seconds_run)
     rows = await session.execute(select(*columns, Job.gpu_ids, Job.place).where(Job.state == State.QUEUED.value))
     return [
@@ -111,7 +116,7 @@ async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
 
 
 def if_paused(job: Job, now: float) -> Waiting | None:
-    """A running job as it would stand in the queue; None: it is not paused for others."""
+    """Return a running job as it would be queued if paused; None: it may not be paused for others."""
     if job.is_test or job.state not in (State.STARTING, State.RUNNING):
         return None
     return Waiting(
@@ -133,10 +138,10 @@ async def count_jobs(session: AsyncSession, owner: str, states: Iterable[State])
 
 
 def gpu_names(indices: Iterable[int]) -> frozenset[str]:
-    """Names under which GPUs are leased."""
+    """Names of leased GPUs."""
     return frozenset(f"gpu:{index}" for index in indices)
 
 
 async def leases(session: AsyncSession) -> dict[str, Lease]:
-    """Lease of each resource that is held."""
+    """Return resource -> lease for all leased resources."""
     return {lease.resource: lease for lease in (await session.scalars(select(Lease))).all()}

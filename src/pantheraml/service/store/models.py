@@ -9,7 +9,8 @@ from pantheraml.service.store.tables import Job
 
 
 async def find_tuned(session: AsyncSession, name: str, owner: str | None) -> Job | None:
-    """The job that made the model; None if there is none, or it is another user's (owner None: of anybody)."""
+    """Return the job that made the model; None if there is none, or it belongs to another user. `owner` None: any
+    user."""
     query = select(Job).where(Job.fine_tuned_model == name, Job.model_deleted_at.is_(None))
     if owner is not None:
         query = query.where(Job.owner == owner)

@@ -1,7 +1,8 @@
-"""Pages of a list in the order of creation, with the last item's id as the cursor, as OpenAI's wire has them."""
+"""Pages of a list in the order of creation, with the last item's id as the cursor, in OpenAI's form."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -15,6 +16,12 @@ Row = TypeVar("Row")
 class Page(Generic[Row]):
     rows: list[Row]
     has_more: bool
+
+    def as_list(self, show: Callable[[Row], dict[str, Any]]) -> dict[str, Any]:
+        """Return OpenAI's list object; `show` converts a row."""
+        data = [show(row) for row in self.rows]
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return {"object": "list", "data": data, "has_more": self.has_more, **ends}
 
 
 async def fetch_page(

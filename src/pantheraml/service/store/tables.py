@@ -1,6 +1,6 @@
 """Tables of the service. `migrations/` creates them; a test compares both.
 
-Times are seconds since 1970, which the wire wants and every database sorts alike.
+Times are seconds since 1970, as in OpenAI's API, and sorted alike by every database.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PageSession(Base):
 
 
 class File(Base):
-    """An uploaded or produced file; its content lies in `files/<id>` of the data folder."""
+    """An uploaded or generated file; its content is `files/<id>` in the data folder."""
 
     __tablename__ = "files"
 
@@ -77,7 +77,7 @@ class Job(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str]
     state: Mapped[str] = mapped_column(String(16), index=True)
-    """Changed by `store.jobs.move` alone."""
+    """Changed only by `store.jobs.move`."""
     model: Mapped[str] = mapped_column(Text)
     training_file: Mapped[str]
     validation_file: Mapped[str | None]
@@ -89,36 +89,36 @@ class Job(Base):
     """The TrainConfig of the run."""
     plan: Mapped[dict[str, Any]]
     predicted_seconds: Mapped[float | None]
-    """By the plan; None: not known."""
+    """Predicted by the plan; None: unknown."""
     processes: Mapped[int]
     device: Mapped[str]
     gpu_ids: Mapped[list[int] | None] = mapped_column(JSON(none_as_null=True))
-    """GPUs that it may have; None: all."""
+    """GPUs that it may use; None: all."""
     leased: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     """Devices of the current or last start."""
     is_test: Mapped[bool] = mapped_column(default=False)
-    """Of `/multigpu/gpu/test`: it makes no model."""
+    """A job of `/multigpu/gpu/test`, which makes no model."""
     priority: Mapped[int] = mapped_column(default=0)
     place: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """Where an administrator has put it in the queue (`scheduler.Place`); None: where it belongs by itself."""
+    """Position set by an administrator (`scheduler.Place`); None: by the scheduler's order."""
     max_runtime: Mapped[float | None]
     """Seconds of running, over all starts."""
     idempotency_key: Mapped[str | None]
     created_at: Mapped[float] = mapped_column(index=True)
     queued_at: Mapped[float | None]
-    """Of its first queueing: a resumed job does not lose its turn."""
+    """When it was first queued: a resumed job keeps its turn."""
     started_at: Mapped[float | None]
-    """Of the current or last start."""
+    """Beginning of the current or last start."""
     finished_at: Mapped[float | None]
     state_at: Mapped[float]
     seconds_run: Mapped[float] = mapped_column(default=0.0)
-    """Of all starts that have ended."""
+    """Seconds of all finished starts."""
     energy_joules: Mapped[float | None]
-    """Of its GPUs, over all starts; None: not known."""
+    """Energy of its GPUs over all starts; None: unknown."""
     token: Mapped[int] = mapped_column(default=0)
-    """Of the current start; every start has a larger one."""
+    """Fencing token of the current start; it grows with every start."""
     crashes: Mapped[int] = mapped_column(default=0)
-    """In a row, without a new checkpoint."""
+    """Consecutive crashes without a new checkpoint."""
     crashed_at_step: Mapped[int | None]
     preempted_by: Mapped[str | None]
     """Job of higher priority that it is paused for, until it starts again."""
@@ -138,7 +138,7 @@ class Job(Base):
 
 
 class Event(Base):
-    """What happened to a job: changes of its state, and what its run tells. Ids grow within a job."""
+    """An event of a job: a change of its state, or an event of its run. Ids grow within a job."""
 
     __tablename__ = "events"
 
@@ -160,7 +160,7 @@ class Event(Base):
 
 
 class Stretch(Base):
-    """One start of a job and the devices that it held: what accounts are made of. Kept when the job is gone."""
+    """One start of a job and the devices it held, for accounting. Outlives the job."""
 
     __tablename__ = "stretches"
 
@@ -174,14 +174,14 @@ class Stretch(Base):
     devices: Mapped[int]
     started_at: Mapped[float]
     ended_at: Mapped[float | None]
-    """None: it goes on."""
+    """None: still running."""
     energy_joules: Mapped[float | None]
 
     __table_args__ = (Index("ix_stretches_period", "started_at", "ended_at"),)
 
 
 class Lease(Base):
-    """A device or CPU slot that a job holds. `token` is that of the start that holds it."""
+    """A device or CPU slot that a job holds. `token`: of the start that holds it."""
 
     __tablename__ = "leases"
 
@@ -192,7 +192,7 @@ class Lease(Base):
 
 
 class Upload(Base):
-    """A file that comes in parts."""
+    """A multipart upload."""
 
     __tablename__ = "uploads"
 
@@ -203,17 +203,17 @@ class Upload(Base):
     purpose: Mapped[str]
     filename: Mapped[str] = mapped_column(Text)
     bytes: Mapped[int] = mapped_column(BigInteger)
-    """Of the whole file, as announced."""
+    """Announced size of the whole file."""
     created_at: Mapped[float]
     expires_at: Mapped[float]
     file_lifetime: Mapped[float | None]
-    """Seconds that the file is to be kept; None: until it is deleted."""
+    """Seconds until the file expires; None: never."""
     file_id: Mapped[str | None]
-    """Of the completed file."""
+    """Id of the completed file."""
 
 
 class UploadPart(Base):
-    """A part of an upload; its content lies in `uploads/<id>` of the data folder."""
+    """A part of an upload; its content is `uploads/<id>` in the data folder."""
 
     __tablename__ = "upload_parts"
 
@@ -224,7 +224,7 @@ class UploadPart(Base):
 
 
 class WebhookEndpoint(Base):
-    """An address that is told about its owner's jobs."""
+    """A URL that is notified of its owner's jobs."""
 
     __tablename__ = "webhook_endpoints"
 
@@ -234,16 +234,16 @@ class WebhookEndpoint(Base):
     url: Mapped[str] = mapped_column(Text)
     event_types: Mapped[list[str]]
     secret: Mapped[str]
-    """What signs deliveries; shown to its owner once."""
+    """Signs deliveries; shown to its owner once."""
     old_secret: Mapped[str | None]
-    """The one before, which signs beside it until `old_secret_until`."""
+    """The previous secret, which also signs until `old_secret_until`."""
     old_secret_until: Mapped[float | None]
     created_at: Mapped[float]
     updated_at: Mapped[float]
 
 
 class WebhookDelivery(Base):
-    """An event on its way to an endpoint, written in the transaction of what happened."""
+    """An event to be delivered to an endpoint, written in the transaction that caused it."""
 
     __tablename__ = "webhook_deliveries"
 
@@ -253,13 +253,13 @@ class WebhookDelivery(Base):
     attempts: Mapped[int] = mapped_column(default=0)
     created_at: Mapped[float]
     next_at: Mapped[float | None] = mapped_column(index=True)
-    """When it is tried next; None: it has arrived, or was given up."""
+    """Time of the next attempt; None: delivered, or given up."""
     outcome: Mapped[str | None] = mapped_column(Text)
-    """Of the last attempt."""
+    """Outcome of the last attempt."""
 
 
 class MultiGPUSettings(Base):
-    """What a user has set under `/multigpu`."""
+    """A user's settings under `/multigpu`."""
 
     __tablename__ = "multigpu_settings"
 
@@ -267,11 +267,11 @@ class MultiGPUSettings(Base):
     gpus: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """Fields of a GPUConfig."""
     training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """Fields of a TrainingConfig that its trainings have unless they set them."""
+    """Default fields of the TrainingConfig of the user's trainings."""
 
 
 class DisabledDevice(Base):
-    """A device or CPU slot that no job is given."""
+    """A device or CPU slot that is not given to jobs."""
 
     __tablename__ = "disabled_devices"
 
@@ -282,7 +282,7 @@ class DisabledDevice(Base):
 
 
 class Audit(Base):
-    """Who changed what."""
+    """Audit log."""
 
     __tablename__ = "audit"
 

@@ -1,4 +1,4 @@
-"""What jobs have used: a row of each start, opened with its leases and closed when they are given back."""
+"""Usage of jobs: one row per start, opened with its leases and closed when they are released."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def close_stretches(session: AsyncSession, job_id: str, now: float) -> Non
 
 
 async def add_energy(session: AsyncSession, job: Job, joules: float) -> None:
-    """Add what the GPUs of a job have used to its account, and to that of its current start."""
+    """Add energy used by a job's GPUs to the job and to its current start."""
     job.energy_joules = (job.energy_joules or 0.0) + joules
     of_start = (Stretch.job_id == job.id, Stretch.token == job.token)
     values = {"energy_joules": func.coalesce(Stretch.energy_joules, 0.0) + joules}
@@ -55,7 +55,7 @@ class Used:
     gpu_hours: float
     cpu_slot_hours: float
     energy_joules: float | None
-    """Of all starts that reach into the period: when in a start it was used is not known."""
+    """Energy of all starts that overlap the period: when within a start it was used is not known."""
 
 
 def _hours(start: float | None, end: float) -> ColumnElement[Any]:
@@ -77,8 +77,8 @@ async def used(
     by_job: bool,
     limit: int | None = None,
 ) -> list[Used]:
-    """Use of each user or job in the period, the largest first. `owner` None: of everybody; `start` None: from the
-    first start on."""
+    """Return the usage of each user or job in the period, largest first. `owner` None: all users; `start` None: from
+    the first start on."""
     hours = _hours(start, end)
     gpu_hours = func.sum(case((Stretch.device == "cuda", hours), else_=0.0))
     slot_hours = func.sum(case((Stretch.device == "cuda", 0.0), else_=hours))

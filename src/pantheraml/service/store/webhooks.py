@@ -1,4 +1,4 @@
-"""What endpoints are told, written in the transaction of what happened: a service that is killed tells it later."""
+"""Webhook deliveries, written in the transaction of the event: a service that is killed delivers them later."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OF_ALERTS = {
     "alert.low_throughput": "fine_tuning.job.slow",
     "alert.gpu_health": "fine_tuning.job.gpu_unhealthy",
 }
-"""Kinds of events that a job has when an alert begins or ends."""
+"""Kinds of a job's alert events."""
 EVENT_TYPES = (*_OF_STATES.values(), *_OF_ALERTS.values())
 
 
 def type_of(event: Event) -> str | None:
-    """What endpoints call an event; None: they are not told."""
+    """Return the webhook type of an event; None: not delivered."""
     if event.kind == "state":
         return _OF_STATES.get(event.data["state"])
     return _OF_ALERTS.get(event.kind) if event.data.get("active") else None

@@ -1,4 +1,4 @@
-"""Delivers what is queued for webhook endpoints: at least once, in no fixed order, again after growing pauses."""
+"""Delivers queued webhooks: at least once, in no fixed order, retried with growing delays."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from pantheraml.service.webhooks.targets import TargetError, resolve
 logger = log.get(__name__)
 
 PAUSES = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 36_000.0)
-"""Seconds before each further attempt; after the last one it is given up."""
+"""Seconds before each retry; after the last one the delivery is given up."""
 TIMEOUT_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 _AT_ONCE, _PER_ENDPOINT = 16, 2
 
 
 class DeliveryError(Exception):
-    """The endpoint was not reached; says why."""
+    """The delivery failed; the message says why."""
 
 
 class WebhookSender:
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database, self._settings = database, settings
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        """Endpoint and task of each delivery that is on its way."""
+        """Endpoint and task of each delivery in progress."""
 
     async def run(self) -> None:
         async with self._client() as client:
@@ -58,7 +58,7 @@ class WebhookSender:
             timeout=TIMEOUT_SECONDS,
             follow_redirects=False,  # the next address would not have been checked
             trust_env=False,
-            # connections are to addresses: one that was checked for a name must not serve another name there
+            # a connection to an address that was checked for one name must not be reused for another
             limits=httpx2.Limits(max_keepalive_connections=0),
             headers={"user-agent": f"pantheraml/{__version__}", "content-type": "application/json"},
         )
@@ -92,7 +92,7 @@ class WebhookSender:
         with contextlib.suppress(Exception):  # then it is sent once more
             async with self._database.write() as session:
                 current = await session.get(WebhookDelivery, each.id)
-                if current is not None:  # else its endpoint was deleted meanwhile
+                if current is not None:  # otherwise its endpoint was deleted meanwhile
                     current.attempts, current.next_at, current.outcome = each.attempts + 1, next_at, outcome
         if not arrived:
             again = "it is given up" if next_at is None else f"again in {next_at - now:.0f} s"
@@ -111,7 +111,7 @@ class WebhookSender:
                 "POST", target.url, content=body, headers=headers, extensions={"sni_hostname": target.name}
             )
             response = await asyncio.wait_for(client.send(request, stream=True), TIMEOUT_SECONDS)
-            await response.aclose()  # of what it says, the status is enough
+            await response.aclose()  # the body is not needed
         except TargetError as err:
             raise DeliveryError(str(err)) from err
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as err:

@@ -20,12 +20,12 @@ def new_secret() -> str:
 
 
 def hint(secret: str) -> str:
-    """What tells secrets apart, and gives none away."""
+    """Return a hint that identifies a secret without revealing it."""
     return f"{_PREFIX}...{secret[-4:]}"
 
 
 def signed_headers(keys: Iterable[str], message_id: str, timestamp: int, body: str) -> dict[str, str]:
-    """`keys`: all that are valid now; each signs."""
+    """`keys`: all currently valid ones; each adds a signature."""
     signed = f"{message_id}.{timestamp}.{body}".encode()
     signatures = [
         base64.b64encode(hmac.new(base64.b64decode(key.removeprefix(_PREFIX)), signed, hashlib.sha256).digest())

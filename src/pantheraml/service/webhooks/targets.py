@@ -1,8 +1,8 @@
-"""Where a webhook may be sent.
+"""Check the target of a webhook.
 
-A user chooses the address, and the service calls it: without a check, a user could reach what only this machine or its
-network can. So the name is resolved here, every address of it must be public, and the connection goes to the address
-that was checked, whatever the name means a moment later.
+A user chooses the URL and the service calls it: without a check, a user could reach this machine or its private network
+(SSRF). So the name is resolved here, all of its addresses must be public, and the connection goes to the address that
+was checked, even if the name resolves to another one a moment later.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _EMBEDDED = (
     ipaddress.IPv6Network("2002::/16"),
     ipaddress.IPv6Network("2001::/32"),
 )
-"""Networks whose addresses stand for IPv4 addresses: NAT64, 6to4, Teredo."""
+"""Networks whose addresses embed IPv4 addresses: NAT64, 6to4, Teredo."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TargetError(Exception):
-    """The address cannot be used; says why."""
+    """The URL cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Target:
     url: str
-    """With the address in place of the name."""
+    """The URL with the address in place of the name."""
     host: str
     """Header Host."""
     name: str
-    """Whom the certificate must name."""
+    """Host name that the certificate must match."""
 
 
 def check_url(url: str, *, allow_private: bool) -> None:
-    """TargetError unless the URL has a form that can be used."""
+    """TargetError unless the URL is well-formed."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -54,7 +54,7 @@ def check_url(url: str, *, allow_private: bool) -> None:
 
 
 async def resolve(url: str, *, allow_private: bool) -> Target:
-    """TargetError if the name is not known, or an address of it is not public."""
+    """TargetError if the name cannot be resolved, or one of its addresses is not public."""
     check_url(url, allow_private=allow_private)
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -60,11 +60,11 @@ def _refuse_other_training(draft: Draft) -> None:
             fix="import-config converts stage: sft; use TRL's trainer for others (docs/trl.md).",
         )
     if not draft.flag("do_train"):
-        key = draft.first("export_dir", "do_predict", "infer_backend", "do_train")
         what = {"export_dir": "exports a model", "do_predict": "predicts", "infer_backend": "is for chat"}
+        key = next((key for key in what if draft.has(key)), "do_train")
         draft.refuse(
             key,
-            f"shows a file that {what.get(key, 'does not train')}" if key != "do_train" else "is not true",
+            f"shows a file that {what[key]}" if key in what else "is not true",
             fix="Give the file of a training run (do_train: true).",
         )
     draft.unneeded("do_train", "`pantheraml train` trains")

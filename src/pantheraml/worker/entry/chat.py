@@ -1,6 +1,5 @@
-"""`python -m pantheraml.worker.entry.chat DEVICE PRECISION`: the chat worker, on the pipes of who started it.
-
-It ends with them: when its input ends, whatever it is doing. What libraries print goes to stderr, not into the answers.
+"""`python -m pantheraml.worker.entry.chat DEVICE PRECISION`: the chat worker, over its parent's pipes. It exits when
+its input is closed, whatever it is doing. What libraries print goes to stderr, not into the answers.
 """
 
 from __future__ import annotations

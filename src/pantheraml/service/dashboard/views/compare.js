@@ -12,7 +12,7 @@ const MOST = 6;
 /** Differ between any two jobs, and say nothing. */
 const DULL = new Set(["data.path", "data.eval_path", "train.seed"]);
 
-/** @typedef {{ job: any, figures: Figures, config: any, color: string }} Run */
+/** @typedef {{ job: any, figures: Figures, config: any, color: string, data: string }} Run */
 
 /** @type {import("../main.js").View} */
 export async function compare(main, { query, signal }) {
@@ -20,13 +20,14 @@ export async function compare(main, { query, signal }) {
   const all = (await get("/v1/fine_tuning/jobs?limit=200", signal)).data;
   const runs = await Promise.all(chosen.map(async (id, index) => {
     const [job, figures, { config }] = await Promise.all([get(jobPath(id), signal), new Figures(id).load(signal), get(`${jobPath(id)}/config`, signal)]);
-    return /** @type {Run} */ ({ job, figures, config, color: `run${index}` });
+    const file = await get(`/v1/files/${encodeURIComponent(job.training_file)}`, signal).catch(() => null); // perhaps deleted
+    return /** @type {Run} */ ({ job, figures, config, color: `run${index}`, data: file ? `${file.filename} (${file.id.slice(-6)})` : job.training_file });
   }));
   const go = (/** @type {string[]} */ ids) => { location.hash = `#/compare?jobs=${ids.join(",")}`; };
   const others = all.filter((/** @type {any} */ job) => !chosen.includes(job.id));
   const add = h("select", { "aria-label": "Add a job", on: { change: () => add.value && go([...chosen, add.value]) } },
     h("option", { value: "" }, chosen.length < MOST ? "Add a job" : `At most ${MOST} jobs`), chosen.length < MOST && others.map((/** @type {any} */ job) => h("option", { value: job.id }, `${jobName(job)} (${job.state}, ${job.model})`)));
-  const head = [h("div", { class: "head" }, h("h1", {}, "Compare")), h("div", { class: "controls" }, add)];
+  const head = [h("div", { class: "head" }, h("h1", {}, "Compare")), all.length > 0 && h("div", { class: "controls" }, add)];
   if (!runs.length) {
     fill(main, head, h("div", { class: "card empty" }, all.length ? "Add two jobs or more: their curves are drawn over each other, with the settings that differ." : "There is no job yet."));
     return;
@@ -43,7 +44,7 @@ export async function compare(main, { query, signal }) {
       });
       const known = lines.filter(line => line.y.length);
       const sentence = known.length ? `${known.map(line => `${line.name} ends at ${number(line.y.at(-1))}`).join("; ")}.` : "None of them has such figures.";
-      chart.show({ x: AXES[over], lines, sentence, log: log.checked && name !== "tokens_per_second", zero: name === "tokens_per_second" });
+      chart.show({ x: AXES[over], lines, sentence, log: log.checked && name !== "tokens_per_second", zero: name === "tokens_per_second", ticks: name === "learning_rate" ? "~e" : undefined });
       chart.element.hidden = !known.length;
     }
   };
@@ -71,7 +72,7 @@ function runTable(runs, go) {
 
 /** @param {Run[]} runs */
 function differences(runs) {
-  const configs = runs.map(({ config, job }) => new Map([...flat(config).filter(([name]) => !DULL.has(name)), ["training data", job.training_file], ["model", job.model]]));
+  const configs = runs.map(({ config, job, data }) => new Map([...flat(config).filter(([name]) => !DULL.has(name)), ["training data", data], ["model", job.model]]));
   const names = [...new Set(configs.flatMap(config => [...config.keys()]))];
   const rows = names.filter(name => new Set(configs.map(config => JSON.stringify(config.get(name) ?? null))).size > 1)
     .map(name => [h("span", { class: "mono" }, name), ...configs.map(config => (config.has(name) ? shown(config.get(name)) : UNKNOWN))]);

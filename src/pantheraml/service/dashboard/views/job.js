@@ -8,6 +8,7 @@ import { ago, duration, jobName, moment, number, size, tone, UNKNOWN, unit, whol
 import { every, follow, pause } from "../live.js";
 import { HardwareCharts, JobCharts } from "./job_charts.js";
 import { configPart, eventsPart, filesPart, logPart, planPart } from "./job_parts.js";
+import { samplesPart } from "./job_samples.js";
 
 /** @typedef {import("../api.js").Job} Job */
 
@@ -16,7 +17,7 @@ const ACTIONS = /** @type {Record<string, string[]>} */ ({
   pause: ["queued", "starting", "running"], resume: ["paused"],
   cancel: ["validating", "queued", "paused", "crashed", "starting", "running", "pausing"],
 });
-const TABS = /** @type {Record<string, string>} */ ({ charts: "Charts", devices: "Devices", plan: "Plan", events: "Events", log: "Log", files: "Files", config: "Configuration" });
+const TABS = /** @type {Record<string, string>} */ ({ charts: "Charts", samples: "Before and after", devices: "Devices", plan: "Plan", events: "Events", log: "Log", files: "Files", config: "Configuration" });
 const MESSAGES = 300;
 
 /** @type {import("../main.js").View} */
@@ -116,7 +117,7 @@ class JobPage {
     this.job = await get(jobPath(this.id), this.signal);
     this.#drawHead();
     this.#drawNow();
-    if (before !== this.job.state && ENDED.includes(this.job.state) && this.tab === "files") this.#open("files");
+    if (before !== this.job.state && ENDED.includes(this.job.state) && ["files", "samples"].includes(this.tab)) this.#open(this.tab);
   }
 
   #drawHead() {
@@ -129,7 +130,7 @@ class JobPage {
           job.fine_tuned_model && this.place.may("submit") && h("a", { class: "button main", href: `#/playground?model=${encodeURIComponent(job.fine_tuned_model)}`, data: { focus: "try" } }, "Try it"),
           h("a", { class: "button", href: `#/compare?jobs=${job.id}`, data: { focus: "compare" } }, "Compare"),
           this.place.may("submit") && h("a", { class: "button", href: `#/new?from=${job.id}`, data: { focus: "again" } }, "Duplicate"))),
-      h("p", { class: "soft small sub" }, [`model ${job.model}`, job.id, `by ${job.organization_id}`, `created ${moment(job.created_at)}`, job.fine_tuned_model].filter(Boolean).join(" · ")),
+      h("p", { class: "soft small sub" }, [`model ${job.model}`, job.id, this.place.session.keys_required && `by ${job.organization_id}`, `created ${moment(job.created_at)}`, job.fine_tuned_model].filter(Boolean).join(" · ")),
       job.error && h("div", { class: "alert", role: "alert" }, job.error.message),
       job.waiting_reason && h("div", { class: "alert warn" }, waiting(job)));
   }
@@ -194,7 +195,13 @@ class JobPage {
     else if (this.tab === "plan") fill(this.panel, planPart(this.plan));
     else if (this.tab === "events") fill(this.panel, eventsPart(this.events));
     else if (this.tab === "log") fill(this.panel, logPart(this.id, () => !this.ended, signal));
-    else void this.#load(this.tab === "files" ? filesPart(this.id, this.job, signal) : configPart(this.id, this.job, signal), signal);
+    else void this.#load(this.#part(signal), signal);
+  }
+
+  /** @param {AbortSignal} signal */
+  #part(signal) {
+    if (this.tab === "samples") return samplesPart(this.job, this.place.may("submit"), signal);
+    return this.tab === "files" ? filesPart(this.id, this.job, signal) : configPart(this.id, this.job, signal);
   }
 
   /** @param {Promise<HTMLElement>} part @param {AbortSignal} signal */

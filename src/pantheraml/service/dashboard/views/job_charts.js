@@ -29,10 +29,11 @@ export class JobCharts {
     this.norm = new Chart("Gradient norm");
     this.speed = new Chart("Tokens per second");
     this.memory = new Chart("Memory per process, GiB");
+    this.perplexity = new Chart("Perplexity on evaluation data");
     this.chosen = false;
     this.element = h("div", {},
       h("div", { class: "controls" }, h("label", { class: "inline" }, "Over ", this.axis), h("label", { class: "inline" }, "Smoothing ", this.smoothing), h("label", { class: "inline" }, this.log, "Log scale of loss and norm")),
-      h("div", { class: "charts" }, [this.loss, this.rate, this.norm, this.speed, this.memory].map(chart => chart.element)));
+      this.grid = h("div", { class: "charts" }, [this.loss, this.rate, this.norm, this.speed, this.memory].map(chart => chart.element)));
   }
 
   refresh() {
@@ -42,10 +43,14 @@ export class JobCharts {
     const single = (/** @type {Chart} */ chart, /** @type {string} */ name, /** @type {string} */ sentence, more = {}) =>
       chart.show({ x, lines: [this.#line(name, chart.title, "other", axis)], sentence, ...more });
     this.loss.show({ x, log, lines: this.#losses(axis, span), sentence: this.#lossSentence() });
-    single(this.rate, "learning_rate", this.#range("learning_rate", "Learning rate"), { zero: true });
+    single(this.rate, "learning_rate", this.#range("learning_rate", "Learning rate"), { zero: true, ticks: "~e" });
     this.norm.show({ x, log, zero: !log, lines: this.#norms(axis), sentence: this.#normSentence() });
     single(this.speed, "tokens_per_second", this.#range("tokens_per_second", "Speed", "tokens/s"), { zero: true });
     this.#showMemory(axis, x);
+    if (!this.figures.trace("perplexity").total) return;
+    if (!this.perplexity.element.isConnected) this.grid.append(this.perplexity.element);
+    const trace = this.#line("perplexity", this.perplexity.title, "eval", axis);
+    this.perplexity.show({ x, log, lines: [trace], sentence: this.#range("perplexity", "Perplexity") });
   }
 
   /** @param {string} name @param {string} title @param {string} color @param {Axis} axis @returns {Line} */
@@ -152,7 +157,7 @@ export class HardwareCharts {
     this.#show("GPU power, W", column("power_watts"));
     this.#show("GPU temperature, °C", column("temperature_celsius"));
     this.#show("CPU of the host, %", [{ name: "CPU", color: "other", x: this.#times(), y: this.samples.map(sample => sample.cpu_percent) }], 100);
-    this.#show("Memory of the host in use, GiB", [{ name: "memory", color: "other", x: this.#times(), y: this.samples.map(sample => sample.ram_bytes / GIB) }]);
+    this.#show("Memory of the host in use, GiB", [{ name: "Memory", color: "other", x: this.#times(), y: this.samples.map(sample => sample.ram_bytes / GIB) }]);
   }
 
   #times() {

@@ -6,6 +6,8 @@ import { fill, h, table } from "../dom.js";
 import { duration, moment, number, size, UNKNOWN, unit } from "../format.js";
 import { every } from "../live.js";
 
+const LOG_CHARACTERS = 2 ** 20;
+
 /** @param {any} value */
 export function shown(value) {
   if (value === null || value === undefined) return UNKNOWN;
@@ -18,7 +20,7 @@ const PART_COLORS = ["train", "run1", "run2", "run3", "run4", "run5", "faint", "
 /** Predicted memory by its parts, in the room of a device. @param {any} plan */
 export function memoryBar(plan) {
   const memory = plan?.prediction?.memory ?? null, whole = plan?.predicted_memory_bytes ?? null;
-  if (!memory && whole === null) return h("p", { class: "soft small" }, "Memory: not predicted for this model and device.");
+  if (!memory && whole === null) return h("p", { class: "soft small" }, `Memory: not predicted ${plan?.device === "cuda" ? "for this model and device" : "on CPUs"}.`);
   const parts = /** @type {[string, number][]} */ (Object.entries(memory?.parts ?? { predicted: whole })).filter(([, bytes]) => bytes > 0).sort((a, b) => b[1] - a[1]);
   const used = memory?.device_bytes ?? memory?.allocated_bytes ?? whole, capacity = memory?.capacity_bytes ?? null;
   const scale = Math.max(capacity ?? 0, used, parts.reduce((sum, [, bytes]) => sum + bytes, 0));
@@ -43,12 +45,14 @@ export function planPart(plan) {
     ["Batch", `${plan.global_batch_size} rows per step, ${plan.micro_batch_size} at a time`],
     ["Time of a step", duration(prediction?.step_seconds)], ["Whole run", duration(seconds)],
     ["Energy", unit(prediction?.energy_kwh, "kWh")], ["Cost", prediction?.dollars === null || prediction?.dollars === undefined ? UNKNOWN : `$${number(prediction.dollars, 3)}`],
-  ];
+  ].filter(([, value]) => value !== UNKNOWN);
+  const unpredicted = seconds === null || seconds === undefined;
   const choices = plan.choices.map((/** @type {any} */ each) => [h("span", { class: "mono" }, each.name), shown(each.value), each.reason, each.automatic ? "planner" : "you"]);
   const others = (plan.alternatives ?? []).map((/** @type {any} */ each) => [each.name, each.fits === null ? UNKNOWN : each.fits ? "yes" : "no", duration(each.step_seconds), size(each.memory?.device_bytes), each.reason]);
   return h("div", { class: "stack" },
     h("div", { class: "grid wide" },
-      h("div", { class: "card" }, h("dl", { class: "facts" }, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))),
+      h("div", { class: "card" }, h("dl", { class: "facts" }, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+        unpredicted && h("p", { class: "soft small" }, `Time: not predicted ${plan.device === "cuda" ? "for this model and device" : "on CPUs"}.`)),
       h("div", { class: "card" }, memoryBar(plan))),
     (plan.warnings ?? []).map((/** @type {string} */ text) => h("p", { class: "alert warn" }, text)),
     h("div", { class: "card scroll" }, table("Choices and reasons", ["Setting", "Value", "Why", "Chosen by"], choices, { cards: true })),
@@ -68,7 +72,7 @@ export function eventsPart(events) {
 function explanation(event) {
   if (event.kind !== "verdict" && event.kind !== "incident") return null;
   const names = { anomaly: "anomaly", module: "module", tensor: "tensor", ranks: "ranks", samples: "samples", transient: "gone when repeated" };
-  const known = Object.entries(names).filter(([key]) => ![null, undefined].includes(event.data[key]));
+  const known = Object.entries(names).filter(([key]) => ![null, undefined].includes(event.data[key]) && event.data[key].length !== 0);
   return known.length ? h("dl", { class: "facts small" }, known.flatMap(([key, name]) => [h("dt", {}, name), h("dd", { class: "mono" }, shown(event.data[key]))])) : null;
 }
 
@@ -79,6 +83,7 @@ export function logPart(id, running, signal) {
   const text = h("pre", { class: "log", role: "log", tabindex: 0, "aria-label": "Output of its processes" });
   const follow = h("input", { type: "checkbox", checked: true, id: "follow" });
   const note = h("span", { class: "soft small" });
+  const decoder = new TextDecoder(); // a character may lie across two answers
   let at = -1; // bytes shown so far; -1: nothing yet
   void every(1.5, signal, async () => {
     const wasRunning = running();
@@ -88,10 +93,15 @@ export function logPart(id, running, signal) {
       const bytes = new Uint8Array(await response.arrayBuffer());
       const [, from, to] = /bytes (\d+)-(\d+)\//.exec(response.headers.get("content-range") ?? "") ?? [null, "0", String(bytes.length - 1)];
       const fresh = at < 0 ? bytes : bytes.subarray(at > 0 ? 1 : 0);
-      if (at < 0 && Number(from) > 0) note.textContent = `from byte ${Number(from).toLocaleString("en-US")} on; Files has the beginning`;
+      if (at < 0 && Number(from) > 0) note.textContent = "the newest lines; Files has all";
       at = Number(to) + 1;
       if (at === 0) note.textContent = running() ? "Its processes have written nothing yet." : "Its processes wrote nothing.";
-      if (fresh.length) text.append(document.createTextNode(new TextDecoder().decode(fresh)));
+      if (fresh.length) text.append(document.createTextNode(decoder.decode(fresh, { stream: true })));
+      for (let length = text.textContent?.length ?? 0; length > LOG_CHARACTERS && text.childNodes.length > 1;) {
+        length -= text.firstChild?.textContent?.length ?? 0;
+        text.firstChild?.remove();
+        note.textContent = "the newest lines; Files has all";
+      }
       if (follow.checked && fresh.length) text.scrollTop = text.scrollHeight;
     } catch (err) {
       if (signal.aborted) return false;
@@ -118,7 +128,7 @@ export async function filesPart(id, job, signal) {
   return h("div", { class: "stack" },
     h("div", { class: "card scroll" }, table("Files", ["File", "Kind", "Size"], rows, { numbers: [2] })),
     saved.length > 0 && h("h2", {}, "Checkpoints"),
-    saved.length > 0 && h("div", { class: "card scroll" }, table("Checkpoints", ["Step", "Training loss", "Evaluation loss", "Saved"], saved, { numbers: [0, 1, 2] })));
+    saved.length > 0 && h("div", { class: "card scroll" }, table("Checkpoints", ["Step", "Training loss", "Evaluation loss", "Saved"], saved, { numbers: [0, 1, 2], cards: true })));
 }
 
 /** Keys of nested objects as dotted names. @param {any} value @param {string} [prefix] @returns {[string, any][]} */

@@ -39,9 +39,10 @@ export async function jobs(main, { signal, may, query }) {
     ]);
     fill(list, rows.length
       ? h("div", { class: "card scroll" }, table("Jobs", ["Select", "Job", "State", "Model", "User", "Device hours", "Energy", "Cost", "Created"], rows, { numbers: [5, 6, 7], optional: [5, 6, 7], cards: true }))
-      : h("div", { class: "card empty" }, known.length ? "No job fits that." : "No job yet."));
+      : h("div", { class: "card empty" }, rest ? `None of the newest ${known.length} jobs fits that; older ones may.` : known.length ? "No job fits that." : "No job yet."));
     more.hidden = !rest;
   };
+  const drawQueue = (/** @type {any} */ entries) => fill(queue, queueTable(entries, may("admin"), drawQueue));
   const mark = () => {
     compare.textContent = chosen.size ? `Compare ${chosen.size}` : "Compare";
     compare.href = `#/compare?jobs=${[...chosen].join(",")}`;
@@ -57,17 +58,18 @@ export async function jobs(main, { signal, may, query }) {
   state.addEventListener("change", draw);
   more.addEventListener("click", () => void fetchMore());
 
-  await fetchMore();
-  fill(main, h("div", { class: "head" }, h("h1", {}, "Jobs"), h("div", { class: "actions" }, compare, may("submit") && h("a", { class: "button main", href: "#/new" }, "New job"))),
+  const page = [h("div", { class: "head" }, h("h1", {}, "Jobs"), h("div", { class: "actions" }, compare, may("submit") && h("a", { class: "button main", href: "#/new" }, "New job"))),
     h("h2", {}, "Queue"), queue, h("h2", {}, "History"),
     h("div", { class: "controls" }, h("div", { style: { flex: "1 1 220px" } }, search), h("div", {}, state)), list, h("p", {}, more),
-    h("h2", {}, "Used by"), usage);
+    h("h2", {}, "Usage by user"), usage];
+  await fetchMore();
   await every(4, signal, async () => {
     const [waiting, newest, used] = await Promise.all([get("/v1/queue", signal), get(`/v1/fine_tuning/jobs?limit=${PAGE}`, signal), get("/v1/usage", signal)]);
     known = [...newest.data, ...known.filter(job => !newest.data.some((/** @type {any} */ each) => each.id === job.id))];
-    fill(queue, queueTable(waiting, may("admin"), entries => fill(queue, queueTable(entries, true, () => {}))));
+    drawQueue(waiting);
     fill(usage, usageTable(used));
     draw();
+    if (!list.isConnected && !signal.aborted) fill(main, page); // whole at once, so that nothing moves
   });
 }
 
@@ -96,6 +98,6 @@ function usageTable(used) {
     each.user, plural(each.jobs, "job"), number(each.gpu_hours, 3), number(each.cpu_slot_hours, 3),
     each.energy_joules === null ? UNKNOWN : unit(each.energy_joules / 3.6e6, "kWh"), number(each.cost, 3),
   ]);
-  return h("div", {}, h("div", { class: "card scroll" }, table("Used by user", ["User", "Jobs", "GPU-hours", "CPU slot hours", "Energy", "Cost"], rows, { numbers: [2, 3, 4, 5], optional: [4, 5], cards: true })),
+  return h("div", {}, h("div", { class: "card scroll" }, table("Usage by user", ["User", "Jobs", "GPU-hours", "CPU slot hours", "Energy", "Cost"], rows, { numbers: [2, 3, 4, 5], optional: [4, 5], cards: true })),
     used.price_per_gpu_hour === null && used.data.some((/** @type {any} */ each) => each.gpu_hours > 0) && h("p", { class: "soft small" }, "No cost: the service was started without --price-per-gpu-hour."));
 }

@@ -11,6 +11,12 @@ import { memoryBar } from "./job_parts.js";
 const METHODS = [["lora", "LoRA: trains a small adapter"], ["qlora", "QLoRA: LoRA on a 4-bit model, least memory"], ["dora", "DoRA: LoRA with magnitudes"], ["full", "Full: trains all weights"]];
 const PRECISIONS = ["auto", "bf16", "fp16", "fp32", "fp8", "int8", "nf4"];
 const TYPING_SECONDS = 0.4;
+const LINES = [
+  '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}',
+  '{"prompt": "2 + 2 = ", "completion": "4"}',
+  '{"instruction": "Add the numbers.", "input": "2, 2", "output": "4"}',
+  '{"text": "Two and two are four."}',
+];
 /** Keys of `pantheraml.config` that the form has fields for. */
 const OWN = ["method.kind", "method.rank", "data.seq_len", "data.packing", "model.precision", "train.eval_every_steps"];
 
@@ -78,7 +84,7 @@ class Form {
     const form = h("form", { class: "stack", novalidate: true, on: { submit: (/** @type {Event} */ event) => { event.preventDefault(); void this.#send(); } } },
       models.length === 0 && h("div", { class: "alert warn" }, "There is no model that can be tuned. Put the folder of one (config.json and safetensors) into the folder that --models-dir names."),
       h("fieldset", { class: "card stack" }, h("legend", { class: "only-read" }, "Data and model"), h("h2", { class: "title" }, "1. Data and model"),
-        field("Model", this.model), drop, h("div", { class: "fields" }, field("Training data", this.training), field("Evaluation data (optional)", this.validation))),
+        field("Model", this.model), drop, h("div", { class: "fields two" }, field("Training data", this.training), field("Evaluation data (optional)", this.validation))),
       h("fieldset", { class: "card stack" }, h("legend", { class: "only-read" }, "Method"), h("h2", { class: "title" }, "2. Method"),
         h("div", { class: "fields" }, field("Method", this.method), field("Epochs", this.epochs), field("Rows per step", this.batch), field("Name (optional)", this.suffix, "Part of the new model's name")),
         h("details", { open: earlier !== null }, h("summary", {}, "More settings"),
@@ -99,7 +105,8 @@ class Form {
     const input = h("input", { type: "file", accept: ".jsonl", class: "only-read", id: "upload", tabindex: -1 });
     const box = h("div", { class: "drop" }, h("p", {}, "Drop a .jsonl file here, or"),
       h("button", { type: "button", on: { click: () => input.click() } }, "Choose a file"), h("label", { class: "only-read", for: "upload" }, "Upload training data"), input,
-      h("p", { class: "small" }, "One example a line: messages, prompt and completion, instruction and output, or text."), this.uploadNote);
+      h("p", { class: "small" }, "One example a line: messages, prompt and completion, instruction and output, or text."),
+      h("details", {}, h("summary", {}, "What a line looks like"), h("pre", { class: "examples mono", tabindex: 0, "aria-label": "A line of each kind" }, LINES.join("\n"))), this.uploadNote);
     input.addEventListener("change", () => { const file = input.files?.[0]; if (file) void this.#upload(file); input.value = ""; });
     box.addEventListener("dragover", event => { event.preventDefault(); box.classList.add("over"); });
     box.addEventListener("dragleave", () => box.classList.remove("over"));
@@ -118,7 +125,7 @@ class Form {
       this.#changed();
     } catch (err) {
       const rows = err instanceof ApiError ? err.rows : [];
-      fill(this.uploadNote, h("div", { class: "alert", role: "alert" }, rows.length ? `${file.name} was not taken: ${plural(rows.length, "row")} cannot be used${rows.length >= 50 ? ", and perhaps more" : ""}.` : `${file.name}: ${message(err)}`),
+      fill(this.uploadNote, h("div", { class: "alert", role: "alert" }, rows.length ? `${file.name} was not taken: ${plural(rows.length, "row")} cannot be used${rows.length >= 50 ? ", and perhaps more" : ""}. Correct ${rows.length === 1 ? "it" : "them"}, and choose the file again.` : `${file.name}: ${message(err)}`),
         rows.length > 0 && h("div", { class: "tablebox scroll", style: { "text-align": "left" }, tabindex: 0, role: "region", "aria-label": "Wrong rows" },
           table("Wrong rows", ["Line", "Field", "What is wrong"], rows.map((/** @type {any} */ row) => [whole(row.line), row.field ?? UNKNOWN, row.problem]), { numbers: [0] })));
     }
@@ -171,7 +178,7 @@ class Form {
     if (!this.model.value || !this.training.value) {
       this.submit.disabled = true;
       fill(this.planBox, h("p", { class: "soft" }, "Choose a model and training data, and the plan appears here: devices, memory, time, and why."));
-      fill(this.preview, h("div", { class: "card empty" }, "The tokens of the first rows appear here, with those highlighted that the model learns to write."));
+      fill(this.preview, h("div", { class: "card empty" }, "The first rows appear here as the model sees them, with what it learns to write highlighted."));
       return;
     }
     await pause(TYPING_SECONDS, signal);
@@ -225,7 +232,7 @@ class Form {
 function planSummary({ plan, hyperparameters }) {
   const total = plan.prediction?.total_seconds ?? plan.predicted_seconds;
   const facts = [
-    ["Runs on", `${plan.world_size} × ${plan.device === "cuda" ? "GPU" : "CPU process"}`], ["Takes about", total === null || total === undefined ? "not known" : duration(total)],
+    ["Runs on", `${plan.world_size} × ${plan.device === "cuda" ? "GPU" : "CPU process"}`], ["Takes about", total === null || total === undefined ? `not predicted${plan.device === "cuda" ? "" : " on CPUs"}` : duration(total)],
     ["Precision", [plan.precision, plan.frozen_weights].filter(Boolean).join(", base in ")], ["Rows per step", `${whole(plan.global_batch_size)}, ${whole(plan.micro_batch_size)} at a time`],
     ["Epochs", number(hyperparameters.n_epochs)],
   ];
@@ -245,7 +252,7 @@ function previewPart(found) {
     row.problem ? h("p", { class: "alert" }, row.problem)
       : h("div", { class: "tokens" }, row.pieces.map((/** @type {any} */ piece) => h("span", { class: piece.trained ? "trained" : "" }, piece.text)), row.not_shown > 0 && h("p", { class: "soft" }, `and ${plural(row.not_shown, "token")} more`)));
   return h("div", { class: "stack" },
-    h("p", { class: "small soft" }, h("span", { class: "tokens" }, h("span", { class: "trained" }, "Highlighted")), " tokens bear loss: the model learns to write them. Others it only reads."),
+    h("p", { class: "small soft" }, h("span", { class: "tokens" }, h("span", { class: "trained" }, "Highlighted")), " text is what the model learns to write. The rest it only reads."),
     found.rows.map(card));
 }
 

@@ -4,11 +4,13 @@
 import { get, jobPath } from "../api.js";
 import { sparkline } from "../chart.js";
 import { fill, h, meter, table } from "../dom.js";
-import { ago, duration, jobName, moment, number, plural, size, tone, unit, UNKNOWN, whole } from "../format.js";
+import { ago, deviceNames, duration, jobName, moment, number, plural, size, tone, unit, UNKNOWN, whole } from "../format.js";
 import { every } from "../live.js";
 
 const SECONDS = 2;
 const POINTS = 60;
+const INCIDENTS = 6;
+const HEALTH = /** @type {Record<string, string>} */ ({ ok: "healthy", warn: "warning", fail: "not healthy" });
 
 /** @type {Map<string, { steps: number[], losses: number[] }>} losses of running jobs, for their sparklines */
 const learned = new Map();
@@ -57,7 +59,7 @@ function gpuTile(gpu, now) {
   const kind = { ok: "good", warn: "warn", fail: "bad" }[/** @type {string} */ (gpu.health)] ?? "";
   const hot = (gpu.temperature_celsius ?? 0) >= 85;
   return h("article", { class: "card", "aria-label": gpu.device },
-    h("div", { class: "row" }, h("h3", {}, `GPU ${gpu.device.slice(4)}`), h("span", { class: `pill ${kind}` }, gpu.health ?? "health not known")),
+    h("div", { class: "row" }, h("h3", {}, `GPU ${gpu.device.slice(4)}`), h("span", { class: `pill ${kind}` }, HEALTH[gpu.health] ?? "health not known")),
     h("p", { class: "soft small" }, gpu.name),
     h("div", { class: "row small" }, h("span", {}, "Utilization"), h("span", { class: "number" }, unit(gpu.utilization_percent, "%"))),
     meter((gpu.utilization_percent ?? 0) / 100, `Utilization of ${gpu.device}`),
@@ -108,11 +110,11 @@ function runningCard(job) {
   const losses = history?.losses ?? [];
   return h("article", { class: "card", "aria-label": `Job ${job.job}` },
     h("div", { class: "row" }, h("h3", {}, h("a", { href: `#/job/${job.job}`, data: { focus: job.job } }, nameOf(job))), h("span", { class: `pill ${tone(job.state)}` }, job.state)),
-    h("p", { class: "soft small" }, `${job.user} on ${job.devices.join(", ")}`),
+    h("p", { class: "soft small" }, `${job.user === "local" ? "" : `${job.user}, `}${deviceNames(job.devices)}`),
     meter(job.progress ?? 0, "Progress"),
     h("div", { class: "row small" },
       h("span", {}, job.step === null ? "loading the model and the data" : `step ${whole(job.step)} of ${whole(job.total_steps)}`),
-      h("span", { class: "number" }, job.seconds_left === null ? "" : job.step >= job.total_steps ? "finishing" : `${duration(job.seconds_left)} left`)),
+      h("span", { class: "number" }, job.seconds_left === null ? "" : job.step >= job.total_steps ? "finishing" : `${duration(Math.max(1, job.seconds_left))} left`)),
     losses.length > 1 ? sparkline(losses, `Loss from ${number(losses[0])} to ${number(losses.at(-1))}`) : h("div", { class: "spark" }),
     h("div", { class: "row small" }, h("span", {}, "Loss ", h("b", { class: "number" }, number(job.train_loss))), h("span", { class: "soft number" }, job.tokens_per_second === null ? "" : `${whole(job.tokens_per_second)} tokens/s`)),
     job.alerts.map((/** @type {string} */ alert) => h("p", { class: "alert warn small" }, `Alert: ${alert.replace("alert.", "").replaceAll("_", " ")}`)));
@@ -134,11 +136,14 @@ function queuePart(now) {
 /** @param {any} now */
 function incidentsPart(now) {
   if (!now.incidents.length) return h("div", { class: "card empty" }, "No warnings and no errors.");
-  const rows = now.incidents.map((/** @type {any} */ each) => [
+  const judged = new Set(now.incidents.filter((/** @type {any} */ each) => each.kind === "verdict").map((/** @type {any} */ each) => `${each.job} ${each.step}`));
+  const told = now.incidents.filter((/** @type {any} */ each) => each.kind !== "incident" || !judged.has(`${each.job} ${each.step}`)); // the verdict names the step
+  const rows = told.slice(0, INCIDENTS).map((/** @type {any} */ each) => [
     h("span", { class: `pill ${each.level === "error" ? "bad" : "warn"}` }, each.level === "error" ? "error" : "warning"),
-    each.message, h("a", { href: `#/job/${each.job}?tab=events`, data: { focus: each.id } }, each.job.slice(-6)), ago(each.created_at),
+    each.message, h("a", { href: `#/job/${each.job}?tab=events`, data: { focus: each.id } }, nameOf(each)), ago(each.created_at),
   ]);
-  return h("div", { class: "card scroll" }, table("Incidents", ["Level", "What happened", "Job", "When"], rows, { cards: true }));
+  return h("div", { class: "card scroll" }, table("Incidents", ["Level", "What happened", "Job", "When"], rows, { cards: true }),
+    told.length > INCIDENTS && h("p", { class: "soft small" }, "Older ones are on the pages of their jobs, under Events."));
 }
 
 /** Keep the losses of running jobs. @param {any[]} running @param {AbortSignal} signal */

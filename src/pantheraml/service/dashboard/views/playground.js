@@ -18,7 +18,7 @@ export async function playground(main, { query, signal }) {
   const left = new Side("Base", choose("Base model", bases, bases.includes(baseOf(wanted)) ? baseOf(wanted) : bases[0] ?? ""));
   const right = new Side("Fine-tuned", choose("Fine-tuned model", tuned, wanted));
   right.model.addEventListener("change", () => { if (bases.includes(baseOf(right.model.value))) left.model.value = baseOf(right.model.value); });
-  const system = h("textarea", { rows: 2, placeholder: "Optional" }), prompt = h("textarea", { rows: 4, required: true });
+  const system = h("textarea", { rows: 2 }), prompt = h("textarea", { rows: 4, required: true });
   const tokens = h("input", { type: "number", min: 1, max: 4096, value: 128 }), temperature = h("input", { type: "number", min: 0, max: 2, step: 0.1, value: 0 });
   const go = h("button", { class: "main" }, "Send"), stop = h("button", { type: "button", disabled: true }, "Stop");
   let asking = new AbortController();
@@ -39,11 +39,11 @@ export async function playground(main, { query, signal }) {
   };
   stop.addEventListener("click", () => asking.abort());
   prompt.addEventListener("keydown", event => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) prompt.form?.requestSubmit(); });
-  fill(main, h("h1", {}, "Playground"), h("p", { class: "soft sub" }, "The same words to the model before and after fine-tuning."),
-    h("form", { class: "card stack", on: { submit } }, field("System", system), field("Message", prompt, "Ctrl + Enter sends it."),
+  fill(main, h("h1", {}, "Playground"), h("p", { class: "soft sub" }, "The same message to the model before and after fine-tuning. A job's page shows under Before and after how both answer its own data."),
+    h("form", { class: "card stack", on: { submit } }, field("System message (optional)", system), field("Message", prompt, "Ctrl + Enter sends it."),
       h("div", { class: "fields" }, field("Most tokens of an answer", tokens), field("Temperature", temperature, "0: always the likeliest token")), h("div", { class: "controls" }, go, stop)),
     h("div", { class: "grid wide", style: { "margin-top": "14px" } }, left.element, right.element));
-  if (!tuned.length) fill(right.answer, "No job has made a model yet.");
+  if (!tuned.length) right.tell("No job has made a model yet.");
 }
 
 class Side {
@@ -51,16 +51,22 @@ class Side {
   constructor(title, model) {
     this.model = model;
     this.answer = h("div", { class: "answer", "aria-live": "polite", data: { side: title } });
+    this.tell("Its answer appears here.");
     this.note = h("p", { class: "soft small number" });
     this.element = h("section", { class: "card stack", "aria-label": title }, h("div", { class: "row" }, h("h2", { class: "title" }, title), h("div", { style: { "min-width": "0", flex: "0 1 70%" } }, model)), this.answer, this.note);
   }
 
+  /** @param {string} note in place of an answer */
+  tell(note) {
+    fill(this.answer, h("span", { class: "soft" }, note));
+  }
+
   /** @param {any} body @param {AbortSignal} signal */
   async ask(body, signal) {
-    if (!this.model.value) { fill(this.answer, "No model is chosen."); return; }
+    if (!this.model.value) { this.tell("No model is chosen."); return; }
     const begin = performance.now();
     let first = 0;
-    fill(this.answer, h("span", { class: "soft" }, "Loading the model, then thinking"));
+    this.tell("Loading the model, then answering");
     this.note.textContent = "";
     const text = document.createTextNode("");
     try {
@@ -74,7 +80,7 @@ class Side {
         }
         if (data?.usage) this.#told(data.usage.completion_tokens, begin, first);
       }
-      if (!first) fill(this.answer, h("span", { class: "soft" }, "An empty answer."));
+      if (!first) this.tell("An empty answer.");
     } catch (err) {
       if (signal.aborted) { this.note.textContent = "Stopped"; return; }
       const missing = err instanceof ApiError && err.status === 404 && err.code !== "model_not_found" && /not found/i.test(err.message);

@@ -1,4 +1,4 @@
-"""Jobs that are paused for others; a column that nothing read is gone."""
+"""Add preemption of jobs; drop a column that nothing read."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,6 +10,6 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # not in a batch, which makes the table anew in SQLite: dropping the old one would delete its events by cascade
+    # no batch operation, which recreates the table in SQLite: dropping the old one would delete its events by cascade
     op.add_column("jobs", sa.Column("preempted_by", sa.String(length=255), nullable=True))
     op.drop_column("jobs", "waiting_reason")

@@ -1,0 +1,71 @@
+"""Script of test_e2e_unsloth: Unsloth's own model and TRL's trainer; all that is ours is `enable_multi_gpu`.
+
+`unsloth_script FIRST MODEL BATCH AGGREGATION`: FIRST is the library that is imported first; a step has BATCH samples.
+Prints one line of JSON per rank.
+"""
+
+# ruff: noqa: E402  # the order of imports is what is tested
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+FIRST, MODEL, BATCH, AGGREGATION = sys.argv[1:]
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def enable() -> Any:
+    import pantheraml
+
+    pantheraml.enable_multi_gpu(
+        num_gpus=RANKS, batch_size_per_gpu=int(BATCH) // RANKS, gradient_aggregation=AGGREGATION
+    )
+    return pantheraml
+
+
+if FIRST == "pantheraml":
+    pantheraml = enable()
+from unsloth import FastLanguageModel
+
+if FIRST == "unsloth":
+    pantheraml = enable()
+
+import torch
+from datasets import Dataset
+from transformers import Trainer
+from trl import SFTConfig, SFTTrainer
+
+model, tokenizer = FastLanguageModel.from_pretrained(MODEL, max_seq_length=64, load_in_4bit=False, dtype=torch.float32)
+model = FastLanguageModel.get_peft_model(
+    model, r=4, target_modules=["q_proj", "v_proj"], use_gradient_checkpointing=True, random_state=1
+)
+trainer = SFTTrainer(
+    model=model,
+    processing_class=tokenizer,
+    train_dataset=Dataset.from_list([{"text": f"{i} + {i * 3} = {i * 4}"} for i in range(32)]),
+    args=SFTConfig(
+        output_dir="run", max_steps=4, per_device_train_batch_size=1, learning_rate=0.1, max_grad_norm=0.0,
+        optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], bf16=False,
+        disable_tqdm=True, packing=False,
+    ),
+)  # fmt: skip
+statistics = pantheraml.unsloth_train(trainer)
+weights = torch.cat([value.detach().flatten() for value in model.parameters() if value.requires_grad])
+patched = Trainer.__init__
+pantheraml.disable_multi_gpu()
+found = {
+    "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    "mean_loss": statistics.training_loss,
+    "weights": weights.tolist(),
+    "samples": trainer.args.per_device_train_batch_size,
+    "wrapped": type(trainer.model_wrapped).__name__,
+    "model": type(trainer.model).__module__,
+    "checkpointed": any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+    "reverted": Trainer.__init__ is not patched,
+}
+print("FOUND " + json.dumps(found), flush=True)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
