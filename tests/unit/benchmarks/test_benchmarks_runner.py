@@ -74,7 +74,7 @@ def test_result_file_has_hardware_versions_and_commit(python: Python, tmp_path: 
 def test_unknown_benchmark_lists_the_known_ones() -> None:
     done = subprocess.run([sys.executable, str(RUN), "cli_stard"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "known: ablation, accuracy, checkpoint_save, cli_start" in done.stderr
+    assert "known: ablation, accuracy, auto_defaults, checkpoint_save" in done.stderr
 
 
 def test_benchmarks_that_need_a_gpu_are_skipped_without_one(python: Python) -> None:
