@@ -140,6 +140,8 @@ def test_unknown_models(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             answer(client, model=name)
         assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="Checkpoints are what a job continues from"):
+        answer(client, model="ft:tiny:local::00000000:ckpt-step-6")
 
 
 def test_another_server_may_answer(server: Server, own_server: Callable[..., Server]) -> None:
@@ -168,7 +170,7 @@ def test_the_other_server_gets_its_own_key_alone(
         with pytest.raises(openai.APIStatusError) as caught:
             answer(front.start().client("of-the-user"))
         assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
-        assert "does not serve this service" in caught.value.message
+        assert "refuses requests of this service" in caught.value.message
         front.stop()
         front.environment = {"PANTHERAML_INFERENCE_KEY": key}
         client = front.start().client("of-the-user")

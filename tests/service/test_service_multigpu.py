@@ -100,6 +100,7 @@ def test_settings_are_kept(own_server: Callable[..., Server], models: Path) -> N
         for changes, says in (
             ({"memory_fraction": 1.5}, "memory_fraction"),
             ({"batch_size_per_gpu": 0}, "batch_size_per_gpu"),
+            ({"batch_size_per_gpu": 1 << 40}, "batch_size_per_gpu"),
             ({"gpus": 4}, "no field `gpus`"),
             ({"gpu_ids": [99]}, "There is no GPU 99"),
         ):
@@ -115,6 +116,10 @@ def test_settings_are_kept(own_server: Callable[..., Server], models: Path) -> N
         assert http.get("/multigpu/training/config").json() == {**TrainingConfig().model_dump(), **given}
         alone = http.post("/multigpu/training/distributed", json=BODY)
         assert (alone.status_code, alone.json()["error"]["param"]) == (400, "use_multi_gpu")
+        http.post("/multigpu/config", json={**body, "gradient_accumulation_steps": 1 << 40}).raise_for_status()
+        large = http.post("/multigpu/training/auto", json=BODY)
+        assert (large.status_code, large.json()["error"]["param"]) == (400, "hyperparameters.batch_size")
+        http.post("/multigpu/config", json=body).raise_for_status()
         later = {**BODY, "training_config": {"learning_rate": 2e-3}}
         job = http.post("/multigpu/training/auto", json=later).raise_for_status().json()
         assert job["hyperparameters"] == {"n_epochs": 1, "batch_size": 4, "learning_rate_multiplier": 10.0}

@@ -117,6 +117,16 @@ def test_the_first_key_closes_a_service_that_was_open(own_server: Callable[..., 
     assert "FileNotFoundError" not in failed.text
 
 
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Real-IP", "Forwarded"])
+def test_a_proxy_is_not_served_without_keys(server: Server, header: str) -> None:
+    """It is on this machine, but those for whom it asks may be anywhere."""
+    with server.http() as http:
+        answer = http.get("/v1/models", headers={header: "203.0.113.7"})
+        assert answer.status_code == 401
+        assert "only programs of this machine" in answer.json()["error"]["message"]
+        assert http.get("/v1/models").status_code == 200
+
+
 def test_others_are_not_served_without_keys(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = ["--data-dir", str(tmp_path / "data"), "--models-dir", str(models)]
     assert main(["serve", "--host", "0.0.0.0", "--port", "0", *folders]) == 2
@@ -227,15 +237,18 @@ def test_too_many_requests_are_refused_for_a_while(models: Path, tmp_path: Path)
         transport = httpx.ASGITransport(app)
         async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
             answers = [await http.get("http://localhost/v1/models") for _ in range(4)]
-            answers.append(await http.get("http://localhost/v1/models", headers={"authorization": "Bearer other"}))
+            for other in ({"authorization": "Bearer other"}, {"cookie": "pantheraml_session=other"}):
+                answers.append(await http.get("http://localhost/v1/models", headers=other))
+            many = [await http.get("http://localhost/v1/models", headers={"cookie": f"a={n}"}) for n in range(30)]
+            assert {answer.status_code for answer in many} == {200, 429}, "an address has a limit, too"
             return answers
 
-    *served, refused, of_another_key = asyncio.run(ask())
+    *served, refused, of_another_key, of_another_page = asyncio.run(ask())
     assert [answer.status_code for answer in served] == [200] * 3
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     assert 1 <= int(refused.headers["retry-after"]) <= 61
     assert refused.headers["x-should-retry"] == "true"
-    assert of_another_key.status_code == 200
+    assert (of_another_key.status_code, of_another_page.status_code) == (200, 200)
 
 
 @pytest.mark.seed("S4-166")
@@ -267,6 +280,21 @@ def test_a_service_with_readers_ends_at_once(own_server: Callable[..., Server]) 
         assert "graceful shutdown exceeded" not in server.stop(), "it waited for the reader"
     with contextlib.suppress(httpx.HTTPError):
         stream.close()
+
+
+@pytest.mark.extended
+def test_a_stream_ends_with_its_key(own_server: Callable[..., Server], tmp_path: Path) -> None:
+    key = keys(tmp_path / "data", "create", "ann", "--scope", "submit")
+    server = own_server()
+    client = server.client(key["key"])
+    job = held(client, client.files.create(file=jsonl(toy.arithmetic(4)), purpose="fine-tune").id)
+    headers = {"Authorization": f"Bearer {key['key']}"}
+    with server.http(headers=headers) as http, http.stream("GET", f"/v1/fine_tuning/jobs/{job}/stream") as stream:
+        lines = stream.iter_lines()
+        assert next(lines)
+        keys(tmp_path / "data", "revoke", key["id"])
+        assert not [line for line in lines if line.startswith("event: end")], "it ended, but the job has not"
+    assert "Traceback" not in server.stop()
 
 
 def test_another_database_than_postgresql_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from pantheraml.runs.supervised import SupervisedRun
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.errors import ApiError, not_found
+from pantheraml.service.schemas.fine_tuning import CHECKPOINT
 from pantheraml.service.store.models import find_tuned
 from pantheraml.specs.chat import ChatModel
 from pantheraml.specs.train import MethodConfig, ModelConfig
@@ -20,6 +21,8 @@ async def chat_model(name: str, principal: Principal, context: ServiceContext) -
         job = await find_tuned(session, name, principal.owner)
     if job is None:
         err = not_found("model", name, param="model")
+        if CHECKPOINT in name:
+            err = ApiError(404, "Checkpoints are what a job continues from; they do not answer.", param="model")
         err.code = "model_not_found"
         raise err
     method = MethodConfig.model_validate(job.config["method"])

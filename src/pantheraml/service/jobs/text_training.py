@@ -51,6 +51,14 @@ async def start_training(
         raise
 
 
+def check_batch_size(gpus: GPUConfig) -> None:
+    """ApiError unless trainings may have it: what is stored holds for all later ones."""
+    try:
+        TrainingConfig(batch_size_per_gpu=gpus.batch_size_per_gpu)
+    except ValidationError as err:
+        raise invalid_values(err) from err
+
+
 def _with_defaults(given: TrainingConfig, gpus: GPUConfig | None, stored: dict[str, Any]) -> TrainingConfig:
     """Return the settings of the request, filled up with those that its user has stored, then with the defaults."""
     of_gpus = {} if gpus is None else {"batch_size_per_gpu": gpus.batch_size_per_gpu}

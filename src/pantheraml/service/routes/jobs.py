@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query
-from fastapi.responses import FileResponse, PlainTextResponse, Response
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
+from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT
 from sqlalchemy import Text, cast, func, select
 
 from pantheraml.runs.supervised import SupervisedRun
@@ -40,7 +41,7 @@ WholeJob = Annotated[Job, Depends(_readable_whole)]
 """With its configuration and plan."""
 
 
-def _last_event(last_event_id: Annotated[str | None, Header()] = None) -> int:
+async def _last_event(last_event_id: Annotated[str | None, Header()] = None) -> int:
     number = number_of(last_event_id, "ftevent-") if last_event_id else 0
     if number is None:
         raise ApiError(400, "Last-Event-ID is not the id of an event.", param="Last-Event-ID")
@@ -54,22 +55,36 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"])
 
 _LOOK_AGAIN_SECONDS = 15.0
 """Seconds between polls without a notification: another process may have written to the database."""
+_CHECK_KEY_SECONDS = 10.0
+"""A key may be revoked, or expire, while a stream that it has opened goes on."""
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 POINTS = 2000
 
 
-@router.get("/stream", response_class=EventSourceResponse)
+class LiveEvents(StreamingResponse):
+    """Server-sent events that are encoded already. FastAPI's own class encodes each again for each reader."""
+
+    media_type = "text/event-stream"
+
+
+@router.get("/stream", response_class=LiveEvents)
 async def stream_events(
     job: ReadableJob,
     context: Context,
     last: LastEvent,
-) -> EventSourceResponse:
-    """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job."""
-    return EventSourceResponse(_told(context, job.id, last), headers=_UNBUFFERED)
+    request: Request,
+) -> LiveEvents:
+    """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job, or the key."""
+    return LiveEvents(_told(context, job.id, last, request), headers=_UNBUFFERED)
 
 
-async def _told(context: ServiceContext, job_id: str, last: int) -> AsyncIterator[bytes]:
+async def _told(context: ServiceContext, job_id: str, last: int, request: Request) -> AsyncIterator[bytes]:
+    checked = time.monotonic()
     while not context.notifier.closed:
+        if time.monotonic() - checked > _CHECK_KEY_SECONDS:
+            if not await _is_still_allowed(request, context):
+                return
+            checked = time.monotonic()
         with context.notifier.listening(job_id) as wake:
             news = await context.news.after(job_id, last)
             last = news.last
@@ -83,6 +98,14 @@ async def _told(context: ServiceContext, job_id: str, last: int) -> AsyncIterato
                 await asyncio.wait_for(wake.wait(), _LOOK_AGAIN_SECONDS)
             except TimeoutError:
                 yield KEEPALIVE_COMMENT
+
+
+async def _is_still_allowed(request: Request, context: ServiceContext) -> bool:
+    try:
+        await context.authenticator.principal(request)
+    except ApiError:
+        return False
+    return True
 
 
 @router.get("/series")

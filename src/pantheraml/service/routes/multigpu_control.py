@@ -14,7 +14,7 @@ from pantheraml.service.errors import AnsweringRoute, not_found
 from pantheraml.service.jobs.device_test import result_of_test, start_test
 from pantheraml.service.jobs.recommendations import recommend
 from pantheraml.service.jobs.submit import require_gpus
-from pantheraml.service.jobs.text_training import ended
+from pantheraml.service.jobs.text_training import check_batch_size, ended
 from pantheraml.service.schemas.multigpu import DeviceTest, ResourceRequest, TrainingConfig
 from pantheraml.service.store.devices import disable, disabled_devices, enable, settings_of, store_settings
 from pantheraml.specs.gpu_config import GPUConfig
@@ -34,6 +34,7 @@ async def get_config(principal: Reader, context: Context) -> GPUConfig:
 async def set_config(body: GPUConfig, request: Request, principal: Submitter, context: Context) -> GPUConfig:
     """Set how your later trainings under `/multigpu` use GPUs. Omitted fields have their defaults."""
     require_gpus(body.gpu_ids, context.dispatcher.inventory.spec)
+    check_batch_size(body)
     async with context.database.write() as session:
         await store_settings(session, principal.user, gpus=body.model_dump())
         audit.record(session, principal, "multigpu.config", principal.user, request)

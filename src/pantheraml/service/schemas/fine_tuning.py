@@ -19,6 +19,8 @@ def _chosen_here(value: Any) -> Any:
 _Auto = BeforeValidator(_chosen_here)
 METRIC_KINDS = ("train.step", "eval.done")
 """Kinds of events that carry the figures of a step."""
+CHECKPOINT = ":ckpt-step-"
+"""In the name of a checkpoint, after that of its model."""
 MOST_PAIRS = 16
 """Of metadata."""
 FileId = Annotated[str, Field(max_length=64)]
@@ -212,7 +214,7 @@ def checkpoint_object(event: Event, job: Job, metrics: dict[str, Any]) -> dict[s
         "id": f"ftckpt-{event.id}",
         "object": "fine_tuning.job.checkpoint",
         "created_at": int(event.created_at),
-        "fine_tuned_model_checkpoint": f"{model_name(job)}:ckpt-step-{event.step}",
+        "fine_tuned_model_checkpoint": f"{model_name(job)}{CHECKPOINT}{event.step}",
         "fine_tuning_job_id": job.id,
         "step_number": event.step,
         "metrics": {"step": event.step, **known},
