@@ -437,6 +437,7 @@ def test_requested_mode_that_is_unavailable_raises(
         ({}, 1, None, None),
         ({}, 4, 1, None),
         ({"world_size": 3}, 4, 2, 3),
+        ({"world_size": 2}, 0, None, 2),
         ({"mode": "none"}, 4, 2, None),
         ({"rank": 0, "local_rank": 0, "world_size": 2}, 0, 2, None),
     ],
