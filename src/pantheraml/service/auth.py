@@ -117,8 +117,15 @@ class Authenticator:
         return Principal(key.user, frozenset(key.scopes), key.id)
 
 
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers by which a proxy says for whom it asks."""
+
+
 def _from_here(request: Request) -> bool:
-    """Whether the peer is this machine: a loopback address, or one that is no network address (a Unix socket)."""
+    """Whether a program of this machine asks: from a loopback address, or one that is no network address (a Unix
+    socket), and not as a proxy for somebody else."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
     try:
         return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
     except ValueError:

@@ -39,7 +39,7 @@ class Database:
         if self.is_sqlite:
             self.engine, self._glances = _sqlite_engine(url), _sqlite_engine(url, at_once=True)
         else:
-            # errors go to the log, and secrets of webhooks are among the values
+            # without values: errors go to the log, and secrets of webhooks are among them
             self.engine = create_async_engine(
                 url, hide_parameters=True, pool_size=10, max_overflow=20, pool_pre_ping=True
             )
