@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # several processes of their own, so idle OpenMP threads sleep instead of spinning. CI sets PYTEST_FLAGS.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
-.PHONY: install install-dev litellm demo test test-rest test-all equality check docs format bench gpu-test clean
+.PHONY: install install-dev litellm unsloth demo test test-rest test-all equality check docs format bench gpu-test clean
 
 install: .venv/.installed
 install-dev: .venv/.installed-dev
@@ -31,7 +31,9 @@ litellm: .venv/litellm/.installed
 	touch $@
 
 # Unsloth wants older versions of transformers and TRL, so it gets a folder that only its tests read.
-.venv/.installed-unsloth: .venv/.installed-dev requirements-unsloth.lock
+unsloth: .venv/unsloth/.installed
+
+.venv/unsloth/.installed: requirements-unsloth.lock | .venv/.installed-dev
 	rm -rf .venv/unsloth
 	$(PIP) --no-deps --target .venv/unsloth -r requirements-unsloth.lock
 	touch $@
@@ -44,7 +46,7 @@ test: install-dev
 	$(PYTEST) -m "not extended" --durations 40 --durations-min 5
 
 # Triton decides at import whether kernels are interpreted, so the interpreter gets a process of its own.
-test-rest: install-dev litellm .venv/.installed-unsloth
+test-rest: install-dev litellm unsloth
 	$(PYTEST) -m extended --durations 40 --durations-min 5
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 

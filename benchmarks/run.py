@@ -32,6 +32,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 STABILITY = HERE.parent / "docs" / "stability.md"
 PLANNER = HERE.parent / "docs" / "planner.md"
+SERVICE = HERE.parent / "docs" / "service.md"
 README = HERE.parent / "README.md"
 HISTORY = HERE / "history"
 NOT_BENCHMARKS = {
@@ -48,10 +49,12 @@ NOT_BENCHMARKS = {
         "line_chart",
         "performance_page",
         "planner_page",
+        "priority",
         "predicted_scaling",
         "predicted_times",
         "recorded_calls",
         "run",
+        "service_section",
         "stability_page",
         "suite",
         "table",
@@ -65,8 +68,9 @@ import performance_page  # noqa: E402
 import planner_page  # noqa: E402
 import predicted_times  # noqa: E402
 import readme_table  # noqa: E402
+import service_section  # noqa: E402
 import stability_page  # noqa: E402
-from table import Table, history, plain_table, render  # noqa: E402
+from table import Table, history, plain_table, render, render_page  # noqa: E402
 
 
 def names() -> list[str]:
@@ -182,6 +186,13 @@ def page() -> str:
     return render(_tables(), _published())
 
 
+def more_pages() -> dict[Path, str]:
+    """Render the pages of benchmarks that have one of their own."""
+    tables, found = _tables(), _published()
+    names = {table.page for table in tables.values() if table.summary is not None} - {PAGE.stem}
+    return {PAGE.with_stem(name): render_page(name, tables, found) for name in sorted(names)}
+
+
 def histories() -> dict[Path, str]:
     """Render the CSV files, one per benchmark."""
     return {HISTORY / f"{name}.csv": history(name, table, _published()) for name, table in _tables().items()}
@@ -199,8 +210,14 @@ def _tables() -> dict[str, Table]:
 def write_pages() -> list[Path]:
     """Write every generated page and plot; of README.md only the table of ratios changes."""
     found = records()
-    texts = {PAGE: page(), PERFORMANCE: performance_page.page(found), STABILITY: stability_page.page(found)}
+    texts = {
+        PAGE: page(),
+        **more_pages(),
+        PERFORMANCE: performance_page.page(found),
+        STABILITY: stability_page.page(found),
+    }
     texts |= histories() | {README: readme_table.with_ratios(README.read_text("utf-8"), found)}
+    texts |= {SERVICE: service_section.with_section(SERVICE.read_text("utf-8"), found)}
     planner = planner_page.with_section(PLANNER.read_text("utf-8"), found)
     texts |= {PLANNER: predicted_times.with_sections(planner)}
     texts |= {STABILITY.parent / "images" / name: svg for name, svg in stability_page.pictures(found).items()}

@@ -35,6 +35,9 @@ from suites.workshop import SuiteFolder  # noqa: E402
 PEERS = ("trl", "datasets", "liger-kernel", "unsloth", "unsloth-zoo", "bitsandbytes", "xformers", "torchao", "triton")
 EXTRAS = ("flash-attn-4", "nvidia-cutlass-dsl")
 DONE = "measured"
+SETTLED = (DONE, "out of memory")
+"""Outcomes that another try would repeat."""
+NOT_TRIED = (None, "not run")
 LOG_LINES = 15
 """Lines of a failed case's log to print; the host may be gone later."""
 
@@ -110,10 +113,10 @@ def run_suite(
 ) -> None:
     end = None if wanted.minutes is None else time.monotonic() + 60 * wanted.minutes
     file.write()
-    chosen = [case for case in cases if wanted.names(case) and (wanted.again or file.status(case) != DONE)]
+    chosen = to_run(cases, wanted, file)
     for place, case in enumerate(chosen):
         if end is not None and time.monotonic() + 60 * case.minutes > end:
-            if file.status(case) != DONE:
+            if file.status(case) in NOT_TRIED:
                 file.put(case.row(status="not run", reason=f"no time left of {wanted.minutes:g} minutes"))
             continue
         print(f"{case.name} ...", file=sys.stderr, flush=True)
@@ -122,6 +125,15 @@ def run_suite(
         print(f"{case.name}: {describe(row)}", file=sys.stderr, flush=True)
         if row["status"] in ("failed", "timed out"):
             print(tail(launcher.suite_folder.log(case.name), lines=LOG_LINES), file=sys.stderr, flush=True)
+
+
+def to_run(cases: tuple[Case, ...], wanted: Wanted, file: ResultFile) -> list[Case]:
+    """Cases without a result; those that failed come last, lest every call spends its time on them again."""
+    named = [case for case in cases if wanted.names(case)]
+    if wanted.again:
+        return named
+    left = [case for case in named if file.status(case) not in SETTLED]
+    return sorted(left, key=lambda case: file.status(case) not in NOT_TRIED)
 
 
 def versions_in(folder: Path | None, names: tuple[str, ...]) -> dict[str, str]:
@@ -135,7 +147,8 @@ def describe(row: dict[str, Any]) -> str:
     if row["status"] != DONE:
         return f"{row['status']}: {row['reason']}"
     peak = "" if row["peak_gib"] is None else f", {row['peak_gib']:.2f} GiB"
-    return f"{row['tokens_per_second']:,.0f} tokens/s{peak}, first step after {row['seconds_to_first_step']:.1f} s"
+    speed = "measured" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f} tokens/s"
+    return f"{speed}{peak}, first step after {row['seconds_to_first_step']:.1f} s"
 
 
 def main(arguments: list[str] | None = None) -> int:

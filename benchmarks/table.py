@@ -36,7 +36,9 @@ class Table:
     how: str
     columns: tuple[Column, ...]
     summary: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Markdown summary of the records (newest first) for docs/benchmarks.md; None: only listed there."""
+    """Markdown summary of the records (newest first) for its page; None: only listed in docs/benchmarks.md."""
+    page: str = "benchmarks"
+    """Page in docs that has the summary."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -68,9 +70,14 @@ def _results(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def render(tables: Mapping[str, Table], records: Sequence[Mapping[str, Any]]) -> str:
-    """Render the page: the summaries, then a list of benchmarks without one."""
+    """Render docs/benchmarks.md: the summaries, then a list of benchmarks without one."""
     known = {name: _newest_first(name, records) for name in tables}
-    sections = [_section(name, table, known[name]) for name, table in tables.items() if table.summary is not None]
+    sections = _sections(tables, known, "benchmarks")
+    sections += [
+        f"## {table.title}\n\nOn [a page of its own]({table.page}.md).\n"
+        for table in tables.values()
+        if table.summary is not None and table.page != "benchmarks"
+    ]
     rows = [_row(name, table, known[name][0]) for name, table in sorted(tables.items()) if table.summary is None]
     listed = (
         [*markdown_table(["benchmark", "measured on", "newest", "all results, in `benchmarks/history/`"], rows), ""]
@@ -78,6 +85,18 @@ def render(tables: Mapping[str, Table], records: Sequence[Mapping[str, Any]]) ->
         else []
     )
     return "\n".join([INTRODUCTION, *sections, "## Other benchmarks", "", *listed])
+
+
+def render_page(page: str, tables: Mapping[str, Table], records: Sequence[Mapping[str, Any]]) -> str:
+    """Render the page of tables that are too long for docs/benchmarks.md."""
+    known = {name: _newest_first(name, records) for name in tables}
+    head = INTRODUCTION.partition("\n")[2]
+    return "\n".join([f"# Benchmarks of {page.removeprefix('benchmarks-')}\n{head}", *_sections(tables, known, page)])
+
+
+def _sections(tables: Mapping[str, Table], known: Mapping[str, list[Mapping[str, Any]]], page: str) -> list[str]:
+    own = ((name, table) for name, table in tables.items() if table.summary is not None and table.page == page)
+    return [_section(name, table, known[name]) for name, table in own]
 
 
 def history(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> str:

@@ -66,6 +66,16 @@ class StartLimit:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """Figures that one of our cases must reach by itself."""
+
+    setting: str
+    case: str
+    tokens_per_second: int
+    peak_gib: float
+
+
+@dataclass(frozen=True)
 class Longest:
     """The longest sequence among our cases that were measured, against the longest of the peers' cases."""
 
@@ -80,6 +90,7 @@ class Targets:
     comparisons: tuple[Comparison, ...]
     starts: tuple[StartLimit, ...]
     longest: tuple[Longest, ...] = ()
+    limits: tuple[Limit, ...] = ()
 
     def markdown(self, records: Sequence[Mapping[str, Any]]) -> str:
         """Render the tables; `records` are newest first. Comparisons without a measurement of ours are only counted.
@@ -98,10 +109,23 @@ class Targets:
             lines += ["", f"{len(self.comparisons) - len(known)} more comparisons have not been measured yet."]
         if started:
             lines += ["", *markdown_table(["time to first step", "our case", "measured", "limit"], started)]
+        limited = [_limit_row(each, newest[each.case]) for each in self.limits if each.case in newest]
+        if limited:
+            lines += [
+                "",
+                *markdown_table(["setting", "our case", "tokens/s", "at least", "peak GiB", "limit"], limited),
+            ]
         reached = [row for each in self.longest if (row := _longest_row(each, newest)) is not None]
         if reached:
             lines += ["", *markdown_table(["longest sequence", "ours", "peers", "ratio", "target"], reached)]
         return "\n".join(lines)
+
+
+def _limit_row(limit: Limit, row: Row) -> list[str]:
+    speed, peak = row["tokens_per_second"], row["peak_gib"]
+    fast, lean = ("yes" if reached else "no" for reached in (speed >= limit.tokens_per_second, peak <= limit.peak_gib))
+    at_least, at_most = f"{limit.tokens_per_second:,}: {fast}", f"{limit.peak_gib:g}: {lean}"
+    return [limit.setting, limit.case, f"{speed:,.0f}", at_least, f"{peak:.1f}", at_most]
 
 
 def _longest_row(longest: Longest, rows: Mapping[str, Row]) -> list[str] | None:

@@ -15,7 +15,7 @@ from typing import Literal
 from table import Table
 
 from suites.case import Case
-from suites.comparison import COLUMNS, Comparison, Longest, Targets
+from suites.comparison import COLUMNS, Comparison, Limit, Longest, Targets
 
 OURS = Case("", system="pantheraml", path="cli", model="", method="lora", precision="fp8", minutes=1.0)
 OURS_TRL = replace(OURS, path="trl", minutes=1.2)
@@ -30,6 +30,8 @@ MODELS = {
 }
 """Shapes of `inputs.py`, most important first, and what people call them."""
 
+LLAMA = {"8b": "Llama-3.1-8B"}
+"""For the figures of one run: its own suite, `h200`, has more of its settings."""
 MORE = {"olmo3-7b": "OLMo-3-7B", "granite-8b": "Granite-3.3-8B", "smollm3-3b": "SmolLM3-3B"}
 """Families after these, each in full sequences only."""
 EXPERTS = {"gpt-oss-20b": "gpt-oss-20b", "qwen3-30b-a3b-half": "half of Qwen3-30B-A3B"}
@@ -57,9 +59,10 @@ def _long(name: str, template: Case, method: Literal["lora", "qlora"], length: s
     """One long sequence per step. Attention takes most of the time, so that it grows with the square.
 
     To find the longest, two steps do: the second has the optimizer's states. A command on a rented machine may take ten
-    minutes.
+    minutes, in which the longest has but one; the states of its adapters are a third of a GiB.
     """
     seq, steps = LENGTHS[length], 5 if length in REPORTED else 2
+    steps = 1 if seq > LENGTHS["256k"] else steps
     minutes = 1.5 + 0.45 * steps * (seq / LENGTHS["128k"]) ** 2
     return replace(
         _lean(template, method),
@@ -77,13 +80,29 @@ LONG = tuple(
 WITH_EXPERTS = replace(OURS, precision="bf16", experts=True, minutes=4)
 
 
+OTHER_SHAPES = {"mistral-7b": ("1x8192", 1, 8192), "qwen2.5-3b": ("8x1024", 8, 1024)}
+"""Shapes of batches that are compared besides 4 x 2048: name, batch, sequence."""
+
+
+def _of_other_shape(template: Case, name: str, more: str = "") -> Iterator[Case]:
+    for model, (shape, batch, seq) in OTHER_SHAPES.items():
+        yield replace(template, name=f"{name}-{model}-lora-{shape}{more}", model=model, batch=batch, seq=seq)
+
+
 CASES = (
     *_cases(OURS, "", "ours"),
     *_cases(UNSLOTH, "", "unsloth"),
+    *_cases(OURS, "", "ours", LLAMA),
+    *_cases(UNSLOTH, "", "unsloth", LLAMA),
     *_cases(replace(OURS, data="uneven"), "-uneven", "ours"),
     *_cases(replace(UNSLOTH, data="uneven"), "-uneven", "unsloth"),
     *_cases(UNSLOTH_FP8, "-fp8", "unsloth"),
+    *_cases(UNSLOTH_FP8, "-fp8", "unsloth", LLAMA),
+    *_of_other_shape(OURS, "ours"),
+    *_of_other_shape(UNSLOTH, "unsloth"),
+    *_of_other_shape(UNSLOTH_FP8, "unsloth", "-fp8"),
     *_cases(OURS_TRL, "", "ours-trl"),
+    *_cases(OURS_TRL, "", "ours-trl", LLAMA),
     *_cases(replace(OURS_TRL, data="uneven"), "-uneven", "ours-trl"),
     *_cases(WITH_EXPERTS, "-experts", "ours", EXPERTS),
     *_cases(replace(UNSLOTH, experts=True, minutes=5), "-experts", "unsloth", EXPERTS),
@@ -117,6 +136,13 @@ def _comparisons(model: str, title: str) -> tuple[Comparison, ...]:
 
 
 def _further_comparisons() -> Iterator[Comparison]:
+    for model, title in LLAMA.items():
+        peers = f"unsloth-{model}-lora", f"unsloth-{model}-lora-fp8"
+        for ours in ("ours", "ours-trl"):
+            yield Comparison(f"{title} LoRA 4x2048", f"{ours}-{model}-lora", peers, SPEED, MEMORY)
+    for model, (shape, _, _) in OTHER_SHAPES.items():
+        names = (f"unsloth-{model}-lora-{shape}", f"unsloth-{model}-lora-{shape}-fp8")
+        yield Comparison(f"{MODELS[model]} LoRA {shape}", f"ours-{model}-lora-{shape}", names, SPEED, MEMORY)
     for model, title in EXPERTS.items():
         for ours in ("ours", "ours-trl"):
             peers = (f"unsloth-{model}-lora-experts",)
@@ -144,6 +170,10 @@ TARGETS = Targets(
     ),
     starts=(),
     longest=(_longest("qlora", "QLoRA"), _longest("lora", "LoRA")),
+    limits=(
+        Limit("Qwen3-4B LoRA 4x2048", "ours-qwen3-4b-lora", 48_000, 24),
+        Limit("Llama-3.1-8B LoRA 4x2048", "ours-8b-lora", 32_000, 36),
+    ),
 )
 
 TABLE = Table(
@@ -155,4 +185,5 @@ TABLE = Table(
     ),
     columns=COLUMNS,
     summary=TARGETS.markdown,
+    page="benchmarks-families",
 )

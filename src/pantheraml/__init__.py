@@ -98,6 +98,9 @@ _UNSLOTH_NAMES = {
     **{name: ("pantheraml.chat_templates", name) for name in (*_CHAT_TEMPLATES, "train_on_responses_only")},
     **{name: ("pantheraml.api.generated_code", name) for name in _GENERATED_CODE},
     **dict.fromkeys(_FAMILY_LOADERS, ("pantheraml.api", "FastLanguageModel")),
+    **{name: ("pantheraml.api", name) for name in ("PatchFastRL", "PatchKTOTrainer")},
+    "UnslothVisionDataCollator": ("pantheraml.trainer", "UnslothVisionDataCollator"),
+    "vLLMSamplingParams": ("pantheraml.models.sampling_params", "SamplingParams"),
 }
 
 

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pantheraml.base import env, log
-from pantheraml.base.errors import ConfigError, DeviceError, InterruptedRunError, LaunchError, WorkerError
+from pantheraml.base.errors import ConfigError, InterruptedRunError, LaunchError, WorkerError
 from pantheraml.devices.probe import probe
 from pantheraml.gpu_monitor import GPUConfig, GPUMonitor, gpu_monitoring_context, performance_context
 from pantheraml.hooks import multi_gpu
 from pantheraml.launch.local import die_with_parent
 from pantheraml.launch.script import main_file, relaunch
+from pantheraml.planner.processes import check_script_ranks
 
 if TYPE_CHECKING:
     from pantheraml.gpu_trainers import DataParallelTrainer, DistributedDataParallelTrainer
@@ -255,10 +256,7 @@ def _process_count(requested: int | None) -> tuple[int, str]:
         return max(1, gpus), f"{gpus} GPUs are visible" if gpus else devices.note or "no GPU is visible"
     if type(requested) is not int or requested < 1:
         raise ConfigError(f"{requested!r} is not a valid number of processes.")
-    if gpus and requested > gpus:
-        raise DeviceError(
-            f"{requested} processes were requested, but {gpus} GPU(s) are visible.", fix=f"Request {gpus} or fewer."
-        )
+    check_script_ranks(requested, gpus=gpus, cores=devices.cpu_count)
     asked = f"{requested} {'was' if requested == 1 else 'were'} requested"
     return requested, asked if gpus or requested == 1 else f"{asked}, on CPUs: {devices.note or 'no GPU is visible'}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,16 @@ def test_the_ddp_fix(playground: Playground, ranks: int) -> None:
     kind = "DistributedDataParallel" if ranks == 2 else "PeftModel"
     for rank in range(ranks):
         assert f"rank {rank} of {ranks}: 3 steps with {kind} and reentrant checkpointing" in ended.stdout
+
+
+@pytest.mark.extended
+def test_a_loop_of_ones_own_is_relaunched(playground: Playground) -> None:
+    """As the example says; `enable_multi_gpu` and the trainers are relaunched in test_e2e_trainer.py."""
+    here = dataclasses.replace(playground, environment={**playground.environment, "PANTHERAML_NPROC": "2"})
+    ended = run(here, str(ROOT / "examples/custom_loop.py"), "--max-steps", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "2 steps on 2 process(es)" in ended.stdout
+    assert "relaunching the script as 2 processes, on CPUs: no GPU is visible" in ended.stderr
 
 
 @pytest.mark.extended

@@ -25,7 +25,7 @@ BATCH = 4
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.skipif(not UNSLOTH.is_dir(), reason="Unsloth is not there: make .venv/.installed-unsloth"),
+    pytest.mark.skipif(not UNSLOTH.is_dir(), reason="Unsloth is not there: make unsloth"),
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 from pantheraml.base.env import child_environment
 from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.base.event_stream import EventWriter
+from pantheraml.engine.memory import headroom
 from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.train import TrainConfig
 from pantheraml.worker.train import train_task
@@ -96,6 +97,31 @@ def test_out_of_memory_step_is_retried_with_smaller_micro_batches(root: Path) ->
     events = train_here(run)
     assert values(events, "train.step", "step") == [1]
     assert any("ran out of memory" in message for message in values(events, "warning", "message"))
+
+
+def test_memory_is_measured_after_two_steps(root: Path) -> None:
+    (measured,) = (
+        event for event in train_here(prepared_run(root, "measured", "bf16")) if event["kind"] == "memory.measured"
+    )
+    assert measured["step"] == 2
+    assert 0 < measured["allocated_bytes"] <= measured["reserved_bytes"] < measured["device_bytes"]
+    assert measured["device_bytes"] < measured["capacity_bytes"]
+    assert measured["predicted_bytes"] is None, "this plan was not made by the planner"
+
+
+def test_a_captured_step_is_captured_anew_with_smaller_micro_batches(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readings are simulated: a GPU that fills up would disturb other tests."""
+    train = {"max_steps": 16, "cuda_graph": "on"}
+    plain = train_here(prepared_run(root, "unfilled", "bf16", train=train))
+    left = iter((0.08, 0.06, 0.04, 0.02))
+    monkeypatch.setattr(headroom, "READ_EVERY", 1)
+    monkeypatch.setattr(headroom, "share_left", lambda device, fraction: next(left, 0.5))
+    changed = train_here(prepared_run(root, "filled", "bf16", train=train))
+    (warning,) = (text for text in values(changed, "warning", "message") if text.startswith("memory that is left"))
+    assert "2 sequences at a time from now on instead of 4" in warning
+    assert values(changed, "train.step", "loss") == pytest.approx(values(plain, "train.step", "loss"), rel=2e-2)
 
 
 @pytest.mark.seed("S4-120")

@@ -7,12 +7,13 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -64,6 +65,16 @@ class Server:
     process: subprocess.Popen[str] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     clients: list[OpenAI] = field(default_factory=list)
+    errors: IO[str] = field(default_factory=lambda: tempfile.TemporaryFile("w+"))  # noqa: SIM115 - closed by clean_up
+    """What it writes to stderr: a pipe that nobody reads would stop it when it is full."""
+    _read: int = 0
+
+    def said(self, output: str = "") -> str:
+        """What was written to stderr since the last call."""
+        self.errors.seek(self._read)
+        text = self.errors.read()
+        self._read = self.errors.tell()
+        return output + text
 
     def start(self) -> Server:
         command = [sys.executable, "-m", "pantheraml.cli.main", "serve", "--port", "0", "--data-dir", str(self.data)]
@@ -72,13 +83,13 @@ class Server:
             env={**child_environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE"), **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.errors,
             text=True,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("Serving on "):
-            raise AssertionError(self.process.communicate(timeout=30))
+            raise AssertionError(line, self.said(self.process.communicate(timeout=30)[0]))
         self.url = line.split()[-1]
         return self
 
@@ -92,7 +103,8 @@ class Server:
         """Stop it as systemd does; return what it wrote to stderr."""
         assert self.process is not None
         self.process.terminate()
-        return self.process.communicate(timeout=30)[1]
+        self.process.communicate(timeout=30)
+        return self.said()
 
     def client(self, key: str = "any", **options: Any) -> OpenAI:
         made = OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
@@ -120,8 +132,11 @@ class Server:
             client.close()
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-        if self.process is not None and self.process.stderr is not None and not self.process.stderr.closed:
-            print(*self.process.communicate(timeout=30), sep="\n")  # shown if the test has failed
+        if self.process is not None and self.process.stdout is not None and not self.process.stdout.closed:
+            self.process.communicate(timeout=30)
+        self._read = 0
+        print(self.said())  # shown if the test has failed
+        self.errors.close()
         left = self.processes()
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -205,6 +205,12 @@ def test_two_services_on_one_database(
         wait_until(lambda before=before: chaos.step(job) > before)
     found = chaos.ask(lambda client: client.fine_tuning.jobs.retrieve(job))
     assert (found.state, found.starts) == ("running", 1), "it went on, once, while the database was away"
+    server.stop()
+    assert server.processes(job), "it goes on"
+    with pytest.raises(AssertionError, match="The database belongs to a data folder other than"):
+        second.start()
+    second.clean_up()
+    server.start()
     chaos.ask(lambda client: client.fine_tuning.jobs.cancel(job))
     wait_until(lambda: chaos.ask(lambda client: client.fine_tuning.jobs.retrieve(job)).state == "cancelled")
     client.close()

@@ -170,7 +170,7 @@ def test_the_other_server_gets_its_own_key_alone(
         with pytest.raises(openai.APIStatusError) as caught:
             answer(front.start().client("of-the-user"))
         assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
-        assert "does not serve this service" in caught.value.message
+        assert "refuses requests of this service" in caught.value.message
         front.stop()
         front.environment = {"PANTHERAML_INFERENCE_KEY": key}
         client = front.start().client("of-the-user")

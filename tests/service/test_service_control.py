@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tarfile
 import time
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from pantheraml.devices.probe import cpu_count
 from tests import toy
 from tests.service.conftest import Server, jsonl, wait_for, wait_until
 
@@ -50,6 +52,8 @@ def test_pause_and_resume_continue_exactly(server: Server, client: OpenAI, train
     whole = submit(client, training_file, epochs=40)
     paused = submit(client, training_file, epochs=40, config={"checkpoint": {"every_steps": 20}})
     wait_until(lambda: len(steps(client, paused.id)) > 3)
+    shares = [{core for each in server.processes(job.id) for core in each.cpu_affinity()} for job in (whole, paused)]
+    assert cpu_count() < 2 or not shares[0] & shares[1], "two jobs side by side do not take each other's cores"
     client.fine_tuning.jobs.pause(paused.id)
     stopped = wait_for(client, paused.id, "paused")
     assert stopped.status == "queued", "OpenAI's wire has no such state"
@@ -119,6 +123,36 @@ def test_a_job_whose_service_and_processes_are_gone_is_resumed(own_server: Calla
     assert len(steps(client, job.id)) > 10
     client.fine_tuning.jobs.cancel(job.id)
     wait_for(client, job.id, "cancelled")
+
+
+@pytest.mark.extended
+def test_a_job_ends_when_its_maximum_runtime_is_over(server: Server, client: OpenAI, training_file: str) -> None:
+    """Runtime is that of all starts: what it was paused does not count, and what it ran before does."""
+    job = submit(client, training_file, epochs=10_000, max_runtime_seconds=45)
+    wait_until(lambda: len(steps(client, job.id)) > 3)
+    client.fine_tuning.jobs.pause(job.id)
+    wait_for(client, job.id, "paused")
+    client.fine_tuning.jobs.resume(job.id)
+    done = wait_for(client, job.id, "cancelled")
+    assert (done.status, done.error.code, done.starts) == ("cancelled", "max_runtime", 2)
+    assert 45 <= done.cpu_slot_hours * 3600 <= 75
+    assert "Cancelled: its maximum runtime is over" in messages(client, job.id)
+    assert not server.processes(job.id)
+
+
+@pytest.mark.extended
+def test_a_job_that_crashes_at_every_start_fails(server: Server, client: OpenAI, training_file: str) -> None:
+    job = submit(client, training_file, epochs=10_000)
+    for start in (1, 2, 3):
+        wait_until(lambda start=start: server.processes(f"{job.id}:{start}"))
+        for process in server.processes(f"{job.id}:{start}"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    done = wait_for(client, job.id, "failed")
+    assert (done.error.code, done.starts) == ("crashed", 3)
+    assert "crashed 3 times in a row without a new checkpoint" in done.error.message
+    assert "Queued again; it continues from the beginning" in messages(client, job.id)
+    assert not server.processes(job.id)
 
 
 def test_jobs_wait_and_say_why(client: OpenAI, training_file: str) -> None:

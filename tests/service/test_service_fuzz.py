@@ -87,7 +87,9 @@ def test_every_body_has_an_example_that_is_understood(server: Server) -> None:
             shown[path] = example["value"]
             if path.startswith("/api"):
                 continue
-            answer = http.post(path.format(upload_id="upload-0", endpoint_id="whe-0"), json=example["value"])
+            answer = http.post(
+                path.format(upload_id="upload-0", endpoint_id="whe-0", job_id="ftjob-0"), json=example["value"]
+            )
             refused = answer.json().get("error", {}) if answer.status_code != 200 else {}
             assert refused.get("code") != "invalid_request", (path, refused)
             if answer.status_code == 200 and path == "/v1/uploads":

@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from pantheraml.devices.probe import cpu_count
 from tests import toy
 from tests.service.conftest import Server, jsonl
 
@@ -149,6 +150,10 @@ def test_a_dry_run_plans_and_queues_nothing(client: OpenAI, server: Server, trai
         body = {"model": "tiny", "training_file": training_file, "pantheraml": {"processes": 2}}
         plan = http.post("/v1/fine_tuning/jobs?dry_run=true", json=body).raise_for_status().json()
     assert plan["plan"]["world_size"] == 2
+    threads = next(each for each in plan["plan"]["choices"] if each["name"] == "threads_per_process")
+    assert int(threads["value"]) == max(1, cpu_count() // 2), "as many as the slots have cores"
+    assert (plan["predicted_gpu_hours"], plan["predicted_cost"]) == (0.0, None), "no price was given"
+    assert "predicted_seconds" in plan
     assert all(choice["reason"] for choice in plan["plan"]["choices"])
     assert len(list(client.fine_tuning.jobs.list(limit=100))) == before
 

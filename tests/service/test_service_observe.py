@@ -89,7 +89,7 @@ def test_logs_and_artifacts_by_range(server: Server, watched: dict[str, Any]) ->
     with server.http() as http:
         log = http.get(f"{base}/logs")
         end = http.get(f"{base}/logs", headers={"Range": "bytes=-5"})
-        assert end.status_code == (206 if len(log.content) >= 5 else 416)
+        assert end.status_code in ((206,) if len(log.content) >= 5 else (200, 416))
         names = {item["name"]: item["bytes"] for item in http.get(f"{base}/artifacts").json()["data"]}
         assert {"report.html", "run.json", "adapter/adapter_model.safetensors"} <= names.keys()
         weights = http.get(f"{base}/artifacts/adapter/adapter_model.safetensors")

@@ -117,6 +117,16 @@ def test_the_first_key_closes_a_service_that_was_open(own_server: Callable[..., 
     assert "FileNotFoundError" not in failed.text
 
 
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Real-IP", "Forwarded"])
+def test_a_proxy_is_not_served_without_keys(server: Server, header: str) -> None:
+    """It is on this machine, but those for whom it asks may be anywhere."""
+    with server.http() as http:
+        answer = http.get("/v1/models", headers={header: "203.0.113.7"})
+        assert answer.status_code == 401
+        assert "only programs of this machine" in answer.json()["error"]["message"]
+        assert http.get("/v1/models").status_code == 200
+
+
 def test_others_are_not_served_without_keys(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = ["--data-dir", str(tmp_path / "data"), "--models-dir", str(models)]
     assert main(["serve", "--host", "0.0.0.0", "--port", "0", *folders]) == 2

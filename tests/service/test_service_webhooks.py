@@ -200,6 +200,6 @@ def test_a_stall_is_announced(own_server: Callable[..., Server], receiver: Recei
     wait_until(lambda: receiver.messages)
     event = json.loads(receiver.messages[0][1])
     assert (event["type"], event["data"]["id"]) == ("fine_tuning.job.stalled", job.id)
-    assert "Nothing has moved for" in event["data"]["message"]
+    assert "No progress for" in event["data"]["message"]
     client.fine_tuning.jobs.cancel(job.id)
     wait_for(client, job.id, "cancelled")

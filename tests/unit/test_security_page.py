@@ -9,7 +9,7 @@ from pantheraml.data import bounds, cache, render
 from pantheraml.models import adapter_file, stream
 from pantheraml.planner import processes
 from pantheraml.specs import config_file, hf_config
-from pantheraml.specs.train import DataConfig
+from pantheraml.specs.train import MAX_RANK, DataConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 
@@ -51,6 +51,7 @@ def test_bounds_match_the_code() -> None:
             f"{bounds.DECODED_BASE >> 30} GiB + {bounds.DECODED_FACTOR:,} x",
         ],
         "`data.seq_len`": [f"{seq_len:,} tokens"],
+        "`method.rank`": [f"{MAX_RANK:,}"],
         "a row of data": [f"{bounds.MAX_ROW_BYTES >> 20} MiB", f"{bounds.MAX_NESTING} levels"],
         "decoding a batch of Arrow or Parquet, or rendering a conversation": [f"{bounds.MAX_DECODE_BYTES >> 30} GiB"],
         "a chat template": [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pantheraml.base.errors import ConfigError, DeviceError, LaunchError, NonFiniteError, PantheraError, TrainingError
-from pantheraml.engine.multi_gpu_mode import check_device, choose_mode
+from pantheraml.engine.multi_gpu_mode import check_device, choose_mode, relaunch_count
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.own_loop_configs import stability_of
 from pantheraml.specs.train import StabilityConfig
@@ -425,6 +425,28 @@ def test_requested_mode_that_is_unavailable_raises(
 ) -> None:
     with pytest.raises(error):
         choose_mode(MultiGPUConfig(mode=MultiGPUMode(requested)), **{**SINGLE_PROCESS, **environment})
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus", "requested", "count"),
+    [
+        ({}, 4, None, 4),
+        ({}, 4, 2, 2),
+        ({}, 0, 2, 2),
+        ({}, 0, None, None),
+        ({}, 1, None, None),
+        ({}, 4, 1, None),
+        ({"world_size": 3}, 4, 2, 3),
+        ({"world_size": 2}, 0, None, 2),
+        ({"mode": "none"}, 4, 2, None),
+        ({"rank": 0, "local_rank": 0, "world_size": 2}, 0, 2, None),
+    ],
+)
+def test_ranks_of_a_relaunched_script(
+    fields: dict[str, Any], gpus: int, requested: int | None, count: int | None
+) -> None:
+    """As with enable_multi_gpu, PANTHERAML_NPROC counts, also without GPUs."""
+    assert relaunch_count(MultiGPUConfig(**fields), gpus, requested) == count
 
 
 def test_model_devices_and_backends() -> None:

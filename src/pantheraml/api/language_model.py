@@ -274,7 +274,8 @@ def _check_base_model(model: nn.Module, *, use_dora: bool) -> None:
         )
     if not isinstance(model, FastCausalLM):
         raise ConfigError(
-            f"get_peft_model needs a model from FastLanguageModel.from_pretrained, not a {type(model).__name__}."
+            f"get_peft_model needs a model from FastLanguageModel.from_pretrained, not a {type(model).__name__}.",
+            fix="Load it with FastLanguageModel.from_pretrained, or use peft.get_peft_model.",
         )
     check_trainable_dtype(cast(nn.Module, model))
     if use_dora and (formats := quant_formats_of(cast(nn.Module, model))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pantheraml.base import log
@@ -20,5 +22,19 @@ is_bf16_supported = is_bfloat16_supported
 
 def PatchDPOTrainer() -> None:
     """Do nothing: TRL's DPOTrainer trains our models as it is."""
+    _say_needless("PatchDPOTrainer", "DPOTrainer")
+
+
+def PatchKTOTrainer() -> None:
+    """Do nothing: TRL's KTOTrainer trains our models as it is."""
+    _say_needless("PatchKTOTrainer", "KTOTrainer")
+
+
+def PatchFastRL(*_: Any, **__: Any) -> None:
+    """Do nothing, whatever it is passed: TRL's trainers train our models as they are."""
+    _say_needless("PatchFastRL", "trainers")
+
+
+def _say_needless(name: str, trainer: str) -> None:
     log.start_for_scripts()
-    logger.info("PatchDPOTrainer does nothing: TRL's DPOTrainer trains these models as it is")
+    logger.info("%s does nothing: TRL's %s can train these models without it", name, trainer)

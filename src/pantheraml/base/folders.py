@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from pantheraml.base.errors import PantheraError, RunDirectoryError, StorageError
-from pantheraml.base.private import FILE, FOLDER
+from pantheraml.base.private import FILE, FOLDER, is_own
 from pantheraml.base.roots import require_allowed
 
 PARTIAL = ".partial-"
@@ -195,6 +195,10 @@ def _backup(final: Path) -> Path:
 
 
 def _recover(final: Path) -> None:
-    """Restore the backup if a crash happened between the two renames of `_replace`."""
-    if _backup(final).exists() and not final.exists():
-        os.rename(_backup(final), final)
+    """Restore the backup if a crash happened between the two renames of `_replace`; not one that others put there."""
+    backup = _backup(final)
+    if not os.path.lexists(backup) or final.exists():
+        return
+    if backup.is_symlink() or not is_own(final.parent, backup.lstat().st_uid):
+        raise PermissionError(f"{backup.name} beside it is a symlink or belongs to another user")
+    os.rename(backup, final)

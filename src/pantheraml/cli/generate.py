@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pantheraml.readers.follow import Reader
     from pantheraml.specs.consent import Consent
     from pantheraml.specs.plan import DeviceSpec, Plan
+    from pantheraml.specs.train import TrainConfig
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -107,11 +108,8 @@ def complete(
     consent: Consent | None = None,
 ) -> list[str]:
     """Complete `prompts` with the model of a run, in worker processes. `consent` None: no consent."""
-    from pantheraml.devices.probe import probe
-    from pantheraml.planner.choose import choose
     from pantheraml.runs.tasks import messages, run_request
     from pantheraml.specs.consent import Consent
-    from pantheraml.specs.multi_gpu import MultiGPUConfig
     from pantheraml.specs.run_dir import RunDir
     from pantheraml.specs.tasks import GenerateRequest
 
@@ -120,13 +118,7 @@ def complete(
     config = run.received_config(consent)
     if weights == "trained":
         run.trained()
-    # The planner chooses device and precision, as for training, but always one process.
-    one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if device != "cpu" else None)
-    here = {"device": device, "parallel": one}
-    changes = {"device_map": None, "max_memory": None} | ({"precision": "auto"} if device != "auto" else {})
-    here["model"] = config.model.model_copy(update=changes)
-    devices = probe()
-    plan = _on_ranks(choose(config.model_copy(update=here), devices), devices, min(processes, len(prompts)))
+    plan = _planned(config, device, min(processes, len(prompts)))
     request = GenerateRequest.model_validate(
         {
             "run_dir": run_dir.absolute(),
@@ -154,6 +146,19 @@ def complete(
 
     answers: list[str] = run_request("generate", request, plan=plan, readers=readers, answer=read_answers)
     return answers
+
+
+def _planned(config: TrainConfig, device: str, processes: int) -> Plan:
+    """Plan device and precision as for training, but for one process; then put the plan on that many ranks."""
+    from pantheraml.devices.probe import probe
+    from pantheraml.planner.choose import choose
+    from pantheraml.specs.multi_gpu import MultiGPUConfig
+
+    one = MultiGPUConfig(world_size=1, device_ids=config.parallel.device_ids if device != "cpu" else None)
+    changes = {"device_map": None, "max_memory": None} | ({"precision": "auto"} if device != "auto" else {})
+    here = {"device": device, "parallel": one, "model": config.model.model_copy(update=changes)}
+    devices = probe()
+    return _on_ranks(choose(config.model_copy(update=here), devices), devices, processes)
 
 
 def _on_ranks(plan: Plan, devices: DeviceSpec, processes: int) -> Plan:

@@ -88,6 +88,8 @@ def plan_lines(answer: JobPlan) -> list[str]:
         f"memory    {figures.size(plan.predicted_memory_bytes)} per device",
         f"time      {figures.duration(plan.predicted_seconds)}",
     ]
+    if answer.predicted_cost is not None:
+        lines.append(f"cost      {answer.predicted_cost:.2f}")
     lines += [printable(f"{each.name} = {each.value}: {each.reason}") for each in plan.choices]
     return lines + [printable(f"warning: {text}") for text in plan.warnings]
 

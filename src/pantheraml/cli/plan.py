@@ -11,6 +11,7 @@ from pantheraml.base.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from pantheraml.base.env import ProcessRank
+    from pantheraml.cli.plan_data import Lengths
     from pantheraml.devices.fake import Cluster
     from pantheraml.planner.facts import DeviceFacts, ModelFacts
     from pantheraml.specs.plan import Choice, DeviceSpec, Plan
@@ -80,13 +81,16 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
         facts = _checked(config)
         devices = cluster.device_spec()
         config, place, hardware = _described(cluster, config)
-    sequences = _sequences(config)
+    lengths = _lengths(config)
+    sequences = None if lengths is None else lengths.sequences(config.data.seq_len, packed=config.data.packing)
     outlook = Outlook(sequences, arguments.price)
     plan = plan_run(config, devices, place, model=facts, hardware=hardware, outlook=outlook)
     if cluster is not None:
         plan = plan.model_copy(update={"choices": _of_description(plan.choices, cluster, asked=asked)})
     steps = total_steps(config, sequences)
-    plan = plan.model_copy(update={"choices": (*plan.choices, _learning_rate(config, facts, steps))})
+    tokens = None if lengths is None else lengths.trained(config)
+    more = filter(None, (_rank(config, facts, tokens), _learning_rate(config, facts, steps)))
+    plan = plan.model_copy(update={"choices": (*plan.choices, *more)})
     if steps is not None and (message := long_warmup(config.train, steps)) is not None:
         plan = plan.model_copy(update={"warnings": (*plan.warnings, message)})
     return plan, facts, devices
@@ -99,6 +103,15 @@ def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) ->
     if decoder is None:
         return learning_rate_choice(config, None, None, steps)
     return learning_rate_choice(config, decoder.family, decoder.hidden, steps)
+
+
+def _rank(config: TrainConfig, facts: ModelFacts, tokens: float | None) -> Choice | None:
+    from pantheraml.planner.defaults import rank_choice
+
+    if facts.shapes is None or tokens is None:
+        return None
+    parameters = facts.shapes.lora_parameters(config.method.rank, config.method.target_modules)
+    return rank_choice(config, parameters, tokens)
 
 
 def _checked(config: TrainConfig) -> ModelFacts:
@@ -176,11 +189,10 @@ def _of_description(choices: tuple[Choice, ...], cluster: Cluster, *, asked: boo
     )
 
 
-def _sequences(config: TrainConfig) -> float | None:
-    """Estimate the sequences of an epoch from the beginning of the data; None: no data, or no local tokenizer."""
+def _lengths(config: TrainConfig) -> Lengths | None:
+    """Estimate the lengths of rows from the beginning of the data; None: no data, or no local tokenizer."""
     if not config.data.path:
         return None
     from pantheraml.cli.plan_data import estimate
 
-    lengths = estimate(config)
-    return None if lengths is None else lengths.sequences(config.data.seq_len, packed=config.data.packing)
+    return estimate(config)

@@ -26,6 +26,16 @@ class Lengths:
     tokens: tuple[int, ...]
     rows: float
 
+    def trained(self, config: TrainConfig) -> float:
+        """Different tokens that a run trains on, prompts included."""
+        seq_len = config.data.seq_len
+        kept = sum(min(tokens, seq_len) for tokens in self.tokens) / len(self.tokens)
+        everything, train = self.rows * kept, config.train
+        if train.max_steps is None:
+            return everything * min(1.0, train.epochs)
+        of_sequence = everything / self.sequences(seq_len, packed=config.data.packing)
+        return min(everything, train.max_steps * train.global_batch_size * of_sequence)
+
     def sequences(self, seq_len: int, *, packed: bool) -> float:
         """Sequences of an epoch."""
         if not packed:

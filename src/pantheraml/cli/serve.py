@@ -46,6 +46,15 @@ def add(commands: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="alert if a job makes no progress for so long (300)",
     )
+    parser.add_argument(
+        "--keep-days",
+        type=float,
+        metavar="N",
+        help="remove checkpoints, and jobs that made no model, N days after the job has ended (never)",
+    )
+    parser.add_argument(
+        "--requests-per-minute", type=int, default=6000, metavar="N", help="requests of a key or an address (6000)"
+    )
     parser.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     parser.add_argument(
         "--chat-idle-seconds", type=float, default=300, metavar="S", help="unload the chat model after S seconds (300)"
@@ -74,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--cpu-slots must be at least 1.")
     if arguments.max_running_per_user is not None and arguments.max_running_per_user < 1:
         raise ConfigError("--max-running-per-user must be at least 1.")
-    for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds"):
+    if arguments.requests_per_minute < 1:
+        raise ConfigError("--requests-per-minute must be at least 1.")
+    for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds", "--keep-days"):
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{flag} must be a number from 0.")
@@ -100,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         max_hours_per_user=arguments.max_hours_per_user,
         price_per_gpu_hour=arguments.price_per_gpu_hour,
         stall_seconds=arguments.stall_seconds,
+        keep_days=arguments.keep_days,
+        requests_per_minute=arguments.requests_per_minute,
         open_metrics=arguments.open_metrics,
         chat_idle_seconds=arguments.chat_idle_seconds,
         allow_private_webhooks=arguments.allow_private_webhooks,

@@ -102,6 +102,10 @@ class JobPlan(_Answer):
     """The plan of a job that is not submitted yet."""
 
     hyperparameters: dict[str, Any]
+    predicted_seconds: float | None
+    predicted_gpu_hours: float | None
+    predicted_cost: float | None
+    """None: the time is not known, or the service has no price."""
     plan: Plan
 
 

@@ -41,7 +41,12 @@ def probe() -> DeviceSpec:
 
 def cpu_count() -> int:
     """Cores that this process may use."""
-    return len(psutil.Process().cpu_affinity())
+    return len(usable_cores())
+
+
+def usable_cores() -> list[int]:
+    """Their numbers."""
+    return sorted(psutil.Process().cpu_affinity())
 
 
 def _probe_gpus() -> dict[str, Any]:

@@ -16,15 +16,18 @@ from pantheraml.planner.processes import SIMPLE_LIMIT
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 
 
-def relaunch_count(config: MultiGPUConfig, gpus: int) -> int | None:
-    """Return the number of ranks that a lone process should be relaunched as; None: it should stay alone."""
+def relaunch_count(config: MultiGPUConfig, gpus: int, requested: int | None = None) -> int | None:
+    """Return the number of ranks that a lone process should be relaunched as; None: it should stay alone.
+
+    `requested`: PANTHERAML_NPROC. It counts where there are no GPUs, too, as `world_size` does.
+    """
     if config.mode is MultiGPUMode.DISTRIBUTED or (config.mode is MultiGPUMode.HYBRID and _shards(config)):
         wanted = True
     else:
         simple = config.auto_policy == "simple" and gpus <= SIMPLE_LIMIT
         wanted = config.mode is MultiGPUMode.AUTO and not simple
-    count = gpus if config.world_size is None else config.world_size
-    return count if wanted and config.rank is None and gpus > 1 and count > 1 else None
+    count = next(number for number in (config.world_size, requested, gpus) if number is not None)
+    return count if wanted and config.rank is None and count > 1 else None
 
 
 def choose_mode(

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
+from pantheraml.devices.probe import cpu_count
 from pantheraml.engine import tuning
 from pantheraml.engine.batch_size import Inputs, Measured, choose_size, free_on, probe_sizes
 from pantheraml.engine.guard.own_loop import trained_parameters
@@ -46,6 +47,7 @@ from pantheraml.parallel.sharded_loader import (
     shard_loader,
     weigh_gradients,
 )
+from pantheraml.planner.processes import check_script_ranks
 from pantheraml.rendezvous.script_vote import agree_on_gpus
 from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.parallel import ParallelDims
@@ -142,15 +144,13 @@ class MultiGPUWrapper:
         visible = torch.cuda.device_count()
         if any(index >= visible for index in self._config.device_ids or ()):
             return  # `wrap` raises, where callers expect it
-        count = relaunch_count(self._config, len(self._gpus))
+        gpus = len(self._gpus)
+        count = relaunch_count(self._config, gpus, env.processes_requested())
         if count is None or not env.relaunch_allowed() or why_not_relaunch() is not None:
             return
-        if count > len(self._gpus):
-            raise DeviceError(
-                f"world_size={count} was requested, but {len(self._gpus)} GPU(s) are visible.",
-                fix=f"Request {len(self._gpus)} or fewer.",
-            )
-        logger.info("relaunching the script as %d processes, one per GPU", count)
+        check_script_ranks(count, gpus=gpus, cores=cpu_count())
+        where = "one per GPU" if gpus else "on CPUs: no GPU is visible"
+        logger.info("relaunching the script as %d processes, %s", count, where)
         relaunch(count)
 
     def close(self) -> None:

@@ -147,11 +147,16 @@ def _move_to_config(config: Any, moved: Mapping[str, Any], owner: str) -> None:
 
 
 def _with_experimental(get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    said: set[str] = set()  # `from trl import` asks for a name twice
+
     @functools.wraps(get)
     def getattribute(self: Any, name: str) -> Any:
         if self.__name__ != "trl" or name not in EXPERIMENTAL:
             return get(self, name)
-        logger.warning("trl.%s is in %s in this version", name, EXPERIMENTAL[name])
+        if name not in said:
+            said.add(name)
+            log.start_for_scripts()
+            logger.warning("trl.%s is in %s in this version", name, EXPERIMENTAL[name])
         for patch in _EXPERIMENTAL_PATCHES[EXPERIMENTAL[name]]:
             patch.apply()
         return getattr(importlib.import_module(EXPERIMENTAL[name]), name)

@@ -33,6 +33,7 @@ MOVED_TO_CONFIG = ("max_seq_length", "dataset_text_field", "packing", "dataset_n
 
 def prepare_config_arguments(arguments: dict[str, Any], owner: str = "SFTConfig") -> None:
     """Give old arguments of a training config their present names, and a CPU its precision, in place."""
+    log.start_for_scripts()  # a config may be made before a model is loaded
     if (ratio := arguments.get("warmup_ratio") or 0) >= 1:
         raise ConfigError(  # as warmup_steps it would be a number of steps
             f"{owner} got warmup_ratio={ratio:g}, which is not a fraction of the run.", fix="Set warmup_steps."

@@ -3,7 +3,8 @@
 DPO, KTO, GRPO and RLOO that get a model with an adapter copy it to a second one, `ref`, and switch to it for the
 reference pass. If the adapter is new, its B is zero, and so is the copy: without adapters the model computes the same.
 Then our layers run that pass over the frozen weights alone, where they run another adapter layer by layer, unfused, and
-the copy's memory is free. A copy of a trained adapter is kept.
+the copy's memory is free. A copy of a trained adapter is kept, until the next trainer makes its own: TRL alone fails
+there.
 """
 
 from __future__ import annotations
@@ -36,17 +37,31 @@ _FURTHER_WEIGHTS = (
 def _without_needless_copy(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def init_trainer(self: Any, *args: Any, **kwargs: Any) -> None:
+        _remove_earlier_copy(args[0] if args else kwargs.get("model"))
         init(self, *args, **kwargs)
         model = getattr(self, "model", None)
-        if not isinstance(model, PeftModel) or fast_model(model) is None or _COPY not in model.peft_config:
+        fast = fast_model(model)
+        if not isinstance(model, PeftModel) or fast is None or _COPY not in model.peft_config:
             return
         if not _adds_nothing(model):
             logger.info("the reference is a copy of the trained adapter: its pass runs unfused")
+            fast.has_reference_copy = True
             return
         model.delete_adapter(_COPY)
         logger.info("the adapter is new, so the reference is the model without adapters, as with peft_config")
 
     return init_trainer
+
+
+def _remove_earlier_copy(model: Any) -> None:
+    """Remove the copy that an earlier trainer of this model has made; an adapter that the script calls so is left."""
+    fast = fast_model(model)
+    if fast is None or not fast.has_reference_copy:
+        return
+    fast.has_reference_copy = False
+    if isinstance(model, PeftModel) and _COPY in model.peft_config:
+        model.delete_adapter(_COPY)
+        logger.warning("an earlier trainer's reference is removed, so that trainer can no longer be used")
 
 
 def _adds_nothing(model: PeftModel) -> bool:

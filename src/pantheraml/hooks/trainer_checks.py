@@ -82,7 +82,8 @@ def _of_a_classifier(init: Callable[..., None]) -> Callable[..., None]:
             raise ConfigError(
                 "RewardTrainer needs a sequence classification model, but FastLanguageModel loads causal ones.",
                 fix="Pass the model's name as a string, or load it with transformers: "
-                "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).",
+                "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1); for adapters, pass "
+                'peft_config=LoraConfig(task_type="SEQ_CLS").',
             )
         init(self, *args, **kwargs)
 

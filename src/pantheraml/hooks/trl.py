@@ -80,6 +80,17 @@ _ALL = (
 )  # fmt: skip
 
 
+_BEFORE_A_MODEL = (CONFIG_LENGTH, OLD_PLACES, *OLD_CONFIGS)
+"""Patches that are needed from the import of TRL on: scripts import trainers, and make configs, before they load."""
+
+
+def apply_on_import() -> None:
+    """Translate old names as soon as TRL is imported, and note what its configs leave out. Imports nothing itself."""
+    for patch in _BEFORE_A_MODEL:
+        if patch.is_supported():
+            REGISTRY.apply_on_import(patch)
+
+
 def apply() -> None:
     """Apply the patches that `FastLanguageModel` needs, to TRL if it is installed and to the trainer it builds on."""
     for patch in _ALL:

@@ -31,6 +31,10 @@ ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "finetune_language_layers": (True,),
 }  # fmt: skip
 _OF_A_CLASSIFIER = ("num_labels", "id2label", "label2id")
+_CLASSIFIER_FIX = (
+    "Load it with transformers, AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), and pass it "
+    'to TRL\'s RewardTrainer with peft_config=LoraConfig(task_type="SEQ_CLS").'
+)
 # Arguments without effect, and the reason.
 LOADING_UNUSED: Mapping[str, str] = {
     "max_lora_rank": _FOR_VLLM, "gpu_memory_utilization": _FOR_VLLM, "float8_kv_cache": _FOR_VLLM,
@@ -64,8 +68,7 @@ def check_others(
         elif name in _OF_A_CLASSIFIER:
             raise ConfigError(
                 f"FastLanguageModel.{function} got {name}={value!r}, but it loads no classifiers.",
-                fix="Load it with transformers, and pass it to TRL's RewardTrainer: "
-                "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).",
+                fix=_CLASSIFIER_FIX,
             )
         elif name not in neutral:
             known = [other for other in (*parameters, *neutral, *unused) if other != "others"]
@@ -85,7 +88,9 @@ def kind_for(auto_model: Any) -> ModelKind:
         return VISION
     raise ConfigError(
         f"from_pretrained does not support auto_model={name}: models that answer in text are loaded.",
-        fix="Remove it, or use another library for this model.",
+        fix=_CLASSIFIER_FIX
+        if name.endswith("ForSequenceClassification")
+        else "Remove it, or use another library for this model.",
     )
 
 

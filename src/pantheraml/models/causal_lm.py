@@ -95,6 +95,8 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
     """Whether the trainer's labels are -100 wherever the mask is 0: token scores are then computed without padding."""
     score_temperature: float = 1.0
     """Temperature by which token scores divide the logits; the loss of `labels` does not."""
+    has_reference_copy: bool = False
+    """Whether the adapter `ref` is a copy that a trainer has made for its reference pass."""
     _foreign_head: Callable[..., Any] | None = None
     _altered_logits: str | None = None
     _checkpointing: str | None = None

@@ -10,7 +10,7 @@ that our loader returned, the result is both: the ids, and the mapping. A call w
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -41,7 +41,16 @@ class ChatTokens(list[Any]):
 
 
 class ChatTensors(BatchEncoding):
-    """A mapping of tensors that also answers as its `input_ids`: by length, index, and attributes such as `shape`."""
+    """A mapping of tensors that also answers as its `input_ids`: by length, index, and attributes such as `shape`.
+
+    Functions of torch compute with the ids, so the forward of any model takes it as well.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return function(*map(_ids, args), **{name: _ids(value) for name, value in (kwargs or {}).items()})
 
     def __len__(self) -> int:
         return len(self.data["input_ids"])
@@ -58,6 +67,13 @@ class ChatTensors(BatchEncoding):
         return getattr(data["input_ids"], name)
 
 
+def _ids(value: Any) -> Any:
+    """Return the token ids in place of the mapping, also within a list such as that of `torch.cat`."""
+    if isinstance(value, ChatTensors):
+        return value.data["input_ids"]
+    return type(value)(map(_ids, value)) if type(value) in (list, tuple) else value
+
+
 class _ChatTokenizer(RuntimeSubclass):
     """Mixin placed before a tokenizer's own class."""
 
@@ -65,6 +81,9 @@ class _ChatTokenizer(RuntimeSubclass):
         if name == "tokenizer" and vars(self).get("_answers_as_processor"):
             return self
         return super().__getattr__(name)  # type: ignore[misc]
+
+    def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().decode(_ids(token_ids), *args, **kwargs)  # type: ignore[misc]
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
         result = super().apply_chat_template(*args, **kwargs)  # type: ignore[misc]

@@ -17,6 +17,7 @@ from pantheraml.parallel.layout import ALONE, Layout, make_layout
 from pantheraml.rendezvous.device_vote import agree_on_devices, device_problem
 from pantheraml.rendezvous.join_store import interface_towards, join_store
 from pantheraml.rendezvous.one_node import interface_variables, loopback_interface
+from pantheraml.rendezvous.sealed_store import SealedStore
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 
@@ -88,19 +89,31 @@ def join_process_group(
 
     Like `open_world`: LaunchError names missing ranks, and an unusable device raises DeviceError on all ranks.
     """
+    store = _rendezvous(place, timeout_seconds=timeout_seconds, max_retries=max_retries)
+    agree_on_devices(store, place, device_problem(device), strict=True, timeout_seconds=timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _initialize(place, store, device, backend, datetime.timedelta(seconds=timeout_seconds))
+
+
+def _rendezvous(place: env.ProcessRank, *, timeout_seconds: float, max_retries: int) -> SealedStore:
+    """Wait for all ranks, and bind gloo and NCCL to the network interface that connects them."""
     address = env.store_address()
     store = join_store(place, address, timeout_seconds=timeout_seconds, max_retries=max_retries)
     for name, value in _interface(place, address).items():
         env.set_default_for_this_process(name, value)
-    agree_on_devices(store, place, device_problem(device), strict=True, timeout_seconds=timeout_seconds)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    return store
+
+
+def _initialize(
+    place: env.ProcessRank, store: SealedStore, device: torch.device, backend: str | None, timeout: datetime.timedelta
+) -> None:
     dist.init_process_group(
         backend=backend,
         store=store.raw,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
+        timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
 
@@ -146,10 +159,7 @@ def open_world(
     torch.set_num_threads(plan.threads_per_process)
     reason = None
     if place.world_size > 1:
-        address = env.store_address()
-        store = join_store(place, address, timeout_seconds=timeout_seconds, max_retries=max_retries)
-        for name, value in _interface(place, address).items():
-            env.set_default_for_this_process(name, value)
+        store = _rendezvous(place, timeout_seconds=timeout_seconds, max_retries=max_retries)
         model_parallel = plan.dims.world_size > plan.dims.replicate
         agreed = agree_on_devices(
             store, place, device_problem(device), strict=strict or model_parallel, timeout_seconds=timeout_seconds
@@ -166,14 +176,7 @@ def open_world(
         return
     collective_timeout = datetime.timedelta(seconds=collective_seconds or timeout_seconds)
     try:
-        dist.init_process_group(
-            backend=plan.backend,
-            store=store.raw,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=collective_timeout,
-            device_id=device if plan.backend == "nccl" else None,
-        )
+        _initialize(place, store, device, plan.backend, collective_timeout)
         long_timeout_group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         layout = make_layout(plan.dims, device.type, timeout=collective_timeout)
     except (dist.DistError, RuntimeError, ValueError) as err:

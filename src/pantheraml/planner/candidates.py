@@ -54,7 +54,10 @@ class Problem:
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        return self.devices.gpus[0].compute_capability if self.devices.gpus else None
+        """The oldest; None: that of one is not known."""
+        found = [gpu.compute_capability for gpu in self.devices.gpus]
+        known = [each for each in found if each is not None]
+        return min(known) if known and len(known) == len(found) else None
 
     def memory(self, setting: Setting) -> MemoryPrediction | None:
         capacity = self.hardware.capacity_bytes

@@ -184,7 +184,10 @@ def _backend(config: TrainConfig, device: str, choices: Choices) -> Literal["ncc
     if device == "cpu":
         choices.automatic("parallel.backend", "gloo", "CPU processes communicate through gloo")
         return "gloo"
-    choices.configured("parallel.backend", config.parallel.backend)
+    if config.parallel.backend == "nccl":  # the default: whether somebody asked for it makes no difference
+        choices.automatic("parallel.backend", "nccl", "GPU processes communicate through NCCL")
+    else:
+        choices.configured("parallel.backend", config.parallel.backend)
     return config.parallel.backend
 
 

@@ -1,4 +1,4 @@
-"""Learning rate of a run that leaves it `auto`, with its reason. A pure function.
+"""Learning rate of a run that leaves it `auto`, and whether adapters are large enough, with reasons. Pure functions.
 
 The rule is that of tinker-cookbook's `hyperparam_utils`, fitted to sweeps over Llama and Qwen models from 1B up, with
 Adam and LoRA's scale at alpha=32: 5e-5 * m * (2000 / hidden size)^p, where m is 10 for adapters and 1 for full
@@ -18,6 +18,8 @@ SMALLEST_WIDTH = 1024
 """Narrower models are outside the sweeps; the power law would give them rates of several percent."""
 SHORT_RUN, SHORT_RUN_FACTOR = 100, 1.5
 """Runs of fewer steps than this take a higher rate."""
+RANKS = (16, 32, 64, 128, 256)
+"""Ranks that are recommended."""
 
 
 def learning_rate_choice(config: TrainConfig, model_type: str | None, hidden: int | None, steps: int | None) -> Choice:
@@ -48,3 +50,29 @@ def _automatic(config: TrainConfig, model_type: str, hidden: int | None, steps: 
         rate *= SHORT_RUN_FACTOR
         reason += f"; x {SHORT_RUN_FACTOR} for fewer than {SHORT_RUN} steps"
     return float(f"{rate:.2g}"), reason
+
+
+def rank_choice(config: TrainConfig, parameters: int, tokens: float) -> Choice | None:
+    """The rank of adapters, and whether their parameters cover the tokens that they are trained on. None: no adapters.
+
+    `parameters`: of all adapters. `tokens`: different ones with a loss. Adapters with fewer parameters than that fall
+    behind a full fine-tune; the rank itself is not changed, as memory and what an adapter is merged with depend on it.
+    """
+    if config.method.kind == "full" or not parameters:
+        return None
+    reason = f"{_count(parameters)} adapter parameters for about {_count(tokens)} trained tokens"
+    if parameters < tokens:
+        enough = (rank for rank in RANKS if rank / config.method.rank * parameters >= tokens)
+        rank = next(enough, None)
+        reason += f": method.rank={rank} would cover them" if rank is not None else _TOO_MANY
+    return Choice(name="method.rank", value=config.method.rank, reason=reason, automatic=False)
+
+
+_TOO_MANY = f": more than adapters of rank {RANKS[-1]} hold, so method.kind=full may learn more"
+
+
+def _count(number: float) -> str:
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number:,.0f}"

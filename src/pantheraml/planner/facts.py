@@ -13,7 +13,7 @@ from pantheraml.planner.known_models import known_config
 from pantheraml.planner.known_rates import known_rates, peak_rates, rates_of
 from pantheraml.planner.links import Links
 from pantheraml.planner.model_shapes import FAMILIES, ModelShapes, read_shapes, shapes_of_config
-from pantheraml.planner.rates import MachineRates
+from pantheraml.planner.rates import MachineRates, slowest
 from pantheraml.specs.gpu_table import GPUModel, by_driver_name
 from pantheraml.specs.hf_config import read_hf_config
 from pantheraml.specs.plan import GPU
@@ -95,17 +95,17 @@ def device_facts(
     """
     if not gpus:
         return DeviceFacts(None, None, Links(1, None), None)
-    known = model or by_driver_name(gpus[0].name)
-    rates = None if known is None else known_rates(known)
-    if model is None and calibrated:
-        rates = rates_of(gpus[0].name)
+    names = list(dict.fromkeys(gpu.name for gpu in gpus))
+    models = {name: model or by_driver_name(name) for name in names}
+    table = {name: None if known is None else known_rates(known) for name, known in models.items()}
+    rates = slowest([rates_of(name) if model is None and calibrated else table[name] for name in names])
     if not calibrated and model is None:
-        gpus = [_nominal(gpu, known) for gpu in gpus]
+        gpus = [_nominal(gpu, models[gpu.name]) for gpu in gpus]
     sizes = [_memory(gpu, memory_fraction, total_only=total_memory) for gpu in gpus]
     known_sizes = [size for size in sizes if size is not None]
     return DeviceFacts(
         rates=rates,
-        bounds=None if known is None else peak_rates(known),
+        bounds=slowest([None if known is None else peak_rates(known) for known in models.values()]),
         links=links or Links(len(gpus), None if rates is None else rates.link_gb_s),
         capacity_bytes=min(known_sizes) if len(known_sizes) == len(sizes) else None,
     )

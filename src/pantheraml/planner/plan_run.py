@@ -410,9 +410,14 @@ def _close_call(memory: MemoryPrediction | None) -> str:
 
 
 def _told_of_unlike_gpus(plan: Plan, devices: DeviceSpec) -> list[str]:
-    sizes = sorted({gpu.total_bytes for gpu in devices.gpus if gpu.index in plan.device_ids and gpu.total_bytes})
-    if len(sizes) < 2 or plan.world_size < 2 or sizes[-1] < 1.05 * sizes[0]:
+    used = [gpu for gpu in devices.gpus if gpu.index in plan.device_ids]
+    sizes = sorted({gpu.total_bytes for gpu in used if gpu.total_bytes})
+    names = list(dict.fromkeys(gpu.name for gpu in used))
+    if plan.world_size < 2:
         return []
+    if len(sizes) < 2 or sizes[-1] < 1.05 * sizes[0]:
+        unlike = f"the GPUs are unlike ({' and '.join(names)}): all wait for the slowest; with DDP,"
+        return [f"{unlike} parallel.batch_shares=adaptive gives more sequences to faster ones"] if names[1:] else []
     return [
         f"the GPUs have unlike memory ({_gib(sizes[0])} to {_gib(sizes[-1])}): all get micro-batches that fit the"
         " smallest; with DDP, parallel.batch_shares=adaptive gives more sequences to faster ones"

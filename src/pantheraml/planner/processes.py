@@ -31,6 +31,10 @@ class LocalDevices:
     def __str__(self) -> str:
         return f"{self.size} {'GPU(s)' if self.device == 'cuda' else 'CPU core(s)'}"
 
+    @property
+    def limit(self) -> int:
+        return self.size if self.device == "cuda" else max(MAX_CPU_PROCESSES, 4 * self.size)
+
     def local_world_size(self, world_size: int, place: ProcessRank | None) -> int:
         """Number of ranks on this node; if the launcher does not say, at most one per device."""
         if place is not None and place.local_world_size is not None:
@@ -41,11 +45,10 @@ class LocalDevices:
         """DeviceError if the known local ranks do not fit. CPU cores may be oversubscribed."""
         least = 0 if place is None else place.local_rank + 1
         local_world_size = max(least, self.local_world_size(world_size, place))
-        limit = self.size if self.device == "cuda" else max(MAX_CPU_PROCESSES, 4 * self.size)
-        if local_world_size > limit:
+        if local_world_size > self.limit:
             raise DeviceError(
                 f"{local_world_size} processes were requested, but there are {self}.",
-                fix=f"Use --nproc {limit} or less, or --nproc auto.",
+                fix=f"Use --nproc {self.limit} or less, or --nproc auto.",
             )
 
     def warnings(self, local_world_size: int) -> tuple[str, ...]:
@@ -56,6 +59,14 @@ class LocalDevices:
             f"{local_world_size} processes share {self.size} CPU core(s): fine for a test, but slower than"
             f" {self.size} process(es)",
         )
+
+
+def check_script_ranks(processes: int, *, gpus: int, cores: int) -> None:
+    """DeviceError if this node is too small to relaunch a script as so many ranks."""
+    here = LocalDevices(gpus, "cuda") if gpus else LocalDevices(cores, "cpu")
+    if processes > here.limit:
+        seen = f"{gpus} GPU(s) are visible" if gpus else f"no GPU is visible, and there are {here}"
+        raise DeviceError(f"{processes} processes were requested, but {seen}.", fix=f"Request {here.limit} or fewer.")
 
 
 def choose_mode(config: TrainConfig, gpus: int, choices: Choices) -> TrainConfig:

@@ -6,6 +6,7 @@ A rate that was neither measured nor published is None, and so is every time tha
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -82,3 +83,35 @@ def load_rates(device: str, *, otherwise: MachineRates | None = None) -> Machine
 def rates_as_json(rates: MachineRates) -> str:
     """Text of the file that `load_rates` reads."""
     return json.dumps(rates.model_dump(mode="json"), indent=1) + "\n"
+
+
+def slowest(machines: Sequence[MachineRates | None]) -> MachineRates | None:
+    """Rates of unlike devices that wait for each other: of each kind of work the lowest, and their mean power.
+
+    None, or no rate: that of one of them is not known.
+    """
+    known = [each for each in machines if each is not None]
+    if len(known) < len(machines) or not known:
+        return None
+    if len(known) == 1:
+        return known[0]
+
+    def lowest(values: Sequence[float | None]) -> float | None:
+        found = [value for value in values if value is not None]
+        return min(found) if len(found) == len(values) else None
+
+    formats = [name for name in known[0].matmul_tflops if all(name in each.matmul_tflops for each in known)]
+    watts = [each.watts for each in known]
+    return MachineRates(
+        device=" and ".join(each.device for each in known),
+        matmul_tflops={name: min(each.matmul_tflops[name] for each in known) for name in formats},
+        attention_tflops=lowest([each.attention_tflops for each in known]),
+        copy_gb_s=lowest([each.copy_gb_s for each in known]),
+        host_gb_s=lowest([each.host_gb_s for each in known]),
+        launch_us=None
+        if any(each.launch_us is None for each in known)
+        else max(each.launch_us or 0.0 for each in known),
+        link_gb_s=lowest([each.link_gb_s for each in known]),
+        watts=None if None in watts else sum(each or 0.0 for each in watts) / len(watts),
+        source="the slower of " + "; ".join(each.source for each in known),
+    )

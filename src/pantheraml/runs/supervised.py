@@ -50,6 +50,8 @@ class RunRequest(BaseModel):
     token: int
     config: dict[str, Any]
     """A TrainConfig."""
+    cores: list[int] | None = None
+    """Cores that its processes may use; None: all."""
 
 
 class SupervisorRecord(BaseModel):
@@ -111,12 +113,14 @@ class SupervisedRun:
     def request_file(self) -> Path:
         return self.folder / "request.json"
 
-    def start(self, config: dict[str, Any], token: int, limits: Limits) -> subprocess.Popen[bytes]:
+    def start(
+        self, config: dict[str, Any], token: int, limits: Limits, cores: Sequence[int] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start the run, or continue it from its newest checkpoint. Poll the result now and then, to reap it."""
         private_folder(self.folder)
         for name in ("exit.json", "supervisor.json"):
             (self.folder / name).unlink(missing_ok=True)
-        request = RunRequest(name=self.name, token=token, config=config)
+        request = RunRequest(name=self.name, token=token, config=config, cores=None if cores is None else list(cores))
         write_text(self.request_file, request.model_dump_json())
         environment = limits.environment(self.folder, **{JOB: f"{self.name}:{token}"})
         with open(open_private(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:

@@ -12,6 +12,8 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
+
 from pantheraml.base.errors import PantheraError
 from pantheraml.base.folders import write_text
 from pantheraml.runs.errors import status_of
@@ -42,6 +44,8 @@ def _current(job: SupervisedRun) -> int:
 def _run(job: SupervisedRun, token: int) -> RunExit:
     try:
         request = RunRequest.model_validate_json(job.request_file.read_text(encoding="utf-8"))
+        if request.cores:
+            psutil.Process().cpu_affinity(request.cores)  # and so of the workers, which have a thread for each of them
         run_training(validate(request.config), job.run_dir.path, resume=True)
     except PantheraError as err:
         traceback.print_exc()

@@ -11,11 +11,14 @@ import contextlib
 import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 from fastapi import FastAPI
+from sqlalchemy import select
 
 from pantheraml import __version__
 from pantheraml.base.errors import ConfigError
+from pantheraml.base.folders import write_text
 from pantheraml.base.private import open_private, private_files
 from pantheraml.devices.background import BackgroundSampler
 from pantheraml.service import errors
@@ -24,6 +27,7 @@ from pantheraml.service.catalog import Catalog
 from pantheraml.service.chat.forward import Forwarder
 from pantheraml.service.chat.queue import ChatQueue
 from pantheraml.service.context import ServiceContext
+from pantheraml.service.ids import new_id
 from pantheraml.service.jobs.curves import CurveCache
 from pantheraml.service.jobs.dispatcher import Dispatcher
 from pantheraml.service.jobs.inventory import take_inventory
@@ -56,6 +60,7 @@ from pantheraml.service.routes import (
 )
 from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
+from pantheraml.service.store.tables import DataFolder
 from pantheraml.service.webhooks.sender import WebhookSender
 
 SAMPLER_CPU_SHARE = 0.01
@@ -126,6 +131,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
         database = Database(settings.url)
         try:
             await _take(database)
+            await _require_own(database, settings.data_dir)
             authenticator = Authenticator(
                 database, is_open=await _is_open(settings, database), insecure=settings.insecure
             )
@@ -169,6 +175,24 @@ async def _take(database: Database) -> None:
     if not claimed:
         raise ConfigError("Another service is using this database.", fix="Stop it, or choose another --database-url.")
     await database.migrate()
+
+
+async def _require_own(database: Database, folder: Path) -> None:
+    """ConfigError unless the database belongs to this data folder, or to none yet. The jobs of another one would look
+    lost from here, and be started again beside their running processes."""
+    mark = folder / "service.id"
+    if not mark.exists():
+        write_text(mark, new_id("service"))
+    own = mark.read_text(encoding="utf-8")
+    async with database.write() as session:
+        found = await session.scalar(select(DataFolder.id))
+        if found is None:
+            session.add(DataFolder(id=own))
+        elif found != own:
+            raise ConfigError(
+                f"The database belongs to a data folder other than {folder}: that has the files and jobs it knows.",
+                fix="Start with that --data-dir, or choose another --database-url.",
+            )
 
 
 async def _is_open(settings: Settings, database: Database) -> bool:

@@ -76,7 +76,7 @@ async def create_key(session: AsyncSession, user: str, scope: Scope, expires_at:
 
 async def has_keys(database: Database) -> bool:
     """Return True if a key was ever created: revoking the last one does not open the service to everybody."""
-    async with database.read() as session:
+    async with database.glance() as session:
         return await session.scalar(select(Key.id).limit(1)) is not None
 
 
@@ -109,7 +109,7 @@ class Authenticator:
             query = select(Key).where(Key.hash == hash_key(text))
         else:
             raise _unauthorized("You did not provide an API key: send the header `Authorization: Bearer KEY`.")
-        async with self._database.read() as session:
+        async with self._database.glance() as session:
             key = await session.scalar(query)
         now = time.time()
         if key is None or key.revoked_at is not None or (key.expires_at is not None and key.expires_at <= now):
@@ -117,8 +117,15 @@ class Authenticator:
         return Principal(key.user, frozenset(key.scopes), key.id)
 
 
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers by which a proxy says for whom it asks."""
+
+
 def _from_here(request: Request) -> bool:
-    """Whether the peer is this machine: a loopback address, or one that is no network address (a Unix socket)."""
+    """Whether a program of this machine asks: from a loopback address, or one that is no network address (a Unix
+    socket), and not as a proxy for somebody else."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
     try:
         return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
     except ValueError:

@@ -47,7 +47,7 @@ class FineTuningService:
         context = await self._opened()
         if model_name not in context.catalog.models():
             known = ", ".join(sorted(context.catalog.models())) or "none"
-            raise ConfigError(f"There is no model {model_name!r}.", fix=f"Models that may be tuned: {known}.")
+            raise ConfigError(f"There is no model {model_name!r}.", fix=f"Models that can be fine-tuned: {known}.")
         return _validated(DatasetConfig, {"texts": list(texts), "max_length": max_length})
 
     async def finetune_model_multi_gpu(

@@ -79,7 +79,7 @@ def _single(name: str, text: str, value: float | None) -> GaugeMetricFamily:
 async def _service(session: AsyncSession, context: ServiceContext) -> list[Metric]:
     build = _gauge("build_info", "Version of the service.", ("version",))
     build.add_metric((__version__,), 1)
-    jobs = _gauge("jobs", "Jobs in each state, those that have ended among them.", ("state",))
+    jobs = _gauge("jobs", "Jobs in each state, finished ones included.", ("state",))
     counted = dict.fromkeys(State, 0)
     for state, count in await session.execute(select(Job.state, func.count()).group_by(Job.state)):
         counted[State(state)] = count
@@ -111,7 +111,7 @@ async def _jobs(session: AsyncSession, principal: Principal, held: Mapping[str, 
     total = _gauge("job_total_steps", "Steps that the job will take.", ("job_id",))
     left = _gauge("job_left_seconds", "Seconds that are left, by the pace of the newest steps.", ("job_id",))
     moment = _gauge("job_last_step_timestamp_seconds", "When the newest step ended.", ("job_id",))
-    alert = _gauge("job_alert", "Alerts of the job that are on.", ("job_id", "alert"))
+    alert = _gauge("job_alert", "Active alerts of the job.", ("job_id", "alert"))
     figures = {name: _gauge(f"job_{name}", text, ("job_id",)) for name, text in _OF_STEPS.items()}
     for job in await running_now(session, principal, held):
         info.add_metric((job.job, job.user, job.model, job.state), 1)

@@ -157,7 +157,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     if path in _BYTES:
         content = {_BYTES[path]: {"schema": {"type": "string", "format": "binary"}}}
         answers["200"]["content"] = content
-        answers["206"] = {"description": "The range that was asked for.", "content": content}
+        answers["206"] = {"description": "The requested range.", "content": content}
         answers["416"] = {"description": "There is no such range."}
     if (method, path) == ("post", _FILES):
         operation["requestBody"] = _UPLOAD

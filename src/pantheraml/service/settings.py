@@ -43,6 +43,8 @@ class Settings:
     """Price per hour, in any currency; None: no costs are shown."""
     stall_seconds: float = 300.0
     """A running job without progress for so long, and for ten steps, raises an alert."""
+    keep_days: float | None = None
+    """Jobs that made no model, and checkpoints, are removed so long after the job has ended; None: never."""
     open_metrics: bool = False
     """Serve `/metrics` without a key."""
     max_attempts: int = 3

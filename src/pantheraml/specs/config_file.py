@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,7 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
         key: {} if value is None and field_names(sections.get(key)) is not None else value
         for key, value in values.items()
     }
+    values = {key: _without_switches(value, sections.get(key)) for key, value in values.items()}
     try:
         config = TrainConfig.model_validate(values)
     except ValidationError as err:
@@ -181,6 +183,29 @@ def validate(values: dict[str, Any], sources: Mapping[Key, str] | None = None, *
     refuse_foreign_code(config.model)
     check_roots(config)
     return config
+
+
+def _without_switches(values: Any, section: Any) -> Any:
+    """Return a section in which true and false, where a number is expected, are text: Python takes them for 1 and 0."""
+    fields = field_names(section)
+    if fields is None or not isinstance(values, dict):
+        return values
+    return {
+        name: str(value).lower() if isinstance(value, bool) and _is_number(fields.get(name)) else value
+        for name, value in values.items()
+    }
+
+
+def _is_number(kind: Any) -> bool:
+    kinds = set(_alternatives(kind))
+    return bool not in kinds and bool(kinds & {int, float})
+
+
+def _alternatives(kind: Any) -> Iterator[Any]:
+    """Yield the types in an annotation."""
+    if typing.get_origin(kind) is not typing.Literal:
+        parts = typing.get_args(kind)
+        yield from itertools.chain.from_iterable(map(_alternatives, parts)) if parts else [kind]
 
 
 def _merged(details: list[ErrorDetails]) -> list[ErrorDetails]:

@@ -137,10 +137,14 @@ class DataConfig(ConfigSection):
     """Cache folder for tokenized data; None = the user's cache folder (PANTHERAML_CACHE)."""
 
 
+MAX_RANK = 65_536
+"""Of an adapter: far beyond what helps, and a bound on what a few digits can ask for."""
+
+
 class MethodConfig(ConfigSection):
     kind: Literal["lora", "dora", "qlora", "full"] = "lora"
     """lora, dora: train an adapter; qlora: LoRA on a 4-bit (nf4) base model; full: train all weights."""
-    rank: Positive = 16
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
     """Adapter rank."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Adapter scaling: alpha/rank, or alpha/sqrt(rank) with rslora."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,7 +34,7 @@ from pantheraml.data.origin import Origins, Source
 from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.fault_injection import FaultInjector
 from pantheraml.engine.guard.watchdog import StackDumpWatchdog, StopFlag, Watchdog, recorded_collectives
-from pantheraml.engine.loop import Job, TrainingLoop, run_length
+from pantheraml.engine.loop import Job, RunLength, TrainingLoop, run_length
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.engine.memory.oom import explain
 from pantheraml.engine.step.step import Stepper
@@ -50,7 +51,7 @@ from pantheraml.models.rope import varying_rope
 from pantheraml.parallel.device_map import is_split, spread
 from pantheraml.parallel.gather import full_tensors
 from pantheraml.parallel.process_group import NotNeededError, World, open_world
-from pantheraml.planner.defaults import learning_rate_choice
+from pantheraml.planner.defaults import learning_rate_choice, rank_choice
 from pantheraml.specs.faults import planned_faults
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 from pantheraml.specs.parallel import ParallelDims
@@ -148,7 +149,10 @@ def make_loop(
     if (message := beyond_positions(model, train_data)) is not None:
         emit(Notice(message=message))
     plan = resolve_rope_batching(model, config, plan, [train_data, *filter(None, [eval_data])], emit)
-    config = resolve_learning_rate(model, config, run_length(config, len(train_data)).steps, emit)
+    length = run_length(config, len(train_data))
+    config = resolve_learning_rate(model, config, length.steps, emit)
+    if (message := small_adapters(model, config, train_data, length)) is not None:
+        emit(Notice(message=message))
     world.wait_for_main()  # ranks load at different speeds, and the first collective of DDP has the short timeout
     watch.beat()
     stepper = Stepper(model, config, world, plan).setup()
@@ -307,6 +311,16 @@ def resolve_learning_rate(model: Any, config: TrainConfig, steps: int, emit: Emi
     choice = learning_rate_choice(config, text_config.model_type, hidden if isinstance(hidden, int) else None, steps)
     emit(ChoiceMade(**choice.model_dump()))
     return config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": choice.value})})
+
+
+def small_adapters(model: Any, config: TrainConfig, dataset: TokenDataset, length: RunLength) -> str | None:
+    """Notice for adapters with fewer parameters than there are different tokens with a loss; None if they have more."""
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    samples = length.steps * config.train.global_batch_size if length.samples is None else length.samples
+    seen = min(1.0, samples / max(1, len(dataset)))
+    tokens = seen * float(dataset.target_tokens(np.arange(len(dataset))).sum())
+    choice = rank_choice(config, parameters, tokens)
+    return choice.reason if choice is not None and parameters < tokens else None
 
 
 def build_model(config: TrainConfig, plan: Plan, world: World, emit: Emit, *, packed: bool = True) -> nn.Module:

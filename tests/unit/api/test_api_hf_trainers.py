@@ -115,7 +115,8 @@ def test_max_length_of_the_config_takes_precedence(folder: Path, tmp_path: Path,
     assert "max_seq_length" not in caplog.text
 
 
-def test_a_config_made_before_the_model_is_loaded(folder: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_config_made_before_our_loader_is_imported(folder: Path, tmp_path: Path, caplog: Any) -> None:
+    trl.revert()
     early = config(tmp_path)
     model, tokenizer = load(folder, max_seq_length=4096, full_finetuning=True)
     sft(model, tokenizer, early)
@@ -176,6 +177,35 @@ def test_a_script_prints_automatic_choices(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     line = "pantheraml INFO: dtype is float32: CPUs are rarely faster in bf16"
     assert done.stderr.count(line) == 2, "one per load"
+
+
+SCRIPT = """
+import sys
+from pantheraml import FastLanguageModel
+assert not any(name.startswith("trl.") for name in sys.modules), "TRL is imported early"
+from trl import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer
+settings = {"output_dir": "unused", "max_steps": 1, "report_to": [], "warmup_ratio": 0.5}
+default, old = SFTConfig(**settings), SFTConfig(max_seq_length=48, **settings)
+ORPOConfig(max_prompt_length=8, **settings)
+model, tokenizer = FastLanguageModel.from_pretrained(sys.argv[1], max_seq_length=1200, device_map="cpu")
+from datasets import Dataset
+rows = Dataset.from_dict({"text": ["1+2+3+4+5=" * 300]})
+for config in (default, old):
+    trainer = SFTTrainer(model, config, train_dataset=rows, tokenizer=tokenizer)
+    print(config.max_length, config.warmup_steps, len(trainer.train_dataset[0]["input_ids"]))
+"""
+
+
+def test_a_script_that_imports_trl_and_makes_its_config_before_it_loads(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1200 0.5 1200", "48 0.5 48"]
+    for line in (
+        "WARNING: trl.ORPOTrainer is in trl.experimental.orpo in this version",
+        "WARNING: SFTConfig's max_seq_length is called max_length in this version",
+        "WARNING: ORPOConfig: max_prompt_length has no effect",
+    ):
+        assert done.stderr.count(f"pantheraml {line}") == 1, line
 
 
 def test_arguments_by_their_old_names(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

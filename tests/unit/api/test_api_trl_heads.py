@@ -166,9 +166,8 @@ def test_a_trainer_removes_the_head_of_the_one_before(folder: Path, tmp_path: Pa
         runs = [make_trainer(kind, model, folder, tmp_path, **settings, **changes) for model in (fast, plain)]
         compare(*runs, *map(recorded, runs))
         assert uses_our_head(runs[0]) == (changes.keys() != {"use_weighting"})
-        for model in (fast, plain):
-            if "ref" in model.peft_config:  # another trainer cannot add it again
-                model.delete_adapter("ref")
+        if "ref" in plain.peft_config:  # TRL itself cannot add it again
+            plain.delete_adapter("ref")
 
 
 def test_the_reference_of_a_new_adapter_is_the_model_without_it(folder: Path, tmp_path: Path) -> None:
@@ -192,6 +191,32 @@ def test_the_reference_of_a_trained_adapter_is_its_copy(folder: Path, tmp_path: 
     runs = [make_trainer(kind, model, folder, tmp_path, **settings) for model in (fast, plain)]
     assert list(runs[0].model.peft_config) == ["default", "ref"]
     compare(*runs, *map(recorded, runs))
+
+
+def test_each_trainer_of_a_trained_adapter_makes_its_own_reference(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As DPO after SFT after KTO, or a cell of a notebook that runs again."""
+    fast = new_model(folder)
+    for kind in ("sft", "dpo", "kto", "sft"):
+        make_trainer(kind, fast, folder, tmp_path, max_steps=1).train()
+    caplog.clear()
+    run = make_trainer("dpo", fast, folder, tmp_path, max_steps=1)
+    assert caplog.text.count("an earlier trainer's reference is removed") == 1
+    adapters = dict(fast.named_parameters())
+    copies = {name: value for name, value in adapters.items() if ".ref." in name}
+    assert copies
+    assert all(torch.equal(value, adapters[name.replace(".ref.", ".default.")]) for name, value in copies.items())
+    run.train()
+    assert run.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_adapter_that_the_script_calls_ref_is_kept(folder: Path, tmp_path: Path) -> None:
+    fast = new_model(folder)
+    fast.add_adapter("ref", fast.peft_config["default"])
+    with pytest.raises(ValueError, match="already exists"):
+        make_trainer("dpo", fast, folder, tmp_path)
+    assert "ref" in fast.peft_config
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])

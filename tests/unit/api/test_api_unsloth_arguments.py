@@ -21,6 +21,7 @@ from transformers import (
 import pantheraml
 from pantheraml import FastLanguageModel, FastModel, FastVisionModel, PatchDPOTrainer, is_bfloat16_supported
 from pantheraml.base.errors import ConfigError, ModelError, UnsupportedModelError
+from pantheraml.data.vision_collator import UnslothVisionDataCollator
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.specs.train import ModelConfig
 from tests import toy
@@ -47,7 +48,12 @@ def test_names(caplog: pytest.LogCaptureFixture) -> None:
     assert all(callable(getattr(pantheraml, name)) for name in names)
     with caplog.at_level(logging.INFO, logger="pantheraml"):
         PatchDPOTrainer()
-    assert "PatchDPOTrainer does nothing" in caplog.text
+        pantheraml.PatchKTOTrainer()
+        pantheraml.PatchFastRL("GRPO", FastLanguageModel)
+    for name in ("PatchDPOTrainer", "PatchKTOTrainer", "PatchFastRL"):
+        assert caplog.text.count(f"{name} does nothing") == 1
+    assert pantheraml.vLLMSamplingParams(min_p=0.1, seed=1) == pantheraml.SamplingParams(min_p=0.1, seed=1)
+    assert pantheraml.UnslothVisionDataCollator is UnslothVisionDataCollator
 
 
 @pytest.mark.parametrize("name", ["FastSentenceTransformer", "launch_openenv"])
@@ -122,6 +128,8 @@ def test_a_classifier_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got num_labels=1, but it loads no classifiers") as raised:
         load(tmp_path, num_labels=1)
     assert "AutoModelForSequenceClassification" in str(raised.value.fix)
+    with pytest.raises(ConfigError, match=r"(?s)does not support auto_model.*RewardTrainer.*SEQ_CLS"):
+        load(tmp_path, auto_model=AutoModelForSequenceClassification)
 
 
 def test_load_in_16bit_is_not_quantized(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,23 @@ def test_scratch_of_another_name_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner")
+@pytest.mark.parametrize("link", [False, True])
+def test_an_earlier_save_that_another_user_planted_is_not_restored(tmp_path: Path, link: bool) -> None:
+    """In a folder that others can write to, they know the name under which a save keeps what it replaces."""
+    planted = tmp_path / ".partial-old-model"
+    (evil := tmp_path / "evil").mkdir()
+    (evil / "model.safetensors").write_text("evil")
+    os.chown(evil, OTHER_UID, OTHER_UID)
+    if link:
+        planted.symlink_to(evil)
+    else:
+        evil.rename(planted)
+    with pytest.raises(StorageError, match="belongs to another user"), committed_folder(tmp_path / "model"):
+        pytest.fail("saved")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner")
 def test_folders_of_other_users_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o777)

@@ -68,6 +68,31 @@ def test_the_ratios_in_the_readme_are_those_of_the_result_files(python: Python) 
     assert readme.read_text().count("**1.") >= 3
 
 
+SERVICE = PAGE.with_name("service.md")
+
+
+def test_the_figures_of_the_service_are_those_of_the_newest_results(python: Python) -> None:
+    generated = python(
+        "import run; sys.stdout.write(run.service_section.with_section(run.SERVICE.read_text(), run.records()))"
+    )
+    assert SERVICE.read_text(encoding="utf-8") == generated, "run `python benchmarks/run.py --table`"
+
+
+def test_the_service_bears_what_it_promises(python: Python) -> None:
+    code = "import json, run; print(json.dumps({each['benchmark']: each for each in run.records()}))"
+    newest = json.loads(python(code))
+    load, start = newest["service_load"], newest["service_start"]
+    asked = [load["parameters"][name] for name in ("jobs", "readers", "reads_per_second")]
+    assert asked == [2000, 200, 500]
+    assert load["results"]["worst_p99_seconds"] <= 0.1
+    assert load["results"]["training_share"] >= 0.95
+    assert load["results"]["failed"] == load["results"]["broken_readers"] == 0
+    assert start["results"]["start_seconds"] <= 2.0
+    assert start["parameters"]["mebibytes"] >= 1000
+    assert start["results"]["memory_peak_bytes"] - start["results"]["memory_before_bytes"] < 16 << 20
+    assert start["results"]["broken_leaves_bytes"] == 0
+
+
 PLANNER = PAGE.with_name("planner.md")
 
 

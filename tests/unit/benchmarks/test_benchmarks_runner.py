@@ -21,6 +21,30 @@ def test_page_is_up_to_date(python: Python) -> None:
     assert len(written.encode()) <= 10 << 10
 
 
+def test_pages_of_long_tables_are_up_to_date(python: Python) -> None:
+    code = "import json, run; print(json.dumps({str(path): text for path, text in run.more_pages().items()}))"
+    pages = json.loads(python(code))
+    assert [Path(name).name for name in pages] == ["benchmarks-families.md"]
+    for name, text in pages.items():
+        assert Path(name).read_text(encoding="utf-8") == text, "run `python benchmarks/run.py --table`"
+        assert f"({Path(name).name})" in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+FULL = """
+from suites import h200_families
+figures = {"tokens_per_second": 30123.4, "peak_gib": 30.12, "seconds_to_first_step": 20.0}
+rows = [case.row(status="measured", **figures) for case in h200_families.CASES]
+print(h200_families.TARGETS.markdown([{"results": rows}]))
+"""
+
+
+def test_all_comparisons_of_families_fit_on_their_page(python: Python) -> None:
+    text = python(FULL)
+    assert len(text.encode()) <= 10 << 10
+    assert "| Qwen3-4B LoRA 4x2048 | ours-qwen3-4b-lora | 30,123 | 48,000: no | 30.1 | 24: no |" in text
+    assert "not measured" not in text
+
+
 def test_csv_files_are_up_to_date(python: Python) -> None:
     code = "import json, run; print(json.dumps({path.name: text for path, text in run.histories().items()}))"
     generated = json.loads(python(code))
@@ -50,7 +74,7 @@ def test_result_file_has_hardware_versions_and_commit(python: Python, tmp_path: 
 def test_unknown_benchmark_lists_the_known_ones() -> None:
     done = subprocess.run([sys.executable, str(RUN), "cli_stard"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "known: ablation, accuracy, checkpoint_save, cli_start" in done.stderr
+    assert "known: ablation, accuracy, auto_defaults, checkpoint_save" in done.stderr
 
 
 def test_benchmarks_that_need_a_gpu_are_skipped_without_one(python: Python) -> None:

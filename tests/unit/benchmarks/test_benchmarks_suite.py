@@ -401,6 +401,39 @@ def test_the_longest_sequences_are_compared(lengths: dict[str, int], line: str, 
     assert line in python(LONGEST, json.dumps(rows))
 
 
+ORDER = """
+import dataclasses, json
+from pathlib import Path
+import suite
+from suites import smoke
+cases = tuple(dataclasses.replace(smoke.OURS, name=name) for name in "abcdef")
+statuses = {"a": "failed", "b": "measured", "c": "out of memory", "d": "not run", "e": "timed out"}
+file = suite.ResultFile(Path("none"), {"results": [{"case": name, "status": s} for name, s in statuses.items()]})
+for again in (False, True):
+    print("".join(case.name for case in suite.to_run(cases, suite.Wanted((), None, again), file)))
+"""
+
+
+def test_resuming_runs_what_has_no_result_and_failures_last(python: Python) -> None:
+    assert python(ORDER).split() == ["dfae", "abcdef"]
+
+
+SHORT = """
+import suite
+from suites import h200_families, h200_planner, smoke
+row = smoke.OURS.row(status="measured", peak_gib=12.5, seconds_to_first_step=3.0)
+print(suite.describe(row))
+cases = (*h200_families.CASES, *h200_planner.CASES)
+print(max(case.minutes for case in cases if not case.experts))
+"""
+
+
+def test_a_run_too_short_for_a_speed_is_a_result_and_no_case_is_too_long_for_a_call(python: Python) -> None:
+    told, longest = python(SHORT).splitlines()
+    assert told == "measured, 12.50 GiB, first step after 3.0 s"
+    assert float(longest) <= 9
+
+
 COMPARED = """
 import json
 from suites.comparison import Comparison, StartLimit, Targets

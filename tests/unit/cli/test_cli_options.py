@@ -66,7 +66,7 @@ OPTIONS = {
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
         *("--host", "--insecure", "--max-file-gib", "--max-hours-per-user", "--max-running-per-user"),
         *("--max-user-gib", "--models-dir", "--port"),
-        *("--open-metrics", "--price-per-gpu-hour", "--stall-seconds"),
+        *("--keep-days", "--open-metrics", "--price-per-gpu-hour", "--requests-per-minute", "--stall-seconds"),
         *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url"),
     ],
     "jobs": ["action"],

@@ -241,6 +241,27 @@ def test_gpus_of_unlike_memory_share_what_fits_the_smallest() -> None:
     assert any("unlike memory (24.0 GiB to 80.0 GiB)" in warning for warning in found.warnings)
 
 
+def test_unlike_gpus_are_as_fast_as_the_slowest() -> None:
+    def planned(*names: str) -> Plan:
+        gpus = tuple(
+            GPU(index=i, name=name, total_bytes=80 << 30, free_bytes=80 << 30, compute_capability=capability)
+            for i, name in enumerate(names)
+            for capability in [(9, 0) if "H100" in name else (8, 0)]
+        )
+        return plan_run.plan_run(
+            config("Llama-3.1-8B"), DeviceSpec(gpus=gpus, cpu_count=8, ram_bytes=None, driver=None)
+        )
+
+    fast, slow = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    both, other_way, alike = planned(fast, slow), planned(slow, fast), planned(slow, slow)
+    times = [each.prediction.step_seconds for each in (both, other_way, alike) if each.prediction is not None]
+    assert times[0] == times[1]
+    assert times[0] == pytest.approx(times[2], rel=0.1), "some rates are published ones of either"
+    assert any("the GPUs are unlike (NVIDIA H100 80GB HBM3 and NVIDIA A100" in text for text in both.warnings)
+    assert alike.warnings == ()
+    assert planned(fast, "Some Laptop GPU").prediction.step_seconds is None  # type: ignore[union-attr]
+
+
 @pytest.mark.seed("S0-113", "S4-145")
 def test_time_energy_and_cost_to_the_end(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan("Llama-3.1-8B", "8xH100-80GB", "--price", "2.5", train__max_steps=1000)

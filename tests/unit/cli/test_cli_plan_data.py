@@ -69,5 +69,38 @@ def test_the_plan_counts_the_steps_of_the_data(folder: Path, capsys: pytest.Capt
     assert prediction["total_seconds"] == pytest.approx(12 * prediction["step_seconds"])
 
 
+def test_trained_tokens_count_once(folder: Path) -> None:
+    data = toy.write_jsonl(folder / "rows.jsonl", [{"text": "1+2=3"}] * 50)
+    lengths = estimate(config(folder, data))
+    assert lengths is not None
+    tokens = 50 * lengths.tokens[0]
+
+    def trained(**train: Any) -> float:
+        unpacked = {"path": str(data), "packing": False}
+        return lengths.trained(
+            TrainConfig.model_validate({"model": {"path": str(folder)}, "data": unpacked, "train": train})
+        )
+
+    assert trained(epochs=3) == tokens
+    assert trained(epochs=0.5) == tokens / 2
+    assert trained(max_steps=2, global_batch_size=5) == pytest.approx(tokens / 5)
+    assert trained(max_steps=1000) == tokens
+
+
+def test_the_plan_says_whether_the_rank_is_enough(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pantheraml.planner.known_models import known_config
+
+    (folder / "config.json").write_text(json.dumps(known_config("llama-3.2-1b")))
+    data = toy.write_jsonl(folder / "rows.jsonl", toy.arithmetic(64))
+    shown = ["plan", "--model", str(folder), "--data", str(data), "--gpus", "1xH200"]
+    assert main(shown) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("method.rank"))
+    assert line.split()[1] == "16"
+    assert "11.3 million adapter parameters for about" in line
+    assert "would cover" not in line
+    assert main([*shown, "--method", "full"]) == 0
+    assert "method.rank" not in capsys.readouterr().out
+
+
 def test_a_share_of_a_sequence_is_one() -> None:
     assert Lengths((3,), 1).sequences(1000, packed=True) == 1

@@ -12,7 +12,7 @@ import pytest
 import trl
 
 from pantheraml.base.errors import ConfigError, ModelError
-from pantheraml.chat_templates import get_chat_template
+from pantheraml.chat_templates import CHAT_TEMPLATES, get_chat_template
 from pantheraml.data.chat_templates.markers import infer_markers
 from pantheraml.data.chat_templates.registry import KNOWN_NAMES, find_format
 from pantheraml.data.chat_templates.rendering import turns
@@ -252,6 +252,16 @@ def test_names_are_found_in_any_spelling_and_unknown_ones_list_the_known() -> No
         get_chat_template(tokenizer_with(), "lama-3.1")
     assert "Use one of: llama-3.1, " in str(raised.value)
     assert all(name in str(raised.value) for name in KNOWN_NAMES)
+
+
+@pytest.mark.parametrize("name", KNOWN_NAMES)
+def test_the_table_of_templates_has_each_as_a_pair(name: str) -> None:
+    pair = CHAT_TEMPLATES[name]
+    by_pair = get_chat_template(tokenizer_with(find_format(name).end_of_turn), pair)
+    by_name = ready(name)
+    conversation = turns("Hi", "Yes", "Bye", system="Sys")
+    assert text(by_pair, conversation) == text(by_name, conversation)
+    assert by_pair.eos_token == by_name.eos_token
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama-3.1", "gemma-3", "qwen-3"])

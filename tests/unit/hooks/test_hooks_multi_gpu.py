@@ -130,6 +130,19 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert multi_gpu.current() is None
 
 
+@pytest.mark.seed("S3-015")
+def test_more_processes_than_a_host_without_gpus_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pantheraml.multigpu.probe", lambda: DeviceSpec(gpus=(), cpu_count=2, ram_bytes=1, driver=None))
+    monkeypatch.setattr("pantheraml.multigpu.relaunch", lambda processes: pytest.fail(f"{processes} processes started"))
+    with pytest.raises(DeviceError, match="100 processes were requested, but no GPU is visible, and there are 2 CPU"):
+        pantheraml.enable_multi_gpu(num_gpus=100)
+    monkeypatch.setenv("PANTHERAML_NPROC", "64")
+    with pytest.raises(DeviceError, match="64 processes were requested") as caught:
+        pantheraml.enable_multi_gpu()
+    assert caught.value.fix == "Request 16 or fewer."
+    assert multi_gpu.current() is None
+
+
 def test_more_gpus_than_the_launcher_started(two_ranks: None) -> None:
     with pytest.raises(LaunchError, match=r"num_gpus=4 is set, but the launcher started 2 process"):
         pantheraml.enable_multi_gpu(num_gpus=4, batch_size_per_gpu=8)

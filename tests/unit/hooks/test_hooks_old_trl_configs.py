@@ -90,6 +90,19 @@ def _recorder(seen: dict[str, Any]) -> Any:
     return init
 
 
+def test_before_a_model_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    hooks.revert()
+    hooks.apply_on_import()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # `from trl import` asks twice
+            assert trl.ORPOTrainer.__name__ == "ORPOTrainer"
+    assert trl.GRPOConfig(warmup_ratio=0.1, **CPU).warmup_steps == 0.1
+    assert caplog.text.count("trl.ORPOTrainer is in") == 1
+    hooks.revert()
+    with pytest.raises(TypeError, match="warmup_ratio"):
+        trl.GRPOConfig(warmup_ratio=0.1, **CPU)
+
+
 def test_revert() -> None:
     hooks.apply()  # a second model
     assert trl.ORPOTrainer.__name__ == "ORPOTrainer"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from pantheraml.models.causal_lm import make_fast
 from pantheraml.models.chat_inputs import accept_both_forms
@@ -112,6 +113,21 @@ def test_generate_accepts_every_form(model_and_tokenizer: tuple[Any, Any], ids: 
         assert torch.equal(model.generate(input_ids=given, **settings), expected)
         assert torch.equal(model.generate(input_ids=given, attention_mask=None, **settings), expected)
         assert torch.equal(model.generate(**given, **settings), expected)
+
+
+def test_torch_and_forward_passes_compute_with_the_ids(
+    model_and_tokenizer: tuple[Any, Any], ids: list[int], tiny_model: Callable[..., Path]
+) -> None:
+    model, tokenizer = model_and_tokenizer
+    inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt")
+    row = torch.tensor([ids])
+    assert torch.equal(torch.cat([inputs, row], dim=-1), torch.cat([row, row], dim=-1))
+    assert torch.isin(row, inputs).all()
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
+    for each in (model.eval(), plain):
+        assert torch.equal(each(inputs).logits, each(row).logits)
+        assert torch.equal(each(input_ids=inputs).logits, each(row).logits)
+    assert tokenizer.batch_decode(inputs) == tokenizer.decode(inputs) == [TEXT]
 
 
 def test_the_mask_of_the_mapping_is_used(model_and_tokenizer: tuple[Any, Any]) -> None:

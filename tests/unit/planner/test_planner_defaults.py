@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pantheraml.planner.defaults import learning_rate_choice
+from pantheraml.planner.defaults import learning_rate_choice, rank_choice
 from pantheraml.specs.train import TrainConfig
 
 
@@ -67,3 +67,29 @@ def test_a_configured_rate_stays() -> None:
     )
     made = learning_rate_choice(config, "llama", 4096, 10)
     assert (made.value, made.automatic) == (1e-3, False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (30e6, "41.9 million adapter parameters for about 30.0 million trained tokens"),
+        (50e6, "for about 50.0 million trained tokens: method.rank=32 would cover them"),
+        (500e6, "method.rank=256 would cover them"),
+        (
+            2e9,
+            "about 2.0 billion trained tokens: more than adapters of rank 256 hold, so method.kind=full may learn more",
+        ),
+        (900, "for about 900 trained tokens"),
+    ],
+)
+def test_adapters_are_compared_with_the_tokens_they_train_on(tokens: float, words: str) -> None:
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}})
+    made = rank_choice(config, 41_943_040, tokens)
+    assert made is not None
+    assert (made.name, made.value, made.automatic) == ("method.rank", 16, False)
+    assert made.reason.endswith(words)
+
+
+def test_a_full_fine_tune_has_no_rank() -> None:
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "method": {"kind": "full"}})
+    assert rank_choice(config, 1, 1e9) is None

@@ -58,7 +58,6 @@ def test_widths_follow_from_the_weights() -> None:
         inner=14_336,
         gated=True,
         linear_parameters=218_103_808,
-        matrices=7,
         norms=2,
         tied=False,
     )

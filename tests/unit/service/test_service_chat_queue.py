@@ -45,9 +45,9 @@ def test_who_waits_is_told_that_the_service_ends(tmp_path: Path) -> None:
         queue = idle_queue(tmp_path, 3)
         ticket = queue.submit(request(1))
         queue.close()
-        with pytest.raises(ApiError, match="about to end"):
+        with pytest.raises(ApiError, match="shutting down"):
             await anext(ticket.replies())
-        with pytest.raises(ApiError, match="about to end"):
+        with pytest.raises(ApiError, match="shutting down"):
             queue.submit(request(2))
 
     anyio.run(check)

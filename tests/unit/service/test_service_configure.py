@@ -65,12 +65,15 @@ def test_the_time_of_a_job_is_predicted_for_the_queue(inputs: Inputs, tmp_path: 
     busy = machine(1).gpus[0].model_copy(update={"name": "NVIDIA H200", "free_bytes": GIB})
     devices = machine(1).model_copy(update={"gpus": (busy,)})
     body = CreateJob.model_validate({"model": "tiny", "training_file": "file-1"})
-    plan = configure(body, large(inputs, tmp_path, "llama-3.1-8b"), 7, devices).plan
+    planned = configure(body, large(inputs, tmp_path, "llama-3.1-8b"), 7, devices)
+    plan = planned.plan
     assert plan.prediction is not None
     assert plan.prediction.steps == 8, "three epochs of 40 rows in batches of 16"
     assert plan.prediction.step_seconds is not None
     assert plan.predicted_seconds == pytest.approx(8 * plan.prediction.step_seconds)
     assert plan.predicted_memory_bytes is not None
+    assert planned.gpu_hours == pytest.approx(plan.predicted_seconds / 3600)
+    assert configure(body, inputs, 7, machine(0)).gpu_hours == 0.0
 
 
 def test_a_job_that_cannot_fit_is_refused_with_what_would(inputs: Inputs, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 import anyio
 import asyncpg
 import pytest
@@ -17,6 +18,9 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from pantheraml.base.errors import ConfigError
+from pantheraml.service.app import preparation
+from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database, is_away, is_full
 from pantheraml.service.store.tables import Audit, Base, WebhookEndpoint
 
@@ -77,6 +81,68 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
                 pass
             async with database.read() as session:
                 assert (await session.execute(text("SELECT count(*) FROM audit"))).scalar() == 0
+
+    anyio.run(check)
+
+
+def test_a_read_is_one_visit_to_the_thread_of_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    visits: list[str] = []
+
+    async def check() -> None:
+        async with opened(tmp_path) as database:
+            execute = aiosqlite.Connection._execute
+
+            async def counted(connection: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+                visits.append(str(function))
+                return await execute(connection, function, *arguments, **named)  # type: ignore[no-untyped-call]
+
+            monkeypatch.setattr(aiosqlite.Connection, "_execute", counted)
+            for reading, expected in ((database.read, 1), (database.glance, 0)):
+                async with reading() as session:
+                    await session.execute(text("SELECT 1"))  # with a connection to open, the first time
+                visits.clear()
+                async with reading() as session:
+                    assert (await session.execute(text("SELECT 1"))).scalar() == 1
+                assert len(visits) == expected
+
+    anyio.run(check)
+
+
+def test_a_writer_that_is_cancelled_while_it_begins_holds_no_lock(tmp_path: Path) -> None:
+    """Its thread may begin the transaction after the task has gone."""
+
+    async def write(database: Database) -> None:
+        async with database.write() as session:
+            await session.execute(text("SELECT count(*) FROM audit"))
+            await anyio.sleep(10)
+
+    async def check() -> None:
+        async with opened(tmp_path) as one, opened(tmp_path) as other:
+            for pause in (0.0, 0.0005, 0.001, 0.005) * 5:
+                with anyio.move_on_after(pause):
+                    await write(one)
+            with anyio.fail_after(20):
+                async with other.write() as session:
+                    session.add(Audit(created_at=1, user="a", action="b", target="c", request_id=None))
+
+    anyio.run(check)
+
+
+def test_a_database_belongs_to_one_data_folder(tmp_path: Path) -> None:
+    """To the jobs of another one, their folders and processes would look lost."""
+
+    async def start(folder: Path) -> None:
+        url = f"sqlite+aiosqlite:///{tmp_path / 'shared.db'}"
+        async with preparation(Settings(folder, tmp_path, database_url=url)):
+            pass
+
+    async def check() -> None:
+        await start(tmp_path / "one")
+        await start(tmp_path / "one")
+        with pytest.raises(ConfigError, match=r"belongs to a data folder other than .*two"):
+            await start(tmp_path / "two")
+        (tmp_path / "one").rename(tmp_path / "moved")
+        await start(tmp_path / "moved")
 
     anyio.run(check)
 

@@ -9,7 +9,7 @@ import pytest
 
 from pantheraml.base import events
 from pantheraml.service.jobs.ingest import energy_of
-from pantheraml.service.jobs.usage import cost_of
+from pantheraml.service.jobs.usage import HALF_LIFE_SECONDS, cost_of, device_seconds
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Stretch
 from pantheraml.service.store.usage import Used, used
@@ -69,6 +69,38 @@ def test_hours_are_those_within_the_period(tmp_path: Path) -> None:
         assert [(each.job, each.gpu_hours) for each in jobs] == [("j1", pytest.approx(6.0)), ("j2", pytest.approx(2.0))]
 
     anyio.run(check)
+
+
+def test_what_was_used_long_ago_counts_less(tmp_path: Path) -> None:
+    """Half for each half-life since it was used, not since the job last changed its state."""
+    now = 1000 * HOUR
+
+    async def check() -> dict[str, float]:
+        database = Database(f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+        try:
+            await database.migrate()
+            async with database.write() as session:
+                session.add_all(
+                    [
+                        stretch("lately", "j1", 999.99, None),
+                        stretch("half-a-day-ago", "j2", 987.99, 988),
+                        stretch("both", "j3", 999.99, 1000),
+                        stretch("both", "j3", 987.99, 988),
+                        stretch("for-ages", "j4", 0, None),
+                        stretch("long-ago", "j5", 0, 900),
+                    ]
+                )
+            async with database.read() as session:
+                return await device_seconds(session, now)
+        finally:
+            await database.close()
+
+    found = anyio.run(check)
+    assert found["lately"] == pytest.approx(2 * 36, rel=1e-3), "two devices"
+    assert found["half-a-day-ago"] == pytest.approx(36, rel=1e-3)
+    assert found["both"] == pytest.approx(3 * 36, rel=1e-3)
+    assert found["for-ages"] == pytest.approx(2 * HALF_LIFE_SECONDS / 0.6931, rel=1e-3), "it cannot grow without end"
+    assert "long-ago" not in found
 
 
 def test_energy_is_the_sum_of_what_is_known() -> None:

@@ -96,10 +96,23 @@ def test_a_bad_value_names_key_value_and_line(tmp_path: Path) -> None:
         ("train.learning_rate=abc", "'auto', or a valid number"),
         ("train.micro_batch_size=many", "a valid integer, or 'auto'"),
         ("train.epochs=x", "input should be a valid number ("),
+        ("method.rank=65537", "less than or equal to 65536"),
     ],
 )
 def test_every_alternative_of_a_value_is_named(tmp_path: Path, setting: str, says: str) -> None:
     assert says in problem(tmp_path, HEAD, setting)
+
+
+@pytest.mark.parametrize("key", ["train.max_steps", "train.learning_rate", "method.rank", "parallel.world_size"])
+@pytest.mark.parametrize("value", ["yes", "true"])
+def test_true_is_no_number(tmp_path: Path, key: str, value: str) -> None:
+    """Python takes it for 1, which is a rank, a number of steps and a learning rate."""
+    assert f"`{key}` = 'true': input should be" in problem(tmp_path, HEAD, f"{key}={value}")
+
+
+def test_switches_stay_switches(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, HEAD), parse_overrides(["data.packing=no", "method.rslora=true"]))
+    assert (config.data.packing, config.method.rslora) == (False, True)
 
 
 def test_a_bad_override_names_the_command_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, ModelError
-from pantheraml.data.chat_templates.registry import find_format
+from pantheraml.data.chat_templates.registry import KNOWN_NAMES, find_format
 from pantheraml.data.chat_templates.rendering import RENDER_ERRORS, plain_tokenizer, render, turns
 from pantheraml.data.chat_templates.turn_format import literal, with_end_of_turn
 
@@ -176,3 +176,12 @@ def _check_renders(tokenizer: Any, template: str) -> None:
             f"The chat template cannot render a conversation of three turns: {err}",
             fix="Correct the template: messages have the keys role and content.",
         ) from err
+
+
+def _as_pair(name: str) -> tuple[str, str]:
+    chat_format = find_format(name)
+    return with_end_of_turn(chat_format.template, chat_format.end_of_turn), chat_format.end_of_turn or _OWN_EOS
+
+
+CHAT_TEMPLATES: Mapping[str, tuple[str, str]] = {name: _as_pair(name) for name in KNOWN_NAMES}
+"""The formats by name, as (Jinja template, eos token) pairs, for scripts that list them or change one."""

@@ -59,7 +59,7 @@ class Forwarder:
         if status in (401, 403) or 300 <= status < 400:  # about this service, not about the client
             await response.aclose()
             logger.error("the inference server answers %d; check --inference-url and PANTHERAML_INFERENCE_KEY", status)
-            raise unavailable("The inference server does not serve this service.", _AGAIN_SECONDS)
+            raise unavailable("The inference server refuses requests of this service.", _AGAIN_SECONDS)
         if status == 404:
             await response.aclose()
             message = f"The inference server does not have the model `{str(body['model'])[:200]}`."

@@ -165,7 +165,7 @@ class ChatQueue:
             ticket.tell(unavailable("The chat worker could not be started.", BUSY_SECONDS))
         except Exception:
             logger.exception("a chat request failed")
-            ticket.tell(ApiError(500, "The chat worker failed; the service's log tells why."))
+            ticket.tell(ApiError(500, "The chat worker failed; the service's log has the reason."))
             await self._unload()
         finally:
             self._current = None
@@ -212,7 +212,7 @@ class ChatQueue:
     def _failure(self, failed: ChatFailed) -> ApiError:
         if failed.unexpected:
             logger.error("%s", failed.what)
-            return ApiError(500, "The chat worker failed; the service's log tells why.", code="chat_failed")
+            return ApiError(500, "The chat worker failed; the service's log has the reason.", code="chat_failed")
         message = " ".join(part for part in (failed.what, failed.fix) if part)
         return ApiError(400, self._dispatcher.hide(message), code=failed.error)
 
@@ -282,4 +282,4 @@ def cancelled() -> ApiError:
 
 
 def _closing() -> ApiError:
-    return unavailable("The service is about to end.", 5)
+    return unavailable("The service is shutting down.", 5)

@@ -1,7 +1,7 @@
 """Alerts of a running job: it stalls, diverges, slows down, or holds a GPU that is not healthy.
 
-    alert.stall            nothing has moved for `stall_seconds`, or ten times as long as a step takes
-    alert.divergence       the mean loss of 20 steps is far above the lowest such mean, or is not a number
+    alert.stall            no progress for `stall_seconds`, or for ten times as long as a step takes
+    alert.divergence       the mean loss of 20 steps is far above the lowest such mean, or is not finite
     alert.low_throughput   the median speed of 10 steps is below half of the best one
     alert.gpu_health       a GPU that it holds warns or fails
 
@@ -104,18 +104,18 @@ class JobWatch:
         if silent <= allowed:
             return Alert(STALL, False, "info", "It moves again")
         what = "the model was started" if self._stepped_at is None else f"step {self._steps} of this start"
-        return Alert(STALL, True, "error", f"Nothing has moved for {silent:.0f} s, since {what}", {"seconds": silent})
+        return Alert(STALL, True, "error", f"No progress for {silent:.0f} s, since {what}", {"seconds": silent})
 
     def _divergence(self) -> Alert | None:
         if not self._losses:
             return None
         if not math.isfinite(self._losses[-1]):
-            return Alert(DIVERGENCE, True, "error", "The training loss is not a number")
+            return Alert(DIVERGENCE, True, "error", "The training loss is not finite")
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         mean, margin = statistics.fmean(finite), max(DIVERGED_BY, DIVERGED_SHARE * abs(self._lowest))
         if len(finite) < LOSSES or not math.isfinite(self._lowest):
             # too few losses; an alert about a NaN ends with finite ones
-            return Alert(DIVERGENCE, False, "info", "The training loss is a number again")
+            return Alert(DIVERGENCE, False, "info", "The training loss is finite again")
         if mean > self._lowest + margin:
             message = f"The training loss has risen to {mean:.4g}, from {self._lowest:.4g} (means of {LOSSES} steps)"
             return Alert(DIVERGENCE, True, "error", message, {"mean_loss": mean, "lowest_mean_loss": self._lowest})

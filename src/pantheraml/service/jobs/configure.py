@@ -47,6 +47,14 @@ class JobPlan:
         """GPUs or CPU slots to lease; one process of mode `dataparallel` uses several."""
         return max(self.plan.world_size, len(self.plan.device_ids))
 
+    @property
+    def gpu_hours(self) -> float | None:
+        """As predicted; None: the time is not known."""
+        if self.plan.device == "cpu":
+            return 0.0
+        seconds = self.plan.predicted_seconds
+        return None if seconds is None else self.devices * seconds / 3600.0
+
 
 def configure(
     request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec, gpus: GPUConfig | None = None

@@ -41,21 +41,26 @@ async def delete_model(
                 await session.delete(file)
         gone = {file.id for file in copies}
         current.result_files = [name for name in current.result_files if name not in gone]
-        saved = select(Event.step).where(Event.job_id == job.id, Event.kind == "checkpoint.saved").distinct()
-        session.add_all(_removed(job.id, step) for step in (await session.scalars(saved)).all())
+        await checkpoints_removed(session, job.id, "with the model")
         record(session)
     for file in copies:
         content_of(file, settings.files).unlink(missing_ok=True)
     await asyncio.to_thread(_remove_weights, settings.jobs, job.id)
 
 
-def _removed(job_id: str, step: int | None) -> Event:
+async def checkpoints_removed(session: AsyncSession, job_id: str, why: str) -> None:
+    """Record that the checkpoints of a job are gone."""
+    saved = select(Event.step).where(Event.job_id == job_id, Event.kind == "checkpoint.saved").distinct()
+    session.add_all(_removed(job_id, step, why) for step in (await session.scalars(saved)).all())
+
+
+def _removed(job_id: str, step: int | None, why: str) -> Event:
     return Event(
         job_id=job_id,
         created_at=time.time(),
         level="info",
         kind="checkpoint.removed",
-        message=f"Checkpoint of step {step} removed with the model",
+        message=f"Checkpoint of step {step} removed {why}",
         step=step,
         data={"step": step},
     )

@@ -19,6 +19,7 @@ from sqlalchemy.exc import IntegrityError
 
 from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
+from pantheraml.devices.probe import usable_cores
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
@@ -255,7 +256,8 @@ class Dispatcher:
         config = dict(job.config)
         config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
         try:
-            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, self.limits)
+            cores = self.inventory.cores_of(devices, usable_cores())
+            process = await asyncio.to_thread(self._supervised(job).start, config, job.token, self.limits, cores)
         except PantheraError as err:
             await self._crashed(job, err.what)
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from sqlalchemy import delete, select
 
 from pantheraml.service.jobs.delete_model import finish_deletions
+from pantheraml.service.jobs.retention import forget_old
 from pantheraml.service.settings import Settings
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.files import content_of, job_that_reads
@@ -27,6 +28,7 @@ async def keep_house(database: Database, settings: Settings) -> None:
     await tidy(database, settings.files)
     await tidy_uploads(database, settings.uploads)
     await finish_deletions(database, settings)
+    await forget_old(database, settings)
     async with database.write() as session:
         told = WebhookDelivery.next_at.is_(None) & (WebhookDelivery.created_at < time.time() - _TOLD_SECONDS)
         await session.execute(delete(WebhookDelivery).where(told))

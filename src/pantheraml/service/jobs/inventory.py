@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pantheraml.devices.probe import probe
@@ -17,6 +18,17 @@ class Inventory:
     @property
     def kind(self) -> str:
         return "GPU" if self.spec.gpus else "CPU slot"
+
+    def cores_of(self, devices: Sequence[str], cores: Sequence[int]) -> list[int] | None:
+        """Cores of CPU slots, of which each has an equal share of `cores`; None for GPUs, whose jobs share all."""
+        if self.spec.gpus:
+            return None
+        slots, found = len(self.devices), set()
+        for name in devices:
+            slot = int(name.partition(":")[2])
+            first, end = slot * len(cores) // slots, (slot + 1) * len(cores) // slots
+            found |= {*cores[first : max(end, first + 1)]}
+        return sorted(found)
 
 
 def take_inventory(cpu_slots: int | None) -> Inventory:

@@ -52,7 +52,7 @@ class NewsDesk:
 
     async def _read(self, job_id: str, last: int) -> News:
         query = select(*SHOWN).where(Event.job_id == job_id, Event.id > last).order_by(Event.id).limit(_BATCH)
-        async with self._database.read() as session:
+        async with self._database.glance() as session:
             state = await session.scalar(select(Job.state).where(Job.id == job_id))
             rows: Sequence[Any] = (await session.execute(query)).all()  # second: what came before the end is among them
         told = [(f"ftevent-{row.id}", row.kind, json.dumps(event_object(row), separators=(",", ":"))) for row in rows]

@@ -54,7 +54,7 @@ async def plan_job(
         validation = content_of(await training_data(body.validation_file, "validation_file", principal, context), files)
     inputs = Inputs(base, content_of(training, files), training.rows or 0, validation)
     inventory = context.dispatcher.inventory
-    devices = _devices_for(beside, inventory)
+    devices = _devices_for(beside, inventory, body.pantheraml.processes or 1)
     try:
         planned = await asyncio.to_thread(configure, body, inputs, seed, devices, beside.gpus)
     except PantheraError as err:
@@ -77,11 +77,14 @@ def _folder_of(name: str, context: ServiceContext) -> Path:
     return models[name].path
 
 
-def _devices_for(beside: Beside, inventory: Inventory) -> DeviceSpec:
-    """This machine, with the GPUs that the job may have."""
+def _devices_for(beside: Beside, inventory: Inventory, processes: int) -> DeviceSpec:
+    """This machine, with the GPUs that the job may have, or the cores of its CPU slots."""
     wanted = [] if beside.gpus is None else beside.gpus.gpu_ids
     spec = inventory.spec
     require_gpus(wanted, spec)
+    if not spec.gpus:
+        slots = [f"cpu:{slot}" for slot in range(min(processes, len(inventory.devices)))]
+        return spec.model_copy(update={"cpu_count": len(inventory.cores_of(slots, range(spec.cpu_count)) or ())})
     return spec.model_copy(update={"gpus": tuple(gpu for gpu in spec.gpus if not wanted or gpu.index in wanted)})
 
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pantheraml.service.store.tables import Job
+from pantheraml.service.store.tables import Job, Stretch
 
 HALF_LIFE_SECONDS = 12 * 3600.0
 _REMEMBERED = 6 * HALF_LIFE_SECONDS
 
 
-async def device_seconds(session: AsyncSession) -> dict[str, float]:
-    now = time.time()
-    columns = (Job.owner, Job.processes, Job.seconds_run, Job.started_at, Job.finished_at, Job.state_at)
-    recent = (Job.token > 0) & (Job.state_at > now - _REMEMBERED)
+async def device_seconds(session: AsyncSession, now: float | None = None) -> dict[str, float]:
+    """Device seconds of each user, each second halved with every half-life since then. `now` None: the time."""
+    now = time.time() if now is None else now
+    columns = (Stretch.owner, Stretch.devices, Stretch.started_at, Stretch.ended_at)
+    recent = (Stretch.started_at < now) & (Stretch.ended_at.is_(None) | (Stretch.ended_at > now - _REMEMBERED))
     usage: dict[str, float] = {}
-    for owner, processes, seconds, started, finished, since in await session.execute(select(*columns).where(recent)):
-        running = now - started if finished is None and started is not None else 0.0
-        age = 0.0 if running else now - since
-        usage[owner] = usage.get(owner, 0.0) + processes * (seconds + running) * 0.5 ** (age / HALF_LIFE_SECONDS)
+    for owner, devices, start, end in await session.execute(select(*columns).where(recent)):
+        ages = now - (now if end is None else min(end, now)), now - start
+        newest, oldest = (0.5 ** (age / HALF_LIFE_SECONDS) for age in ages)
+        usage[owner] = usage.get(owner, 0.0) + devices * (newest - oldest) * HALF_LIFE_SECONDS / math.log(2)
     return usage
 
 

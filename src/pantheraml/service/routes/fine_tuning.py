@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy import exists, select
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from pantheraml.service import audit
@@ -16,6 +18,7 @@ from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.states import ENDED, ForbiddenTransitionError, State
 from pantheraml.service.jobs.submit import plan_job, random_seed, submit
+from pantheraml.service.jobs.usage import cost_of
 from pantheraml.service.schemas.fine_tuning import (
     METRIC_KINDS,
     MOST_PAIRS,
@@ -35,6 +38,7 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 _METADATA = re.compile(r"metadata\[.*\]", re.DOTALL)
 _CHECKPOINT_FIGURES = ("train_loss", "valid_loss")
 After = Annotated[str | None, Query(max_length=64)]
+_FEW = 100
 _WAITING = {
     State.VALIDATING: "its files are being validated",
     State.PAUSED: "it is paused; resume it",
@@ -55,8 +59,15 @@ async def create_job(
     """Queue a job. `dry_run=true` queues nothing and answers with the plan: devices, memory and time, with reasons."""
     if dry_run:
         planned = await plan_job(body, principal, context, random_seed() if body.seed is None else body.seed)
-        plan = planned.plan.model_dump(mode="json")
-        return {"object": "fine_tuning.plan", "hyperparameters": planned.hyperparameters, "plan": plan}
+        price, hours = context.settings.price_per_gpu_hour, planned.gpu_hours
+        return {
+            "object": "fine_tuning.plan",
+            "hyperparameters": planned.hyperparameters,
+            "predicted_seconds": planned.plan.predicted_seconds,
+            "predicted_gpu_hours": hours,
+            "predicted_cost": None if hours is None else cost_of(hours, price),
+            "plan": planned.plan.model_dump(mode="json"),
+        }
     job = await submit(
         body,
         principal,
@@ -86,7 +97,7 @@ async def list_jobs(
     if request.query_params.get("metadata") == "null":
         query = query.where(Job.user_metadata.is_(None))
     cursor = None if after is None else await existing_job(context, principal, after, param="after")
-    async with context.database.read() as session:
+    async with _reading(context, limit) as session:
         page = await fetch_page(session, query, Job, limit=limit, cursor=cursor)
     return {"object": "list", "data": [_shown(job, context) for job in page.rows], "has_more": page.has_more}
 
@@ -217,9 +228,13 @@ async def _event_page(
         if number is None:
             raise not_found("item", after, param="after")
         query = query.where(Event.id < number)
-    async with context.database.read() as session:
+    async with _reading(context, limit) as session:
         rows = (await session.execute(query.order_by(Event.id.desc()).limit(limit + 1))).all()
     return {"object": "list", "data": [shown(event) for event in rows[:limit]], "has_more": len(rows) > limit}
+
+
+def _reading(context: ServiceContext, limit: int) -> AbstractAsyncContextManager[AsyncSession]:
+    return context.database.glance() if limit <= _FEW else context.database.read()
 
 
 async def existing_job(
@@ -230,7 +245,7 @@ async def existing_job(
     param: str = "fine_tuning_job_id",
     whole: bool = False,
 ) -> Job:
-    async with context.database.read() as session:
+    async with context.database.glance() as session:
         job = await find_job(session, job_id, principal.owner, whole=whole)
     if job is None:
         raise not_found("fine-tuning job", job_id, param=param)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
-from fastapi.responses import FileResponse, PlainTextResponse, Response
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT
 from sqlalchemy import Text, cast, func, select
 
 from pantheraml.runs.supervised import SupervisedRun
@@ -41,7 +41,7 @@ WholeJob = Annotated[Job, Depends(_readable_whole)]
 """With its configuration and plan."""
 
 
-def _last_event(last_event_id: Annotated[str | None, Header()] = None) -> int:
+async def _last_event(last_event_id: Annotated[str | None, Header()] = None) -> int:
     number = number_of(last_event_id, "ftevent-") if last_event_id else 0
     if number is None:
         raise ApiError(400, "Last-Event-ID is not the id of an event.", param="Last-Event-ID")
@@ -61,18 +61,24 @@ _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 POINTS = 2000
 
 
-@router.get("/stream", response_class=EventSourceResponse)
+class LiveEvents(StreamingResponse):
+    """Server-sent events that are encoded already. FastAPI's own class encodes each again for each reader."""
+
+    media_type = "text/event-stream"
+
+
+@router.get("/stream", response_class=LiveEvents)
 async def stream_events(
     job: ReadableJob,
     context: Context,
     last: LastEvent,
     request: Request,
-) -> EventSourceResponse:
+) -> LiveEvents:
     """Events as they come, from the first on, or after `Last-Event-ID`. Ends with the job, or the key."""
-    return EventSourceResponse(_told(request, context, job.id, last), headers=_UNBUFFERED)
+    return LiveEvents(_told(context, job.id, last, request), headers=_UNBUFFERED)
 
 
-async def _told(request: Request, context: ServiceContext, job_id: str, last: int) -> AsyncIterator[bytes]:
+async def _told(context: ServiceContext, job_id: str, last: int, request: Request) -> AsyncIterator[bytes]:
     checked = time.monotonic()
     while not context.notifier.closed:
         if time.monotonic() - checked > _CHECK_KEY_SECONDS:

@@ -30,7 +30,7 @@ async def list_models(principal: Reader, context: Context) -> dict[str, Any]:
     query = select(Job).options(columns).where(Job.fine_tuned_model.is_not(None), Job.model_deleted_at.is_(None))
     if principal.owner is not None:
         query = query.where(Job.owner == principal.owner)
-    async with context.database.read() as session:
+    async with context.database.glance() as session:
         tuned = (await session.scalars(query.order_by(Job.created_at))).all()
     data = [_model(base.name, base.created, "pantheraml") for base in context.catalog.models().values()]
     data += [_model(job.fine_tuned_model or "", job.finished_at or job.created_at, job.owner) for job in tuned]
@@ -42,7 +42,7 @@ async def retrieve_model(name: str, principal: Reader, context: Context) -> dict
     base = context.catalog.models().get(name)
     if base is not None:
         return _model(base.name, base.created, "pantheraml")
-    async with context.database.read() as session:
+    async with context.database.glance() as session:
         job = await find_tuned(session, name, principal.owner)
     if job is None:
         raise not_found("model", name, param="model")
@@ -54,7 +54,7 @@ async def delete_model(name: str, request: Request, principal: Submitter, contex
     """Delete a tuned model: its weights, checkpoints and `adapter.tar`. Its job stays, with events and metrics."""
     if name in context.catalog.models():
         raise ApiError(403, f"`{name}` is a base model; the operator removes it from the models folder.", param="model")
-    async with context.database.read() as session:
+    async with context.database.glance() as session:
         job = await find_tuned(session, name, principal.owner)
     if job is None:
         raise not_found("model", name, param="model")

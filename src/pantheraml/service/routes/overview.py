@@ -28,7 +28,7 @@ _INCIDENTS = 20
 async def overview(principal: Reader, context: Context) -> Overview:
     """Devices with their health and holders, the queue and why each job waits, running jobs with the time that is
     left, the newest incidents. Jobs of other users are not named."""
-    async with context.database.read() as session:
+    async with context.database.glance() as session:
         queue, queued = await queue_now(session, context, principal, _QUEUE)
         held = await leases(session)
         return Overview(
@@ -48,7 +48,7 @@ async def overview(principal: Reader, context: Context) -> Overview:
 @router.get("/gpus")
 async def gpus(principal: Reader, context: Context) -> Devices:
     """The GPUs or, without any, the CPU slots of this machine."""
-    async with context.database.read() as session:
+    async with context.database.glance() as session:
         data = await devices_now(session, context, principal, await leases(session))
     return Devices(host=host_now(context), data=data)
 

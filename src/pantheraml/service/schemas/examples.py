@@ -31,6 +31,7 @@ _HOOK = {
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/fine_tuning/jobs": _JOB,
     "/v1/fine_tuning/preview": {"model": "llama-3.2-1b", "training_file": "file-0123456789abcdef01234567", "rows": 3},
+    "/v1/fine_tuning/jobs/{job_id}/samples": {"rows": 4, "max_tokens": 128},
     "/v1/uploads": {
         "bytes": 1_000_000,
         "filename": "rows.jsonl",

@@ -20,7 +20,7 @@ from alembic.config import Config
 from alembic.util.exc import CommandError
 from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.service.store import sqlite
@@ -36,18 +36,17 @@ class Database:
     def __init__(self, url: str) -> None:
         self.is_sqlite = url.startswith("sqlite")
         self._holder: AsyncConnection | None = None
-        options: dict[str, Any] = {"pool_size": 10, "max_overflow": 20, "pool_pre_ping": not self.is_sqlite}
         if self.is_sqlite:
-            options["async_creator"] = partial(sqlite.connect, make_url(url).database)
-        # without values: errors go to the log, and secrets of webhooks are among them
-        self.engine = create_async_engine(url, hide_parameters=True, **options)
+            self.engine, self._glances = _sqlite_engine(url), _sqlite_engine(url, at_once=True)
+        else:
+            # without values: errors go to the log, and secrets of webhooks are among them
+            self.engine = create_async_engine(
+                url, hide_parameters=True, pool_size=10, max_overflow=20, pool_pre_ping=True
+            )
+            event.listen(self.engine.sync_engine, "do_connect", _connect)
+            self._glances = self.engine
         self._writing = asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
         """Writers of this process queue here, since SQLite's own waiting is a sleep that may starve one of them."""
-        if self.is_sqlite:
-            event.listen(self.engine.sync_engine, "connect", _prepare_sqlite)
-            event.listen(self.engine.sync_engine, "begin", _begin_sqlite)
-        else:
-            event.listen(self.engine.sync_engine, "do_connect", _connect)
 
     async def migrate(self) -> None:
         """Migrate the tables to the newest version. ConfigError if that is not possible."""
@@ -69,6 +68,12 @@ class Database:
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         async with AsyncSession(self.engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextlib.asynccontextmanager
+    async def glance(self) -> AsyncIterator[AsyncSession]:
+        """As `read`, for few rows that an index finds: the event loop waits for SQLite, which takes microseconds."""
+        async with AsyncSession(self._glances, expire_on_commit=False) as session:
             yield session
 
     @contextlib.asynccontextmanager
@@ -104,6 +109,7 @@ class Database:
     async def close(self) -> None:
         if self._holder is not None:
             await self._holder.close()
+        await self._glances.dispose()
         await self.engine.dispose()
 
 
@@ -136,6 +142,15 @@ def upgrade(connection: Connection) -> None:
     config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
+
+
+def _sqlite_engine(url: str, *, at_once: bool = False) -> AsyncEngine:
+    creator = partial(sqlite.connect, make_url(url).database, at_once=at_once)
+    # each connection has a thread to start, so none is opened for one use alone
+    engine = create_async_engine(url, hide_parameters=True, pool_size=30, max_overflow=0, async_creator=creator)
+    event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+    event.listen(engine.sync_engine, "begin", _begin_sqlite)
+    return engine
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:

@@ -281,6 +281,15 @@ class DisabledDevice(Base):
     created_at: Mapped[float]
 
 
+class DataFolder(Base):
+    """The one data folder whose files and jobs the database knows."""
+
+    __tablename__ = "data_folder"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """As in `service.id` of that folder."""
+
+
 class Audit(Base):
     """Audit log."""
 

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from pantheraml import __version__
 from pantheraml.base import log
 from pantheraml.service.settings import Settings
-from pantheraml.service.store.database import Database
+from pantheraml.service.store.database import Database, is_away
 from pantheraml.service.store.tables import WebhookDelivery, WebhookEndpoint
 from pantheraml.service.webhooks.signing import signed_headers
 from pantheraml.service.webhooks.targets import TargetError, resolve
@@ -44,8 +44,11 @@ class WebhookSender:
                 while True:
                     try:
                         await self._start_due(client)
-                    except Exception:
-                        logger.exception("webhooks failed once; they are tried again")
+                    except Exception as err:
+                        if is_away(err):
+                            logger.error("the database does not answer; webhooks are tried again: %s", err)
+                        else:
+                            logger.exception("webhooks failed once; they are tried again")
                     await asyncio.sleep(_LOOK_SECONDS)
             finally:
                 tasks = [task for _, task in self._flying.values()]
