@@ -147,7 +147,9 @@ def test_unfinished_jobs_of_a_user(models: Path, tmp_path: Path) -> None:
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
         ):
-            sent = await http.post("/v1/files", files={"file": jsonl(toy.arithmetic(4))}, data={"purpose": "fine-tune"})
+            name, rows = jsonl(toy.arithmetic(4))
+            files = {"file": (name, rows.getvalue())}
+            sent = await http.post("/v1/files", files=files, data={"purpose": "fine-tune"})
             body = {"model": "tiny", "training_file": sent.json()["id"], "pantheraml": {"hold": True}}
             keys = [{"Idempotency-Key": str(number)} for number in (1, 2, 3, 2)]
             answers = [await http.post("/v1/fine_tuning/jobs", json=body, headers=key) for key in keys]
