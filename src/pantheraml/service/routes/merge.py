@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}/merge", tags=["jobs"])
 
 
 async def _tuned(job_id: str, principal: Reader, context: Context) -> Job:
-    job = await existing_job(context, principal, job_id)
+    job = await existing_job(context, principal, job_id, whole=True)
     if State(job.state) is not State.SUCCEEDED or job.fine_tuned_model is None or job.model_deleted_at is not None:
         raise ApiError(400, f"The job is {job.state} and has no model.", param="fine_tuning_job_id", code="no_model")
     if job.config["method"].get("kind") == "full":
