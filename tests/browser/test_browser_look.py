@@ -15,11 +15,16 @@ from typing import Any
 
 import pytest
 import uvicorn
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 
+from pantheraml.base.event_stream import EventWriter
+from pantheraml.base.events import GPUIdentity, HardwareFound, HardwareSampled
 from pantheraml.devices import nvml
 from pantheraml.devices.fake_nvml import FakeNvml
 from pantheraml.planner.known_models import known_config
 from pantheraml.service import Settings, create_app
+from pantheraml.service.store.tables import Job, Stretch
 from tests import toy
 from tests.browser.conftest import accessible, shoot, start_job
 from tests.browser.test_browser_job import drawn
@@ -200,7 +205,7 @@ def gpu_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(known_config("llama-3.1-8b")))
     (folder / "model.safetensors").touch()
-    app = create_app(Settings(tmp_path / "data", folder.parent))
+    app = create_app(Settings(tmp_path / "data", folder.parent, price_per_gpu_hour=2.5))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -240,6 +245,71 @@ def test_the_plan_shows_memory_and_time(gpu_service: str, page: Any, tmp_path: P
     wait_until(lambda: page.locator(".stackbar").get_attribute("aria-label") != shown)
     page.get_by_text("There is no tokenizer in [models]/llama-3.1-8b").wait_for()
     shoot(page, "new-job-gpus")
+
+
+@pytest.fixture
+def gpu_job(gpu_service: str, tmp_path: Path) -> str:
+    """A job that has trained on both GPUs for half an hour, with what their driver told meanwhile."""
+    now, half_an_hour = time.time(), 1800.0
+    job = Job(
+        id="ftjob-gpus", owner="local", state="succeeded", model="llama-3.1-8b", training_file="file-gone", seed=0,
+        hyperparameters={}, config={}, plan={}, processes=2, device="cuda", leased=["gpu:0", "gpu:1"], result_files=[],
+        created_at=now, started_at=now - half_an_hour, finished_at=now, state_at=now, seconds_run=half_an_hour,
+        energy_joules=3.6e6,
+    )  # fmt: skip
+    stretch = Stretch(
+        job_id=job.id, token=1, owner="local", model=job.model, device="cuda", devices=2, energy_joules=3.6e6,
+        started_at=now - half_an_hour, ended_at=now,
+    )  # fmt: skip
+    engine = create_engine(f"sqlite:///{tmp_path / 'data' / 'service.db'}")
+    with Session(engine) as session, session.begin():
+        session.add_all([job, stretch])
+    engine.dispose()
+    gpus = [
+        GPUIdentity(index=index, name="H100", uuid=None, total_bytes=80 << 30, power_limit_watts=700.0)
+        for index in (0, 1)
+    ]
+    folder = tmp_path / "data" / "jobs" / "ftjob-gpus" / "run"
+    folder.mkdir(parents=True)
+    with EventWriter(folder) as emit:
+        emit(HardwareFound(host="here", driver="580", cuda=None, gpus=gpus, cpu_count=8, ram_bytes=64 << 30))
+        for busy in (90.0, 95.0, 97.0):
+            emit(
+                HardwareSampled(
+                    seconds=1.0,
+                    samples=4,
+                    indices=[0, 1],
+                    utilization_percent=[busy, busy - 20],
+                    memory_bytes=[40 << 30, 20 << 30],
+                    temperature_celsius=[61, None],
+                    power_watts=[612.5, 300.0],
+                    cpu_percent=12.0,
+                    ram_bytes=8 << 30,
+                )
+            )
+    return "ftjob-gpus"
+
+
+def test_gpus_over_a_job_and_what_it_cost(gpu_service: str, gpu_job: str, page: Any) -> None:
+    page.goto(f"{gpu_service}/#/job/{gpu_job}?tab=devices")
+    expected = {
+        "GPU utilization, %": [[90, 95, 97], [70, 75, 77]],
+        "GPU memory in use, GiB": [[40] * 3, [20] * 3],
+        "GPU power, W": [[612.5] * 3, [300] * 3],
+        "GPU temperature, °C": [[61] * 3],  # the driver told none of the other
+    }
+    for chart, values in expected.items():
+        wait_until(lambda chart=chart: page.locator(f'section[aria-label="{chart}"] .plot.js-plotly-plot').count())
+        assert [line["y"] for line in drawn(page, chart)] == values, chart
+    assert page.get_by_text("GPU 0: 97 last, at most 97; GPU 1: 77 last, at most 77.").is_visible()
+    assert page.get_by_text("cost, 1 GPU-hours").is_visible()
+    assert page.locator(".figure", has_text="cost").get_by_text("2.5", exact=True).is_visible()
+    shoot(page, "job-gpus")
+    page.goto(f"{gpu_service}/#/jobs")
+    row = page.locator("tr", has=page.get_by_role("link", name="llama-3.1-8b"))
+    for words in ("1 kWh", "2.5"):
+        row.get_by_text(words, exact=True).wait_for()
+    shoot(page, "jobs-gpus")
 
 
 def test_nothing_there_is_said(service: Server, page: Any) -> None:

@@ -90,7 +90,7 @@ async function start() {
 }
 
 signals.addEventListener("signed-out", () => { if (current?.user) { current = { ...current, user: null, scopes: [] }; void show(); } });
-signals.addEventListener("lost", () => say("Connection to the service lost. Jobs go on; trying again.", 0));
+signals.addEventListener("lost", () => say("Connection to the service lost; reconnecting. Jobs are not affected.", 0));
 signals.addEventListener("back", () => say("Connected again."));
 element("sign-out").addEventListener("click", async () => { current = await send("DELETE", "/session"); await show(); });
 

@@ -175,7 +175,7 @@ export class HardwareCharts {
       this.charts.set(title, chart);
       this.element.append(chart.element);
     }
-    const sentence = known.map(line => { const values = /** @type {number[]} */ (line.y.filter(value => value !== null)); return `${line.name} ${number(values.at(-1), 3)} now, at most ${number(Math.max(...values), 3)}`; }).join("; ");
+    const sentence = known.map(line => { const values = /** @type {number[]} */ (line.y.filter(value => value !== null)); return `${line.name}: ${number(values.at(-1), 3)} last, at most ${number(Math.max(...values), 3)}`; }).join("; ");
     chart.show({ x: "time", lines: known, sentence: `${sentence}.`, zero: true, top });
   }
 }

@@ -76,7 +76,7 @@ export async function jobs(main, { signal, may, query }) {
 /** @param {any} queue @param {boolean} mayMove @param {(queue: any) => void} onMoved */
 function queueTable(queue, mayMove, onMoved) {
   const entries = queue.data;
-  if (!entries.length) return h("div", { class: "card empty" }, "Nobody waits.");
+  if (!entries.length) return h("div", { class: "card empty" }, "No job is waiting.");
   const move = async (/** @type {string} */ job, /** @type {string | null} */ before) => {
     try { onMoved(await send("POST", "/v1/queue/move", { job, before })); say("Moved"); }
     catch (err) { say(err instanceof ApiError ? err.message : String(err), 6); }

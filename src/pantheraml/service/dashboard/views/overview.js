@@ -122,7 +122,7 @@ function runningCard(job) {
 
 /** @param {any} now */
 function queuePart(now) {
-  if (!now.queue.length) return h("div", { class: "card empty" }, "Nobody waits.");
+  if (!now.queue.length) return h("div", { class: "card empty" }, "No job is waiting.");
   const rows = now.queue.map((/** @type {any} */ entry) => [
     whole(entry.position),
     entry.job ? h("a", { href: `#/job/${entry.job}`, data: { focus: `queue-${entry.job}` } }, nameOf(entry)) : h("span", { class: "soft" }, "another user's"),

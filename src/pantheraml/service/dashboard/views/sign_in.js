@@ -27,7 +27,7 @@ export function signInView(main, onDone) {
   };
   fill(main, h("form", { class: "signin card stack", on: { submit } },
     h("h1", {}, "Sign in"),
-    field("API key", key, "It begins with pml-. Whoever runs this service makes one with `pantheraml keys create`."),
+    field("API key", key, "It begins with pml-. The administrator of this service makes one with `pantheraml keys create`."),
     problem, h("div", {}, button)));
   key.focus();
 }
