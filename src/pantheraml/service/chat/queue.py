@@ -147,7 +147,8 @@ class ChatQueue:
             self._arrived.clear()
             idle = self._settings.chat_idle_seconds if self._worker is not None else None
             try:
-                await asyncio.wait_for(self._arrived.wait(), idle)
+                async with asyncio.timeout(idle):
+                    await self._arrived.wait()
             except TimeoutError:
                 return None
         return self._waiting.popleft()

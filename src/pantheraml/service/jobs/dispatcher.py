@@ -126,7 +126,8 @@ class Dispatcher:
                     logger.exception("the dispatcher failed once; it tries again")
                 await asyncio.sleep(1.0)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def tick(self) -> None:

@@ -120,7 +120,8 @@ async def ended(job: Job, context: ServiceContext) -> Job:
             if State(current.state) in ENDED:
                 break
             try:
-                await asyncio.wait_for(news.wait(), _LOOK_AGAIN_SECONDS)
+                async with asyncio.timeout(_LOOK_AGAIN_SECONDS):
+                    await news.wait()
             except TimeoutError:
                 continue
     return current

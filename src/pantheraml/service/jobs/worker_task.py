@@ -29,7 +29,8 @@ async def run_task(task: str, folder: Path, limits: Limits, *, seconds: float) -
         start_new_session=True,
     )
     try:
-        await asyncio.wait_for(worker.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await worker.wait()
     except TimeoutError as err:
         raise WorkerError(f"It took more than {seconds:.0f} s.") from err
     finally:

@@ -95,7 +95,8 @@ async def _told(context: ServiceContext, job_id: str, last: int, request: Reques
             if news.more:
                 continue
             try:
-                await asyncio.wait_for(wake.wait(), _LOOK_AGAIN_SECONDS)
+                async with asyncio.timeout(_LOOK_AGAIN_SECONDS):
+                    await wake.wait()
             except TimeoutError:
                 yield KEEPALIVE_COMMENT
 

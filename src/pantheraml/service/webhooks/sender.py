@@ -113,7 +113,8 @@ class WebhookSender:
             request = client.build_request(
                 "POST", target.url, content=body, headers=headers, extensions={"sni_hostname": target.name}
             )
-            response = await asyncio.wait_for(client.send(request, stream=True), TIMEOUT_SECONDS)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                response = await client.send(request, stream=True)
             await response.aclose()  # the body is not needed
         except TargetError as err:
             raise DeliveryError(str(err)) from err
