@@ -11,6 +11,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(model: Path, ranks: int, first: str, aggregation: str = "mean") -> tuple[list[dict[str, Any]], str]:
     """Return what each rank found, and all that was printed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = [str(ROOT / "tests/e2e/unsloth_script.py"), first, str(model), str(BATCH), aggregation]
+    output = Path(tempfile.mkdtemp(dir=model.parent))
+    script = [str(ROOT / "tests/e2e/unsloth_script.py"), first, str(model), str(BATCH), aggregation, str(output)]
     ended = subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else []), *script],
         cwd=model.parent,
@@ -56,9 +58,7 @@ def run(model: Path, ranks: int, first: str, aggregation: str = "mean") -> tuple
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-8000:]
-    found = [json.loads(line.removeprefix("FOUND ")) for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
-    assert len(found) == ranks
-    return found, ended.stdout + ended.stderr
+    return [json.loads((output / f"{rank}.json").read_text()) for rank in range(ranks)], ended.stdout + ended.stderr
 
 
 @pytest.fixture(scope="module")

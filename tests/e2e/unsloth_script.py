@@ -1,7 +1,8 @@
 """Script of test_e2e_unsloth: Unsloth's own model and TRL's trainer; all that is ours is `enable_multi_gpu`.
 
-`unsloth_script FIRST MODEL BATCH AGGREGATION`: FIRST is the library that is imported first; a step has BATCH samples.
-Prints one line of JSON per rank.
+`unsloth_script FIRST MODEL BATCH AGGREGATION OUTPUT`: FIRST is the library that is imported first; a step has BATCH
+samples.
+Each rank writes what it found into the folder OUTPUT.
 """
 
 # ruff: noqa: E402  # the order of imports is what is tested
@@ -11,9 +12,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-FIRST, MODEL, BATCH, AGGREGATION = sys.argv[1:]
+FIRST, MODEL, BATCH, AGGREGATION, OUTPUT = sys.argv[1:]
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -66,6 +68,6 @@ found = {
     "checkpointed": any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
     "reverted": Trainer.__init__ is not patched,
 }
-print("FOUND " + json.dumps(found), flush=True)
+Path(OUTPUT, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

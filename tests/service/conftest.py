@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import asyncpg
 import httpx
 import psutil
 import pytest
@@ -175,12 +178,27 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     database.cleanup()
 
 
+def new_database(url: str) -> str:
+    """URL of another database of the server: each service needs its own."""
+    name = f"of_{uuid.uuid4().hex}"
+
+    async def create() -> None:
+        connection = await asyncpg.connect(url)
+        try:
+            await connection.execute(f"CREATE DATABASE {name}")
+        finally:
+            await connection.close()
+
+    asyncio.run(create())
+    return url.replace("/postgres?", f"/{name}?")
+
+
 @pytest.fixture(scope="session", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.extended)])
 def server(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A service with two CPU slots that all tests share which do not disturb it, on either database."""
     options = ["--cpu-slots", "2"]
     if request.param == "postgresql":
-        options += ["--database-url", request.getfixturevalue("postgresql")]
+        options += ["--database-url", new_database(request.getfixturevalue("postgresql"))]
     shared = Server(tmp_path_factory.mktemp("service") / "data", models, tuple(options)).start()
     yield shared
     left = shared.clean_up()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import httpx
 import openai
 import pytest
@@ -20,7 +19,7 @@ from pantheraml.cli.main import main
 from pantheraml.service import Settings, create_app
 from pantheraml.service.catalog import Catalog
 from tests import toy
-from tests.service.conftest import Server, jsonl, wait_until
+from tests.service.conftest import Server, jsonl, new_database, wait_until
 
 
 def keys(data: Path, *arguments: str) -> Any:
@@ -310,26 +309,11 @@ def test_a_database_has_one_service(
     own_server: Callable[..., Server], postgresql: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A second one would take the first one's jobs for lost, and kill nothing but start them again."""
-    server = own_server("--database-url", _other_database(postgresql))
+    url = new_database(postgresql)
+    server = own_server("--database-url", url)
     folders = ["--data-dir", str(tmp_path / "other"), "--models-dir", str(models)]
-    command = ["serve", "--port", "0", "--database-url", _other_database(postgresql), *folders]
+    command = ["serve", "--port", "0", "--database-url", url, *folders]
     assert main(command) == 2
     assert "Another service is using this database" in capsys.readouterr().err
     server.kill()
     server.start()
-
-
-def _other_database(url: str) -> str:
-    """A second database of the server: the first one may be in use by the shared service."""
-    name = "other"
-
-    async def create() -> None:
-        connection = await asyncpg.connect(url)
-        try:
-            with contextlib.suppress(asyncpg.DuplicateDatabaseError):
-                await connection.execute(f"CREATE DATABASE {name}")
-        finally:
-            await connection.close()
-
-    asyncio.run(create())
-    return url.replace("/postgres?", f"/{name}?")
