@@ -190,7 +190,7 @@ class _Session:
             "checkpointing": "none",
         }
         sizes = {"seq": scale.seq_len, "batch": scale.batch, "steps": scale.steps, "data": "full"}
-        self._case, self._folder = names | sizes, folder
+        self._case, self._folder = {**names, **sizes, "experts": False}, folder
         _free_memory()
         self._data = trl_trainers.dataset(self._case, str(folder / "data.jsonl"))
         self.model, self._tokenizer = trl_run.load_fast(self._case, str(folder / "model"))

@@ -71,7 +71,7 @@ class Bench(accuracy.Bench):
     """Base model as in `accuracy`, and a search for each task."""
 
     def __init__(self, folder: Path, size: accuracy.Size) -> None:
-        super().__init__(folder, size, "lora")
+        super().__init__(folder, size, "lora", "llama")
 
     def search(self, task: str, grid: Sequence[Point]) -> Iterator[dict[str, Any]]:
         limit = int(self.size.code_megabytes * 1e6)

@@ -96,6 +96,7 @@ def test_missing_packages_skip_a_case_and_unselected_cases_do_not_run(tmp_path: 
         "ours-trl-tiny-lora": "not run",
         "unsloth-tiny-lora": "skipped",
         **dict.fromkeys(record_names("dpo", "grpo"), "not run"),
+        **dict.fromkeys(("ours-tiny-experts", "ours-trl-tiny-experts", "hf-tiny-experts"), "not run"),
     }
     assert record["results"][5]["reason"] == "not installed: unsloth, unsloth_zoo, bitsandbytes"
     assert all(list(row) == ROWS for row in record["results"])
@@ -348,7 +349,7 @@ def test_models_of_other_families_are_written(python: Python, tmp_path: Path) ->
 
 def test_unknown_names_are_rejected_with_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", "h2000", "--list"]) == 2
-    assert "known: h200, h200-families, smoke" in capfd.readouterr().err
+    assert "known: h200, h200-families, h200-planner, smoke" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--only", "nothing"]) == 2
     assert "no case of smoke matches nothing" in capfd.readouterr().err
     assert main(["bench", "--suite", "smoke", "--peers", "no/such/folder"]) == 2
