@@ -18,7 +18,8 @@ def section(records: Sequence[Mapping[str, Any]]) -> str:
     grown = (began["memory_peak_bytes"] - began["memory_before_bytes"]) / MIB
     lines = [
         f"Measured on {load['hardware']['cores']} cores with SQLite, the client on the same host "
-        f"([benchmarks](benchmarks.md)):",
+        f"([benchmarks](benchmarks.md)){_conditions(load)}. Readers were connected before reads were timed; many that "
+        "connect at once make answers slower:",
         "",
         f"- {asked['jobs']:,} queued jobs, {asked['readers']} live readers and {asked['reads_per_second']} mixed reads "
         "per second while a job trains:",
@@ -30,6 +31,13 @@ def section(records: Sequence[Mapping[str, Any]]) -> str:
         f"connection breaks leaves {began['broken_leaves_bytes']} bytes.",
     ]
     return "\n".join(lines)
+
+
+def _conditions(record: Mapping[str, Any]) -> str:
+    niceness = record["parameters"]["niceness"]
+    if not niceness:
+        return ""
+    return f", at niceness {niceness} beside other work (load {record['load_before']:.0f})"
 
 
 def with_section(page: str, records: Sequence[Mapping[str, Any]]) -> str:
