@@ -28,16 +28,17 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from trl import RewardConfig, RewardTrainer
+from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 from pantheraml import FastLanguageModel, FastModel, FastVisionModel
 from pantheraml.base.errors import ConfigError, PantheraError, UnsupportedModelError
 from pantheraml.models.fast import is_fused
 from pantheraml.models.quantize.quantized_linear import QuantizedLinear
-from tests import toy
+from tests import toy, toy_vision
 from tests.unit.api.trl_runs import (
     SETTINGS,
     STEPS,
+    fast_model,
     gradient_error,
     largest_update,
     lora,
@@ -211,6 +212,33 @@ def label_trainer(model: Any, folder: Path, output: Path, **changes: Any) -> Tra
     )
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_a_body_in_bf16_has_a_head_in_float32(folder: Path, tmp_path: Path, autocast: bool) -> None:
+    fast = adapted(folder, dtype=torch.bfloat16)
+    record = recorded(reward_trainer(fast, folder, tmp_path, bf16=autocast))
+    assert record.weights[HEAD].dtype == torch.float32
+    assert float((record.weights[HEAD] - record.start[HEAD]).abs().max()) > 1e-3
+    assert record.losses[-1] < record.losses[0]
+
+
+def test_a_reward_model_rewards_in_grpo(folder: Path, tmp_path: Path) -> None:
+    fast = loaded(folder)
+    rewards = []
+    for model in (fast, plain_base(folder, fast)):
+        run = GRPOTrainer(
+            model=fast_model(folder),
+            args=GRPOConfig(output_dir=str(tmp_path), **SETTINGS, max_completion_length=8, num_generations=2),
+            train_dataset=rows("grpo"),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            reward_funcs=[model],
+        )
+        recorded(run)
+        rewards.append([entry["reward"] for entry in run.state.log_history if "reward" in entry])
+    assert len(rewards[0]) == STEPS
+    assert rewards[0] == pytest.approx(rewards[1], rel=1e-5, abs=1e-5)
+    assert len(set(rewards[0])) > 1
+
+
 def test_labels_by_transformers_trainer(folder: Path, tmp_path: Path) -> None:
     """Rows of different lengths, and gradient accumulation."""
     fast = adapted(folder, **LABELS)
@@ -375,6 +403,12 @@ def test_bad_arguments(folder: Path, arguments: dict[str, Any], error: type[Pant
         loaded(folder, **arguments)
 
 
+def test_models_with_vision_are_refused(tmp_path: Path) -> None:
+    folder = toy_vision.write("gemma3", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="is not a text classifier"):
+        loaded(folder)
+
+
 def test_bad_adapter_arguments(folder: Path) -> None:
     with pytest.raises(ConfigError, match="does not support task_type='CAUSAL_LM' for a LlamaForSequenceClass"):
         FastLanguageModel.get_peft_model(loaded(folder), task_type="CAUSAL_LM")
@@ -444,3 +478,11 @@ def test_the_code_of_the_page(folder: Path, tmp_path: Path, monkeypatch: pytest.
     toy.write_jsonl(tmp_path / "my-pairs.jsonl", list(rows("dpo")))
     exec(code, {})
     assert load_file(tmp_path / "my-reward-model/adapter_model.safetensors")[HEAD].shape == (1, 64)
+
+
+def test_packed_rows_are_refused(folder: Path) -> None:
+    ids, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]])
+    with pytest.raises(
+        UnsupportedModelError, match="packs several documents into a row, but a classifier scores whole"
+    ):
+        loaded(folder)(input_ids=ids, position_ids=positions)
