@@ -5,10 +5,14 @@ Ranks draw different random numbers, so only deterministic computation can be co
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+
+from pantheraml.models.module_walk_cache import every_module
 
 _RANDOM = ("drop", "jitter")
 """Substrings of the names that transformers gives to such probabilities."""
@@ -39,12 +43,12 @@ def remove_dropout_from_configs(model: nn.Module) -> frozenset[str]:
 
 def is_random(model: nn.Module) -> bool:
     """Return whether training draws random numbers for each token: by one of these, or by NEFTune's noise."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return any(map(_probabilities, configs.values())) or any(
-        (isinstance(module, _DropoutNd) and module.p > 0)
-        or bool(_probabilities(module))
-        or bool(getattr(module, "neftune_noise_alpha", None))
-        for module in model.modules()
+    states = [vars(module) for module in every_module(model)]
+    configs = {id(config): config for state in states if (config := state.get("config"))}
+    return (
+        any(isinstance(module, _DropoutNd) and module.p > 0 for module in every_module(model))
+        or any(state.get("neftune_noise_alpha") for state in states)
+        or any(map(_probabilities_in, itertools.chain(map(vars, configs.values()), states)))
     )
 
 
@@ -57,9 +61,13 @@ def _zero(holder: Any) -> set[str]:
 
 def _probabilities(holder: Any) -> set[str]:
     """Return the names of those that are not 0."""
+    return _probabilities_in(vars(holder))
+
+
+def _probabilities_in(state: Mapping[str, Any]) -> set[str]:
     return {
         name
-        for name, value in vars(holder).items()
+        for name, value in state.items()
         if isinstance(value, float)
         and value > 0
         and any(word in name for word in _RANDOM)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -29,9 +30,8 @@ def prefix_attention(
 
     Returns [1, S, H, D].
     """
-    prefixes, boundaries = documents.prefixes, documents.boundaries
+    prefixes = documents.prefixes
     assert prefixes is not None
-    assert boundaries is not None
     query, key, value = as_autocast(query, key, value)
     prefixes = prefixes.to_device(key.device)
     queries = query[0].transpose(0, 1)
@@ -39,18 +39,32 @@ def prefix_attention(
     if varlen_kernel_supports(query, value, dropout) and _kernel_aligns_ends(query.device):
         whole = DocumentLayout(prefixes.boundaries, prefixes.max_length)
         return _varlen(queries, keys, values, documents, whole, window=window, scaling=scaling)[None]
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
-    if query.is_cuda:  # reading the boundaries would sync with the device
-        mask = _mask(boundaries, prefixes.boundaries, query.shape[2], key.shape[2], window)
-        return sdpa(query, key, value, mask, dropout=dropout, scaling=scaling).transpose(1, 2).contiguous()
+    out = _one_by_one(queries, keys, values, prefixes.sizes, window=window, dropout=dropout, scaling=scaling)
+    return out[None].contiguous()
+
+
+def _one_by_one(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sizes: Sequence[tuple[int, int]],
+    *,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Attention one document at a time; a mask over all documents would be quadratic in the batch."""
+    own, whole = zip(*sizes, strict=True)
+    pieces = zip(queries.split(own), keys.split(whole), values.split(whole), strict=True)
     parts = []
-    ends = zip(*(itertools.pairwise(each.tolist()) for each in (boundaries, prefixes.boundaries)), strict=True)
-    for (begin, end), (first, last) in ends:
-        own, document = slice(begin, end), slice(first, last)
-        mask = _near(torch.arange(last - first - (end - begin), last - first), torch.arange(last - first), window)
-        piece = query[:, :, own], key[:, :, document], value[:, :, document]
-        parts.append(sdpa(*piece, mask.to(query.device), dropout=dropout, scaling=scaling))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+    for piece in pieces:
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in piece)
+        mask = None
+        if window is not None or query.shape[2] < key.shape[2]:
+            position = torch.arange(key.shape[2], device=key.device)
+            mask = _near(position[-query.shape[2] :], position, window)
+        parts.append(sdpa(query, key, value, mask, dropout=dropout, scaling=scaling)[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 def _varlen(
@@ -82,17 +96,6 @@ def _varlen(
     return out
 
 
-def _mask(own: Tensor, whole: Tensor, queries: int, keys: int, window: int | None) -> Tensor:
-    """[queries, keys]: True where the key is in the query's document, not after it, and within the window.
-
-    `own` and `whole`: boundaries of the ends and of the whole documents; both end with the same token.
-    """
-    position, other = (torch.arange(size, dtype=own.dtype, device=own.device) for size in (queries, keys))
-    document = torch.searchsorted(own, position, right=True)
-    same = document[:, None] == torch.searchsorted(whole, other, right=True)
-    return same & _near(whole[document] - own[document] + position, other, window)
-
-
 def _near(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     """[queries, keys]: True where the key's position is not after the query's, and within the window."""
     distance = query[:, None] - key
@@ -101,25 +104,33 @@ def _near(query: Tensor, key: Tensor, window: int | None) -> Tensor:
 
 @functools.cache
 def _kernel_aligns_ends(device: torch.device) -> bool:
-    """Check on a few tokens that this version's kernel counts from the end of a document, forward and backward."""
-    generator = torch.Generator(device).manual_seed(0)
-    own = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
-    whole = torch.tensor([0, 6, 9], dtype=torch.int32, device=device)
-    with torch.enable_grad():
-        tensors = [
-            torch.randn(size, 2, 64, generator=generator, device=device).bfloat16().requires_grad_()
-            for size in (5, 9, 9)
-        ]
-        layouts = DocumentLayout(own, 3), DocumentLayout(whole, 6)
-        ours = _varlen(tensors[0], tensors[1], tensors[2], *layouts, window=None, scaling=None)
-        mask = _mask(own, whole, 5, 9, None)
-        query, key, value = (tensor.transpose(0, 1)[None].float() for tensor in tensors)
-        theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)[0].transpose(0, 1)
-        pairs = [(ours, theirs)]
-        pairs += zip(*(torch.autograd.grad(out.float().square().sum(), tensors) for out in (ours, theirs)), strict=True)
-    equal = all(bool((a.float() - b.float()).norm() <= 5e-2 * b.float().norm()) for a, b in pairs)
+    """Check on a few tokens that this version's kernel counts from the end of a document, forward and backward.
+
+    In a thread of its own: the caller's may be in autocast, inference mode or a checkpoint, which would count the
+    check's tensors among those to recompute.
+    """
+    with ThreadPoolExecutor(1) as alone:
+        equal = alone.submit(_compare_with_kernel, device).result()
     if not equal:
         logger.warning(
-            "rows that share a prompt attend with a mask: torch's kernel for documents aligns them otherwise"
+            "rows that share a prompt attend one by one: torch's kernel for documents aligns their ends otherwise"
         )
     return equal
+
+
+def _compare_with_kernel(device: torch.device) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = ((2, 6), (3, 3))
+    own, whole = (torch.tensor([0, a, a + b], dtype=torch.int32, device=device) for a, b in zip(*sizes, strict=True))
+    layouts = DocumentLayout(own, 3), DocumentLayout(whole, 6)
+    drawn = [torch.randn(size, 2, 64, generator=generator, device=device).bfloat16() for size in (5, 9, 9)]
+    queries, keys, values = tensors = [tensor.requires_grad_() for tensor in drawn]
+    exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for window in (None, 3):
+        ours = _varlen(queries, keys, values, *layouts, window=window, scaling=None)
+        theirs = _one_by_one(exact[0], exact[1], exact[2], sizes, window=window, dropout=0.0, scaling=None)
+        pairs.append((ours, theirs))
+        gradients = (torch.autograd.grad(o.float().square().sum(), t) for o, t in ((ours, tensors), (theirs, exact)))
+        pairs += zip(*gradients, strict=True)
+    return all(bool((a.float() - b).norm() <= 5e-2 * b.norm()) for a, b in pairs)

@@ -1,14 +1,14 @@
 """Rows that begin with the same tokens, with the common beginning computed once.
 
 The completions of one prompt (GRPO, RLOO) and both answers of a preference pair (DPO) repeat their prompt in every row.
-In a causal model, hidden states of a prefix do not depend on what follows. So only the first of these rows computes it,
+In a causal model, hidden states of a prefix do not depend on what follows. So only one of these rows computes it,
 and the others compute what is their own; attention gives them the keys and values of the whole row. The result and the
 gradients are the same, up to the order of sums.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEAST_TOKENS = 4
-"""Shorter prefixes are not worth the search."""
+_Array = np.ndarray[Any, Any]
 
 
 class SharedPrefixes(NamedTuple):
@@ -32,6 +31,8 @@ class SharedPrefixes(NamedTuple):
     """int32 [rows + 1]: 0, then the end of each whole row."""
     max_length: int
     """Length of the longest whole row."""
+    sizes: tuple[tuple[int, int], ...]
+    """Of each row, how many of its tokens are computed, and its length."""
     first: Tensor
     """First token of the whole rows that each computed token is."""
     repeated: Tensor
@@ -71,52 +72,52 @@ class _WholeRows(torch.autograd.Function):
 class Sharing(NamedTuple):
     """Which tokens of a batch are computed."""
 
-    kept: list[np.ndarray[Any, Any]]
+    kept: list[_Array]
     """Of each row, the indices of its computed tokens within the row."""
     prefixes: SharedPrefixes
 
 
-def find_shared_prefixes(rows: Sequence[np.ndarray[Any, Any]], columns: Sequence[int]) -> Sharing | None:
-    """Find the longest prefix that each row shares with an earlier one; None if no rows share any.
+def find_shared_prefixes(rows: Sequence[_Array], columns: Sequence[int]) -> Sharing | None:
+    """Find the longest prefix that each row shares with others; None if no rows share any.
 
     `rows`: token ids; `columns`: position of the first token. Only rows that begin at the same position can share.
     """
-    sources: list[np.ndarray[Any, Any]] = []
-    kept: list[np.ndarray[Any, Any]] = []
-    alike: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
-    computed = 0
-    for index, (row, column) in enumerate(zip(rows, columns, strict=True)):
-        # A row computes its last token itself, so that no row is empty.
-        earlier = alike[column, row[:LEAST_TOKENS].tobytes()] if len(row) > LEAST_TOKENS else []
-        lengths = [_common(row[:-1], rows[other]) for other in earlier]
-        length = max(lengths, default=0)
-        given = sources[earlier[lengths.index(length)]][:length] if length else np.empty(0, np.int64)
-        own = np.arange(len(row) - length)
-        sources.append(np.append(given, computed + own))
-        kept.append(length + own)
-        computed += len(own)
-        earlier.append(index)
-    source = np.concatenate(sources)
-    if computed == len(source):
+    # In this order, no row before another has more in common with it than the one just before it.
+    order = sorted(range(len(rows)), key=lambda index: (columns[index], rows[index].tobytes()))
+    shared = [0] * len(rows)
+    for before, index in itertools.pairwise(order):
+        if columns[before] == columns[index]:
+            # A row computes its last token itself, so that no row is empty.
+            shared[index] = _common(rows[index][:-1], rows[before])
+    if not any(shared):
         return None
-    return Sharing(kept, _tables(source, computed, [len(row) for row in rows]))
+    kept = [np.arange(length, len(row)) for length, row in zip(shared, rows, strict=True)]
+    starts = np.cumsum([0, *map(len, kept)])
+    sources = [np.empty(0, np.int64)] * len(rows)
+    for before, index in zip([order[0], *order], order, strict=False):
+        sources[index] = np.append(sources[before][: shared[index]], starts[index] + np.arange(len(kept[index])))
+    return Sharing(
+        kept, _tables(np.concatenate(sources), [(len(k), len(row)) for k, row in zip(kept, rows, strict=True)])
+    )
 
 
-def _common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
+def _common(one: _Array, other: _Array) -> int:
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
-def _tables(source: np.ndarray[Any, Any], computed: int, lengths: Sequence[int]) -> SharedPrefixes:
+def _tables(source: _Array, sizes: Sequence[tuple[int, int]]) -> SharedPrefixes:
+    own, lengths = zip(*sizes, strict=True)
     by_token = np.argsort(source, kind="stable")
-    counts = np.bincount(source, minlength=computed)
+    counts = np.bincount(source, minlength=sum(own))
     starts = np.cumsum(counts) - counts
     is_repeated = counts > 1
     return SharedPrefixes(
         source=torch.from_numpy(source),
         boundaries=torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)),
         max_length=max(lengths),
+        sizes=tuple(sizes),
         first=torch.from_numpy(by_token[starts]),
         repeated=torch.from_numpy(np.flatnonzero(is_repeated)),
         copies=torch.from_numpy(by_token[is_repeated[source[by_token]]]),

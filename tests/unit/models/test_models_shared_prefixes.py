@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pantheraml.models import prefix_attention as prefix_attention_module
+from pantheraml.models import shared_prefixes
 from pantheraml.models.attention import shares_prefixes
 from pantheraml.models.block_mask import block_mask
 from pantheraml.models.document_layout import DocumentLayout
-from pantheraml.models.prefix_attention import _mask, prefix_attention
-from pantheraml.models.shared_prefixes import LEAST_TOKENS, Sharing, find_shared_prefixes
+from pantheraml.models.prefix_attention import _kernel_aligns_ends, _near, _one_by_one, prefix_attention
+from pantheraml.models.shared_prefixes import Sharing, find_shared_prefixes
 from pantheraml.models.unpadded import without_padding
 from tests.unit.models.test_models_fast import EXACT, relative_error
 from tests.unit.models.test_models_unpadded import model, scores_and_gradients, seen_shapes
@@ -76,10 +79,16 @@ def test_whole_rows_are_made_of_computed_tokens(padding: str, system: int) -> No
     computed = torch.cat([row[kept] for row, kept in zip(rows, found.kept, strict=True)])
     assert computed[found.prefixes.source].equal(tokens)
     lengths = [len(kept) for kept in found.kept]
-    assert lengths[2] == lengths[2 - 1] - 4 + (len(rows[2]) - len(rows[1]))  # it shares four tokens of a completion
+    # Of each beginning that occurs, the last token is computed once.
+    columns = is_token.int().argmax(1).tolist()
+    beginnings = {
+        (column, *row[: end + 1].tolist()) for row, column in zip(rows, columns, strict=True) for end in range(len(row))
+    }
+    assert sum(lengths) == len(beginnings)
     if padding == "none":
-        assert lengths == [WIDTH, WIDTH - PROMPT, WIDTH - PROMPT - 4, WIDTH - system, WIDTH - PROMPT, WIDTH - PROMPT]
+        assert sum(lengths) == 6 * WIDTH - 4 * PROMPT - 4 - system
     assert found.prefixes.boundaries.diff().tolist() == list(map(len, rows))
+    assert found.prefixes.sizes == tuple(zip(lengths, map(len, rows), strict=True))
 
 
 def test_the_gradient_is_summed_over_all_copies_in_float32() -> None:
@@ -96,14 +105,24 @@ def test_the_gradient_is_summed_over_all_copies_in_float32() -> None:
 def test_who_shares_nothing() -> None:
     row = np.arange(20)
     assert find_shared_prefixes([row, row], [0, 1]) is None  # at other positions
-    assert find_shared_prefixes([row[: LEAST_TOKENS - 1], row], [0, 0]) is None
     assert find_shared_prefixes([row, row + 1], [0, 0]) is None
-    twice = find_shared_prefixes([row, row], [0, 0])
-    assert twice is not None
-    assert list(map(len, twice.kept)) == [20, 1]  # the last token is always computed
-    within = find_shared_prefixes([row, row[:12]], [0, 0])
-    assert within is not None
-    assert list(map(len, within.kept)) == [20, 1]
+    assert find_shared_prefixes([row[:1], row[:1]], [0, 0]) is None
+
+
+@pytest.mark.parametrize("other", [20, 12])
+def test_the_last_token_of_a_row_is_always_computed(other: int) -> None:
+    row = np.arange(20)
+    found = find_shared_prefixes([row, row[:other]], [0, 0])
+    assert found is not None
+    assert sorted(map(len, found.kept)) == ([1, 20] if other == 20 else [8, 12])
+
+
+def test_rows_are_compared_with_one_other_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(shared_prefixes, "_common", lambda one, other: compared.append(len(one)) or 3)
+    rows = [np.array([1, 2, 3, 4 + index, 5]) for index in range(100)]
+    assert find_shared_prefixes(rows, [0] * 100) is not None
+    assert len(compared) == 99
 
 
 def test_what_keeps_rows_whole() -> None:
@@ -125,9 +144,8 @@ def test_what_keeps_rows_whole() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_mask_is_that_of_whole_rows(window: int | None) -> None:
-    own, whole = torch.tensor([0, 2, 5]), torch.tensor([0, 6, 9])  # four tokens before the first document's own
-    square = block_mask(whole, 1, 9, window)[0, 0]
-    assert _mask(own, whole, 5, 9, window).equal(square[[4, 5, 6, 7, 8]])
+    square = block_mask(torch.tensor([0, 6]), 1, 6, window)[0, 0]
+    assert _near(torch.arange(4, 6), torch.arange(6), window).equal(square[4:])
 
 
 def test_attention_that_ignores_prefixes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +156,58 @@ def test_attention_that_ignores_prefixes_is_noticed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("pantheraml.models.attention.prefix_attention", attend)
     assert not shares_prefixes(model().get_base_model())
+
+
+def varlen(aligned: str) -> Any:
+    """In place of the kernel, which needs a GPU: attention that aligns queries with the ends or beginnings of keys."""
+
+    def attend(
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own: DocumentLayout,
+        whole: DocumentLayout,
+        *,
+        window: int | None,
+        scaling: float | None,
+    ) -> Tensor:
+        assert own.boundaries is not None
+        assert whole.boundaries is not None
+        sizes = [(int(a), int(b)) for a, b in zip(own.boundaries.diff(), whole.boundaries.diff(), strict=True)]
+        if aligned == "begin":
+            parts = zip(keys.split([b for _, b in sizes]), values.split([b for _, b in sizes]), sizes, strict=True)
+            begins = [(key[:a], value[:a]) for key, value, (a, _) in parts]
+            keys, values = (torch.cat(list(tensors)) for tensors in zip(*begins, strict=True))
+            sizes = [(a, a) for a, _ in sizes]
+        return _one_by_one(queries, keys, values, sizes, window=window, dropout=0.0, scaling=scaling)
+
+    return attend
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _kernel_aligns_ends.cache_clear()
+    monkeypatch.setattr(prefix_attention_module, "_varlen", varlen(request.param))
+    monkeypatch.setattr(prefix_attention_module, "varlen_kernel_supports", lambda *_: True)
+    yield
+    _kernel_aligns_ends.cache_clear()
+
+
+@pytest.mark.parametrize(("kernel", "right"), [("end", True), ("begin", False)], indirect=["kernel"])
+@pytest.mark.usefixtures("kernel")
+def test_a_kernel_that_aligns_otherwise_is_not_used(right: bool) -> None:
+    with torch.inference_mode():
+        assert _kernel_aligns_ends(torch.device("cpu")) == right
+
+
+@pytest.mark.parametrize("kernel", ["end"], indirect=True)
+@pytest.mark.usefixtures("kernel")
+def test_the_kernel_is_first_checked_within_a_checkpoint() -> None:
+    whole, inputs = model(fuse=False), group()
+    whole.get_base_model().gradient_checkpointing_enable()
+    _kernel_aligns_ends.cache_clear()  # models in float32 are loaded without it, and trained with autocast
+    ours = scores_and_gradients(whole, inputs, unpadded=True)
+    assert _kernel_aligns_ends.cache_info().misses == 1
+    theirs = scores_and_gradients(whole, inputs, unpadded=False)
+    for name, expected in theirs.items():
+        assert relative_error(ours[name], expected) <= EXACT if expected.any() else not ours[name].any(), name
