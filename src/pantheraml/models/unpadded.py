@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from pantheraml.kernels.token_scores import TokenScores
@@ -18,6 +19,7 @@ from pantheraml.models.async_scalars import host_values
 from pantheraml.models.attention import shares_prefixes, uses_document_attention
 from pantheraml.models.document_layout import DocumentLayout
 from pantheraml.models.dropout import is_random
+from pantheraml.models.module_walk_cache import every_module
 from pantheraml.models.shared_prefixes import SharedPrefixes, Sharing, find_shared_prefixes
 
 LEAST_SAVED = 0.15
@@ -71,7 +73,7 @@ def without_padding(model: Any, inputs: dict[str, Any]) -> Unpadded | None:
     if not lengths.any() or gaps.any():
         return None
     sharing = _sharing(model, ids, first, lengths)
-    if sharing is None and is_token.all():
+    if (sharing is None and is_token.all()) or _adapters_depend_on_rows(model):
         return None
     return _one_row(ids, is_token, first, lengths, sharing)
 
@@ -104,6 +106,12 @@ def _sharing(model: Any, ids: Tensor, first: _Array, lengths: _Array) -> Sharing
     if sharing is None or sum(map(len, sharing.kept)) > (1 - LEAST_SAVED) * lengths.sum():
         return None
     return None if model.training and is_random(model) else sharing
+
+
+def _adapters_depend_on_rows(model: Any) -> bool:
+    """Return whether PEFT has told its layers something of each row: its adapter, or where its aLoRA begins."""
+    layer = next((module for module in every_module(model) if isinstance(module, BaseTunerLayer)), None)
+    return layer is not None and bool(layer._forward_pre_hooks_with_kwargs)
 
 
 def _runs_documents(model: Any) -> bool:

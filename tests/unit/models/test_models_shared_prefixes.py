@@ -158,6 +158,16 @@ def test_attention_that_ignores_prefixes_is_noticed(monkeypatch: pytest.MonkeyPa
     assert not shares_prefixes(model().get_base_model())
 
 
+def test_rows_of_adapters_that_depend_on_the_row_keep_padding() -> None:
+    whole = model("llama", fuse=False)
+    whole.peft_config["default"].alora_invocation_tokens = [5, 6]
+    inputs = group(padding="both")
+    inputs["input_ids"][:, PROMPT - 2 : PROMPT] = torch.tensor([5, 6])
+    shapes = seen_shapes(whole)
+    whole(**inputs, fused_lm_head=True)  # PEFT counts from the end of each row where the adapter begins
+    assert shapes[0][:2] == inputs["input_ids"].shape
+
+
 def varlen(aligned: str) -> Any:
     """In place of the kernel, which needs a GPU: attention that aligns queries with the ends or beginnings of keys."""
 
