@@ -20,9 +20,12 @@ from tests.unit.models.test_models_unpadded import model, scores_and_gradients
 TOLERANCE = 2e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # the kernel, and row by row
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(8, 2, 64), (4, 4, 128), (4, 1, 256)])
-def test_ends_attend_like_whole_rows(heads: int, key_heads: int, head_dim: int, window: int | None) -> None:
+def test_ends_attend_like_whole_rows(
+    heads: int, key_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
+) -> None:
     assert _kernel_aligns_ends(torch.device("cuda"))
     tokens = np.concatenate([np.tile(np.arange(130), (3, 1)), 1_000 * (1 + np.arange(3)[:, None]) + np.arange(90)], 1)
     sharing = find_shared_prefixes(tokens, [0, 0, 0])
@@ -33,7 +36,7 @@ def test_ends_attend_like_whole_rows(heads: int, key_heads: int, head_dim: int, 
     documents = DocumentLayout(ends, max(own), prefixes)
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = (heads, key_heads, key_heads)
-    drawn = [torch.randn(1, n, sum(own), head_dim, generator=generator, device="cuda").bfloat16() for n in sizes]
+    drawn = [torch.randn(1, n, sum(own), head_dim, generator=generator, device="cuda").to(dtype) for n in sizes]
     tensors = [tensor.requires_grad_() for tensor in drawn]
     out = prefix_attention(*tensors, documents, window=window, dropout=0.0, scaling=None)  # type: ignore[misc]
     exact = [tensor.detach().float().requires_grad_() for tensor in drawn]
@@ -59,8 +62,12 @@ def _whole(tensors: list[Tensor], prefixes: Any, window: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-def test_scores_and_gradients_are_those_of_whole_rows(family: str) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_scores_and_gradients_are_those_of_whole_rows(family: str, checkpointed: bool) -> None:
     whole = model(family).to("cuda", torch.bfloat16)
+    if checkpointed:
+        whole.get_base_model().gradient_checkpointing_enable()
+        _kernel_aligns_ends.cache_clear()  # the first pass then checks the kernel within a checkpoint
     inputs = {name: tensor.cuda() for name, tensor in group().items()}
     ours = scores_and_gradients(whole, inputs, unpadded=True)
     theirs = scores_and_gradients(whole, inputs, unpadded=False)
