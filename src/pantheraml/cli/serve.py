@@ -24,6 +24,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="processes of jobs at a time without GPUs")
     parser.add_argument(
+        "--jobs-per-gpu", type=int, default=1, metavar="N", help="jobs at a time on a GPU, which share its memory (1)"
+    )
+    parser.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -79,12 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pantheraml.service.serve import serve
     from pantheraml.service.settings import GIB, Settings
 
-    if arguments.cpu_slots is not None and arguments.cpu_slots < 1:
-        raise ConfigError("--cpu-slots must be at least 1.")
-    if arguments.max_running_per_user is not None and arguments.max_running_per_user < 1:
-        raise ConfigError("--max-running-per-user must be at least 1.")
-    if arguments.requests_per_minute < 1:
-        raise ConfigError("--requests-per-minute must be at least 1.")
+    for flag in ("--cpu-slots", "--jobs-per-gpu", "--max-running-per-user", "--requests-per-minute"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} must be at least 1.")
     for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds", "--keep-days"):
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and not 0 <= value < math.inf:
@@ -105,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         insecure=arguments.insecure,
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
+        jobs_per_gpu=arguments.jobs_per_gpu,
         max_file_bytes=int(arguments.max_file_gib * GIB),
         max_user_bytes=int(arguments.max_user_gib * GIB),
         max_running_per_user=arguments.max_running_per_user,

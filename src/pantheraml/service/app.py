@@ -136,7 +136,7 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
                 database, is_open=await _is_open(settings, database), insecure=settings.insecure
             )
             notifier = Notifier()
-            inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+            inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots, settings.jobs_per_gpu)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus], cpu_share=SAMPLER_CPU_SHARE)
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)

@@ -29,6 +29,8 @@ class Settings:
     """Additional host names of the service, as in the header Host."""
     cpu_slots: int | None = None
     """Processes of jobs at a time on a machine without GPUs; None = one per core."""
+    jobs_per_gpu: int = 1
+    """Jobs at a time on a GPU, each with an equal share of its memory."""
     max_file_bytes: int = 2 * GIB
     max_user_bytes: int = 50 * GIB
     """Total size of one user's files."""

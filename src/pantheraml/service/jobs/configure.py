@@ -41,6 +41,7 @@ class JobPlan:
     config: dict[str, Any]
     plan: Plan
     hyperparameters: dict[str, Any]
+    jobs_per_gpu: int = 1
 
     @property
     def devices(self) -> int:
@@ -48,8 +49,14 @@ class JobPlan:
         return max(self.plan.world_size, len(self.plan.device_ids))
 
     @property
+    def predicted_seconds(self) -> float | None:
+        """With other jobs on its GPUs all the time, where they are shared; None: the time is not known."""
+        seconds = self.plan.predicted_seconds
+        return None if seconds is None else seconds * self.jobs_per_gpu
+
+    @property
     def gpu_hours(self) -> float | None:
-        """As predicted; None: the time is not known."""
+        """As predicted, whether others share its GPUs or not; None: the time is not known."""
         if self.plan.device == "cpu":
             return 0.0
         seconds = self.plan.predicted_seconds
@@ -57,11 +64,18 @@ class JobPlan:
 
 
 def configure(
-    request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec, gpus: GPUConfig | None = None
+    request: CreateJob,
+    inputs: Inputs,
+    seed: int,
+    devices: DeviceSpec,
+    gpus: GPUConfig | None = None,
+    *,
+    jobs_per_gpu: int = 1,
+    memory_fraction: float | None = None,
 ) -> JobPlan:
     """Resolve the request on this hardware. Raises what a run would raise before it starts.
 
-    `gpus`: what its user has set for the GPUs.
+    `gpus`: what its user has set for the GPUs. `memory_fraction`: share of their memory that any job may use.
     """
     hyperparameters = _chosen(request, inputs.rows)
     own = request.pantheraml
@@ -90,14 +104,17 @@ def configure(
             },
             "stability": settings.get("stability", {}),
             "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings.get("checkpoint", {})},
-            "parallel": _parallel(own, devices, gpus),
+            "parallel": _parallel(own, devices, gpus, memory_fraction),
             "device": device,
         }
     )
     sequences = None if config.data.packing else float(inputs.rows)
     plan = plan_run(config, devices, outlook=Outlook(sequences), total_memory=True)
     config.parallel.world_size = plan.world_size
-    return JobPlan(config.to_dict(), plan, hyperparameters)
+    if jobs_per_gpu > 1:
+        told = f"up to {jobs_per_gpu} jobs share a GPU: it may take {jobs_per_gpu} times as long as predicted"
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, told)})
+    return JobPlan(config.to_dict(), plan, hyperparameters, jobs_per_gpu)
 
 
 def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
@@ -109,13 +126,15 @@ def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
     }
 
 
-def _parallel(own: OwnSettings, devices: DeviceSpec, gpus: GPUConfig | None) -> dict[str, Any]:
-    chosen: dict[str, Any] = {}
+def _parallel(
+    own: OwnSettings, devices: DeviceSpec, gpus: GPUConfig | None, memory_fraction: float | None
+) -> dict[str, Any]:
+    chosen: dict[str, Any] = {} if memory_fraction is None else {"memory_fraction": memory_fraction}
     if gpus is not None:
         parallel = gpus.to_multi_gpu_config()
-        chosen = {"backend": parallel.backend, "sync_bn": parallel.sync_bn}
+        chosen |= {"backend": parallel.backend, "sync_bn": parallel.sync_bn}
         if devices.gpus:
-            chosen["memory_fraction"] = parallel.memory_fraction
+            chosen["memory_fraction"] = min(gpus.memory_fraction, memory_fraction or 1.0)
     if own.mode == "dataparallel":  # one process; which GPUs it gets is decided when it starts
         indices = [gpu.index for gpu in devices.gpus[: own.processes]]
         return {"mode": own.mode, "device_ids": indices or None, **chosen}

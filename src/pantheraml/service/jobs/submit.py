@@ -56,11 +56,24 @@ async def plan_job(
     inventory = context.dispatcher.inventory
     devices = _devices_for(beside, inventory, body.pantheraml.processes or 1)
     try:
-        planned = await asyncio.to_thread(configure, body, inputs, seed, devices, beside.gpus)
+        planned = await asyncio.to_thread(
+            configure,
+            body,
+            inputs,
+            seed,
+            devices,
+            beside.gpus,
+            jobs_per_gpu=inventory.jobs_per_gpu,
+            memory_fraction=inventory.memory_fraction,
+        )
     except PantheraError as err:
         refused = refusal(err)
-        code = "does_not_fit" if isinstance(err, OutOfMemoryError) else refused.code
-        raise ApiError(400, context.dispatcher.hide(refused.message), code=code) from err
+        code, message = refused.code, context.dispatcher.hide(refused.message)
+        if isinstance(err, OutOfMemoryError):
+            code = "does_not_fit"
+            if inventory.jobs_per_gpu > 1:
+                message += f" {inventory.jobs_per_gpu} jobs share each GPU here, and its memory."
+        raise ApiError(400, message, code=code) from err
     available = len(devices.gpus) or len(inventory.devices)
     if planned.devices > available:
         message = f"It needs {planned.devices} {inventory.kind}s, but there are {available}."
@@ -178,7 +191,7 @@ def _row(body: CreateJob, principal: Principal, planned: JobPlan, seed: int, ide
         hyperparameters=planned.hyperparameters,
         config=planned.config,
         plan=planned.plan.model_dump(mode="json"),
-        predicted_seconds=planned.plan.predicted_seconds,
+        predicted_seconds=planned.predicted_seconds,
         processes=planned.devices,
         device=planned.plan.device,
         priority=body.pantheraml.priority,
