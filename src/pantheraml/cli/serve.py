@@ -68,6 +68,11 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-private-webhooks", action="store_true", help="also send webhooks to this machine and its network"
     )
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="wait while another service has the data, and take its place when it ends",
+    )
     parser.add_argument("--insecure", action="store_true", help="serve other machines without API keys")
     return parser
 
@@ -118,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         open_metrics=arguments.open_metrics,
         chat_idle_seconds=arguments.chat_idle_seconds,
         allow_private_webhooks=arguments.allow_private_webhooks,
+        standby=arguments.standby,
         inference_url=_checked_url(arguments.inference_url),
         inference_key=env.inference_key(),
     )

@@ -27,6 +27,8 @@ class Settings:
     """Serve without keys on an address that others can reach."""
     allowed_hosts: tuple[str, ...] = ()
     """Additional host names of the service, as in the header Host."""
+    standby: bool = False
+    """While another service has the data folder, wait, and take its place when it ends."""
     cpu_slots: int | None = None
     """Processes of jobs at a time on a machine without GPUs; None = one per core."""
     jobs_per_gpu: int = 1

@@ -67,7 +67,7 @@ OPTIONS = {
         *("--host", "--insecure", "--jobs-per-gpu", "--max-file-gib", "--max-hours-per-user", "--max-running-per-user"),
         *("--max-user-gib", "--models-dir", "--port"),
         *("--keep-days", "--open-metrics", "--price-per-gpu-hour", "--requests-per-minute", "--stall-seconds"),
-        *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url"),
+        *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url", "--standby"),
     ],
     "jobs": ["action"],
     "keys": ["action"],
