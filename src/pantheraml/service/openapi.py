@@ -158,7 +158,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         content = {_BYTES[path]: {"schema": {"type": "string", "format": "binary"}}}
         answers["200"]["content"] = content
         answers["206"] = {"description": "The requested range.", "content": content}
-        answers["416"] = {"description": "There is no such range."}
+        answers["416"] = {"$ref": "#/components/responses/Error"}
     if (method, path) == ("post", _FILES):
         operation["requestBody"] = _UPLOAD
     if (method, path) == ("post", _PARTS):

@@ -13,6 +13,7 @@ from typing import Any
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.planner.plan_run import Outlook, plan_run
+from pantheraml.service.jobs.cpu_memory import slots_for
 from pantheraml.service.schemas.fine_tuning import CreateJob, OwnSettings
 from pantheraml.specs.config_file import validate
 from pantheraml.specs.gpu_config import GPUConfig
@@ -42,11 +43,13 @@ class JobPlan:
     plan: Plan
     hyperparameters: dict[str, Any]
     jobs_per_gpu: int = 1
+    slots: int = 1
+    """CPU slots that it takes."""
 
     @property
     def devices(self) -> int:
         """GPUs or CPU slots to lease; one process of mode `dataparallel` uses several."""
-        return max(self.plan.world_size, len(self.plan.device_ids))
+        return max(self.plan.world_size, len(self.plan.device_ids), self.slots)
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -72,10 +75,12 @@ def configure(
     *,
     jobs_per_gpu: int = 1,
     memory_fraction: float | None = None,
+    cpu_slots: int = 1,
 ) -> JobPlan:
     """Resolve the request on this hardware. Raises what a run would raise before it starts.
 
     `gpus`: what its user has set for the GPUs. `memory_fraction`: share of their memory that any job may use.
+    `cpu_slots`: slots that share this machine's memory, if it has no GPU.
     """
     hyperparameters = _chosen(request, inputs.rows)
     own = request.pantheraml
@@ -111,10 +116,16 @@ def configure(
     sequences = None if config.data.packing else float(inputs.rows)
     plan = plan_run(config, devices, outlook=Outlook(sequences), total_memory=True)
     config.parallel.world_size = plan.world_size
+    slots = 1
+    if plan.device == "cpu" and devices.ram_bytes is not None:
+        slots, needed = slots_for(config, plan, cpu_slots, devices.ram_bytes)
+        if slots > plan.world_size and needed is not None:
+            told = f"it takes {slots} of {cpu_slots} CPU slots, as it needs at least {needed / 2**30:.1f} GiB of memory"
+            plan = plan.model_copy(update={"warnings": (*plan.warnings, told)})
     if jobs_per_gpu > 1:
         told = f"up to {jobs_per_gpu} jobs share a GPU: it may take {jobs_per_gpu} times as long as predicted"
         plan = plan.model_copy(update={"warnings": (*plan.warnings, told)})
-    return JobPlan(config.to_dict(), plan, hyperparameters, jobs_per_gpu)
+    return JobPlan(config.to_dict(), plan, hyperparameters, jobs_per_gpu, slots)
 
 
 def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:

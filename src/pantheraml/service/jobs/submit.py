@@ -65,6 +65,7 @@ async def plan_job(
             beside.gpus,
             jobs_per_gpu=inventory.jobs_per_gpu,
             memory_fraction=inventory.memory_fraction,
+            cpu_slots=len(inventory.cards),
         )
     except PantheraError as err:
         refused = refusal(err)
