@@ -34,7 +34,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         help="additional host name of the service; may be repeated",
     )
     parser.add_argument("--max-file-gib", type=float, default=2, metavar="GIB", help="largest file of a user (2)")
-    parser.add_argument("--max-user-gib", type=float, default=50, metavar="GIB", help="all files of a user (50)")
+    parser.add_argument("--max-user-gib", type=float, default=200, metavar="GIB", help="files and jobs of a user (200)")
     parser.add_argument("--max-running-per-user", type=int, metavar="N", help="jobs of a user at a time (no limit)")
     parser.add_argument(
         "--max-hours-per-user", type=float, metavar="HOURS", help="device hours of a user in 30 days (no limit)"

@@ -61,6 +61,7 @@ _ANSWERS: dict[tuple[str, str], type[BaseModel] | tuple[type[BaseModel], ...]] =
     ("get", f"{_JOB}/series"): Series,
     ("get", f"{_JOB}/artifacts"): Page[Artifact],
     ("get", f"{_JOB}/plan"): Plan,
+    ("delete", f"{_JOB}/checkpoints"): Deleted,
     ("get", "/v1/models/{name}"): Model,
     ("delete", "/v1/models/{name}"): Deleted,
     ("post", "/v1/uploads"): UploadAnswer,

@@ -34,8 +34,8 @@ class Settings:
     jobs_per_gpu: int = 1
     """Jobs at a time on a GPU, each with an equal share of its memory."""
     max_file_bytes: int = 2 * GIB
-    max_user_bytes: int = 50 * GIB
-    """Total size of one user's files."""
+    max_user_bytes: int = 200 * GIB
+    """Total size of one user's files and jobs."""
     max_queued_per_user: int = 1000
     requests_per_minute: int = 6000
     """Per key, or per address where there are no keys."""

@@ -136,6 +136,7 @@ async def submit(
     """Queue a job, or return the one that an earlier request with this idempotency key made."""
     if idempotency_key is not None and (earlier := await _earlier(principal, idempotency_key, context)) is not None:
         return earlier
+    await context.quota.require_some(principal.user)
     seed = random_seed() if body.seed is None else body.seed
     planned = await plan_job(body, principal, context, seed, beside)
     job = _row(body, principal, planned, seed, idempotency_key)

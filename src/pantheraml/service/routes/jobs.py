@@ -14,13 +14,16 @@ from fastapi.sse import KEEPALIVE_COMMENT
 from sqlalchemy import Text, cast, func, select
 
 from pantheraml.runs.supervised import SupervisedRun
-from pantheraml.service.auth import Reader
+from pantheraml.service import audit
+from pantheraml.service.auth import Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
 from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
+from pantheraml.service.jobs.delete_model import delete_checkpoints as remove_checkpoints
+from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.jobs.thin import thinned
 from pantheraml.service.jobs.timeline import timeline
 from pantheraml.service.routes.fine_tuning import existing_job
@@ -192,6 +195,21 @@ async def get_artifact(job: ReadableJob, name: str, context: Context) -> StoredF
     if path is None:
         raise not_found("artifact", name, param="name")
     return StoredFile(path, media_type="application/octet-stream", filename=path.name)
+
+
+@router.delete("/checkpoints")
+async def delete_checkpoints(
+    principal: Submitter, job: ReadableJob, request: Request, context: Context
+) -> dict[str, Any]:
+    """Remove the checkpoints of a job that has ended, which count against the quota of its user. Its model stays."""
+    if State(job.state) not in ENDED:
+        message = f"The job is {job.state}: it continues from its checkpoints. Cancel it first."
+        raise ApiError(400, message, param="fine_tuning_job_id", code="wrong_state")
+    async with context.database.write() as session:
+        audit.record(session, principal, "job.delete_checkpoints", job.id, request)
+    await remove_checkpoints(context.database, context.settings, job.id, "by its user")
+    context.quota.measure_again(job.owner)
+    return {"id": job.id, "object": "fine_tuning.job.checkpoints", "deleted": True}
 
 
 @router.get("/plan")
