@@ -24,7 +24,7 @@ from pantheraml.devices.probe import usable_cores
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
-from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
+from pantheraml.service.jobs.ingest import PathHider, damage_event, energy_of, to_job_event
 from pantheraml.service.jobs.inventory import Inventory, card_of, gpu_indices, share_of
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.pace import Pace, pace_of
@@ -303,6 +303,8 @@ class Dispatcher:
             session.add_all(
                 event for each in seen.events if (event := to_job_event(job.id, each, self.hide)) is not None
             )
+            if seen.damaged_lines:
+                session.add(damage_event(job.id, seen.damaged_lines))
             current.events_offset = job.events_offset = seen.offset
             joules = energy_of(seen.events)
             if joules is not None:
