@@ -153,18 +153,18 @@ def decide(
     first: Waiting | None = None
     reserved_at: float | None = None
     order, in_turn = ordered(queue, usage, now), []
+    choices: dict[frozenset[str] | None, _Choice] = {}
     for job in order:
-        mine = [device for device in devices if job.may_have(device)]
-        usable = [device for device in mine if card_of(device) not in unusable]
-        free = _one_per_card([device for device in usable if device not in holders], holders)
+        choice = choices[job.allowed] = choices.get(job.allowed) or _choice(job, devices, unusable, holders)
+        usable, free = choice.usable, choice.free
         position = len(waiting) + 1
         refused = _refused(allowance, running_of[job.owner], (hours or {}).get(job.owner, 0.0))
         if refused is not None:  # it reserves nothing, so that its user's limit does not delay others
             waiting[job.id] = Reason(refused, position, None)
             continue
         if len(free) < job.devices:
-            text = _shortage(job, _cards(mine), len(free), unusable)
-            can_be_served = len(_cards(usable)) >= job.devices
+            text = f"needs {job.devices} of {choice.text}"
+            can_be_served = choice.usable_cards >= job.devices
             if first is None and can_be_served:  # a job that cannot be served must not block the queue
                 missing, gives = job.devices - len(free), _gives(usable, free, holders)
                 first, reserved_at = job, _when_free(missing, active, gives)
@@ -189,6 +189,7 @@ def decide(
             free = apart if len(apart) >= job.devices else free
         starts[job.id] = free[: job.devices]
         holders |= dict.fromkeys(starts[job.id], job.id)
+        choices.clear()
         end = None if job.predicted_seconds is None else now + job.predicted_seconds
         active.append(Running(job.id, job.owner, end))
         running_of[job.owner] += 1
@@ -202,9 +203,25 @@ def _cards(devices: Iterable[str]) -> set[str]:
     return {card_of(name) for name in devices}
 
 
-def _shortage(job: Waiting, cards: set[str], free: int, unusable: Mapping[str, str]) -> str:
+@dataclass(frozen=True)
+class _Choice:
+    """What jobs may have that may use the same GPUs."""
+
+    usable: list[str]
+    usable_cards: int
+    free: list[str]
+    """One share of each GPU."""
+    text: str
+
+
+def _choice(job: Waiting, devices: Sequence[str], unusable: Mapping[str, str], holders: Mapping[str, str]) -> _Choice:
+    mine = [device for device in devices if job.may_have(device)]
+    usable = [device for device in mine if card_of(device) not in unusable]
+    free = _one_per_card([device for device in usable if device not in holders], holders)
+    cards = _cards(mine)
     why = ", ".join(f"{name} {unusable[name]}" for name in sorted(cards) if name in unusable)
-    return f"needs {job.devices} of {len(cards)} devices; {free} free{f' ({why})' if why else ''}"
+    text = f"{len(cards)} devices; {len(free)} free{f' ({why})' if why else ''}"
+    return _Choice(usable, len(_cards(usable)), free, text)
 
 
 def _one_per_card(free: Sequence[str], holders: Mapping[str, str]) -> list[str]:
