@@ -102,7 +102,7 @@ def test_jobs_share_gpus(
             async def ended() -> bool:
                 async with context.database.read() as session:
                     states = (await session.scalars(select(Job.state))).all()
-                return set(states) == {"failed"}
+                return set(states) == {"failed"} and not context.dispatcher._processes
 
             await until(ended)
             async with context.database.read() as session:
@@ -150,11 +150,12 @@ def test_a_job_that_was_planned_alone_gets_its_share(host: Host, models: Path, t
             await http.post("/multigpu/resources/manage", json={"action": "disable", **device})
             body = {"model": "tiny", "training_file": await upload(http)}
             job = (await http.post("/v1/fine_tuning/jobs", json=body)).raise_for_status().json()["id"]
-        async with serving(replace(settings, jobs_per_gpu=2)) as (http, _):
+        async with serving(replace(settings, jobs_per_gpu=2)) as (http, context):
             await http.post("/multigpu/resources/manage", json={"action": "enable", **device})
 
             async def ended() -> bool:
-                return bool((await http.get(f"/v1/fine_tuning/jobs/{job}")).json()["state"] == "failed")
+                state = (await http.get(f"/v1/fine_tuning/jobs/{job}")).json()["state"]
+                return bool(state == "failed" and not context.dispatcher._processes)  # all are reaped
 
             await until(ended)
         parallel = json.loads((settings.jobs / job / "request.json").read_text())["config"]["parallel"]
