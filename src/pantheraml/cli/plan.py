@@ -57,10 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> TrainConfig:
-    from pantheraml.cli.train import config_from
+    from pantheraml.cli.train import config_from, given_overrides
 
-    if arguments.config is None and arguments.data is None and arguments.model is not None:
-        arguments.data = ""  # planned for full sequences
+    if arguments.config is None:
+        given = given_overrides(arguments)
+        if ("model", "path") not in given:
+            raise ConfigError(
+                "Nothing to plan: pass a config file, or --model.",
+                fix='For example: pantheraml plan --model meta-llama/Llama-3.1-8B --gpus "1xH100"',
+            )
+        if ("data", "path") not in given:
+            arguments.data = ""  # planned for full sequences
     return config_from(arguments)
 
 

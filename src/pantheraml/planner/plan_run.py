@@ -140,12 +140,13 @@ def _by_weights_alone(base: Candidate, *, may_change: bool) -> Candidate:
         return base
     why = f"the weights alone need {_gib(size)} of {_gib(capacity)}"
     if not (may_change and may_quantize(base.problem.config, setting)):
+        quantize = "" if setting.frozen_weights == "nf4" else "method.kind=qlora, "
         raise OutOfMemoryError(
             f"This run does not fit into the GPU's memory: {why}.",
-            fix="Use method.kind=qlora, parallel.shard=N on N GPUs, a larger GPU or a smaller model.",
+            fix=f"Use {quantize}parallel.shard=N on N GPUs, a larger GPU or a smaller model.",
         )
     auto = base.problem.config.train.activation_checkpointing == "auto"
-    reasons = {"frozen_weights": why, "train.activation_checkpointing": why}
+    reasons = {"model.precision": why, "frozen_weights": why, "train.activation_checkpointing": why}
     decided = Decided(frozen_weights="nf4", checkpointing="full" if auto else None, reasons=reasons)
     leaner = candidate(base.problem, decided)
     return base if leaner is None else _by_weights_alone(leaner, may_change=False)
