@@ -113,7 +113,7 @@ def plan_run(
     chosen = _decided(base, best)
     others = [each for each in compared if each is not best]
     faster = _faster_quantized(base, best) if resumed is None else None
-    warnings = [] if chosen.fits else [_close_call(chosen.memory)]
+    warnings = [] if chosen.fits else [_close_call(chosen)]
     warnings += _told_of_unlike_gpus(rules, devices)
     finished = _finished(
         chosen, _alternatives(chosen, others, faster), outlook, (f"sizes of the model: {model.source}",)
@@ -404,10 +404,13 @@ def _refuse_if_certain(base: Candidate, compared: list[Candidate]) -> None:
     )
 
 
-def _close_call(memory: MemoryPrediction | None) -> str:
+def _close_call(chosen: Candidate) -> str:
+    memory = chosen.memory
     assert memory is not None
     need, there_is = _gib(_needed(memory)), _gib(memory.capacity_bytes or 0)
-    return f"memory is short: {need} of {there_is} are predicted to be needed; the run may stop with out of memory"
+    told = f"memory is short: {need} of {there_is} are predicted to be needed; the run may stop with out of memory"
+    ways = suggestions(chosen)
+    return f"{told}; these would fit: {'; '.join(ways)}" if ways else told
 
 
 def _told_of_unlike_gpus(plan: Plan, devices: DeviceSpec) -> list[str]:

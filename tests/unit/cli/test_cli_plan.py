@@ -352,3 +352,9 @@ def test_what_is_said_to_fit_fits(
         hardware = gpus if more is None else f"{more[1]}x{gpus.partition('x')[2]}"
         changes = [word for key in re.findall(r"\w+\.\w+=\w+", each) for word in ("--set", key)]
         assert main(["plan", "--model", model, "--gpus", hardware, *arguments, *changes]) == 0, each
+
+
+def test_a_close_call_says_what_would_fit(plan: Any) -> None:
+    made = plan("Llama-3.1-8B", "1xRTX4090", "--method", "qlora", parallel__memory_fraction=0.33)
+    (warning,) = [each for each in made.warnings if "memory is short" in each]
+    assert "these would fit: parallel.shard=" in warning
