@@ -105,7 +105,8 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
     import torch
     import torch.nn.functional as F
 
-    from pantheraml.models.attention import DocumentLayout, _varlen_attention
+    from pantheraml.models.attention_kernels import varlen_attention
+    from pantheraml.models.document_layout import DocumentLayout
 
     flat = [length for row in lengths for length in row]
     boundaries = torch.tensor([0, *itertools.accumulate(flat)], dtype=torch.int32, device=device)
@@ -120,7 +121,7 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
 
     def torchs(query: Any, key: Any, value: Any) -> Any:
         layout = DocumentLayout(boundaries, max(flat))
-        return _varlen_attention(query, key, value, layout, window=None, scaling=None)
+        return varlen_attention(query, key, value, layout, window=None, scaling=None)
 
     def cudnn(query: Any, key: Any, value: Any) -> Any:
         flattened = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
@@ -143,7 +144,8 @@ def _packed_ways(lengths: list[list[int]], device: str) -> dict[str, Attend]:
 def _ours(boundaries: Any, longest: int) -> Attend:
     from torch import nn
 
-    from pantheraml.models.attention import DocumentLayout, document_attention
+    from pantheraml.models.attention import document_attention
+    from pantheraml.models.document_layout import DocumentLayout
 
     module, arguments = nn.Module(), DocumentLayout(boundaries, longest).arguments()
     return lambda query, key, value: document_attention(module, query, key, value, None, **arguments)[0]

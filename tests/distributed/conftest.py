@@ -14,7 +14,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Longer timeouts: the first test of a file waits for several launches."""
     for item in items:
         if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(3 * LIMIT_SECONDS))
+            item.add_marker(pytest.mark.timeout(1.5 * LIMIT_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from pantheraml.base.env import child_environment
 
 REPOSITORY = Path(__file__).parents[2]
-LIMIT_SECONDS = 900.0
+LIMIT_SECONDS = 400.0
 """Timeout of one launch: the longest takes less than a minute on an idle machine."""
 
 

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from pantheraml.data.batch import Batch, collate
 from pantheraml.data.documents import TokenSequence, as_ints
 from pantheraml.engine.step.loss import LossModel
-from pantheraml.models.attention import DocumentLayout, document_attention, use_document_attention
+from pantheraml.models.attention import document_attention, use_document_attention
+from pantheraml.models.document_layout import DocumentLayout
 from tests.gpu.waiting import no_waiting
 
 ROWS, WIDTH = 2, 512

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pantheraml.engine.memory.checkpointing import _selective_contexts
 from pantheraml.models import flash
-from pantheraml.models.attention import DocumentLayout, document_attention
+from pantheraml.models.attention import document_attention
+from pantheraml.models.document_layout import DocumentLayout
 from tests.gpu.test_gpu_attention import LENGTHS, ROWS, WIDTH, check, layout, merged, split
 from tests.gpu.waiting import no_waiting
 

@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pantheraml.models.adapters import apply_method, trainable_parameters
-from pantheraml.models.attention import DocumentLayout, use_document_attention
+from pantheraml.models.attention import use_document_attention
+from pantheraml.models.document_layout import DocumentLayout
 from pantheraml.models.families import head_loss
 from pantheraml.models.fast import fuse, quantize_head_like_layers
 from pantheraml.models.quantize.quantized_linear import quantize_linears

@@ -20,7 +20,8 @@ from pantheraml.kernels.fp8.e4m3 import E4M3
 from pantheraml.kernels.nf4.format import BlockScales, NF4Weight
 from pantheraml.kernels.nf4.to_fp8 import nf4_row_scales, nf4_to_fp8, reference_nf4_to_fp8
 from pantheraml.models.adapters import apply_method, trainable_parameters
-from pantheraml.models.attention import DocumentLayout, use_document_attention
+from pantheraml.models.attention import use_document_attention
+from pantheraml.models.document_layout import DocumentLayout
 from pantheraml.models.fast import fuse
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear

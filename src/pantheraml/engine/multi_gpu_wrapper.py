@@ -6,7 +6,6 @@ relaunching it once. A requested mode that is unavailable is an error; there is 
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,7 +39,7 @@ from pantheraml.parallel import fsdp
 from pantheraml.parallel.device_map import FOR_WEIGHTS, Device, is_split, map_by_split_points, place, split
 from pantheraml.parallel.layout import make_layout
 from pantheraml.parallel.micro_batches import MicroBatches
-from pantheraml.parallel.process_group import World, join_process_group, world_from_process_group
+from pantheraml.parallel.process_group import World, join_process_group, leave_group, world_from_process_group
 from pantheraml.parallel.sharded_loader import (
     BatchWeight,
     rebuilt_loader,
@@ -161,8 +160,7 @@ class MultiGPUWrapper:
         if self._owns_group:
             self._owns_group = False
             if dist.is_initialized():
-                gc.collect()  # a DDP wrapper that outlives the group may deadlock; see process_group.open_world
-                dist.destroy_process_group()
+                leave_group()
         self._mode, self._reason = MultiGPUMode.NONE, "the manager was closed"
 
     # -- model

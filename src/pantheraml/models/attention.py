@@ -15,20 +15,16 @@ rounding.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -36,46 +32,21 @@ from transformers.masking_utils import sdpa_mask
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models import flash
 from pantheraml.models.async_scalars import host_values
-from pantheraml.models.block_mask import block_mask
+from pantheraml.models.attention_kernels import as_autocast, dense_attention, packed_attention
+from pantheraml.models.document_layout import DocumentLayout
 from pantheraml.models.eval_mode import eval_no_grad
+from pantheraml.models.prefix_attention import prefix_attention
 from pantheraml.models.rope import varying_rope
+from pantheraml.models.shared_prefixes import find_shared_prefixes
 from pantheraml.parallel.context import check_heads, heads_to_sequence, sequence_to_heads, shard_sequence
 
 NAME = "pantheraml_documents"
 
-DENSE_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-"""SDPA backends for rows of one document each on a GPU, in order of priority."""
-
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-_KERNEL_MAX_HEAD_DIM = 256
-_KERNEL_CAPABILITY = (8, 0)
 
 
 class UnsupportedScoresError(ValueError):
     """The model modifies attention scores in an unsupported way."""
-
-
-@dataclass(frozen=True)
-class DocumentLayout:
-    """How the tokens of a batch, row by row, are divided into documents. No document crosses rows."""
-
-    boundaries: Tensor | None
-    """int32 [n + 1] on the model's device: 0, then the end of each document; repeated ends are empty documents. None:
-    every row is one document."""
-    max_length: int
-    """Length of the longest document, or an upper bound."""
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for a model that uses document attention."""
-        if self.boundaries is None:
-            return {"max_length_q": self.max_length}
-        return {"cu_seq_lens_q": self.boundaries, "max_length_q": self.max_length}
 
 
 def register() -> None:
@@ -86,6 +57,11 @@ def register() -> None:
 
 def uses_document_attention(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+
+
+def shares_prefixes(model: Any) -> bool:
+    """Return whether rows may share their beginnings; see `shared_prefixes`."""
+    return uses_document_attention(model) and bool(getattr(model, "shares_prefixes", False))
 
 
 def use_document_attention(model: nn.Module) -> str | None:
@@ -106,6 +82,7 @@ def use_document_attention(model: nn.Module) -> str | None:
         try:
             close = _allclose(_packed_rows(whole, body), expected)
             reason = None if close else "computes different values for documents with boundaries than for separate ones"
+            whole.shares_prefixes = close and _allclose(*_shared_rows(whole, body))
         except UnsupportedScoresError as err:
             reason = str(err)
     if reason is None:
@@ -202,6 +179,8 @@ def _obstacle(whole: Any, body: nn.Module) -> str | None:
     return None
 
 
+_SHARED = 10
+"""Tokens that two more probe rows have in common."""
 _PROBE = ((3, 3), (4, 2))
 """Document lengths of two probe rows."""
 
@@ -225,6 +204,26 @@ def _separate_rows(whole: Any, body: nn.Module) -> Tensor:
     positions = torch.arange(max(lengths), device=embedding.device).repeat(len(lengths), 1)
     hidden = body(input_ids=tokens % embedding.shape[0], position_ids=positions, use_cache=False).last_hidden_state
     return torch.cat([hidden[row, :length] for row, length in enumerate(lengths)])
+
+
+def _shared_rows(whole: Any, body: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the hidden states of two rows that begin alike, with the beginning computed once, and as they are."""
+    embedding = whole.get_input_embeddings().weight
+    begin, ends = list(range(_SHARED)), ([_SHARED, _SHARED + 1], [_SHARED + 2, _SHARED + 3])
+    rows = np.array([[*begin, *end] for end in ends]) % embedding.shape[0]
+    sharing = find_shared_prefixes(rows, [0, 0])
+    assert sharing is not None
+    columns = torch.from_numpy(np.concatenate(sharing.kept)).to(embedding.device)
+    own = [0, *itertools.accumulate(map(len, sharing.kept))]
+    boundaries = torch.tensor(own, dtype=torch.int32, device=embedding.device)
+    prefixes = sharing.prefixes.to_device(embedding.device)
+    documents = DocumentLayout(boundaries, rows.shape[1], prefixes)
+    tokens = torch.from_numpy(rows).to(embedding.device)
+    computed = torch.cat([tokens[row, kept] for row, kept in enumerate(sharing.kept)])
+    call = {"input_ids": computed[None], "position_ids": columns[None], **documents.arguments()}
+    shared: Tensor = body(**call, use_cache=False).last_hidden_state
+    separate: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
+    return prefixes.whole_rows(shared[0]), separate.flatten(0, 1)
 
 
 def _allclose(actual: Tensor, expected: Tensor) -> bool:
@@ -284,7 +283,7 @@ def _pass_documents(
         return None
     documents: DocumentLayout | None
     if "max_length_q" in kwargs:
-        documents = DocumentLayout(kwargs.get("cu_seq_lens_q"), kwargs["max_length_q"])
+        documents = DocumentLayout(kwargs.get("cu_seq_lens_q"), kwargs["max_length_q"], kwargs.get("shared_prefixes"))
     elif mask is not None:
         documents = documents_from_padding(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
     elif positions is not None:
@@ -319,7 +318,7 @@ def document_attention(
     H, D]."""
     group = kwargs.pop("context_group", None)
     if group is not None:
-        query, key, value = _as_autocast(query, key, value)
+        query, key, value = as_autocast(query, key, value)
         query, key, value = sequence_to_heads(query, key, value, group)
         out, _ = document_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return heads_to_sequence(out, group), None
@@ -337,21 +336,24 @@ def document_attention(
         )
         return out, None
     documents = _documents_of_call(kwargs, query)
-    window = kwargs.get("sliding_window")
-    if window is not None and window >= documents.max_length:
+    prefixes, window = documents.prefixes, kwargs.get("sliding_window")
+    longest = documents.max_length if prefixes is None else prefixes.max_length
+    if window is not None and window >= longest:
         window = None
+    if prefixes is not None:
+        return prefix_attention(query, key, value, documents, window=window, dropout=dropout, scaling=scaling), None
     if query.is_cuda:
-        query, key, value = _as_autocast(query, key, value)
+        query, key, value = as_autocast(query, key, value)
     if flash.supports(query, key, value, documents.boundaries, window=window, dropout=dropout):
         return flash.attend(query, key, value, documents.boundaries, window=window, scaling=scaling), None
     if documents.boundaries is None and window is None:
-        return _dense_attention(query, key, value, dropout=dropout, scaling=scaling), None
+        return dense_attention(query, key, value, dropout=dropout, scaling=scaling), None
     boundaries = documents.boundaries
     if boundaries is None:
         tokens, width = query.shape[0] * query.shape[2], query.shape[2]
         boundaries = torch.arange(0, tokens + 1, width, dtype=torch.int32, device=query.device)
     documents = DocumentLayout(boundaries, documents.max_length)
-    return _packed_attention(query, key, value, documents, window=window, dropout=dropout, scaling=scaling), None
+    return packed_attention(query, key, value, documents, window=window, dropout=dropout, scaling=scaling), None
 
 
 def _documents_of_call(kwargs: dict[str, Any], query: Tensor) -> DocumentLayout:
@@ -360,136 +362,6 @@ def _documents_of_call(kwargs: dict[str, Any], query: Tensor) -> DocumentLayout:
     if "max_length_q" in kwargs:
         # Use the row length under torch.compile, or every batch's longest document would trigger a recompile.
         longest = width if torch.compiler.is_compiling() else kwargs["max_length_q"]
-        return DocumentLayout(kwargs.get("cu_seq_lens_q"), longest)
+        return DocumentLayout(kwargs.get("cu_seq_lens_q"), longest, kwargs.get("shared_prefixes"))
     positions = kwargs.get("position_ids")
     return DocumentLayout(None, width) if positions is None else documents_from_positions(positions, query.shape[0])
-
-
-def _dense_attention(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, scaling: float | None) -> Tensor:
-    """Causal attention over whole rows."""
-    backends = sdpa_kernel(DENSE_BACKENDS, set_priority=True) if query.is_cuda else contextlib.nullcontext()
-    with backends:
-        out = _sdpa(query, key, value, None, dropout=dropout, scaling=scaling)
-    return out.transpose(1, 2).contiguous()
-
-
-def _packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: DocumentLayout,
-    *,
-    window: int | None,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
-    boundaries = documents.boundaries
-    assert boundaries is not None
-    query, key, value = _as_autocast(query, key, value)
-    if _varlen_kernel_supports(query, value, dropout):
-        return _varlen_attention(query, key, value, documents, window=window, scaling=scaling)
-    if query.is_cuda or torch.compiler.is_compiling():  # reading the boundaries would sync with the device
-        mask = block_mask(boundaries, query.shape[0], query.shape[2], window)
-        return _sdpa(query, key, value, mask, dropout=dropout, scaling=scaling).transpose(1, 2).contiguous()
-    return _per_document_attention(query, key, value, boundaries, window=window, dropout=dropout, scaling=scaling)
-
-
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the autocast dtype: autocast does not cover these kernels, and RoPE leaves query and key wider than
-    value."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
-
-
-def _varlen_kernel_supports(query: Tensor, value: Tensor, dropout: float) -> bool:
-    head_dim = query.shape[-1]
-    return (
-        query.is_cuda
-        and query.dtype in _KERNEL_DTYPES
-        and dropout == 0.0
-        and head_dim == value.shape[-1]
-        and head_dim % 8 == 0
-        and head_dim <= _KERNEL_MAX_HEAD_DIM
-        and _has_varlen_kernel(query.device)
-    )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_varlen_kernel(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _KERNEL_CAPABILITY
-
-
-def _varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: DocumentLayout, *, window: int | None, scaling: float | None
-) -> Tensor:
-    """Flash kernel over all rows concatenated; it takes grouped heads and strided inputs directly.
-
-    Calls the aten operator, which autograd and torch.compile support, instead of
-    `torch.nn.attention.varlen.varlen_attn`, whose arguments differ between releases (causality, grouped heads).
-    """
-    rows, _, width, _ = query.shape
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        *flat,
-        documents.boundaries,
-        documents.boundaries,
-        documents.max_length,
-        documents.max_length,
-        0.0,
-        True,
-        False,
-        scale=scaling,
-        window_size_left=-1 if window is None else window - 1,  # transformers' window includes the token itself
-        window_size_right=0,
-    )[0]
-    return out.unflatten(0, (rows, width))
-
-
-def _per_document_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Tensor,
-    *,
-    window: int | None,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
-    """Attention one document at a time."""
-    rows, width = query.shape[0], query.shape[2]
-    ends = boundaries.tolist()
-    parts = []
-    for begin, end in itertools.pairwise(ends):
-        if begin == end:
-            continue
-        row, first = divmod(begin, width)
-        piece = (slice(row, row + 1), slice(None), slice(first, first + end - begin))
-        mask = None
-        if window is not None and window < end - begin:
-            mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-        parts.append(_sdpa(query[piece], key[piece], value[piece], mask, dropout=dropout, scaling=scaling))
-    return torch.cat(parts, dim=2).transpose(1, 2).reshape(rows, width, query.shape[1], value.shape[-1]).contiguous()
-
-
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, dropout: float, scaling: float | None
-) -> Tensor:
-    """SDPA, causal if there is no mask."""
-    groups = query.shape[1] // key.shape[1]
-    native = query.is_cuda and mask is None and query.dtype in _KERNEL_DTYPES
-    if (
-        groups > 1 and not native
-    ):  # otherwise grouped heads fall back to the math backend, which materializes all scores
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=groups > 1 and native,
-    )

@@ -353,7 +353,7 @@ def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     if unpadded is None:
         scores = head_scores(head, hidden, labels, targets.count(), deferred)
     else:
-        scores = head_scores(head, hidden, unpadded.take(labels), targets.count(), deferred)
+        scores = head_scores(head, unpadded.rows(hidden), unpadded.take(labels), targets.count(), deferred)
         scores = unpadded.put_back(scores, labels.shape)
     # Sliced here rather than from the hidden states, which would copy them.
     last = None if inputs.get("shift_labels") is not None else -1

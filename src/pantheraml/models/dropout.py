@@ -37,8 +37,27 @@ def remove_dropout_from_configs(model: nn.Module) -> frozenset[str]:
     return frozenset[str]().union(*(_zero(config) for config in configs.values()))
 
 
+def is_random(model: nn.Module) -> bool:
+    """Return whether training draws random numbers for each token: by one of these, or by NEFTune's noise."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return any(map(_probabilities, configs.values())) or any(
+        (isinstance(module, _DropoutNd) and module.p > 0)
+        or bool(_probabilities(module))
+        or bool(getattr(module, "neftune_noise_alpha", None))
+        for module in model.modules()
+    )
+
+
 def _zero(holder: Any) -> set[str]:
-    probabilities = {
+    probabilities = _probabilities(holder)
+    for name in probabilities:
+        setattr(holder, name, 0.0)
+    return probabilities
+
+
+def _probabilities(holder: Any) -> set[str]:
+    """Return the names of those that are not 0."""
+    return {
         name
         for name, value in vars(holder).items()
         if isinstance(value, float)
@@ -46,6 +65,3 @@ def _zero(holder: Any) -> set[str]:
         and any(word in name for word in _RANDOM)
         and not name.startswith(_OTHER_HEADS)
     }
-    for name in probabilities:
-        setattr(holder, name, 0.0)
-    return probabilities

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,6 +128,23 @@ def _limit_memory(plan: Plan, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(plan.memory_fraction, each)
 
 
+_left: list[dist.ProcessGroup | None] = []
+"""Groups left by this process."""
+
+
+def leave_group() -> None:
+    """Destroy the process group, also while a script still holds a DDP wrapper.
+
+    The wrapper would be the group's last owner, and deleting it would join gloo's threads with the GIL held, for which
+    one of them may be waiting to drop the tensors of the last collective: a deadlock. So the group lives on, idle, and
+    its threads get the GIL now.
+    """
+    gc.collect()
+    _left.append(dist.group.WORLD)
+    dist.destroy_process_group()
+    time.sleep(0.02)
+
+
 class NotNeededError(Exception):
     """All ranks agreed to continue without this process; it should exit with success."""
 
@@ -187,7 +205,4 @@ def open_world(
     try:
         yield World(place.rank, place.world_size, device, long_timeout_group, layout)
     finally:
-        # A surviving DDP wrapper would be the group's last owner and join gloo's threads while holding the GIL, for
-        # which one of them may be waiting: a deadlock.
-        gc.collect()
-        dist.destroy_process_group()
+        leave_group()

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pantheraml.engine.memory.checkpointing import _selective_contexts
 from pantheraml.models import flash
-from pantheraml.models.attention import DocumentLayout, document_attention
+from pantheraml.models.attention import document_attention
 from pantheraml.models.block_mask import block_mask
+from pantheraml.models.document_layout import DocumentLayout
 
 ROWS, WIDTH, HEADS, KEY_HEADS, HEAD_DIM = 2, 24, 4, 2, 8
 ENDS = [0, 9, 12, 24, 24, 25, 42, 48, 48]

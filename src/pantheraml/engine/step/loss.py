@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pantheraml.models.attention import DocumentLayout, uses_document_attention
+from pantheraml.models.attention import uses_document_attention
+from pantheraml.models.document_layout import DocumentLayout
 from pantheraml.models.families import PlainHead, head_of, plain_head
 from pantheraml.models.router_loss import RouterLoss, RouterSums
 

@@ -23,7 +23,8 @@ from pantheraml.data.batch import Batch
 from pantheraml.data.uniform_shapes import UniformBatches, make_uniform
 from pantheraml.engine.step.loss import summed_loss
 from pantheraml.models.adapters import parameter_count
-from pantheraml.models.attention import DocumentLayout, uses_document_attention
+from pantheraml.models.attention import uses_document_attention
+from pantheraml.models.document_layout import DocumentLayout
 from pantheraml.models.eval_mode import eval_no_grad
 from pantheraml.models.families import PlainHead, plain_head
 from pantheraml.models.lazy_weights import materialize, materialize_per_layer
