@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,10 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.price is not None and not arguments.price > 0:
-        raise ConfigError(f"--price must be more than 0, not {arguments.price:g}.", fix="For example: --price 2.50")
+    if arguments.price is not None and not 0 < arguments.price < math.inf:
+        raise ConfigError(
+            f"--price must be more than 0, and finite, not {arguments.price:g}.", fix="For example: --price 2.50"
+        )
     config = _config(arguments)
     plan, facts, devices = _plan(arguments, config)
     if arguments.json:

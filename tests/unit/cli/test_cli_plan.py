@@ -187,6 +187,7 @@ def test_what_cannot_fit_is_refused_with_changes_that_would(capsys: pytest.Captu
         (["--model", "Llama-3.1-9B", "--gpus", "1xH200"], "llama-3.1-8b"),
         (["--model", "Llama-3.1-8B", "--gpus", "0xH200"], "does not describe a cluster"),
         (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--price", "-1"], "--price must be more than 0"),
+        (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--price", "inf"], "finite, not inf"),
         (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--set", "data.seq_len=0"], "data.seq_len"),
         (["--model", "Llama-3.1-8B", "--gpus", LARGE], "too small for 512 processes"),
         (["--gpus", "1xH200"], "Nothing to plan: pass a config file, or --model."),

@@ -20,10 +20,10 @@ SMALL_SEGMENT, SHARED_SEGMENT = 2 * MIB, 20 * MIB
 class Block:
     """A part of a segment."""
 
-    __slots__ = ("after", "before", "number", "size", "small")
+    __slots__ = ("after", "before", "is_free", "number", "size", "small")
 
     def __init__(self, size: int, number: int, *, small: bool) -> None:
-        self.size, self.number, self.small = size, number, small
+        self.size, self.number, self.small, self.is_free = size, number, small, False
         self.before: Block | None = None
         self.after: Block | None = None
 
@@ -33,19 +33,18 @@ class Allocator:
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """Free blocks of small and of large tensors: size and number, the smallest first."""
-        self._blocks: dict[int, Block] = {}
-        """Free blocks by number."""
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        """Free blocks of small and of large tensors, with size and number, the smallest first."""
         self._count = 0
 
     def allocate(self, size: int) -> Block:
         size = round_up(max(size, 1), UNIT)
         small = size <= SMALL
         free = self._free[small]
-        place = bisect_left(free, (size, 0))
+        place = bisect_left(free, (size,))
         if place < len(free):
-            block = self._blocks.pop(free.pop(place)[1])
+            block = free.pop(place)[2]
+            block.is_free = False
         else:
             segment = SMALL_SEGMENT if small else SHARED_SEGMENT if size < LARGE else round_up(size, SEGMENT)
             block = self._block(segment, small=small)
@@ -55,29 +54,31 @@ class Allocator:
         if rest >= UNIT if small else rest > UNSPLIT:
             self._split(block, size)
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return block
 
     def free(self, block: Block) -> None:
         self.allocated -= block.size
-        for other in (block.before, block.after):
-            if other is not None and other.number in self._blocks:
-                self._take(other)
-                block.size += other.size
-                if other is block.before:
-                    block.before = other.before
-                    if other.before is not None:
-                        other.before.after = block
-                else:
-                    block.after = other.after
-                    if other.after is not None:
-                        other.after.before = block
+        before, after = block.before, block.after
+        if before is not None and before.is_free:
+            self._take(before)
+            block.size += before.size
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.is_free:
+            self._take(after)
+            block.size += after.size
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
         self._give(block)
 
     def empty_cache(self) -> None:
         """Give segments back to the driver that nothing is left of."""
-        whole = [each for each in self._blocks.values() if each.before is None and each.after is None]
-        for block in whole:
+        found = (each for free in self._free.values() for _, _, each in free)
+        for block in [each for each in found if each.before is None and each.after is None]:
             self._take(block)
             self.reserved -= block.size
 
@@ -94,10 +95,10 @@ class Allocator:
         self._give(rest)
 
     def _give(self, block: Block) -> None:
-        self._blocks[block.number] = block
-        insort(self._free[block.small], (block.size, block.number))
+        block.is_free = True
+        insort(self._free[block.small], (block.size, block.number, block))
 
     def _take(self, block: Block) -> None:
-        del self._blocks[block.number]
+        block.is_free = False
         free = self._free[block.small]
         del free[bisect_left(free, (block.size, block.number))]
