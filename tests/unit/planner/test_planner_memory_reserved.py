@@ -98,6 +98,7 @@ def test_everything_freed_joins_to_whole_segments_again() -> None:
         FULL,
         FULL.model_copy(update={"cuda_graph": True}),
         FULL.model_copy(update={"activation_checkpointing": "selective"}),
+        FULL.model_copy(update={"dims": ParallelDims(pipeline=4), "accumulation": 4}),
     ],
 )
 def test_the_simulated_step_allocates_what_is_predicted(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

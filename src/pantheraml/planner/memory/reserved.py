@@ -123,12 +123,13 @@ class _Pass:
                 self._hold(layer.recomputed)
             self._free(gathered)
         self._loss()
-        for _ in range(step.passes * step.layers):
+        for number in range(step.passes * step.layers):
             gathered = self._allocate(step.gathered)
             recomputed = self._allocate(layer.recomputed)
             for moment in layer.moments:
                 self._hold(moment)
-            self._gradients += self._allocate(self._layer_gradients)
+            if number < step.layers:  # later passes add to them
+                self._gradients += self._allocate(self._layer_gradients)
             self._free([*recomputed, *kept.pop(), *gathered])
         added = self._allocate([step.summed_gradient])
         self._gradients += self._allocate(step.outer_gradients)
