@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from pantheraml.base import log
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.models import flash
 from pantheraml.models.async_scalars import host_values
@@ -39,6 +40,8 @@ from pantheraml.models.prefix_attention import prefix_attention
 from pantheraml.models.rope import varying_rope
 from pantheraml.models.shared_prefixes import find_shared_prefixes
 from pantheraml.parallel.context import check_heads, heads_to_sequence, sequence_to_heads, shard_sequence
+
+logger = log.get(__name__)
 
 NAME = "pantheraml_documents"
 
@@ -82,7 +85,7 @@ def use_document_attention(model: nn.Module) -> str | None:
         try:
             close = _allclose(_packed_rows(whole, body), expected)
             reason = None if close else "computes different values for documents with boundaries than for separate ones"
-            whole.shares_prefixes = close and _allclose(*_shared_rows(whole, body))
+            whole.shares_prefixes = close and _can_share(whole, body)
         except UnsupportedScoresError as err:
             reason = str(err)
     if reason is None:
@@ -206,6 +209,14 @@ def _separate_rows(whole: Any, body: nn.Module) -> Tensor:
     return torch.cat([hidden[row, :length] for row, length in enumerate(lengths)])
 
 
+def _can_share(whole: Any, body: nn.Module) -> bool:
+    try:
+        return _allclose(*_shared_rows(whole, body))
+    except Exception as err:  # noqa: BLE001 - a family's code may raise anything; rows stay whole
+        logger.debug("rows of %s share no prompts: %s", type(whole).__name__, err)
+        return False
+
+
 def _shared_rows(whole: Any, body: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the hidden states of two rows that begin alike, with the beginning computed once, and as they are."""
     embedding = whole.get_input_embeddings().weight
@@ -222,7 +233,8 @@ def _shared_rows(whole: Any, body: nn.Module) -> tuple[Tensor, Tensor]:
     computed = torch.cat([tokens[row, kept] for row, kept in enumerate(sharing.kept)])
     call = {"input_ids": computed[None], "position_ids": columns[None], **documents.arguments()}
     shared: Tensor = body(**call, use_cache=False).last_hidden_state
-    separate: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
+    positions = torch.arange(rows.shape[1], device=embedding.device).expand(tokens.shape)
+    separate: Tensor = body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
     return prefixes.whole_rows(shared[0]), separate.flatten(0, 1)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEAST_TOKENS = 8
+LEAST_TOKENS = 4
 """Shorter prefixes are not worth the search."""
 
 
