@@ -1,7 +1,7 @@
 """Run a folder of notebooks written for Unsloth, with the import changed to pantheraml, on a CPU.
 
     git clone https://github.com/unslothai/notebooks
-    pip install --no-deps torchvision timm langid
+    pip install --no-deps torchvision timm langid scikit-learn scipy joblib threadpoolctl
     python tools/run_notebooks.py notebooks/nb --output results.json --table results.md
 
 Models are tiny and random, data sets synthetic, steps few; loading, adapters, trainers, generation and saving are the

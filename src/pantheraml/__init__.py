@@ -105,7 +105,7 @@ _UNSLOTH_NAMES = {
 
 
 _NOT_SUPPORTED = {
-    "FastSentenceTransformer": "embedding models: decoders with a language-model head are trained",
+    "FastSentenceTransformer": "embedding models: language models and classifiers are trained",
     "launch_openenv": "servers of OpenEnv: a reward function can call an environment itself",
     "is_port_open": "servers of OpenEnv: a reward function can call an environment itself",
 }

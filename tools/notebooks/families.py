@@ -42,6 +42,8 @@ class Family:
     """Name of the recipe in processors.py; None: text only."""
     config_only: bool = False
     """The product refuses the architecture when it reads the config: no weights are made."""
+    encoder: bool = False
+    """Its published weights fill in masks."""
 
 
 _CHATML = Turns("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n", bos=False)
@@ -133,6 +135,9 @@ def _mistral(
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES: tuple[tuple[str, Family], ...] = (
+    (r"ModernBERT", Family(
+        "modernbert", "[CLS]", "[SEP]", "[PAD]", None, ("[MASK]",), {"max_position_embeddings": 8192}, encoder=True,
+    )),
     (r"gpt-oss", Family(
         "gpt_oss", "<|startoftext|>", "<|return|>", "<|endoftext|>", _HARMONY, _HARMONY_TOKENS,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "max_position_embeddings": 131072},

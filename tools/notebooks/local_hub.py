@@ -135,7 +135,7 @@ def _prepend_bos(backend: Any, tokenizer: Any) -> None:
 def build_model(family: Family, folder: Path) -> None:
     """Write a random model of the family to `folder`, with its tokenizer or processor."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     tokenizer = build_tokenizer(family)
     ids = {
@@ -150,7 +150,8 @@ def build_model(family: Family, folder: Path) -> None:
         torch.manual_seed(0)
         if family.processor is None:
             config = AutoConfig.for_model(family.model_type, **{**_COMMON, **ids, **family.sizes})
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model_class = AutoModelForMaskedLM if family.encoder else AutoModelForCausalLM
+            model = model_class.from_config(config, dtype=torch.bfloat16)
             tokenizer.save_pretrained(folder)
         else:
             from tools.notebooks.multimodal import build_multimodal

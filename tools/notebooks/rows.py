@@ -209,6 +209,7 @@ _MAKERS: tuple[tuple[str, Callable[[int], Row]], ...] = (
     (r"gsm8k", _gsm8k),
     (r"MathVista", _math_vista),
     (r"wikipedia", lambda n: {"id": str(n), "url": "u", "title": f"Title {n}", "text": sentence(n) * 3}),
+    (r"dair-ai/emotion", lambda n: {"text": sentence(n), "label": n % 6}),
     (r"TinyStories", lambda n: {"text": sentence(n) * 3}),
     (r"TxT360", _agent),
     (r"mobile-actions", lambda n: {"messages": _tool_messages(n), "tools": [_TOOL], "metadata": "train"}),

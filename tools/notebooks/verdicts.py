@@ -40,8 +40,7 @@ class Result:
 
 # The first pattern found in the code decides.
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    (r"FastSentenceTransformer", "embedding models: decoders with a language-model head are trained"),
-    (r"ForSequenceClassification|num_labels", "encoders with a classification head: decoders are trained"),
+    (r"FastSentenceTransformer", "embedding models: language models and classifiers are trained"),
     (r"WhisperFor|CsmFor|csm-1b", "speech models: models that answer in text are trained"),
     (r"kadirnar/Emilia", "audio in the training data"),
     (r"Temporal_Caption_Bench", "videos in the training data"),
@@ -84,8 +83,10 @@ def reason_not_supported(code: str) -> str | None:
 
 def category_of(name: str, code: str) -> str:
     """Return the kind of training."""
-    if re.search(r"FastSentenceTransformer|num_labels", code):
-        return "encoders and embeddings"
+    if "FastSentenceTransformer" in code:
+        return "embeddings"
+    if "num_labels" in code:
+        return "classifiers"
     if re.search(r"TTS|Whisper|Audio|Multimodal", name):
         return "speech and audio"
     vision = "FastVisionModel" in code and not re.search(r"Reinforcement|\(E2B\)_GRPO", name)

@@ -53,10 +53,11 @@ from pantheraml.hooks.unsloth_arguments import (
 )
 from pantheraml.models.adapters import apply_method, base_name
 from pantheraml.models.causal_lm import FastCausalLM, make_fast
+from pantheraml.models.classifier import labels_of_adapter, make_fast_classifier, take_labels, use_padding_of
 from pantheraml.models.fast import release_layer_graphs
 from pantheraml.models.load_finetuned import adapter_base, load_adapter
 from pantheraml.models.loader import kind_to_load, load_model, read_config
-from pantheraml.models.model_kind import TEXT, ModelKind
+from pantheraml.models.model_kind import CLASSIFIER, TEXT, VISION, ModelKind, is_classifier
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange, plan_rope
@@ -76,6 +77,7 @@ from pantheraml.specs.train import ModelConfig
 logger = log.get(__name__)
 
 NO_PACKING = PackingSupport((), "rows of vision-language models have positions and masks that depend on their images")
+NO_PACKED_SCORES = PackingSupport((), "a classifier scores whole rows")
 
 
 class FastLanguageModel:
@@ -104,6 +106,7 @@ class FastLanguageModel:
         fast_inference: bool = False,
         rope_scaling: Mapping[str, Any] | None = None,
         auto_model: Any = None,
+        random_state: int = 3407,
         **others: Any,
     ) -> tuple[PreTrainedModel, Any]:
         """Load a model and its tokenizer.
@@ -118,6 +121,9 @@ class FastLanguageModel:
         devices) and the GPU supports it; the loss matches bf16, see docs/benchmarks.md. With `full_finetuning`, True
         means fp8 matmuls in the decoder layers; their weights keep their dtype. `load_in_16bit`: no quantization.
         `fast_inference`: `model.fast_generate` uses vLLM where that is installed; else our own batched generation.
+        `auto_model=AutoModelForSequenceClassification` or `num_labels` load a classifier, such as a reward model, with
+        `id2label`, `label2id` and `problem_type` as in transformers. A head that the checkpoint does not have is drawn
+        from `random_state`.
         `token` is used to download this model. `use_gradient_checkpointing` is the default of `get_peft_model`.
         `device_map` None: this process's GPU, or the CPU if there is none. Or a device, or a mapping from modules to
         devices; or auto, balanced, sequential, which spread the layers over all GPUs if multi-GPU is enabled, and mean
@@ -130,7 +136,7 @@ class FastLanguageModel:
         log.start_for_scripts()
         dtype, device_map = translate_unsloth_loading(dtype, device_map, others)
         vllm_options = {name: others.pop(name) for name in VLLM_OPTIONS if fast_inference and name in others}
-        kind = kind_for(auto_model)
+        kind = kind_for(auto_model, take_labels(others))
         _check_arguments(FastLanguageModel.from_pretrained, others)
         check_checkpointing(use_gradient_checkpointing)
         multi_gpu = wants_multi_gpu(enable_multi_gpu, use_multi_gpu)
@@ -148,8 +154,7 @@ class FastLanguageModel:
             adapter = adapter_base(config)
             if adapter is not None:
                 config = _check_adapter(*adapter, full_finetuning=full_finetuning)
-            if auto_model is None and not others.get("text_only"):
-                kind = kind_to_load(config)
+            kind = _found_kind(kind, config, adapter, any_kind=auto_model is None and not others.get("text_only"))
             stored = None if adapter is None else RopeChange.read(adapter[0])
             rope = plan_rope(read_config(config, kind), max_seq_length, rope_scaling, stored=stored)
             tokenizer = tokenizer_with_length(config, max_seq_length, kind)
@@ -162,15 +167,16 @@ class FastLanguageModel:
                 quantize="dense" if full_finetuning else quant_format,
                 rope=rope,
                 kind=kind,
+                seed=random_state,
             )
             restore_saved_config(model, config, kind)
         disable_without_experts(model)
         model.requires_grad_(full_finetuning)
-        isolation = prepare_for_packing(model) if kind is TEXT else NO_PACKING
-        fast = make_fast(model)
+        fast, isolation = _made_fast(model, tokenizer, kind)
         fast.max_seq_length, fast.requested_checkpointing = max_seq_length, use_gradient_checkpointing
+        fast.trains_in_full = full_finetuning
         fast.rope, fast.prompt_tokenizer = rope, plain_tokenizer(tokenizer)
-        fast.prompt_processor = None if kind is TEXT else tokenizer
+        fast.prompt_processor = tokenizer if kind is VISION else None
         if fast_inference:
             fast.vllm_engine = inference_engine(config, model, quant_format, max_seq_length, vllm_options)
         fast.why_not_packed, fast.packed_within = isolation.reason, isolation.within
@@ -216,12 +222,16 @@ class FastLanguageModel:
         `target_modules`: names that the model lacks are ignored if others match. `finetune_..._modules` False leaves
         out the layers of attention or of the MLPs. `max_seq_length` replaces that of `from_pretrained`.
         `target_parameters`: stacked experts to adapt, as in PEFT.
+        A model loaded with `full_finetuning=True` is returned as it is, with a warning.
         The input embedding and the output head (`embed_tokens`, `lm_head`), named in `target_modules` or
         `modules_to_save`, are trained in full, as float32 copies; tied ones as one, if `ensure_weight_tying`.
         """
-        _check_arguments(FastLanguageModel.get_peft_model, others)
+        _check_arguments(FastLanguageModel.get_peft_model, _without_task(model, others))
         if use_gradient_checkpointing is not None:
             check_checkpointing(use_gradient_checkpointing)
+        if getattr(model, "trains_in_full", False):
+            logger.warning("get_peft_model has no effect: the model was loaded with full_finetuning=True")
+            return cast(PeftModel, model)
         _check_base_model(model, use_dora=use_dora)
         if bias != "none":
             raise ConfigError(f"bias={bias!r} is not supported: biases are never trained.", fix='Use bias="none".')
@@ -264,6 +274,38 @@ class FastLanguageModel:
         """Disable dropout, and return full logits from every forward."""
         release_layer_graphs(model)
         return model.eval()
+
+
+def _found_kind(
+    asked: ModelKind, config: ModelConfig, adapter: tuple[Path, ModelConfig] | None, *, any_kind: bool
+) -> ModelKind:
+    """Return the kind that the files are of, unless the arguments decide it."""
+    labels = None if adapter is None else labels_of_adapter(adapter[0])
+    if labels is not None:
+        return CLASSIFIER.labelled({**labels, **asked.labels})
+    return kind_to_load(config) if any_kind and not asked.classifies else asked
+
+
+def _made_fast(model: PreTrainedModel, tokenizer: Any, kind: ModelKind) -> tuple[FastCausalLM, PackingSupport]:
+    if kind.classifies:
+        use_padding_of(tokenizer, model)
+        return make_fast_classifier(model), NO_PACKED_SCORES
+    isolation = prepare_for_packing(model) if kind is TEXT else NO_PACKING
+    return make_fast(model), isolation
+
+
+def _without_task(model: nn.Module, others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without a `task_type` that is the model's."""
+    task = "SEQ_CLS" if is_classifier(model) else "CAUSAL_LM"
+    if "task_type" in others and others["task_type"] not in (None, task):
+        raise ConfigError(
+            f"FastLanguageModel.get_peft_model does not support task_type={others['task_type']!r} for a "
+            f"{type(model).__name__}.",
+            fix="Load the model with num_labels to train a classifier."
+            if others["task_type"] == "SEQ_CLS"
+            else "Remove it.",
+        )
+    return {name: value for name, value in others.items() if name != "task_type"}
 
 
 def _check_base_model(model: nn.Module, *, use_dora: bool) -> None:
@@ -320,5 +362,9 @@ def prepare_for_packing(model: PreTrainedModel) -> PackingSupport:
 
 def restore_saved_config(model: PreTrainedModel, config: ModelConfig, kind: ModelKind) -> None:
     """Undo config changes made while loading: they would be saved with the model."""
-    model.config.get_text_config().use_cache = read_config(config, kind).get_text_config().use_cache
+    saved, own = read_config(config, kind).get_text_config(), model.config.get_text_config()
+    if hasattr(saved, "use_cache"):
+        own.use_cache = saved.use_cache
+    else:  # an encoder's
+        del own.use_cache
     model.name_or_path = model.config.name_or_path = base_name(config)

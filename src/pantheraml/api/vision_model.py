@@ -39,7 +39,10 @@ class FastVisionModel:
         if arguments.pop("text_only", None):
             raise ConfigError("FastVisionModel loads models with vision.", fix="Use FastLanguageModel for text_only.")
         auto_model = arguments.get("auto_model") or VISION.auto_model
-        if kind_for(auto_model) is not VISION:
+        kind = kind_for(auto_model, {})
+        if kind.classifies:
+            raise ConfigError("FastVisionModel loads no classifiers.", fix="Load a text model with FastLanguageModel.")
+        if kind is not VISION:
             raise ConfigError(
                 f"FastVisionModel does not support auto_model={auto_model.__name__}, which is for model code of the "
                 "checkpoint: models with vision are loaded by transformers' own classes.",

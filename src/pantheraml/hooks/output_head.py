@@ -18,13 +18,16 @@ from typing import Any
 from pantheraml.base import log
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.models.causal_lm import FastCausalLM, fast_model
+from pantheraml.models.classifier import refuse_causal_trainer
 
 logger = log.get(__name__)
 
 _SUPPORTED_OUTPUTS = {"log_probs", "entropy", "is_top1", "mean_logits"}
 
 
-def _unless_built_in(scores_no_padding: bool, add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
+def _unless_built_in(
+    trainer: str, scores_no_padding: bool, add_fused_lm_head: Callable[..., None]
+) -> Callable[..., None]:
     @functools.wraps(add_fused_lm_head)
     def add(
         model: Any,
@@ -32,6 +35,7 @@ def _unless_built_in(scores_no_padding: bool, add_fused_lm_head: Callable[..., N
         cast_lm_head_to_fp32: bool = False,
         outputs: tuple[str, ...] = ("log_probs",),
     ) -> None:
+        refuse_causal_trainer(model, f"{trainer.upper()}Trainer")
         if not isinstance(model, FastCausalLM):
             add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs)
             return
@@ -83,7 +87,7 @@ def _head_of(trainer: str, *, scores_no_padding: bool) -> LibraryPatch:
         versions=">=1.15,<1.17",
         module=f"trl.trainer.{trainer}_trainer",
         name="add_fused_lm_head",
-        make=functools.partial(_unless_built_in, scores_no_padding),
+        make=functools.partial(_unless_built_in, trainer, scores_no_padding),
         fallback=f"{trainer.upper()}Trainer uses its own fused head, which is correct but computes the logits twice",
     )
 

@@ -16,6 +16,7 @@ from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.hooks.registry import REGISTRY
 from pantheraml.models.adapters import prepare_config
 from pantheraml.models.causal_lm import FastCausalLM, fast_model
+from pantheraml.models.classifier import check_task
 
 
 def _over_quantized(inject_adapter: Callable[..., None]) -> Callable[..., None]:
@@ -31,6 +32,7 @@ def _over_quantized(inject_adapter: Callable[..., None]) -> Callable[..., None]:
 def _then_speed_up(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def initialize(self: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_task(model, getattr(peft_config, "task_type", None))
         init(self, model, peft_config, *args, **kwargs)
         if isinstance(model, FastCausalLM) and model.on_adapters is not None and not peft_config.inference_mode:
             model.on_adapters(model, self)

@@ -6,8 +6,8 @@ gradient norm of 0, and train nothing. A model in fp16 on a CPU was loaded to ge
 With several visible GPUs in one process the trainer wraps the model in `nn.DataParallel`, raises the batch size to
 match, and divides losses accordingly. Replicas of fused layers would use the original's weights.
 
-TRL's `RewardTrainer` trains a model with one output per sequence, which ours have not; its own error says to pass an
-argument that our loader does not take.
+TRL's `RewardTrainer` trains a model with one output per sequence; its own error does not say how to load one. A new
+head that nothing trains stays random.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, DeviceError
 from pantheraml.hooks.library_patch import LibraryPatch
 from pantheraml.models.causal_lm import fast_model
+from pantheraml.models.classifier import FastClassifier, check_head_is_trained
 
 logger = log.get(__name__)
 
@@ -48,8 +49,9 @@ def _if_trainable(train: Callable[..., Any]) -> Callable[..., Any]:
                 fix="Add adapters with FastLanguageModel.get_peft_model(model) or the trainer's peft_config, or load "
                 "the model with full_finetuning=True.",
             )
-        if fast_model(model) is not None:
+        if (fast := fast_model(model)) is not None:
             check_trainable_dtype(model)
+            check_head_is_trained(fast)
         return train(self, *args, **kwargs)
 
     return checked_train
@@ -78,12 +80,11 @@ def _of_a_classifier(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def init_reward_trainer(self: Any, *args: Any, **kwargs: Any) -> None:
         model = args[0] if args else kwargs.get("model")
-        if fast_model(model) is not None:
+        fast = fast_model(model)
+        if fast is not None and not isinstance(fast, FastClassifier):
             raise ConfigError(
-                "RewardTrainer needs a sequence classification model, but FastLanguageModel loads causal ones.",
-                fix="Pass the model's name as a string, or load it with transformers: "
-                "AutoModelForSequenceClassification.from_pretrained(name, num_labels=1); for adapters, pass "
-                'peft_config=LoraConfig(task_type="SEQ_CLS").',
+                f"RewardTrainer needs a classifier with one output, and this is a {type(fast).__name__}.",
+                fix="Load it with FastLanguageModel.from_pretrained(name, num_labels=1).",
             )
         init(self, *args, **kwargs)
 

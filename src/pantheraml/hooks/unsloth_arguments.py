@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.models.adapters import bypassed_by_kernels, linear_layers, target_layers
-from pantheraml.models.model_kind import TEXT, VISION, ModelKind
+from pantheraml.models.model_kind import CLASSIFIER, TEXT, VISION, ModelKind
 
 logger = log.get(__name__)
 
@@ -26,19 +26,14 @@ LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "layers_to_transform": (None,), "layers_pattern": (None,),
-    "init_lora_weights": (True,), "loftq_config": (None, {}), "task_type": (None, "CAUSAL_LM"),
+    "init_lora_weights": (True,), "loftq_config": (None, {}),
     "qat_scheme": (None,),
     "finetune_language_layers": (True,),
 }  # fmt: skip
-_OF_A_CLASSIFIER = ("num_labels", "id2label", "label2id")
-_CLASSIFIER_FIX = (
-    "Load it with transformers, AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), and pass it "
-    'to TRL\'s RewardTrainer with peft_config=LoraConfig(task_type="SEQ_CLS").'
-)
 # Arguments without effect, and the reason.
 LOADING_UNUSED: Mapping[str, str] = {
     "max_lora_rank": _FOR_VLLM, "gpu_memory_utilization": _FOR_VLLM, "float8_kv_cache": _FOR_VLLM,
-    "disable_log_stats": _FOR_VLLM, "random_state": "loading a model draws no random numbers",
+    "disable_log_stats": _FOR_VLLM,
     "offload_embedding": "embeddings stay on the model's device",
     "attn_implementation": "attention is chosen so that packed documents do not see each other",
     "unsloth_force_compile": "layers are fused or compiled where that was measured to be faster",
@@ -65,11 +60,6 @@ def check_others(
         if name in unused:
             if value is not None and value is not False:
                 logger.warning("%s: %s=%r has no effect: %s", function, name, value, unused[name])
-        elif name in _OF_A_CLASSIFIER:
-            raise ConfigError(
-                f"FastLanguageModel.{function} got {name}={value!r}, but it loads no classifiers.",
-                fix=_CLASSIFIER_FIX,
-            )
         elif name not in neutral:
             known = [other for other in (*parameters, *neutral, *unused) if other != "others"]
             raise ConfigError(
@@ -79,18 +69,23 @@ def check_others(
             raise ConfigError(f"FastLanguageModel.{function} does not support {name}={value!r}.", fix="Remove it.")
 
 
-def kind_for(auto_model: Any) -> ModelKind:
-    """Return the kind of model that `auto_model`, transformers' class to load by, stands for."""
+def kind_for(auto_model: Any, labels: Mapping[str, Any]) -> ModelKind:
+    """Return the kind of model that `auto_model`, transformers' class to load by, or a classifier's labels ask for."""
     name = getattr(auto_model, "__name__", str(auto_model))
+    if name.endswith("ForSequenceClassification") or (auto_model is None and labels):
+        return CLASSIFIER.labelled(labels)
+    if labels:
+        raise ConfigError(
+            f"from_pretrained got {', '.join(labels)}, which a model of auto_model={name} does not have.",
+            fix="Remove auto_model to load a classifier.",
+        )
     if auto_model is None or name.endswith("ForCausalLM"):
         return TEXT
     if auto_model is VISION.auto_model:
         return VISION
     raise ConfigError(
-        f"from_pretrained does not support auto_model={name}: models that answer in text are loaded.",
-        fix=_CLASSIFIER_FIX
-        if name.endswith("ForSequenceClassification")
-        else "Remove it, or use another library for this model.",
+        f"from_pretrained does not support auto_model={name}: models that answer in text, and classifiers, are loaded.",
+        fix="Remove it, or use another library for this model.",
     )
 
 

@@ -30,6 +30,7 @@ from pantheraml.base.errors import ConfigError, ModelError, UnsupportedModelErro
 from pantheraml.base.folders import committed_folder
 from pantheraml.models.base_identity import BaseIdentity
 from pantheraml.models.loader import model_folder, read_config
+from pantheraml.models.model_kind import classifier_head, inside, is_classifier
 from pantheraml.models.quantize.int8 import Int8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS, QuantizedLinear, quant_formats_of
@@ -139,7 +140,8 @@ def target_layers(model: PreTrainedModel, target_modules: str | list[str]) -> li
     layers = linear_layers(model)
     head = model.get_output_embeddings()
     if target_modules == "all-linear":
-        return [name for name, layer in layers.items() if layer is not head]
+        scoring = inside(classifier_head(model), model)
+        return [name for name, layer in layers.items() if layer is not head and name not in scoring]
     targets = [target_modules] if isinstance(target_modules, str) else target_modules
     matches = {target: [name for name in layers if name == target or name.endswith(f".{target}")] for target in targets}
     unknown = [target for target, names in matches.items() if not names]
@@ -187,7 +189,7 @@ def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str
             fix="Leave one kind out.",
         )
     config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=TaskType.SEQ_CLS if is_classifier(model) else TaskType.CAUSAL_LM,
         r=method.rank,
         lora_alpha=cast(int, method.alpha),  # PEFT declares int, but floats work
         lora_dropout=method.dropout,

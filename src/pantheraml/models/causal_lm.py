@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -75,7 +75,7 @@ class TokenScoreOutput(ModelOutput):
 
 
 class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsMixin, FastGenerateMixin):
-    """Common part of the subclasses; `_fast_class` adds `forward`."""
+    """Common part of the subclasses; `fast_class` adds `forward`."""
 
     max_seq_length: int | None = None
     """Length that the model was loaded for; None: not given."""
@@ -95,10 +95,15 @@ class FastCausalLM(RuntimeSubclass, SavingMethods, CachedModuleWalk, ChatInputsM
     """Whether the trainer's labels are -100 wherever the mask is 0: token scores are then computed without padding."""
     score_temperature: float = 1.0
     """Temperature by which token scores divide the logits; the loss of `labels` does not."""
+    new_weights: Collection[str] = ()
+    """Weights that the checkpoint did not have, and which are random: a classifier's head."""
     has_reference_copy: bool = False
     """Whether the adapter `ref` is a copy that a trainer has made for its reference pass."""
+    trains_in_full: bool = False
+    """Whether the model was loaded to train every weight, without adapters."""
     _foreign_head: Callable[..., Any] | None = None
     _altered_logits: str | None = None
+    _generates = True
     _checkpointing: str | None = None
 
     def why_full_logits(self) -> str | None:
@@ -196,7 +201,7 @@ def make_fast(model: PreTrainedModel) -> FastCausalLM:
     """Change `model` in place, and return it."""
     head, reason = plain_head(model)
     kind: Any = type(model)
-    model.__class__ = _fast_class(kind)
+    model.__class__ = fast_class(kind, FastCausalLM)
     fast = cast(FastCausalLM, model)
     if head is None:
         logger.info("the loss needs full logits: %s", reason)
@@ -211,19 +216,19 @@ def fast_model(model: Any) -> FastCausalLM | None:
 
 
 @functools.cache
-def _fast_class(parent: Any) -> type:
+def fast_class(parent: Any, common: type[FastCausalLM]) -> type:
     # Keep the name: it goes into config.json ("architectures"), and trainers look it up.
     namespace: dict[str, Any] = {
         "__module__": parent.__module__,
         "__doc__": parent.__doc__,
         "forward": _forward(parent),
-        "made_by": (_fast_class, (parent,)),
+        "made_by": (fast_class, (parent, common)),
     }
     kinds = {parameter.kind for parameter in inspect.signature(parent.forward).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         # Vision-language models say no. Trainers would then average the means of passes and ranks instead of tokens.
         namespace["accepts_loss_kwargs"] = True
-    return type(parent.__name__, (FastCausalLM, parent), namespace)
+    return type(parent.__name__, (common, parent), namespace)
 
 
 def _forward(parent: Any) -> Callable[..., Any]:
@@ -238,7 +243,8 @@ def _forward(parent: Any) -> Callable[..., Any]:
             _reject_packed_rows(inputs, self.why_not_packed, self.packed_within)
         if not fused_lm_head and not (self.training and _needs_only_loss(self, inputs)):
             documents = _has_positions_only(inputs) and (self.training or _is_packed(inputs))
-            if takes_cache and documents and inputs.get("use_cache") is None:
+            no_use = "use_cache" in names and not self._generates
+            if takes_cache and (documents or no_use) and inputs.get("use_cache") is None:
                 # transformers derives documents from positions only without a cache
                 return parent.forward(self, **{**inputs, "use_cache": False})
             return parent.forward(self, *args, **kwargs)

@@ -18,7 +18,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from pantheraml.base import log
-from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.base.errors import ConfigError, UnsupportedModelError
+from pantheraml.models.model_kind import classifier_head, inside
 from pantheraml.models.quantize.checkpoint_formats import MXFP4_PARTS, CheckpointFormat
 from pantheraml.models.quantize.direct_weights import directly_read
 from pantheraml.models.quantize.mxfp4 import dequantized_shape
@@ -52,6 +53,8 @@ class WeightMapping:
     units: list[WeightUnit]
     missing: set[str]
     """Weights in no file because they are tied to others."""
+    new: set[str]
+    """Weights in no file that may be initialized: those of a classifier's head."""
     renamings: list[WeightRenaming] = field(default_factory=list)
     """Rules of transformers that gave the weights their names."""
 
@@ -78,6 +81,7 @@ def match_weights(
         replaced = {name.rpartition(".")[0] for name, part in targets.values() if part and name in expected}
         _check_not_read(model, replaced, quant_format)
     _check_not_shared(model, replaced)
+    head = inside(classifier_head(model), model)
     units: dict[str, WeightUnit] = {}
     for file, tensors in opened.items():
         for key in tensors.keys():  # noqa: SIM118
@@ -94,13 +98,19 @@ def match_weights(
                 unit.packed = own
             is_quantized = quantized_linears and whole and own == "weight"
             if not (is_quantized or _has_shape(tensors, key, part, expected[name].shape)):
+                if module in head:
+                    raise ConfigError(
+                        f"The checkpoint's {name} is not for num_labels={model.config.num_labels}.",
+                        fix="Leave num_labels out.",
+                    )
                 raise CannotStream(f"{name} has a different shape")
     present = {name for name, part in targets.values() if not part or part in MXFP4_PARTS}
     missing = set(expected) - present
-    untied = missing - _tied(model, present)
+    new = {name for name in missing if name.rpartition(".")[0] in head}
+    untied = missing - new - _tied(model, present)
     if untied:
         raise CannotStream(f"{min(untied)} is missing")
-    return WeightMapping(list(units.values()), missing, rename.used())
+    return WeightMapping(list(units.values()), missing - new, new, rename.used())
 
 
 def _targets(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,11 +28,21 @@ from transformers import (
 )
 
 from pantheraml.base import log
-from pantheraml.base.errors import ModelError, OutOfMemoryError, UnsupportedModelError
+from pantheraml.base.errors import ConfigError, ModelError, OutOfMemoryError, UnsupportedModelError
 from pantheraml.base.memory_room import MAX_GROWTH_BYTES, memory_limit
 from pantheraml.models.checkpoint_mapping import CannotStream
 from pantheraml.models.hub import local_folder
-from pantheraml.models.model_kind import TEXT, VISION, Attention, ModelKind, is_vision_config
+from pantheraml.models.model_kind import (
+    CLASSIFIER,
+    TEXT,
+    VISION,
+    Attention,
+    ModelKind,
+    classifier_head,
+    inside,
+    is_classifier_config,
+    is_vision_config,
+)
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import quantize_linears, set_dense_dtype
 from pantheraml.models.rope_scaling import RopeChange
@@ -73,8 +83,12 @@ def kind_of(config: ModelConfig) -> ModelKind:
 
 
 def kind_to_load(config: ModelConfig) -> ModelKind:
-    """Return TEXT, or VISION for a vision-language model of which transformers has no text-only class."""
+    """Return TEXT; CLASSIFIER for a classifier's checkpoint; VISION for a vision-language model of which transformers
+    has no text-only class."""
     source = _parse_config(model_folder(config), config)
+    if is_classifier_config(source) and not is_vision_config(source):
+        logger.info("the checkpoint is a %s (%s)", CLASSIFIER.noun, source.architectures[0])
+        return CLASSIFIER
     if type(source) in TEXT.mapping or not is_vision_config(source):
         return TEXT
     logger.info("a %s model has no text-only form: loading it with its vision tower and processor", source.model_type)
@@ -93,21 +107,33 @@ def _check(folder: Path, config: ModelConfig, kind: ModelKind = TEXT) -> Any:
 
 def _read_config(folder: Path, config: ModelConfig, kind: ModelKind) -> Any:
     source = _parse_config(folder, config)
-    if type(source) not in kind.mapping and not config.trust_remote_code:
+    of_kind = type(source) in kind.mapping and not (kind.classifies and is_vision_config(source))
+    if not of_kind and not config.trust_remote_code:
         raise UnsupportedModelError(
             f"A model of type {source.model_type!r} is not a {kind.noun}.",
             where=str(folder / "config.json"),
             fix="Load it with FastVisionModel." if kind is TEXT and is_vision_config(source) else kind.otherwise,
         )
     architecture = kind.mapping.get(type(source), None)
-    if architecture is not None and not issubclass(architecture, GenerationMixin):
+    if architecture is not None and not kind.classifies and not issubclass(architecture, GenerationMixin):
         raise UnsupportedModelError(
             f"A model of type {source.model_type!r} does not predict the next token: diffusion models and policies are "
             "not supported.",
             where=str(folder / "config.json"),
             fix="Use an autoregressive model.",
         )
+    _set_labels(source, kind.labels)
     return source
+
+
+def _set_labels(source: Any, labels: Mapping[str, Any]) -> None:
+    number, names = labels.get("num_labels"), labels.get("id2label")
+    if number is not None and (type(number) is not int or number < 1):
+        raise ConfigError(f"num_labels={number!r} is not a positive integer.")
+    if number is not None and names is not None and len(names) != number:
+        raise ConfigError(f"num_labels={number}, but id2label has {len(names)}.", fix="Give as many names as labels.")
+    for name, value in labels.items():
+        setattr(source, name, value)
 
 
 def _parse_config(folder: Path, config: ModelConfig) -> Any:
@@ -172,7 +198,8 @@ def load_model(
     rope: RopeChange | None = None,
     kind: ModelKind = TEXT,
 ) -> PreTrainedModel:
-    """Load the model on `device`, without a key/value cache, ready for training. `seed` is used only for init=random.
+    """Load the model on `device`, without a key/value cache, ready for training. `seed` is used only for init=random,
+    and for the head of a classifier that the checkpoint does not have.
 
     `quantize`: format of the linear layers except the head; None: as in the checkpoint, which is `dtype` unless it is
     quantized. `lazy_layers`: where possible, leave the weights of decoder layers for `materialize`. `rope` replaces the
@@ -188,7 +215,7 @@ def load_model(
             _place(model, dtype, dtype, device, quantize)
         else:
             place = WeightPlacement(quantize, detect_checkpoint_format(source), dtype, device)
-            model = _pretrained_model(folder, source, config, place, kind, lazy_layers=lazy_layers)
+            model = _pretrained_model(folder, source, config, place, kind, seed=seed, lazy_layers=lazy_layers)
     model.config.get_text_config().use_cache = False
     return model
 
@@ -209,7 +236,14 @@ def weights_fingerprint(config: ModelConfig) -> str:
 
 
 def _pretrained_model(
-    folder: Path, source: Any, config: ModelConfig, place: WeightPlacement, kind: ModelKind, *, lazy_layers: bool
+    folder: Path,
+    source: Any,
+    config: ModelConfig,
+    place: WeightPlacement,
+    kind: ModelKind,
+    *,
+    seed: int,
+    lazy_layers: bool,
 ) -> PreTrainedModel:
     files = weight_files(folder, allow_pickle=config.allow_pickle)
     try:
@@ -220,7 +254,9 @@ def _pretrained_model(
         source.name_or_path = str(folder)
         if place.checkpoint_format is not None:
             del source.quantization_config
-        model = stream_model(source, files, attention_for(source, kind), place, lazy_layers=lazy_layers, kind=kind)
+        attention = attention_for(source, kind)
+        with _seeded(seed):
+            model = stream_model(source, files, attention, place, lazy_layers=lazy_layers, kind=kind)
         set_dense_dtype(model, place.dtype)
         model.generation_config = _generation_config(folder)
         return model
@@ -235,7 +271,8 @@ def _pretrained_model(
         logger.info("loading through host memory, because %s", reason)
     # Quantize from the checkpoint's dtype, so that the result does not depend on this run's precision.
     dtype = place.dtype if place.target in (None, "dense") else None
-    model = _from_pretrained(folder, source, config, dtype, kind)
+    with _seeded(seed):
+        model = _from_pretrained(folder, source, config, dtype, kind)
     _place(model, model.dtype, place.dtype, place.device, place.target)
     return model
 
@@ -269,7 +306,9 @@ def _from_pretrained(
         trust_remote_code=config.trust_remote_code,
         output_loading_info=True,
     )
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    new = inside(classifier_head(model), model)
+    model.new_weights = {name for name in info["missing_keys"] if name.rpartition(".")[0] in new}
+    missing = sorted(info["missing_keys"] - model.new_weights) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ModelError(
@@ -324,8 +363,7 @@ def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: in
     if not config.trust_remote_code:
         check_buffers(source, kind)
     # Float32 on the CPU, so that the values depend only on the seed; the caller's RNG state is preserved.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with _seeded(seed):
         model: PreTrainedModel = kind.auto_model.from_config(
             source,
             dtype=torch.float32,
@@ -334,6 +372,13 @@ def _random_model(source: Any, config: ModelConfig, dtype: torch.dtype, seed: in
         )
     _cast_parameters(model, torch.float32, dtype)
     return model
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _cast_parameters(model: PreTrainedModel, old: torch.dtype, new: torch.dtype) -> None:

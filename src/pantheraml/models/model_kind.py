@@ -1,16 +1,19 @@
-"""Kinds of models that are loaded: text decoders, and vision-language models, which also take images."""
+"""Kinds of models that are loaded: text decoders, vision-language models, which also take images, and classifiers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
 )
 
 Attention = str | dict[str, str]
@@ -27,6 +30,13 @@ class ModelKind:
     """Config class -> model class."""
     otherwise: str
     """What to do with a model of another kind."""
+    classifies: bool = False
+    """Whether it scores whole rows, and generates nothing."""
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a classifier's labels, in place of those of its config."""
+
+    def labelled(self, labels: Mapping[str, Any]) -> ModelKind:
+        return replace(self, labels=labels)
 
 
 TEXT = ModelKind(
@@ -41,6 +51,33 @@ VISION = ModelKind(
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     "Load text models with FastLanguageModel.",
 )
+CLASSIFIER = ModelKind(
+    "text classifier",
+    AutoModelForSequenceClassification,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "Use a model that takes text only, and for which transformers has a class ...ForSequenceClassification.",
+    classifies=True,
+)
+
+
+def is_classifier(model: Any) -> bool:
+    return type(model).__name__.endswith(_CLASSIFIES)
+
+
+def is_classifier_config(source: Any) -> bool:
+    """Return whether a transformers config is that of a classifier's checkpoint."""
+    names = getattr(source, "architectures", None) or ()
+    return bool(names) and all(name.endswith(_CLASSIFIES) for name in names)
+
+
+_CLASSIFIES = "ForSequenceClassification"
+
+
+def classifier_head(model: Any) -> list[nn.Module]:
+    """Return the modules of a classifier beside its body; nothing for other models."""
+    if not is_classifier(model):
+        return []
+    return [child for name, child in model.named_children() if name != model.base_model_prefix]
 
 
 def is_vision_config(source: Any) -> bool:

@@ -8,7 +8,7 @@ and a few tensors. A few threads prefetch. Layers that will be sharded over rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ def stream_model(
                 model.set_submodule(unit.module, build_layer(plain, tensors, place, where=unit.module))
             else:
                 _assign(model.get_submodule(unit.module), tensors)
-    _fill_buffers(model)
+    _fill(model, mapping.new)
+    model.new_weights = mapping.new
     model.tie_weights(missing_keys=mapping.missing, recompute_mapping=False)
     model._weight_conversions = mapping.renamings  # transformers saves under the names that were read
     return model.to(place.device).eval()
@@ -124,8 +125,9 @@ def _check_requantization(place: WeightPlacement) -> None:
         )
 
 
-def _fill_buffers(model: Any) -> None:
-    """Fill buffers that are in no file (such as RoPE frequencies) with the values that transformers gives them.
+def _fill(model: Any, new: Collection[str]) -> None:
+    """Fill buffers that are in no file (such as RoPE frequencies), and the weights `new`, with the values that
+    transformers gives them.
 
     transformers computes them in `initialize_weights`, on the CPU, and skips whatever is marked as initialized. A
     module may fill the buffers of its submodules (Falcon-H1's decoder does), so a module is skipped only if none of its
@@ -135,9 +137,10 @@ def _fill_buffers(model: Any) -> None:
     filling: set[nn.Module] = set()
     for path, module in model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if name in module._buffers and tensor.is_meta:
-                empty[f"{path}.{name}".lstrip(".")] = blank = torch.empty_like(tensor, device="cpu")
-                setattr(module, name, blank)
+            full = f"{path}.{name}".lstrip(".")
+            if tensor.is_meta and (name in module._buffers or full in new):
+                set_weight(module, name, torch.empty_like(tensor, device="cpu"))
+                empty[full] = getattr(module, name)
                 filling.update(_with_parents(model, path))
             else:
                 tensor._is_hf_initialized = True
@@ -147,8 +150,9 @@ def _fill_buffers(model: Any) -> None:
     written = {name: blank._version for name, blank in empty.items()}
     model.initialize_weights()
     for name, blank in empty.items():
-        if model.get_buffer(name) is blank and blank._version == written[name]:
-            raise CannotStream(f"only its constructor fills the buffer {name}")
+        owner, _, own = name.rpartition(".")
+        if getattr(model.get_submodule(owner), own) is blank and blank._version == written[name]:
+            raise CannotStream(f"only its constructor fills {name}")
 
 
 def _with_parents(model: nn.Module, path: str) -> list[nn.Module]:

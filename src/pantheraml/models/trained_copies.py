@@ -19,11 +19,14 @@ from transformers import PreTrainedModel
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, UnsupportedModelError
+from pantheraml.models.model_kind import classifier_head, is_classifier
 from pantheraml.models.quantize.quantized_linear import QuantizedLinear
 
 logger = log.get(__name__)
 
 _CONVERTED = "is_trained_in_float32"
+CLASSIFIER_HEADS = ("classifier", "score")
+"""Names of heads that PEFT trains in full, with task_type="SEQ_CLS"."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,24 @@ def split_targets(
     *,
     ensure_weight_tying: bool,
 ) -> tuple[str | list[str] | None, FullModules]:
-    """Divide `targets` into layers for LoRA and modules to train in full, which are `modules_to_save` and the ends."""
+    """Divide `targets` into layers for LoRA and modules to train in full, which are `modules_to_save` and the ends.
+
+    PEFT itself trains a classifier's head in full.
+    """
     ends = {"input": model.get_input_embeddings(), "output": model.get_output_embeddings()}
     named = dict(model.named_modules(remove_duplicate=False))
-    end_names = [name for name, module in named.items() if any(module is end for end in ends.values())]
+    tops = [*ends.values(), *classifier_head(model)]
+    end_names = [name for name, module in named.items() if any(module is top for top in tops)]
     given = [targets] if isinstance(targets, str) and _matches(targets, end_names) else targets
     layers: str | list[str] | None = None
-    full = list(dict.fromkeys(modules_to_save or ()))
+    by_peft = CLASSIFIER_HEADS if is_classifier(model) else ()
+    full = [name for name in dict.fromkeys(modules_to_save or ()) if name not in by_peft]
     if given is None or isinstance(given, str):
         layers = given
     else:
         given = list(given)
         layers = [target for target in given if not _matches(target, end_names)]
-        full += [target for target in given if target not in layers and target not in full]
+        full += [target for target in given if target not in (*layers, *full, *by_peft)]
     for name in full:
         if not _matches(name, named):
             ours = sorted({end.rpartition(".")[2] for end in end_names})

@@ -5,16 +5,19 @@ The field docstrings are the user documentation: docs/configuration.md is genera
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs
+from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from pantheraml.specs.aggregation import Method
 from pantheraml.specs.legacy_aliases import translate_aliases
 from pantheraml.specs.parallel import DIMENSIONS, Degree
+from pantheraml.specs.unknown_field import fields_hint
 
 
 def split_commas(value: object) -> object:
@@ -138,7 +141,20 @@ class MultiGPUConfig:
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
         if isinstance(values, dict):
             translate_aliases(values)
+        if isinstance(given, ArgsKwargs):  # not a section of a file, whose reader knows all keys
+            cls._refuse_unknown(given.kwargs or {})
         return given
+
+    @classmethod
+    def _refuse_unknown(cls, values: Mapping[str, object]) -> None:
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise PydanticCustomError(
+                "unknown_field",
+                "there is no field {names}.\n  fix: {hint}",
+                {"names": ", ".join(f"`{name}`" for name in unknown), "hint": fields_hint(unknown, known)},
+            )
 
     @model_validator(mode="after")
     def _check_consistency(self) -> MultiGPUConfig:

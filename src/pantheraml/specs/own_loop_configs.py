@@ -21,6 +21,7 @@ from pantheraml.specs.train import (
     DebugSettings,
     StabilityConfig,
 )
+from pantheraml.specs.unknown_field import fields_hint
 
 
 class OwnLoopConfig(ConfigSection):
@@ -122,16 +123,17 @@ def _config_errors(section: type[ConfigSection]) -> Iterator[None]:
     try:
         yield
     except ValidationError as err:
-        problems = []
+        problems, unknown = [], []
         for detail in err.errors():
             name = ".".join(map(str, detail["loc"]))
             if detail["type"] in ("extra_forbidden", "no_such_attribute"):
                 problems.append(f"there is no field `{name}`")
+                unknown.append(name)
             else:
                 message = detail["msg"].removeprefix("Value error, ")
                 problems.append(f"`{name}` = {detail['input']!r}: {message}" if name else message)
         raise ConfigError(
             f"{section.__name__}: {'; '.join(problems)}.",
-            fix=f"Use one of its fields: {', '.join(section.model_fields)}. All other settings are for"
-            " `pantheraml train`: see docs/configuration.md.",
+            fix=f"{fields_hint(unknown, section.model_fields)} All other settings are for `pantheraml train`: see"
+            " docs/configuration.md.",
         ) from err

@@ -402,7 +402,7 @@ def test_max_seq_length_sets_tokenizer_truncation(tiny_model: TinyModel) -> None
         ({"device_map": "cuda:63"}, DeviceError, "cuda:63"),
         ({"use_gradient_checkpointing": "some"}, ConfigError, "'selective'"),
         ({"load_in_16bit": True, "load_in_4bit": True}, ConfigError, "mutually exclusive"),
-        ({"auto_model": "AutoModelForSequenceClassification"}, ConfigError, "models that answer in text"),
+        ({"auto_model": "AutoModelForMaskedLM"}, ConfigError, "models that answer in text, and classifiers"),
         ({"token": False}, ConfigError, "token=False"),
         ({"use_gradient_checkpointing": "some", "full_finetuning": True}, ConfigError, "'selective'"),
         ({"rope_scaling": {"factor": 2}}, ConfigError, "no known rope_type"),

@@ -171,9 +171,9 @@ def reward_trainer(model: Any, folder: Path, output: Path, **changes: Any) -> Re
 
 def test_reward_trainer_says_that_it_needs_another_model(folder: Path, tmp_path: Path) -> None:
     for model in (loaded(folder), fast_model(folder)):
-        with pytest.raises(ConfigError, match="RewardTrainer needs a sequence classification model") as raised:
+        with pytest.raises(ConfigError, match="RewardTrainer needs a classifier with one output") as raised:
             reward_trainer(model, folder, tmp_path)
-        assert "AutoModelForSequenceClassification" in str(raised.value.fix)
+        assert "num_labels=1" in str(raised.value.fix)
 
 
 def test_reward_trainer_of_a_plain_model_is_untouched(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from peft import LoraConfig, TaskType, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
     FalconH1Config,
 )
@@ -29,7 +28,7 @@ from tests.unit.models.conftest import TinyModel
 
 UNUSED: dict[str, Any] = {
     "max_lora_rank": 32, "gpu_memory_utilization": 0.9, "float8_kv_cache": True, "disable_log_stats": True,
-    "random_state": 3407, "offload_embedding": True, "attn_implementation": "eager", "unsloth_force_compile": True,
+    "offload_embedding": True, "attn_implementation": "eager", "unsloth_force_compile": True,
     "unsloth_tiled_mlp": True, "device_map_planner_kwargs": {"retained_rows": 8},
 }  # fmt: skip
 
@@ -72,10 +71,10 @@ def test_synthetic_data_kit_is_not_supported() -> None:
 
 @pytest.mark.parametrize("loader", [FastLanguageModel, FastVisionModel, FastModel])
 def test_other_kinds_of_models_say_so_before_their_arguments(loader: Any) -> None:
-    """Encoders, speech models, and model code of the checkpoint; `num_labels` is not the trouble."""
-    for kind in (AutoModelForSequenceClassification, AutoModelForSpeechSeq2Seq, AutoModel):
+    """Speech models, and model code of the checkpoint."""
+    for kind in (AutoModelForSpeechSeq2Seq, AutoModel):
         with pytest.raises(ConfigError, match=f"does not support auto_model={kind.__name__}"):
-            loader.from_pretrained("no-such-folder", auto_model=kind, num_labels=3)
+            loader.from_pretrained("no-such-folder", auto_model=kind)
 
 
 @pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), (None, True)])
@@ -124,12 +123,13 @@ def test_values_that_ask_for_nothing_are_no_warning(tiny_model: TinyModel, caplo
     assert not [record for record in caplog.records if record.name.startswith("pantheraml")]
 
 
-def test_a_classifier_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got num_labels=1, but it loads no classifiers") as raised:
-        load(tmp_path, num_labels=1)
-    assert "AutoModelForSequenceClassification" in str(raised.value.fix)
-    with pytest.raises(ConfigError, match=r"(?s)does not support auto_model.*RewardTrainer.*SEQ_CLS"):
-        load(tmp_path, auto_model=AutoModelForSequenceClassification)
+def test_adapters_over_full_finetuning_have_no_effect(tiny_model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    """As with Unsloth: scripts that ask for both train every weight."""
+    model = load(tiny_model("llama"), full_finetuning=True)
+    for loader in (FastLanguageModel, FastModel):
+        assert loader.get_peft_model(model, target_modules=["no_such_layer"]) is model
+    assert caplog.text.count("get_peft_model has no effect") == 2
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_load_in_16bit_is_not_quantized(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

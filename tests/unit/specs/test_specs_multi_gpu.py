@@ -68,6 +68,15 @@ def test_contradictions_are_refused(given: dict[str, Any], message: str) -> None
         validate({"model": {"path": "m"}, "data": {"path": "d"}, "parallel": given})
 
 
+def test_an_unknown_field_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValidationError, match=r"(?s)no field `aggregaton`\..*fix: Did you mean `aggregation`\?"):
+        multi_gpu(aggregaton="mean")
+    with pytest.raises(ValueError, match=r"(?s)no field `zzz`\..*fix: Use one of its fields: mode, .*, grace_seconds"):
+        multi_gpu(zzz=1)
+    with pytest.raises(ConfigError, match=r"(?s)`parallel.aggregaton` is not a known key.*parallel.aggregation"):
+        validate({"model": {"path": "m"}, "data": {"path": "d"}, "parallel": {"aggregaton": "mean"}})
+
+
 def test_every_documented_field_is_a_field() -> None:
     names = {field.name for field in dataclasses.fields(MultiGPUConfig)}  # type: ignore[arg-type]
     assert names >= {"enable_hybrid", "enable_gradient_synchronization", "enable_fault_tolerance"}

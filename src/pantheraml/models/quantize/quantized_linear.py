@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pantheraml.base import log
-from pantheraml.models.model_kind import inside, vision_parts
+from pantheraml.models.model_kind import classifier_head, inside, vision_parts
 from pantheraml.models.quantize.direct_weights import directly_read
 from pantheraml.models.quantize.fp8 import FP8Linear, FP8LoraLinear
 from pantheraml.models.quantize.int8 import Int8Linear, Int8LoraLinear
@@ -46,11 +46,13 @@ def quantize_linear(
 
 
 def quantizable_linears(model: Any, quant_format: QuantFormat) -> list[str]:
-    """Return the names of the linear layers to quantize: all but the output head, those that see images, those whose
-    weight the model's own code reads, and Conv1D in fp8."""
+    """Return the names of the linear layers to quantize: all but the output head (or a classifier's), those that see
+    images, those whose weight the model's own code reads, and Conv1D in fp8."""
     head = model.get_output_embeddings()
     kinds = {nn.Linear} if quant_format == "fp8" else {nn.Linear, Conv1D}
     names = [name for name, layer in model.named_modules() if type(layer) in kinds and layer is not head]
+    scoring = inside(classifier_head(model), model)
+    names = [name for name in names if name not in scoring]
     visual = inside(vision_parts(model), model).intersection(names)
     if visual:
         logger.info("%d linear layers of the vision tower are not quantized: they keep the compute dtype", len(visual))
