@@ -18,8 +18,8 @@ from sqlalchemy import select
 from pantheraml.base.errors import ConfigError
 from pantheraml.devices import nvml
 from pantheraml.devices.fake_nvml import FakeNvml
-from pantheraml.planner.candidates import CONTEXT_BYTES
 from pantheraml.planner.known_models import known_config
+from pantheraml.planner.memory.reserved import CONTEXT_BYTES
 from pantheraml.service import Settings, create_app
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.inventory import take_inventory

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.devices.probe import probe
-from pantheraml.planner.candidates import CONTEXT_BYTES
+from pantheraml.planner.memory.reserved import CONTEXT_BYTES
 from pantheraml.specs.plan import DeviceSpec
 
 Held = TypeVar("Held")
