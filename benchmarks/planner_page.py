@@ -17,7 +17,6 @@ from suites.run_case import cli_settings
 from table import markdown_table
 
 from pantheraml.base.errors import UnsupportedModelError
-from pantheraml.planner.candidates import ALLOCATOR_SHARE, CONTEXT_BYTES
 from pantheraml.planner.choose import choose
 from pantheraml.planner.memory import predict_memory, why_not_predicted
 from pantheraml.planner.memory.head import chunk_rows
@@ -181,6 +180,8 @@ class Compared:
     instant: str | None
     reason: str | None
     """Why nothing is predicted."""
+    reserved_gib: float | None = None
+    device_gib: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -211,8 +212,12 @@ def compare(run: Measured) -> Compared:
     found = predict_memory(shapes, setting, capability=(9, 0))
     if found is None:
         return Compared(run, setting, then, None, None, why_not_predicted(shapes, setting, capability=(9, 0)))
-    total = found.allocated_bytes + then.extra_bytes(shapes, setting, found)
-    return Compared(run, setting, then, total / GIB, found.instant, None)
+    assert found.reserved_bytes is not None
+    assert found.device_bytes is not None
+    extra = then.extra_bytes(shapes, setting, found)
+    sizes = (found.allocated_bytes, found.reserved_bytes, found.device_bytes)
+    allocated, reserved, device = ((size + extra) / GIB for size in sizes)
+    return Compared(run, setting, then, allocated, found.instant, None, reserved, device)
 
 
 def _code_then(run: Measured, setting: Setting) -> CodeThen:
@@ -228,7 +233,10 @@ def model_shapes(name: str) -> ModelShapes:
     return shapes_of_config({"model_type": SHAPES[name].get(FAMILY, "llama"), **values})
 
 
-HEAD = ("case", "setting", "measured GiB", "predicted GiB", "error", "peak at", "code", "used for")
+HEAD = (
+    *("case", "setting", "measured GiB", "predicted GiB", "error", "reserved, predicted", "driver, predicted"),
+    *("peak at", "code", "used for"),
+)
 
 
 def section(records: Sequence[Mapping[str, Any]]) -> str:
@@ -248,40 +256,51 @@ def section(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*parts, *_more_memory([each for each in runs if each.run.loop == "pantheraml"])])
 
 
-MORE_HEAD = ("case", "allocated", "after two steps", "reserved", "/ allocated", "driver", "- reserved")
+NOT_MEASURED = (
+    "**Reserved and driver memory** of these runs were not recorded: both columns are predicted, not measured. Such"
+    " figures go into a table of their own here, as soon as a record has them."
+)
+MORE_HEAD = (
+    *("case", "allocated", "after two steps", "reserved", "predicted", "error", "driver", "predicted", "error"),
+)
 
 
 def _more_memory(rows: Sequence[Compared]) -> list[str]:
     """What was allocated in the first two steps, what the allocator held, and what the driver counted."""
     rows = sorted((each for each in rows if each.run.reserved_gib is not None), key=lambda each: each.run.case)
     if not rows:
-        return []
-    cells = []
-    for run in (each.run for each in rows):
-        assert run.reserved_gib is not None
-        rest = None if run.device_gib is None else run.device_gib - run.reserved_gib
-        ratio = run.reserved_gib / run.peak_gib
-        figures = [run.peak_gib, run.probe_gib, run.reserved_gib, ratio, run.device_gib, rest]
-        cells.append([run.case, *("-" if value is None else f"{value:.2f}" for value in figures)])
-    known = [each for each in rows if each.error is not None and each.run.case not in NOT_COMPARED]
+        return ["", NOT_MEASURED]
+    pairs = [((each.run.reserved_gib, each.reserved_gib), (each.run.device_gib, each.device_gib)) for each in rows]
+    cells = [
+        [run.case, *map(_shown, (run.peak_gib, run.probe_gib)), *(cell for pair in found for cell in _pair(*pair))]
+        for run, found in zip((each.run for each in rows), pairs, strict=True)
+    ]
+    compared = [found for each, found in zip(rows, pairs, strict=True) if each.run.case not in NOT_COMPARED]
     errors = {
-        "Reserved, taken as the predicted allocated peak": [
-            ALLOCATOR_SHARE * (each.error + 1) * each.run.peak_gib / each.run.reserved_gib - 1
-            for each in known
-            if each.error is not None and each.run.reserved_gib
-        ],
-        "Allocated, corrected by the first two steps": [
-            each.run.probe_gib / each.run.peak_gib - 1 for each in rows if each.run.probe_gib is not None
-        ],
+        "Reserved": [_error(*reserved) for reserved, _ in compared],
+        "Driver": [_error(*device) for _, device in compared],
+        "Allocated, corrected by the first two steps": [_error(each.run.peak_gib, each.run.probe_gib) for each in rows],
     }
+    known = {name: [value for value in found if value is not None] for name, found in errors.items()}
     told = [
-        f"{name}{f' x {ALLOCATOR_SHARE:g}' if 'predicted' in name else ''}: median error"
-        f" {statistics.median(map(abs, found)):.2%}, worst {max(map(abs, found)):.2%}."
-        for name, found in errors.items()
+        f"{name}: median error {statistics.median(map(abs, found)):.2%}, worst {max(map(abs, found)):.2%}."
+        for name, found in known.items()
         if found
     ]
-    head = f"**Beyond the allocated peak**, in GiB. Plans add {CONTEXT_BYTES / GIB:.2f} GiB for CUDA. {' '.join(told)}"
-    return ["", head, "", *markdown_table(MORE_HEAD, cells)]
+    return ["", f"**Beyond the allocated peak**, in GiB. {' '.join(told)}", "", *markdown_table(MORE_HEAD, cells)]
+
+
+def _error(measured: float | None, predicted: float | None) -> float | None:
+    return None if measured is None or predicted is None else predicted / measured - 1
+
+
+def _pair(measured: float | None, predicted: float | None) -> list[str]:
+    error = _error(measured, predicted)
+    return [_shown(measured), _shown(predicted), "-" if error is None else f"{error:+.2%}"]
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _table(title: str, rows: Sequence[Compared]) -> list[str]:
@@ -306,7 +325,18 @@ def _cells(row: Compared) -> list[str]:
     kind = "drawn at random" if run.case in RANDOM_NAMES else "development" if row.developed else "test"
     used = "-" if row.predicted_gib is None else kind
     where = row.instant if row.instant is not None else f"not predicted: {row.reason}"
-    return [run.case, _words(run.model, setting), f"{run.peak_gib:.2f}", predicted, error, str(where), code, used]
+    more = ["-" if value is None else f"{value:.2f}" for value in (row.reserved_gib, row.device_gib)]
+    return [
+        run.case,
+        _words(run.model, setting),
+        f"{run.peak_gib:.2f}",
+        predicted,
+        error,
+        *more,
+        str(where),
+        code,
+        used,
+    ]
 
 
 def _words(model: str, setting: Setting) -> str:

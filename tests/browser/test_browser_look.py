@@ -24,7 +24,7 @@ from pantheraml.devices import nvml
 from pantheraml.devices.fake_nvml import FakeNvml
 from pantheraml.planner.known_models import known_config
 from pantheraml.service import Settings, create_app
-from pantheraml.service.store.tables import Job, Stretch
+from pantheraml.service.store.tables import Job, Lease, Stretch
 from tests import toy
 from tests.browser.conftest import accessible, shoot, start_job
 from tests.browser.test_browser_job import drawn
@@ -230,6 +230,25 @@ def test_gpus_are_tiles(gpu_service: str, page: Any) -> None:
     assert page.get_by_text("0 of 2 GPUs in use").is_visible()
     assert page.get_by_text("1 GPU not healthy").is_visible()
     shoot(page, "overview-gpus")
+
+
+def test_jobs_that_share_a_gpu_are_on_its_tile(gpu_service: str, page: Any, tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'data' / 'service.db'}")
+    with Session(engine) as session, session.begin():
+        for number in (1, 2):
+            job = Job(
+                id=f"ftjob-{number}", owner="local", state="succeeded", model="llama-3.1-8b", training_file="file-gone",
+                seed=0, hyperparameters={}, config={}, plan={}, processes=1, device="cuda", result_files=[],
+                created_at=1.0, state_at=1.0,
+            )  # fmt: skip
+            lease = Lease(resource=f"gpu:0:{number}/2", job_id=job.id, token=1, created_at=1.0)
+            session.add_all([job, lease])
+    engine.dispose()
+    page.goto(f"{gpu_service}/")
+    shared = page.get_by_role("article", name="gpu:0")
+    shared.get_by_text("ftjob-1").wait_for()
+    assert shared.get_by_role("link").all_inner_texts() == ["ftjob-1", "ftjob-2"]
+    assert page.get_by_text("1 of 2 GPUs in use").is_visible()
 
 
 def test_the_plan_shows_memory_and_time(gpu_service: str, page: Any, tmp_path: Path) -> None:

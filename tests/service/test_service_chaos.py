@@ -9,6 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from tests import toy
-from tests.service.conftest import PATIENCE_SECONDS, Server, jsonl, wait_until
+from tests.service.conftest import PATIENCE_SECONDS, Server, jsonl, new_database, wait_for, wait_until
 from tests.service.test_service_control import submit, weights
 
 CHECKPOINT_STEPS = 10
@@ -214,6 +215,40 @@ def test_two_services_on_one_database(
     chaos.ask(lambda client: client.fine_tuning.jobs.cancel(job))
     wait_until(lambda: chaos.ask(lambda client: client.fine_tuning.jobs.retrieve(job)).state == "cancelled")
     client.close()
+
+
+@pytest.mark.extended
+def test_a_second_service_stands_by(models: Path, tmp_path: Path, postgresql: str) -> None:
+    """Two services on one PostgreSQL: the second takes over when the first is killed, and each job runs once."""
+    options = ("--cpu-slots", "2", "--standby", "--database-url", new_database(postgresql))
+    first, second = (Server(tmp_path / "data", models, options) for _ in range(2))
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            client = first.start().client()
+            file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id
+            jobs = [submit(client, file, epochs=40).id for _ in range(3)]
+            second_serves = executor.submit(second.start)
+            for job in jobs[:2]:
+                wait_for(client, job, "running")
+            time.sleep(1.0)
+            assert not second_serves.done(), "it waits"
+            first.kill()
+            second_serves.result(timeout=PATIENCE_SECONDS)
+            assert "standing by: another service is using" in second.said()
+            first_serves = executor.submit(first.start)
+            client = second.client()
+            for job in jobs[:2]:
+                wait_for(client, job, "succeeded")
+            wait_for(client, jobs[2], "running")
+            second.stop()
+            first_serves.result(timeout=PATIENCE_SECONDS)
+            client = first.client()
+            ended = [wait_for(client, job, "succeeded") for job in jobs]
+            assert [job.starts for job in ended] == [1] * 3, "adopted, and not started again"
+            assert len({weights(client, job) for job in ended}) == 1
+    finally:
+        left = [*first.clean_up(), *second.clean_up()]
+    assert not left
 
 
 @pytest.mark.extended

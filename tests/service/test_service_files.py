@@ -31,6 +31,11 @@ def test_a_file_goes_in_and_comes_out(client: OpenAI, server: Server) -> None:
     assert client.files.retrieve(file.id) == file
     assert client.files.content(file.id).read() == content.getvalue()
     with server.http() as http:
+        for asked, status in (("rows=1-2", 400), ("bytes", 400), ("bytes=9-3", 400), ("bytes=9999999-", 416)):
+            refused = http.get(f"/v1/files/{file.id}/content", headers={"Range": asked})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["code"]) == (status, "Range", "invalid_range")
+            assert ("content-range" in refused.headers) == (status == 416)
         part = http.get(f"/v1/files/{file.id}/content", headers={"Range": "bytes=3-9"})
         assert (part.status_code, part.content) == (206, content.getvalue()[3:10])
     assert client.files.delete(file.id).deleted

@@ -14,7 +14,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests import toy
-from tests.service.conftest import Server, jsonl, wait_for
+from tests.service.conftest import Server, jsonl, wait_for, wait_until
+from tests.service.test_service_control import submit
 
 pytestmark = pytest.mark.extended
 
@@ -109,6 +110,25 @@ def test_checkpoints_carry_the_figures_of_their_step(server: Server, client: Ope
     assert [checkpoint.step_number for checkpoint in reversed(found)] == on_disk
     assert all(checkpoint.metrics.valid_loss is not None for checkpoint in found)
     assert all(checkpoint.metrics.train_loss is not None for checkpoint in found)
+
+
+@pytest.mark.extended
+def test_lines_of_a_run_that_cannot_be_read_are_told_once(server: Server, client: OpenAI, training_file: str) -> None:
+    job = submit(client, training_file, epochs=10_000).id
+    wait_for(client, job, "running")
+    with open(server.data / "jobs" / job / "run" / "events.jsonl", "ab") as stream:
+        stream.write(b"{}\nnothing\n")
+
+    def told() -> list[Any]:
+        events = client.fine_tuning.jobs.list_events(job, limit=10_000).data
+        return [event for event in events if event.kind == "events.damaged"]  # type: ignore[attr-defined]
+
+    wait_until(told)
+    client.fine_tuning.jobs.cancel(job)
+    wait_for(client, job, "cancelled")
+    (event,) = told()
+    assert (event.level, event.data) == ("warn", {"lines": 2})
+    assert event.message.startswith("2 line(s) of events.jsonl cannot be read")
 
 
 def test_a_run_that_fails_says_why(own_server: Callable[..., Server], models: Path, tmp_path: Path) -> None:

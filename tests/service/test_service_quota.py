@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from pantheraml.cli.main import main
-from pantheraml.service import Settings, create_app
+from pantheraml.service import Settings, create_app, quota
 from tests import toy
 from tests.service.conftest import Server, jsonl, wait_until
 
@@ -161,6 +161,42 @@ def test_unfinished_jobs_of_a_user(models: Path, tmp_path: Path) -> None:
     assert [one.status_code, two.status_code, later.status_code] == [200, 200, 200]
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "quota_exceeded")
     assert repeated.json()["id"] == two.json()["id"], "a repeated request is no new job"
+
+
+def test_folders_of_jobs_count(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a user could fill the disk with checkpoints."""
+    monkeypatch.setattr(quota, "_MEASURED_SECONDS", 0.0)
+    settings = Settings(tmp_path / "data", models, max_user_bytes=64 * KIB)
+
+    async def check() -> None:
+        app = create_app(settings)
+        transport = httpx.ASGITransport(app)
+        base = "http://localhost/v1"
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
+            name, rows = jsonl(toy.arithmetic(4))
+            files = {"file": (name, rows.getvalue())}
+            sent = await http.post(f"{base}/files", files=files, data={"purpose": "fine-tune"})
+            body = {"model": "tiny", "training_file": sent.json()["id"], "pantheraml": {"hold": True}}
+            job = (await http.post(f"{base}/fine_tuning/jobs", json=body)).raise_for_status().json()["id"]
+            checkpoint = settings.jobs / job / "run" / "checkpoints" / "step-1"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "state").write_bytes(bytes(64 * KIB))
+            for answer in (
+                await http.post(f"{base}/fine_tuning/jobs", json=body),
+                await http.post(f"{base}/files", files={"file": ("a", b"a")}, data=FORM),
+            ):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "quota_exceeded")
+                assert "Delete files, models, or checkpoints of jobs" in answer.json()["error"]["message"]
+            place = f"{base}/fine_tuning/jobs/{job}/checkpoints"
+            early = await http.delete(place)
+            assert (early.status_code, early.json()["error"]["code"]) == (400, "wrong_state")
+            await http.post(f"{base}/fine_tuning/jobs/{job}/cancel")
+            for _ in range(2):
+                assert (await http.delete(place)).raise_for_status().json()["deleted"]
+            assert not checkpoint.parent.exists()
+            (await http.post(f"{base}/fine_tuning/jobs", json=body)).raise_for_status()
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize("option", ["--max-user-gib", "--max-file-gib"])

@@ -140,6 +140,16 @@ def test_a_data_folder_has_one_service(server: Server, models: Path, capsys: pyt
     assert "Another service is using" in capsys.readouterr().err
 
 
+def test_a_planted_lock_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").touch()
+    (tmp_path / "data").mkdir(mode=0o700)
+    (tmp_path / "data" / "service.lock").symlink_to(tmp_path / "mine")
+    assert main(["serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--models-dir", str(models)]) == 2
+    told = capsys.readouterr().err
+    assert "cannot be opened: it is a symlink, which is not followed" in told
+    assert "service.lock" in told
+
+
 @pytest.mark.parametrize(
     ("headers", "code"),
     [

@@ -120,6 +120,13 @@ def _parse(raw: bytes) -> EventBase | None:
         return None
 
 
+def describe_damage(lines: int) -> str:
+    """Say that so many lines were skipped."""
+    return (
+        f"{lines:,} line(s) of {FILE_NAME} cannot be read, and what they said is missing: a killed process leaves one."
+    )
+
+
 def read_events(run_dir: Path) -> list[EventBase]:
     """All complete events of a run so far."""
     return list(EventReader(run_dir).poll())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,10 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.price is not None and not arguments.price > 0:
-        raise ConfigError(f"--price must be more than 0, not {arguments.price:g}.", fix="For example: --price 2.50")
+    if arguments.price is not None and not 0 < arguments.price < math.inf:
+        raise ConfigError(
+            f"--price must be more than 0, and finite, not {arguments.price:g}.", fix="For example: --price 2.50"
+        )
     config = _config(arguments)
     plan, facts, devices = _plan(arguments, config)
     if arguments.json:
@@ -57,10 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> TrainConfig:
-    from pantheraml.cli.train import config_from
+    from pantheraml.cli.train import config_from, given_overrides
 
-    if arguments.config is None and arguments.data is None and arguments.model is not None:
-        arguments.data = ""  # planned for full sequences
+    if arguments.config is None:
+        given = given_overrides(arguments)
+        if ("model", "path") not in given:
+            raise ConfigError(
+                "Nothing to plan: pass a config file, or --model.",
+                fix='For example: pantheraml plan --model meta-llama/Llama-3.1-8B --gpus "1xH100"',
+            )
+        if ("data", "path") not in given:
+            arguments.data = ""  # planned for full sequences
     return config_from(arguments)
 
 

@@ -58,7 +58,7 @@ def _memory(memory: MemoryPrediction, plan: Plan) -> None:
     at = f", at its peak ({memory.instant})" if memory.instant else ""
     _line(f"Memory   {_gib(needed)}{of} on {rank}{at}")
     parts = {name: size for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]) if size > 0}
-    parts["allocator and CUDA"] = round(needed) - memory.allocated_bytes
+    parts["allocator, CUDA, NCCL" if plan.world_size > 1 else "allocator and CUDA"] = needed - memory.allocated_bytes
     whole = max(memory.capacity_bytes or needed, needed)
     width = min(BAR, shutil.get_terminal_size().columns - 12)
     bar = "".join(fill * round(width * size / whole) for fill, size in zip(FILLS, parts.values(), strict=False))

@@ -24,6 +24,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="processes of jobs at a time without GPUs")
     parser.add_argument(
+        "--jobs-per-gpu", type=int, default=1, metavar="N", help="jobs at a time on a GPU, which share its memory (1)"
+    )
+    parser.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -31,7 +34,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         help="additional host name of the service; may be repeated",
     )
     parser.add_argument("--max-file-gib", type=float, default=2, metavar="GIB", help="largest file of a user (2)")
-    parser.add_argument("--max-user-gib", type=float, default=50, metavar="GIB", help="all files of a user (50)")
+    parser.add_argument("--max-user-gib", type=float, default=200, metavar="GIB", help="files and jobs of a user (200)")
     parser.add_argument("--max-running-per-user", type=int, metavar="N", help="jobs of a user at a time (no limit)")
     parser.add_argument(
         "--max-hours-per-user", type=float, metavar="HOURS", help="device hours of a user in 30 days (no limit)"
@@ -65,6 +68,11 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-private-webhooks", action="store_true", help="also send webhooks to this machine and its network"
     )
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="wait while another service has the data, and take its place when it ends",
+    )
     parser.add_argument("--insecure", action="store_true", help="serve other machines without API keys")
     return parser
 
@@ -79,12 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pantheraml.service.serve import serve
     from pantheraml.service.settings import GIB, Settings
 
-    if arguments.cpu_slots is not None and arguments.cpu_slots < 1:
-        raise ConfigError("--cpu-slots must be at least 1.")
-    if arguments.max_running_per_user is not None and arguments.max_running_per_user < 1:
-        raise ConfigError("--max-running-per-user must be at least 1.")
-    if arguments.requests_per_minute < 1:
-        raise ConfigError("--requests-per-minute must be at least 1.")
+    for flag in ("--cpu-slots", "--jobs-per-gpu", "--max-running-per-user", "--requests-per-minute"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} must be at least 1.")
     for flag in ("--max-hours-per-user", "--price-per-gpu-hour", "--stall-seconds", "--keep-days"):
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and not 0 <= value < math.inf:
@@ -105,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         insecure=arguments.insecure,
         allowed_hosts=tuple(arguments.allow_host),
         cpu_slots=arguments.cpu_slots,
+        jobs_per_gpu=arguments.jobs_per_gpu,
         max_file_bytes=int(arguments.max_file_gib * GIB),
         max_user_bytes=int(arguments.max_user_gib * GIB),
         max_running_per_user=arguments.max_running_per_user,
@@ -116,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         open_metrics=arguments.open_metrics,
         chat_idle_seconds=arguments.chat_idle_seconds,
         allow_private_webhooks=arguments.allow_private_webhooks,
+        standby=arguments.standby,
         inference_url=_checked_url(arguments.inference_url),
         inference_key=env.inference_key(),
     )

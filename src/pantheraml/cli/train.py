@@ -95,9 +95,10 @@ def config_from(arguments: argparse.Namespace) -> TrainConfig:
 
     overrides = given_overrides(arguments)
     if arguments.config is None and not {("model", "path"), ("data", "path")} <= overrides.keys():
+        output = " --output DIR" if hasattr(arguments, "output") else ""
         raise ConfigError(
             f"Nothing to {arguments.command}: pass a config file, or --model and --data.",
-            fix=f"For example: pantheraml {arguments.command} --model DIR --data FILE --output DIR",
+            fix=f"For example: pantheraml {arguments.command} --model DIR --data FILE{output}",
         )
     path = Path(arguments.config) if arguments.config else None
     config = load_config(path, overrides)

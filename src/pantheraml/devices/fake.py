@@ -19,7 +19,7 @@ from pantheraml.specs.plan import GPU, DeviceSpec
 
 _UNITS = {"gb": 10**9, "tb": 10**12, "gib": 2**30, "tib": 2**40}
 _SYNTAX = 'Write it as "2x8xH100-80GB nvlink, 400Gb", "1xRTX4090", "8xA100-80GB pcie" or "cpu 16 cores 64GB".'
-_COUNTS = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*", re.IGNORECASE)
+_COUNTS = re.compile(r"^\s*(?:(\d+)\s*[x×*]\s*)?(\d+)\s*[x×*]\s*", re.IGNORECASE)
 _CORES = re.compile(r"\b(\d+)\s*cores?\b", re.IGNORECASE)
 _NETWORK = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:Gb(?:ps|it/s|/s)?)(?![A-Za-z])")
 _MEMORY = re.compile(r"\b(\d+(?:\.\d+)?)\s*(GB|TB|GiB|TiB)\b")
@@ -74,6 +74,12 @@ def parse_cluster(text: str) -> Cluster:
     """Read a description of a cluster; ConfigError says how to write it, or names the nearest known GPU."""
     if re.match(r"\s*(\d+\s*x\s*)?cpu\b", text, re.IGNORECASE):
         return _cpu_cluster(text)
+    if "+" in text:
+        raise ConfigError(
+            f"{text!r} names several kinds of GPU, and a description has one.",
+            fix="Describe as many of the kind with the least memory: what fits them is what all get, and all wait for"
+            " the slowest.",
+        )
     counts = _COUNTS.match(text)
     rest = text[counts.end() :] if counts else text.strip()
     nodes, per_node = (int(counts[1] or 1), int(counts[2])) if counts else (1, 1)

@@ -23,6 +23,10 @@ MAX_CONFIG_BYTES = 16 << 20
 SMALL_RANK = 256
 """A rank up to this is allowed even if no weight in the file has it: others may override it for every layer."""
 
+_MANY = Field(max_length=20_000)
+"""PEFT compares each with every module."""
+_Names = Annotated[list[str], _MANY]
+
 ADAPTER_ERRORS = (ValueError, TypeError, AttributeError, KeyError, re.error)
 """What PEFT raises while it makes layers for a config that does not fit, or makes no sense."""
 
@@ -36,11 +40,13 @@ class _Values(BaseModel):
     r: PositiveInt = 8
     lora_alpha: FiniteFloat | int | None = 8
     lora_dropout: Annotated[float | int, Field(ge=0, le=1)] | None = 0
-    target_modules: str | list[str] | None = None
-    target_parameters: list[str] | None = None
-    modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, PositiveInt] | None = None
-    alpha_pattern: dict[str, FiniteFloat | int] | None = None
+    target_modules: str | _Names | None = None
+    target_parameters: _Names | None = None
+    exclude_modules: str | _Names | None = None
+    modules_to_save: _Names | None = None
+    layers_pattern: str | _Names | None = None
+    rank_pattern: Annotated[dict[str, PositiveInt], _MANY] | None = None
+    alpha_pattern: Annotated[dict[str, FiniteFloat | int], _MANY] | None = None
     bias: Literal["none", "all", "lora_only"] = "none"
     base_model_name_or_path: str | None = None
     revision: str | None = None

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.base.folders import committed_folder, require_empty
 from pantheraml.models.adapter_file import ADAPTER_ERRORS, read_adapter
+from pantheraml.models.adapter_patterns import require_bounded
 from pantheraml.models.adapters import ADAPTER, base_quantization
 from pantheraml.models.base_identity import verified_base
 from pantheraml.models.gguf.kinds import parse_kinds
@@ -153,6 +154,7 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False
     # PEFT warns if the base path differs from the one in training; whether it fits is checked below
     config.base_model_name_or_path = None
     config._register_custom_module(LORA_LAYERS)
+    require_bounded(config, [name for name, _ in base.named_modules()], folder)
     with torch.random.fork_rng(devices=[]):
         try:
             adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from pantheraml.base.errors import ConfigError, ModelError
 from pantheraml.models.adapter_file import ADAPTER_ERRORS, read_adapter
+from pantheraml.models.adapter_patterns import require_bounded
 from pantheraml.models.adapters import name_in_file, prepare_config
 
 _NAME = "requested"
@@ -82,6 +83,7 @@ def _add(model: PreTrainedModel, folder: Path, *, float32: bool) -> None:
         )
     config.inference_mode, config.base_model_name_or_path = True, None
     prepare_config(model, config)
+    require_bounded(config, [name for name, _ in model.named_modules()], folder)
     with torch.random.fork_rng(devices=[]):
         try:
             inject_adapter_in_model(config, model, _NAME)

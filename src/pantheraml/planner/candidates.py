@@ -32,10 +32,6 @@ CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full", "offloa
 """From the fastest to the leanest."""
 SAFE_SHARE = 0.95
 """Fraction of the memory that a chosen plan may be predicted to need, since predictions err."""
-ALLOCATOR_SHARE = 1.07
-"""Memory that torch reserves, over what it allocates at the peak: typically 1.05 to 1.07."""
-CONTEXT_BYTES = 1268 << 20
-"""A CUDA context on an A100, the largest that is known."""
 DEGREES = (2, 4, 8, 16)
 MANY_NODES = 16
 """Weights are rather not gathered over more nodes than these, if replicas of shards are an alternative."""
@@ -128,11 +124,9 @@ def fits(memory: MemoryPrediction | None) -> bool | None:
     return needed_bytes(memory) <= SAFE_SHARE * memory.capacity_bytes
 
 
-def needed_bytes(memory: MemoryPrediction) -> float:
-    """Memory of the device that a run needs; with typical shares for the allocator and CUDA if these are not known."""
-    if memory.device_bytes is not None:
-        return memory.device_bytes
-    return (memory.reserved_bytes or ALLOCATOR_SHARE * memory.allocated_bytes) + CONTEXT_BYTES
+def needed_bytes(memory: MemoryPrediction) -> int:
+    """Memory of the device that a run needs; of a plan that an older version made, what was known then."""
+    return memory.allocated_bytes if memory.device_bytes is None else memory.device_bytes
 
 
 def candidate(problem: Problem, decided: Decided) -> Candidate | None:

@@ -144,7 +144,8 @@ def _device(config: TrainConfig, devices: DeviceSpec, choices: Choices) -> Liter
         choices.configured("device", "cuda")
         return "cuda"
     if devices.gpus:
-        choices.automatic("device", "cuda", f"{len(devices.gpus)} GPU(s) found: {devices.gpus[0].name}")
+        names = ", ".join(dict.fromkeys(gpu.name for gpu in devices.gpus))
+        choices.automatic("device", "cuda", f"{len(devices.gpus)} GPU(s) found: {names}")
         return "cuda"
     choices.automatic("device", "cpu", devices.note or "no GPU found")
     return "cpu"

@@ -113,7 +113,7 @@ def plan_run(
     chosen = _decided(base, best)
     others = [each for each in compared if each is not best]
     faster = _faster_quantized(base, best) if resumed is None else None
-    warnings = [] if chosen.fits else [_close_call(chosen.memory)]
+    warnings = [] if chosen.fits else [_close_call(chosen)]
     warnings += _told_of_unlike_gpus(rules, devices)
     finished = _finished(
         chosen, _alternatives(chosen, others, faster), outlook, (f"sizes of the model: {model.source}",)
@@ -140,12 +140,13 @@ def _by_weights_alone(base: Candidate, *, may_change: bool) -> Candidate:
         return base
     why = f"the weights alone need {_gib(size)} of {_gib(capacity)}"
     if not (may_change and may_quantize(base.problem.config, setting)):
+        quantize = "" if setting.frozen_weights == "nf4" else "method.kind=qlora, "
         raise OutOfMemoryError(
             f"This run does not fit into the GPU's memory: {why}.",
-            fix="Use method.kind=qlora, parallel.shard=N on N GPUs, a larger GPU or a smaller model.",
+            fix=f"Use {quantize}parallel.shard=N on N GPUs, a larger GPU or a smaller model.",
         )
     auto = base.problem.config.train.activation_checkpointing == "auto"
-    reasons = {"frozen_weights": why, "train.activation_checkpointing": why}
+    reasons = {"model.precision": why, "frozen_weights": why, "train.activation_checkpointing": why}
     decided = Decided(frozen_weights="nf4", checkpointing="full" if auto else None, reasons=reasons)
     leaner = candidate(base.problem, decided)
     return base if leaner is None else _by_weights_alone(leaner, may_change=False)
@@ -403,10 +404,13 @@ def _refuse_if_certain(base: Candidate, compared: list[Candidate]) -> None:
     )
 
 
-def _close_call(memory: MemoryPrediction | None) -> str:
+def _close_call(chosen: Candidate) -> str:
+    memory = chosen.memory
     assert memory is not None
     need, there_is = _gib(_needed(memory)), _gib(memory.capacity_bytes or 0)
-    return f"memory is short: {need} of {there_is} are predicted to be needed; the run may stop with out of memory"
+    told = f"memory is short: {need} of {there_is} are predicted to be needed; the run may stop with out of memory"
+    ways = suggestions(chosen)
+    return f"{told}; these would fit: {'; '.join(ways)}" if ways else told
 
 
 def _told_of_unlike_gpus(plan: Plan, devices: DeviceSpec) -> list[str]:

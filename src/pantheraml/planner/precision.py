@@ -62,7 +62,7 @@ def choose_precision(
         return PrecisionChoice("fp32", "CPUs are rarely faster in bf16, and fp32 is exact")
     known = [capability for capability in capabilities if capability is not None]
     if len(known) < max(1, len(capabilities)):
-        return PrecisionChoice("fp32", "the driver does not report the compute capability")
+        return PrecisionChoice("fp32", "the compute capability is not known")
     weakest = min(known)
     version = f"compute capability {weakest[0]}.{weakest[1]}"
     if weakest >= BF16_CAPABILITY:

@@ -16,6 +16,10 @@ NAMED = 3
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 
 
+FP8 = (9, 0)
+"""planner.choose: fused layers over nf4 weights use fp8 matmuls, which need it."""
+
+
 @dataclass(frozen=True)
 class _Change:
     text: str
@@ -23,19 +27,26 @@ class _Change:
     """Of the setting."""
     cost: int
     """Order of preference."""
+    more_gpus: bool = False
 
 
 def suggestions(leanest: Candidate) -> list[str]:
     """Changes, or pairs of them, that are predicted to fit, the cheapest first."""
-    changes = list(_changes(leanest.setting))
+    setting, problem = leanest.setting, leanest.problem
+    changes = list(_changes(setting, problem.capability))
     pairs = [pair for count in (1, 2) for pair in combinations(changes, count) if _touches_once(pair)]
     found: list[tuple[_Change, ...]] = []
     texts = []
     for chosen in sorted(pairs, key=lambda pair: sum(each.cost for each in pair)):
         if any(set(smaller) <= set(chosen) for smaller in found):
             continue
-        update = {name: value for change in chosen for name, value in change.update}
-        memory = leanest.problem.memory(leanest.setting.model_copy(update=update))
+        hardware = any(each.more_gpus for each in chosen)
+        if hardware and any(each.more_gpus for pair in found for each in pair):
+            continue  # one way with more GPUs is enough
+        changed = _changed(setting, {name: value for change in chosen for name, value in change.update})
+        if changed.optimizer == "adamw8bit" and changed.dims.model_is_sharded:
+            continue  # its blocks are of whole tensors
+        memory = problem.memory(changed)
         if memory is not None and fits(memory):
             found.append(chosen)
             texts.append(f"{' and '.join(each.text for each in chosen)} ({needed_bytes(memory) / 2**30:.1f} GiB)")
@@ -44,8 +55,18 @@ def suggestions(leanest: Candidate) -> list[str]:
     return texts
 
 
-def _change(text: str, update: dict[str, Any], cost: int) -> _Change:
-    return _Change(text, tuple(update.items()), cost)
+def _changed(setting: Setting, update: dict[str, Any]) -> Setting:
+    """The setting with as many passes per step as its global batch takes then."""
+    changed = setting.model_copy(update=update)
+    if "accumulation" in update:
+        return changed
+    sequences = setting.dims.data * setting.micro_batch * setting.accumulation
+    passes = math.ceil(sequences / (changed.dims.data * changed.micro_batch))
+    return changed.model_copy(update={"accumulation": passes})
+
+
+def _change(text: str, update: dict[str, Any], cost: int, *, more_gpus: bool = False) -> _Change:
+    return _Change(text, tuple(update.items()), cost, more_gpus)
 
 
 def _touches_once(changes: tuple[_Change, ...]) -> bool:
@@ -53,9 +74,9 @@ def _touches_once(changes: tuple[_Change, ...]) -> bool:
     return len(names) == len(set(names))
 
 
-def _changes(setting: Setting) -> Iterator[_Change]:
+def _changes(setting: Setting, capability: tuple[int, int] | None) -> Iterator[_Change]:
     yield from _of_activations(setting)
-    yield from _of_weights(setting)
+    yield from _of_weights(setting, capability)
     data, sequences = setting.dims.data, setting.dims.data * setting.micro_batch * setting.accumulation
     if setting.dims.shard > 1 and setting.accumulation > 1:
         # gradients of several passes are summed before they are sharded
@@ -64,9 +85,8 @@ def _changes(setting: Setting) -> Iterator[_Change]:
     if setting.dims.world_size == data:
         for cost, count in enumerate(each for each in MORE_GPUS if data < each <= sequences):
             dims = setting.dims.model_copy(update={"replicate": 1, "shard": count})
-            passes = math.ceil(sequences / (count * setting.micro_batch))
-            update = {"dims": dims, "accumulation": passes, "fused": False, "compile": False, "cuda_graph": False}
-            yield _change(f"parallel.shard={count} on {count} such GPUs", update, 10 + cost)
+            update = {"dims": dims, "fused": False, "compile": False, "cuda_graph": False}
+            yield _change(f"parallel.shard={count} on {count} such GPUs", update, 10 + cost, more_gpus=True)
 
 
 def _of_activations(setting: Setting) -> Iterator[_Change]:
@@ -80,8 +100,9 @@ def _of_activations(setting: Setting) -> Iterator[_Change]:
             yield _change(f"data.seq_len={setting.seq_len // part}", {"seq_len": setting.seq_len // part}, cost)
 
 
-def _of_weights(setting: Setting) -> Iterator[_Change]:
+def _of_weights(setting: Setting, capability: tuple[int, int] | None) -> Iterator[_Change]:
     full = setting.method == "full"
+    nf4 = {"frozen_weights": "nf4", "fused": setting.fused and (capability is None or capability >= FP8)}
     if full and setting.trained_weights == "fp32":
         yield _change("train.weights=bf16", {"trained_weights": "bf16"}, 3)
     if full and setting.optimizer == "adamw":
@@ -91,6 +112,6 @@ def _of_weights(setting: Setting) -> Iterator[_Change]:
     if full:
         lora = {"method": "lora", "trained_weights": "fp32", "optimizer": "adamw", "fp8_matmuls": False}
         yield _change("method.kind=lora", lora, 20)
-        yield _change("method.kind=qlora", {**lora, "frozen_weights": "nf4"}, 21)
+        yield _change("method.kind=qlora", {**lora, **nf4}, 21)
     elif setting.frozen_weights != "nf4":
-        yield _change("method.kind=qlora", {"frozen_weights": "nf4"}, 5)
+        yield _change("method.kind=qlora", nf4, 5)

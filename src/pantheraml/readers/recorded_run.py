@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import ConfigError, RunDirectoryError
-from pantheraml.base.event_stream import FILE_NAME, read_events
+from pantheraml.base.event_stream import FILE_NAME, EventReader
 from pantheraml.base.events import EventBase
 from pantheraml.base.roots import require_allowed
 from pantheraml.readers.summary import History, history, summarize
@@ -27,6 +27,8 @@ class RecordedRun:
     past: History
     config: Mapping[str, Any] | None
     """Values by dotted key, as written; None without a readable config.yaml."""
+    damaged_lines: int = 0
+    """Lines of the event stream that cannot be read; a killed process may leave one."""
 
     @property
     def name(self) -> str:
@@ -54,14 +56,16 @@ def require_run(path: Path) -> None:
 def read_run(path: Path) -> RecordedRun:
     require_run(path)
     try:
-        events = read_events(path)
+        reader = EventReader(path)
+        events = list(reader.poll())
     except OSError as err:
         raise RunDirectoryError(f"{FILE_NAME} cannot be read: {err.strerror}.", where=str(path)) from err
     if not events:
         raise RunDirectoryError(
             f"{path} contains no events: {FILE_NAME} is empty or damaged.", fix="Pass another run folder."
         )
-    return RecordedRun(path, events, summarize(events), history(events), _config(path / "config.yaml"))
+    config = _config(path / "config.yaml")
+    return RecordedRun(path, events, summarize(events), history(events), config, reader.damaged_lines)
 
 
 def _config(path: Path) -> Mapping[str, Any] | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pantheraml.base.errors import ConfigError
+from pantheraml.base.event_stream import describe_damage
 from pantheraml.base.events import (
     CheckpointSaved,
     ChoiceMade,
@@ -93,7 +94,7 @@ def write_report(
         hardware_part(events, hardware, first_chart=len(drawn)),
         _data(summary),
         incidents_part(run_dir, events),
-        _messages(events),
+        _messages(events, run.damaged_lines),
         _checkpoints(events, kept=set(summary["checkpoints"])),
         _config(run),
         _footer(summary),
@@ -280,13 +281,14 @@ def _data(summary: dict[str, Any]) -> str:
     return f"<h2>Data</h2>{table(columns, rows, numbers=frozenset(range(2, len(columns))))}"
 
 
-def _messages(events: Sequence[EventBase]) -> str:
+def _messages(events: Sequence[EventBase], damaged_lines: int) -> str:
     """Notices, warnings, verdicts and errors, in order."""
     rows = [row for event in events if (row := _message(event)) is not None]
-    if not rows:
-        return ""
     note = f'<p class="soft">The last {MAX_MESSAGES} of {len(rows):,}.</p>' if len(rows) > MAX_MESSAGES else ""
-    return f"<h2>Messages</h2>{note}{table(('time, UTC', 'kind', 'message'), rows[-MAX_MESSAGES:])}"
+    if damaged_lines:
+        note += f'<p class="soft">{escape(describe_damage(damaged_lines))}</p>'
+    shown = table(("time, UTC", "kind", "message"), rows[-MAX_MESSAGES:]) if rows else ""
+    return f"<h2>Messages</h2>{note}{shown}" if note or shown else ""
 
 
 def _message(event: EventBase) -> tuple[str, str, str] | None:

@@ -34,6 +34,8 @@ class ChatDevice:
     precision: str
     threads: int
     """Of the CPU."""
+    memory_fraction: float | None = None
+    """Share of the GPU's memory that it may use; None: all."""
 
 
 class ChatWorkerProcess:
@@ -59,6 +61,7 @@ class ChatWorkerProcess:
                     *python_module("pantheraml.worker.entry.chat"),
                     kind,
                     device.precision,
+                    *([] if device.memory_fraction is None else [str(device.memory_fraction)]),
                     cwd=folder,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,

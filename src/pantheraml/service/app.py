@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import IO
 
 from fastapi import FastAPI
 from sqlalchemy import select
 
 from pantheraml import __version__
+from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.base.folders import write_text
 from pantheraml.base.private import open_private, private_files
@@ -63,6 +67,12 @@ from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import DataFolder
 from pantheraml.service.webhooks.sender import WebhookSender
 
+logger: logging.Logger = log.get(__name__)
+
+STANDBY_SECONDS = 0.25
+"""Seconds between attempts to take the place of another service."""
+TAKE_OVER_SECONDS = 30.0
+"""Seconds for the database to notice that a killed service is gone."""
 SAMPLER_CPU_SHARE = 0.01
 """No training runs in this process; with less, opening the driver costs minutes without a sample."""
 
@@ -126,17 +136,17 @@ async def running(settings: Settings, context: ServiceContext | None = None) -> 
 async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
     """Prepare folders, database and what the routes share. ConfigError if the service may not start with these
     settings."""
-    with private_files(), _claimed(settings):
+    with private_files(), await _claimed(settings):
         stack = contextlib.AsyncExitStack()
         database = Database(settings.url)
         try:
-            await _take(database)
+            await _take(database, settings.standby)
             await _require_own(database, settings.data_dir)
             authenticator = Authenticator(
                 database, is_open=await _is_open(settings, database), insecure=settings.insecure
             )
             notifier = Notifier()
-            inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+            inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots, settings.jobs_per_gpu)
             sampler = BackgroundSampler([gpu.index for gpu in inventory.spec.gpus], cpu_share=SAMPLER_CPU_SHARE)
             dispatcher = Dispatcher(database, settings, inventory, notifier, sampler.health)
             catalog = Catalog(settings.models_dir)
@@ -165,15 +175,21 @@ async def preparation(settings: Settings) -> AsyncIterator[ServiceContext]:
             await database.close()
 
 
-async def _take(database: Database) -> None:
-    try:
-        claimed = await database.claim()
-    except ConnectionError as err:
-        raise ConfigError(
-            f"The database does not answer. {err}", fix="Check --database-url, and that it runs."
-        ) from err
-    if not claimed:
-        raise ConfigError("Another service is using this database.", fix="Stop it, or choose another --database-url.")
+async def _take(database: Database, standby: bool) -> None:
+    deadline = time.monotonic() + (TAKE_OVER_SECONDS if standby else 0.0)
+    while True:
+        try:
+            claimed = await database.claim()
+        except ConnectionError as err:
+            raise ConfigError(
+                f"The database does not answer. {err}", fix="Check --database-url, and that it runs."
+            ) from err
+        if claimed:
+            break
+        if time.monotonic() >= deadline:
+            fix = "Stop it, or choose another --database-url."
+            raise ConfigError("Another service is using this database.", fix=fix)
+        await asyncio.sleep(STANDBY_SECONDS)
     await database.migrate()
 
 
@@ -206,9 +222,8 @@ async def _is_open(settings: Settings, database: Database) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _claimed(settings: Settings) -> Iterator[None]:
-    """Create the data folder, private, and lock it for this service."""
+async def _claimed(settings: Settings) -> IO[bytes]:
+    """Create the data folder, private, and lock it for this service until the returned file is closed."""
     for folder in (
         settings.data_dir,
         settings.files,
@@ -220,14 +235,33 @@ def _claimed(settings: Settings) -> Iterator[None]:
         claim_folder(folder)
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
-    lock = os.fdopen(open_private(settings.data_dir / "service.lock", os.O_RDWR | os.O_CREAT), "r+b")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as err:
-            raise ConfigError(
-                f"Another service is using {settings.data_dir}.", fix="Stop it, or choose another --data-dir."
-            ) from err
+    path = settings.data_dir / "service.lock"
+    try:
+        lock = os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT), "r+b")
+    except OSError as err:
+        what = f"The lock of the data folder cannot be opened: {err.strerror}."
+        raise ConfigError(what, where=str(path), fix="Remove it if no service runs here.") from err
+    try:
+        await _lock(lock, settings)
         for leftover in settings.incoming.iterdir():
             leftover.unlink()
-        yield
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+async def _lock(lock: IO[bytes], settings: Settings) -> None:
+    told = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as err:
+            if not settings.standby:
+                fix = "Stop it, choose another --data-dir, or take its place when it ends with --standby."
+                raise ConfigError(f"Another service is using {settings.data_dir}.", fix=fix) from err
+        if not told:
+            logger.warning("standing by: another service is using %s", settings.data_dir)
+            told = True
+        await asyncio.sleep(STANDBY_SECONDS)

@@ -61,6 +61,7 @@ _ANSWERS: dict[tuple[str, str], type[BaseModel] | tuple[type[BaseModel], ...]] =
     ("get", f"{_JOB}/series"): Series,
     ("get", f"{_JOB}/artifacts"): Page[Artifact],
     ("get", f"{_JOB}/plan"): Plan,
+    ("delete", f"{_JOB}/checkpoints"): Deleted,
     ("get", "/v1/models/{name}"): Model,
     ("delete", "/v1/models/{name}"): Deleted,
     ("post", "/v1/uploads"): UploadAnswer,
@@ -158,7 +159,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         content = {_BYTES[path]: {"schema": {"type": "string", "format": "binary"}}}
         answers["200"]["content"] = content
         answers["206"] = {"description": "The requested range.", "content": content}
-        answers["416"] = {"description": "There is no such range."}
+        answers["416"] = {"$ref": "#/components/responses/Error"}
     if (method, path) == ("post", _FILES):
         operation["requestBody"] = _UPLOAD
     if (method, path) == ("post", _PARTS):

@@ -27,11 +27,15 @@ class Settings:
     """Serve without keys on an address that others can reach."""
     allowed_hosts: tuple[str, ...] = ()
     """Additional host names of the service, as in the header Host."""
+    standby: bool = False
+    """While another service has the data folder, wait, and take its place when it ends."""
     cpu_slots: int | None = None
     """Processes of jobs at a time on a machine without GPUs; None = one per core."""
+    jobs_per_gpu: int = 1
+    """Jobs at a time on a GPU, each with an equal share of its memory."""
     max_file_bytes: int = 2 * GIB
-    max_user_bytes: int = 50 * GIB
-    """Total size of one user's files."""
+    max_user_bytes: int = 200 * GIB
+    """Total size of one user's files and jobs."""
     max_queued_per_user: int = 1000
     requests_per_minute: int = 6000
     """Per key, or per address where there are no keys."""

@@ -96,6 +96,8 @@ TABLE: tuple[GPUModel, ...] = (
 )
 # fmt: on
 
+LIKE = 0.4
+"""How alike an unknown name must be to a known one that is suggested."""
 _VENDORS = re.compile(r"^(NVIDIA|Tesla|Quadro) +", re.IGNORECASE)
 
 
@@ -123,10 +125,11 @@ def by_text(name: str, *, gigabytes: int | None = None, pcie: bool = False) -> G
             raise ConfigError(f"{found[0].name} exists with {sizes}, not with {gigabytes} GB.", where=name)
         return max(sized, key=lambda model: model.nominal_gb)
     names = {key: model.text for model in TABLE for key in _keys(model)}
-    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(wanted, names, n=1, cutoff=LIKE)
+    meant = f"Did you mean {names[near[0]]}? " if near else ""
     raise ConfigError(
         f"{name!r} is not a GPU whose figures are known.",
-        fix=f"Did you mean {names[near[0]]}? Known: {', '.join(dict.fromkeys(model.name for model in TABLE))}.",
+        fix=f"{meant}Known: {', '.join(dict.fromkeys(model.name for model in TABLE))}.",
     )
 
 

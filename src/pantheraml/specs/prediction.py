@@ -23,9 +23,9 @@ class MemoryPrediction(FrozenModel):
     allocated_bytes: int
     """As torch.cuda.max_memory_allocated."""
     reserved_bytes: int | None
-    """As torch.cuda.max_memory_reserved; None: not known."""
+    """As torch.cuda.max_memory_reserved; None: predicted by an older version."""
     device_bytes: int | None
-    """As the driver counts: reserved, CUDA context, communication buffers. Out of memory follows this one."""
+    """As the driver counts: reserved, CUDA context, communication buffers, at most. Out of memory follows this one."""
     capacity_bytes: int | None
     """Memory of the device that the run may use."""
 

@@ -14,6 +14,13 @@ class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+class DeviceHolder(_Answer):
+    """A job on a device; None: another user's."""
+
+    job: str | None
+    user: str | None
+
+
 class DeviceStatus(_Answer):
     """A GPU or, on a machine without any, a slot for a CPU process."""
 
@@ -23,7 +30,11 @@ class DeviceStatus(_Answer):
     name: str | None = None
     in_use: bool
     """Whether a job of this service holds it."""
+    jobs_at_most: int = 1
+    """Jobs that may share it."""
+    holders: list[DeviceHolder] = []
     job: str | None = None
+    """The first job that you may see."""
     user: str | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None

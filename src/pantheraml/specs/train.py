@@ -168,8 +168,8 @@ class TrainSettings(ConfigSection):
     micro_batch_size: Positive | Literal["auto"] = "auto"
     """Sequences per forward pass on one device; auto = chosen by the planner."""
     learning_rate: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """Peak learning rate. auto: by hidden size, family and method for models of hidden size 1024 and more, else 2e-4;
-    the run reports it with its reason."""
+    """Peak learning rate. auto: by hidden size, family and method from a hidden size of 1024 on (adapters: 256), else
+    2e-4; the run reports it with its reason."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate of the schedule, as a fraction of the peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

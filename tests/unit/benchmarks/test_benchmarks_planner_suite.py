@@ -89,10 +89,13 @@ def test_its_rows_are_shown_with_all_three_memories(python: Python) -> None:
     assert compared.endswith("| drawn at random |")
     assert "| 31.00 | 30." in compared
     more, uneven = [line for line in lines if line.startswith("| plan-8b") and "backward" not in line]
-    assert more == "| plan-8b-lora-bf16-2x2048 | 31.00 | 30.90 | 33.00 | 1.06 | 34.50 | 1.50 |"
-    assert uneven == "| plan-8b-lora-fp8-uneven-padded-expandable | 31.00 | - | 33.00 | 1.06 | 34.50 | 1.50 |"
+    assert more.startswith("| plan-8b-lora-bf16-2x2048 | 31.00 | 30.90 | 33.00 | 33.")
+    assert "| 34.50 | 34." in more
+    assert uneven.startswith("| plan-8b-lora-fp8-uneven-padded-expandable | 31.00 | - | 33.00 | ")
     (told,) = [line for line in lines if line.startswith("**Beyond the allocated peak**")]
-    assert "x 1.07: median error" in told
+    assert "Reserved: median error 0." in told
+    assert "Driver: median error 0." in told
+    assert "not recorded" not in "".join(lines)
     assert "Allocated, corrected by the first two steps: median error 0.32%, worst 0.32%." in told
 
 

@@ -64,10 +64,10 @@ OPTIONS = {
     "quantize": [*INPUTS, "--json", "--output", "--tokens"],
     "serve": [
         *("--allow-host", "--cpu-slots", "--data-dir", "--database-url"),
-        *("--host", "--insecure", "--max-file-gib", "--max-hours-per-user", "--max-running-per-user"),
+        *("--host", "--insecure", "--jobs-per-gpu", "--max-file-gib", "--max-hours-per-user", "--max-running-per-user"),
         *("--max-user-gib", "--models-dir", "--port"),
         *("--keep-days", "--open-metrics", "--price-per-gpu-hour", "--requests-per-minute", "--stall-seconds"),
-        *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url"),
+        *("--allow-private-webhooks", "--chat-idle-seconds", "--inference-url", "--standby"),
     ],
     "jobs": ["action"],
     "keys": ["action"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -186,9 +187,12 @@ def test_what_cannot_fit_is_refused_with_changes_that_would(capsys: pytest.Captu
         (["--model", "Llama-3.1-9B", "--gpus", "1xH200"], "llama-3.1-8b"),
         (["--model", "Llama-3.1-8B", "--gpus", "0xH200"], "does not describe a cluster"),
         (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--price", "-1"], "--price must be more than 0"),
+        (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--price", "inf"], "finite, not inf"),
         (["--model", "Llama-3.1-8B", "--gpus", "1xH200", "--set", "data.seq_len=0"], "data.seq_len"),
         (["--model", "Llama-3.1-8B", "--gpus", LARGE], "too small for 512 processes"),
-        (["--gpus", "1xH200"], "Nothing to plan"),
+        (["--gpus", "1xH200"], "Nothing to plan: pass a config file, or --model."),
+        (["--model", "Llama-3.1-8B", "--gpus", "2xA100-40GB+1xH100"], "several kinds of GPU"),
+        (["--model", "Llama-3.3-70B", "--method", "qlora", "--gpus", "1xT4"], "fix: Use parallel.shard=N"),
     ],
 )
 def test_bad_input_is_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,3 +326,36 @@ def test_planning_is_fast(plan: Any) -> None:
             plan("Llama-3.1-70B", gpus, train__global_batch_size=batch)
             took.append(time.process_time() - start)
         assert min(took) < limit
+
+
+def test_weights_in_4_bits_that_nobody_asked_for_are_not_said_to_be_configured(plan: Any) -> None:
+    reasons = {choice.name: choice.reason for choice in plan("Llama-3.1-8B", "1xT4").choices}
+    assert reasons["model.precision"] == reasons["frozen_weights"] == "the weights alone need 15.0 GiB of 14.9 GiB"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "arguments"),
+    [
+        ("Llama-3.1-8B", "1xRTX4090", ["--method", "full"]),
+        ("Llama-3.1-8B", "1xRTX4090", ["--set", "data.seq_len=131072"]),
+        ("Qwen3-4B", "2xRTX4090", ["--method", "full"]),
+    ],
+)
+def test_what_is_said_to_fit_fits(
+    model: str, gpus: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each change of an error, made; one names more GPUs, and no two of them do."""
+    assert main(["plan", "--model", model, "--gpus", gpus, *arguments]) == 15
+    listed = capsys.readouterr().err.partition("These would fit: ")[2].strip().removesuffix(".").split("; ")
+    assert sum("such GPUs" in each for each in listed) <= 1 <= len(listed)
+    for each in listed:
+        more = re.search(r"on (\d+) such GPUs", each)
+        hardware = gpus if more is None else f"{more[1]}x{gpus.partition('x')[2]}"
+        changes = [word for key in re.findall(r"\w+\.\w+=\w+", each) for word in ("--set", key)]
+        assert main(["plan", "--model", model, "--gpus", hardware, *arguments, *changes]) == 0, each
+
+
+def test_a_close_call_says_what_would_fit(plan: Any) -> None:
+    made = plan("Llama-3.1-8B", "1xRTX4090", "--method", "qlora", parallel__memory_fraction=0.33)
+    (warning,) = [each for each in made.warnings if "memory is short" in each]
+    assert "these would fit: parallel.shard=" in warning

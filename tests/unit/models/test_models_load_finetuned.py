@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pantheraml.base.errors import ConfigError, ModelError, RunDirectoryError
+from pantheraml.models import adapter_patterns
 from pantheraml.models.adapters import (
     TrainedWeights,
     apply_method,
@@ -108,6 +109,7 @@ def test_an_adapter_of_another_base_is_rejected(tiny_model: Callable[..., Path],
             load_finetuned_model(ModelConfig(path=str(other)), METHODS["lora"], tmp_path / "trained", **HERE)
 
 
+ENDLESS = r"([\w.]+\w*)+!"
 BAD_CONFIGS: dict[str, tuple[Any, str]] = {
     "terabytes": ({"r": 100_000_000}, "has rank 100000000, but its largest weight has rank 3"),
     "terabytes of a layer": ({"rank_pattern": {"q_proj": 1 << 40}}, "has rank 1099511627776"),
@@ -116,15 +118,26 @@ BAD_CONFIGS: dict[str, tuple[Any, str]] = {
     "words": ({"r": "x"}, "r: Input should be a valid integer"),
     "numbers": ({"target_modules": 5}, "target_modules"),
     "a broken pattern": ({"target_modules": "(q_proj"}, "does not fit its base model"),
+    "a pattern without an end": ({"target_modules": ENDLESS}, "take longer than 1 s to match"),
+    "an exception without an end": ({"exclude_modules": ENDLESS}, "take longer than 1 s to match"),
+    "a scale without an end": ({"alpha_pattern": {ENDLESS: 2}}, "take longer than 1 s to match"),
+    "a module without an end": ({"modules_to_save": [ENDLESS]}, "modules_to_save of the adapter has a regular"),
+    "a layer without an end": (
+        {"layers_pattern": ENDLESS, "layers_to_transform": [0]},
+        "layers_pattern of the adapter has a regular",
+    ),
+    "many scales": ({"alpha_pattern": {str(i): 2 for i in range(30_000)}}, "at most 20000 items"),
     "none": ([], "cannot be used"),
     "deep": ("[" * 100_000, "is not valid JSON"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
+@pytest.mark.timeout(60)
 def test_an_adapter_config_of_someone_else_is_bounded(
-    tiny_model: Callable[..., Path], tmp_path: Path, name: str
+    tiny_model: Callable[..., Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adapter_patterns, "SECONDS", 1.0)
     change, problem = BAD_CONFIGS[name]
     config, _ = train(tiny_model("llama"), METHODS["lora"], tmp_path / "trained")
     path = tmp_path / "trained" / "adapter_config.json"
@@ -171,3 +184,14 @@ def test_nf4_precision_needs_an_nf4_base_like_qlora() -> None:
     assert base_quantization(nf4, MethodConfig()) == base_quantization(plain, MethodConfig(kind="qlora")) == "nf4"
     assert base_quantization(plain, MethodConfig()) is None
     assert base_quantization(ModelConfig(path="m", precision="int8"), MethodConfig()) is None
+
+
+def test_regular_expressions_of_unsloth_are_matched(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Its vision models name their targets by one."""
+    config, expected = train(tiny_model("llama"), METHODS["lora"], tmp_path / "trained")
+    path = tmp_path / "trained" / "adapter_config.json"
+    layers = "(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+    pattern = rf"(?:.*?(?:self_attn|mlp).*?{layers}.*?)|(?:\bmodel\.layers\.[\d]{{1,}}\.(?:self_attn|mlp)\.{layers})"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": pattern}))
+    model = load_finetuned_model(config, METHODS["lora"], tmp_path / "trained", **HERE)
+    assert torch.equal(logits(model), expected)

@@ -151,6 +151,15 @@ def test_report_of_a_run_with_at_most_one_step(fake_run: Any, tmp_path: Path, te
     assert all(series["markers"] for chart in page.charts for series in chart["series"]), "one point must be visible"
 
 
+def test_lines_that_cannot_be_read_are_told(fake_run: Any, tmp_path: Path) -> None:
+    fake_run.begin()
+    folder = fake_run.write(tmp_path / "run")
+    assert "cannot be read" not in write_report(folder).read_text()
+    with open(folder / "events.jsonl", "a") as stream:
+        stream.write('{"v":1,"kind":"train.st\n\n')
+    assert "1 line(s) of events.jsonl cannot be read" in write_report(folder).read_text()
+
+
 def test_folder_without_events_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no events"):
         write_report(tmp_path)

@@ -93,6 +93,10 @@ def test_a_run_that_slows_down() -> None:
     assert slow[0].message == "Only 40 tokens per second; it was 100"
     assert run(watch, [1.0] * 10, speed=60.0, begin=NOW + 40) == []
     assert kinds(run(watch, [1.0] * 10, speed=90.0, begin=NOW + 60)) == [(SLOW, False)]
+    shared = JobWatch(NOW, 60, share=0.5)
+    run(shared, [1.0] * 20, speed=100.0)
+    assert run(shared, [1.0] * 10, speed=40.0, begin=NOW + 25) == [], "another job has started on its GPU"
+    assert kinds(run(shared, [1.0] * 10, speed=20.0, begin=NOW + 60)) == [(SLOW, True)]
 
 
 @pytest.mark.seed("S4-119")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,27 @@ def test_a_job_that_cannot_fit_is_refused_with_what_would(inputs: Inputs, tmp_pa
     with pytest.raises(OutOfMemoryError, match=r"at least .* GiB would be needed") as caught:
         configure(body, large(inputs, tmp_path, "llama-3.1-70b"), 7, machine(1))
     assert "method.kind=qlora" in str(caught.value.fix)
+
+
+def test_a_job_takes_cpu_slots_by_its_memory(inputs: Inputs, tmp_path: Path) -> None:
+    """Else jobs side by side would fill the memory of the machine, and be killed with the service."""
+
+    def on_cpu(ram: int, slots: int, **own: Any) -> JobPlan:
+        body = CreateJob.model_validate({"model": "tiny", "training_file": "file-1", "pantheraml": own})
+        devices = machine(0).model_copy(update={"ram_bytes": ram * GIB})
+        return configure(body, large(inputs, tmp_path, "llama-3.1-8b"), 7, devices, cpu_slots=slots)
+
+    few = on_cpu(256, 4)
+    assert (few.devices, few.plan.warnings) == (1, ())
+    some = on_cpu(64, 8)
+    weights = 8.03e9 * (4 if some.plan.precision == "fp32" else 2) / GIB
+    assert some.devices == math.ceil(weights / 8)
+    assert f"it takes {some.devices} of 8 CPU slots" in some.plan.warnings[-1]
+    assert on_cpu(64, 1).devices == 1
+    with pytest.raises(OutOfMemoryError, match=r"at least 1\d\d.\d GiB would be needed, and there are 64.0 GiB"):
+        on_cpu(64, 1, config={"method": {"kind": "full"}})
+    with pytest.raises(OutOfMemoryError, match="GiB would be needed"):
+        on_cpu(64, 1, config={"method": {"rank": 60_000}})
 
 
 def test_more_gpus_than_there_are(inputs: Inputs) -> None:

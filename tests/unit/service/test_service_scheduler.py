@@ -59,13 +59,13 @@ def test_free_devices_are_given_once() -> None:
     assert decision.starts == {"1": ["gpu:0"], "2": ["gpu:1"]}
     assert decision.waiting["3"].position == 1
     assert "needs 1 of 2 devices; 0 free" in decision.waiting["3"].text
-    taken = decide([job("1")], [Running("0", "a", 1, None)], ["gpu:0", "gpu:1"], {"gpu:0": "0"}, {}, NOW)
+    taken = decide([job("1")], [Running("0", "a", None)], ["gpu:0", "gpu:1"], {"gpu:0": "0"}, {}, NOW)
     assert taken.starts == {"1": ["gpu:1"]}
 
 
 @pytest.mark.seed("S4-154")
 def test_small_jobs_fill_a_gap_only_if_they_do_not_delay_the_large_one() -> None:
-    running = [Running("r", "a", 1, NOW + 100)]
+    running = [Running("r", "a", NOW + 100)]
     held = {"gpu:0": "r"}
     queue = [
         job("large", devices=2, at=1),
@@ -83,14 +83,14 @@ def test_small_jobs_fill_a_gap_only_if_they_do_not_delay_the_large_one() -> None
 
 def test_nothing_is_guessed_where_the_plan_does_not_tell() -> None:
     queue = [job("large", devices=2, at=1), job("short", at=2, seconds=1)]
-    decision = decide(queue, [Running("r", "a", 1, None)], ["gpu:0", "gpu:1"], {"gpu:0": "r"}, {}, NOW)
+    decision = decide(queue, [Running("r", "a", None)], ["gpu:0", "gpu:1"], {"gpu:0": "r"}, {}, NOW)
     assert decision.starts == {}
     assert decision.waiting["large"].estimated_start is None
 
 
 def test_everybody_is_told_when_it_is_their_turn() -> None:
     """As long as all before it have predicted how long they take; by then all take their turn."""
-    running = [Running("r", "a", 1, NOW + 100), Running("s", "a", 1, NOW + 50)]
+    running = [Running("r", "a", NOW + 100), Running("s", "a", NOW + 50)]
     queue = [job("1", at=1, seconds=30), job("2", at=2, seconds=10), job("3", at=3), job("4", at=4), job("5", at=5)]
     waiting = decide(queue, running, ["gpu:0", "gpu:1"], {"gpu:0": "r", "gpu:1": "s"}, {}, NOW).waiting
     assert [waiting[name].estimated_start for name in "12345"] == [NOW + 50, NOW + 80, NOW + 90, NOW + 100, None]
@@ -101,12 +101,14 @@ def test_everybody_is_told_when_it_is_their_turn() -> None:
 
 def runs(name: str, *, devices: int = 1, priority: int = 0, ran: float = 60.0, waited: float = 0.0) -> Running:
     place = Waiting(name, "a", priority, NOW - ran - waited, devices, None, ran=ran)
-    return Running(name, "a", devices, None, place)
+    return Running(name, "a", None, place)
 
 
-def paused_for(waiting: list[Waiting], running: list[Running], devices: int = 4) -> dict[str, str]:
+def paused_for(
+    waiting: list[Waiting], running: list[Running], devices: int = 4, held: list[str] | None = None
+) -> dict[str, str]:
     names = [f"gpu:{number}" for number in range(devices)]
-    holders = [each.id for each in running for _ in range(each.devices)]
+    holders = held or [each.id for each in running for _ in range(each.if_paused.devices if each.if_paused else 1)]
     decision = decide(waiting, running, names, dict(zip(names, holders, strict=False)), {}, NOW)
     if decision.pauses:
         (first,) = set(decision.pauses.values())
@@ -123,15 +125,15 @@ def test_a_job_of_higher_priority_has_others_paused() -> None:
     assert paused_for([job("equal", at=NOW - 7 * AGING_SECONDS)], full[:2], 3) == {}, "waiting alone pauses nobody"
     assert paused_for([job("urgent", priority=1, on={"gpu:9"})], full) == {}
     protected = [replace(each, if_paused=None) for each in full]
-    assert paused_for([job("urgent", priority=1)], protected) == {}
+    assert paused_for([job("urgent", priority=1)], protected, held=["old", "old", "new", "low"]) == {}
 
 
 def test_nobody_is_paused_in_vain() -> None:
     urgent = job("urgent", priority=1, devices=2)
     assert paused_for([urgent], [runs("low", priority=-1), runs("higher", priority=2)], 2) == {}
-    leaving = Running("leaving", "a", 1, NOW, None, is_leaving=True)
+    leaving = Running("leaving", "a", NOW, None, is_leaving=True)
     assert paused_for([urgent], [leaving, runs("low")], 2) == {"low": "urgent"}
-    assert paused_for([urgent], [replace(leaving, devices=2), runs("low")], 3) == {}
+    assert paused_for([urgent], [leaving, runs("low")], 3, ["leaving", "leaving", "low"]) == {}
     assert paused_for([urgent, job("next", priority=1, at=NOW + 1)], [runs("low", devices=3)], 4) == {"low": "urgent"}
 
 
@@ -148,17 +150,17 @@ def test_a_paused_job_does_not_come_before_the_one_that_it_made_room_for() -> No
 def test_a_job_is_given_only_devices_that_it_may_have() -> None:
     both = ["gpu:0", "gpu:1", "gpu:2"]
     assert decide([job("1", on={"gpu:1"})], [], both, {}, {}, NOW).starts == {"1": ["gpu:1"]}
-    waits = decide([job("1", on={"gpu:1"})], [Running("r", "a", 1, NOW + 9)], both, {"gpu:1": "r"}, {}, NOW)
+    waits = decide([job("1", on={"gpu:1"})], [Running("r", "a", NOW + 9)], both, {"gpu:1": "r"}, {}, NOW)
     assert waits.starts == {}
     assert (waits.waiting["1"].text, waits.waiting["1"].estimated_start) == ("needs 1 of 1 devices; 0 free", NOW + 9)
-    elsewhere = decide([job("1", on={"gpu:1"})], [Running("r", "a", 1, NOW + 9)], both, {"gpu:0": "r"}, {}, NOW)
+    elsewhere = decide([job("1", on={"gpu:1"})], [Running("r", "a", NOW + 9)], both, {"gpu:0": "r"}, {}, NOW)
     assert elsewhere.starts == {"1": ["gpu:1"]}
 
 
 def test_others_pass_a_waiting_job_on_devices_that_it_may_not_have() -> None:
     queue = [job("first", on={"gpu:1"}, at=1), job("second", at=2), job("third", at=3)]
     devices = ["gpu:0", "gpu:1", "gpu:2"]
-    decision = decide(queue, [Running("r", "a", 1, None)], devices, {"gpu:1": "r"}, {}, NOW)
+    decision = decide(queue, [Running("r", "a", None)], devices, {"gpu:1": "r"}, {}, NOW)
     assert decision.starts == {"second": ["gpu:0"], "third": ["gpu:2"]}
     assert list(decision.waiting) == ["first"]
 
@@ -219,3 +221,56 @@ def test_no_job_starts_on_a_gpu_that_failed() -> None:
     )
     assert decision.starts == {"1": ["gpu:1"]}
     assert decision.waiting["2"].text == "needs 2 of 2 devices; 0 free (gpu:0 not healthy)"
+
+
+SHARES = ["gpu:0:1/2", "gpu:0:2/2", "gpu:1:1/2", "gpu:1:2/2"]
+"""Two GPUs, each for two jobs."""
+
+
+def test_jobs_share_gpus_only_when_all_have_one() -> None:
+    queue = [job(str(at), at=at) for at in range(1, 6)]
+    decision = decide(queue, [], SHARES, {}, {}, NOW)
+    assert decision.starts == {"1": [SHARES[0]], "2": [SHARES[2]], "3": [SHARES[1]], "4": [SHARES[3]]}
+    assert decision.waiting["5"].text == "needs 1 of 2 devices; 0 free"
+
+
+def test_ranks_of_a_job_get_different_gpus() -> None:
+    decision = decide([job("1", devices=2, at=1), job("2", devices=2, at=2)], [], SHARES, {}, {}, NOW)
+    assert decision.starts == {"1": [SHARES[0], SHARES[2]], "2": [SHARES[1], SHARES[3]]}
+    running, held = [Running("a", "a", NOW + 9), Running("b", "a", NOW + 5)], {SHARES[0]: "a", SHARES[1]: "b"}
+    waits = decide([job("1", devices=2)], running, SHARES, held, {}, NOW)
+    assert waits.starts == {}, "both free shares are of one GPU"
+    assert waits.waiting["1"].text == "needs 2 of 2 devices; 1 free"
+    assert waits.waiting["1"].estimated_start == NOW + 5
+    assert decide([job("1", devices=3)], [], SHARES, {}, {}, NOW).starts == {}, "there are two GPUs"
+
+
+def test_a_job_may_have_all_shares_of_its_gpus_but_none_of_an_unusable_one() -> None:
+    assert decide([job("1", on={"gpu:1"})], [], SHARES, {}, {}, NOW).starts == {"1": [SHARES[2]]}
+    decision = decide([job("1"), job("2"), job("3")], [], SHARES, {}, {}, NOW, unusable={"gpu:0": "disabled"})
+    assert list(decision.starts.values()) == [[SHARES[2]], [SHARES[3]]]
+    assert decision.waiting["3"].text == "needs 1 of 2 devices; 0 free (gpu:0 disabled)"
+
+
+def test_the_first_job_keeps_a_share_of_each_gpu() -> None:
+    """Others may have those beyond: a job cannot use two shares of one GPU."""
+    queue = [job("large", devices=2, at=1), job("small", at=2), job("next", at=3)]
+    held = {SHARES[2]: "r", SHARES[3]: "r"}
+    decision = decide(queue, [Running("r", "a", None)], SHARES, held, {}, NOW)
+    assert decision.starts == {"small": [SHARES[1]]}
+    assert "would delay large" in decision.waiting["next"].text
+
+
+def test_a_pause_makes_room_only_where_no_share_is_free() -> None:
+    beside = [runs("beside"), runs("there", ran=90), runs("here", ran=30)]
+    held = dict(zip(SHARES, ["beside", None, "here", "there"], strict=True))
+    taken = {name: holder for name, holder in held.items() if holder}
+    decision = decide([job("urgent", devices=2, priority=1)], beside, SHARES, taken, {}, NOW)
+    assert decision.pauses == {"here": "urgent"}, "the first GPU has a free share, and one job of the second is enough"
+
+
+def test_when_shares_free_up() -> None:
+    running = [Running(name, "a", NOW + end) for name, end in (("a", 10), ("b", 20), ("c", 30), ("d", 40))]
+    held = dict(zip(SHARES, "abcd", strict=True))
+    waiting = decide([job("1", at=1, devices=2, seconds=5), job("2", at=2)], running, SHARES, held, {}, NOW).waiting
+    assert [waiting[name].estimated_start for name in "12"] == [NOW + 30, NOW + 20]

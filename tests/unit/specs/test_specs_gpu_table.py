@@ -55,6 +55,7 @@ def test_unknown_figures_stay_unknown() -> None:
         ("2x8xH100-80GB nvlink, 400Gb", 2, 8, "H100-80GB", True, 400.0),
         ("1xRTX4090", 1, 1, "RTX4090-24GB", None, None),
         ("8xA100-80GB pcie", 1, 8, "A100-PCIe-80GB", False, None),
+        ("2 * 8×H100", 2, 8, "H100-80GB", True, None),
         ("4 x NVIDIA RTX 5090", 1, 4, "RTX5090-32GB", False, None),
         ("8x H100 SXM", 1, 8, "H100-80GB", True, None),
         ("2x4090", 1, 2, "RTX4090-24GB", False, None),
@@ -94,6 +95,8 @@ def test_a_cluster_is_a_plannable_node() -> None:
     [
         ("8xH1000", "Did you mean H100-80GB?"),
         ("8xRTX 4900", "Did you mean RTX4090-24GB?"),
+        ("none", "known.\n  fix: Known: T4"),
+        ("2xA100-40GB+1xH100-80GB", "several kinds of GPU"),
         ("8xH100-90GB", "with 80 GB, not with 90 GB"),
         ("4xL4 nvlink", "has no NVLink"),
         ("4xA100 nvlink pcie", "both nvlink and pcie"),

@@ -14,7 +14,6 @@ from collections import deque
 import torch
 
 from pantheraml.base.events import MemoryMeasured
-from pantheraml.planner.candidates import needed_bytes
 from pantheraml.specs.plan import Plan
 
 READ_EVERY = 8
@@ -96,5 +95,5 @@ def compare_with_plan(plan: Plan, device: torch.device, *, step: int, allocated:
         device_bytes=total - free,
         capacity_bytes=total,
         predicted_bytes=None if predicted is None else predicted.allocated_bytes,
-        predicted_device_bytes=None if predicted is None else round(needed_bytes(predicted)),
+        predicted_device_bytes=None if predicted is None else predicted.device_bytes,
     )

@@ -22,10 +22,15 @@ OUTPUT_NORM_FAMILIES = ("gemma3_text",)
 
 @dataclass(frozen=True)
 class Transient:
-    """Bytes alive at a moment of a layer's pass, besides what layers keep and the gradients of its parameters."""
+    """Sizes of the tensors alive at a moment of a layer's pass, besides what layers keep and the gradients of its
+    parameters."""
 
     instant: str
-    bytes: int
+    tensors: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return blocks_bytes(self.tensors)
 
 
 def kept_tensors(sizes: StepSizes) -> Iterator[int]:
@@ -59,9 +64,9 @@ def tiled_backward_transients(sizes: StepSizes) -> list[Transient]:
     count = -(-sizes.tokens // TILE)
     tile = replace(sizes, tokens=-(-sizes.tokens // count))
     whole = [sizes.tokens * width * sizes.compute for width in (sizes.hidden, sizes.hidden, sizes.queries)]
-    held = blocks_bytes(whole) + blocks_bytes(_kept_after_attention(tile))
+    held = (*whole, *_kept_after_attention(tile))
     moments = backward_transients(tile, owns_kept=True)
-    return [Transient(f"{moment.instant}, tiled", held + moment.bytes) for moment in moments]
+    return [Transient(f"{moment.instant}, tiled", (*held, *moment.tensors)) for moment in moments]
 
 
 def _kept_before_attention(sizes: StepSizes) -> Iterator[int]:
@@ -143,7 +148,7 @@ def backward_transients(sizes: StepSizes, *, owns_kept: bool) -> list[Transient]
             *max(list(_matrix(sizes, first)), list(_weight_gradient(sizes, first)), key=sum),
         ],
     }
-    return [Transient(name, blocks_bytes(tensors)) for name, tensors in moments.items()]
+    return [Transient(name, tuple(tensors)) for name, tensors in moments.items()]
 
 
 def _matrix(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pantheraml.planner.memory.blocks import blocks_bytes
 from pantheraml.planner.memory.step_sizes import BYTE, DTYPE_BYTES, FLOAT32, HALF, StepSizes
 
 CHUNK_ELEMENTS = 2**26
@@ -28,16 +27,18 @@ def chunk_rows(vocabulary: int, *, trained: bool, fp8_width: int | None = None) 
 
 @dataclass(frozen=True)
 class HeadUse:
-    """Bytes besides what the decoder layers keep."""
+    """Sizes of tensors besides what the decoder layers keep."""
 
-    logits: int
+    logits: tuple[int, ...]
     """Logits, their gradient, and what the matmuls need, while the loss is computed."""
-    rows: int
+    rows: tuple[int, ...]
     """Hidden states, what the final norm keeps, and their gradient."""
     gradient: int
     """Gradient of a trained head, which the loss computes already."""
-    backward: int
+    backward: tuple[int, ...]
     """While the head's gradients are scaled, after the logits are gone."""
+    chunks: int
+    """How often the logits are made in a pass."""
 
 
 def head_use(sizes: StepSizes, *, fp8_head: bool, fused_norm: bool) -> HeadUse:
@@ -46,8 +47,8 @@ def head_use(sizes: StepSizes, *, fp8_head: bool, fused_norm: bool) -> HeadUse:
     residual = FLOAT32 if trained and sizes.setting.trained_weights == "fp32" else compute
     rows = [tokens * width * compute, *_kept_by_final_norm(sizes, residual, fused_norm)]
     if sizes.decoder.family in FULL_LOGITS_FAMILIES:
-        logits = list(_full_logits(sizes))
-        return HeadUse(blocks_bytes(logits), blocks_bytes(rows), 0, blocks_bytes(logits))
+        full = tuple(_full_logits(sizes))
+        return HeadUse(full, tuple(rows), 0, full, 1)
     chunk = min(tokens, chunk_rows(sizes.vocabulary, trained=trained, fp8_width=width if fp8_head else None))
     gradient = tokens * width * compute
     head_gradient, accumulated = 0, []
@@ -57,12 +58,12 @@ def head_use(sizes: StepSizes, *, fp8_head: bool, fused_norm: bool) -> HeadUse:
         head_gradient = weight * (compute if single else FLOAT32)
         accumulated = [] if single else [weight * compute]
     scaled = sizes.vocabulary * width * DTYPE_BYTES[sizes.setting.trained_weights] if trained else 0
-    logits = [*_logits(sizes, chunk, fp8_head=fp8_head), *accumulated]
     return HeadUse(
-        logits=blocks_bytes(logits),
-        rows=blocks_bytes([*rows, gradient]),
-        gradient=blocks_bytes([head_gradient]),
-        backward=blocks_bytes([gradient, scaled]),
+        logits=(*_logits(sizes, chunk, fp8_head=fp8_head), *accumulated),
+        rows=(*rows, gradient),
+        gradient=head_gradient,
+        backward=(gradient, scaled),
+        chunks=-(-tokens // chunk),
     )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pantheraml.planner.memory import fused_layers, plain_layers
 from pantheraml.planner.memory.blocks import MIB, block_bytes, blocks_bytes
-from pantheraml.planner.memory.head import head_use
+from pantheraml.planner.memory.head import HeadUse, head_use
+from pantheraml.planner.memory.reserved import TYPICAL_UNUSED, LayerTensors, StepTensors, driver_bytes, unused_bytes
 from pantheraml.planner.memory.step_sizes import DTYPE_BYTES, FLOAT32, StepSizes, step_sizes
 from pantheraml.planner.memory.weights import (
     FIRST_RANK,
@@ -93,17 +95,20 @@ def predict_memory(
     """
     if why_not_predicted(shapes, setting, capability=capability) is not None:
         return None
-    peaks = [
-        max(instants(shapes, setting, Place(pipeline=rank), capability=capability).items(), key=_total)
-        for rank in range(setting.dims.pipeline)
-    ]
-    instant, parts = max(peaks, key=_total)
+    workspace = _workspace(setting, capability)
+    ranks = [_Rank(shapes, setting, Place(pipeline=rank), workspace) for rank in range(setting.dims.pipeline)]
+    fullest = max(ranks, key=lambda rank: _total(rank.peak))
+    instant, parts = fullest.peak
+    allocated = sum(parts.values())
+    driver, unused = driver_bytes(setting.dims.world_size), round(TYPICAL_UNUSED * allocated)
+    if capacity_bytes is None or allocated + unused + driver <= capacity_bytes:  # else it is too much anyway
+        unused = max(unused, unused_bytes(fullest.step_tensors()))
     return MemoryPrediction(
         parts=parts,
         instant=instant,
-        allocated_bytes=sum(parts.values()),
-        reserved_bytes=None,
-        device_bytes=None,
+        allocated_bytes=allocated,
+        reserved_bytes=allocated + unused,
+        device_bytes=allocated + unused + driver,
         capacity_bytes=capacity_bytes,
     )
 
@@ -116,10 +121,13 @@ def instants(
     shapes: ModelShapes, setting: Setting, place: Place = FIRST_RANK, *, capability: tuple[int, int] | None = None
 ) -> dict[str, Parts]:
     """Bytes of a rank by part, at each moment of a step that may be its peak."""
-    workspace = 0
-    if setting.device == "cuda":
-        workspace = HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
-    return _Rank(shapes, setting, place, workspace).instants()
+    return _Rank(shapes, setting, place, _workspace(setting, capability)).instants()
+
+
+def _workspace(setting: Setting, capability: tuple[int, int] | None) -> int:
+    if setting.device != "cuda":
+        return 0
+    return HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
 
 
 @dataclass(frozen=True)
@@ -146,10 +154,16 @@ class _Rank:
         self.sizes: StepSizes = step_sizes(decoder, setting)
         self.held = held_tensors(shapes, setting, place)
         self.in_flight = _micro_batches_in_flight(setting, place.pipeline)
+        self.tensors = self._layer_tensors()
         self.layer = self._layer()
+        self.workspace = workspace
         self.persistent = self._persistent(workspace)
         self.gradients = gradient_bytes(self.held)
         self.sharded = self._unsharded()
+
+    @cached_property
+    def peak(self) -> tuple[str, Parts]:
+        return max(self.instants().items(), key=_total)
 
     def instants(self) -> dict[str, Parts]:
         """Bytes by part at the moments of a step that may be its peak."""
@@ -160,11 +174,12 @@ class _Rank:
         )
         found: dict[str, Parts] = {}
         if self.stage.head:
-            head = head_use(self.sizes, fp8_head=has_fp8_head(self.shapes, self.setting), fused_norm=self.fused)
+            head = self._head()
+            head_gradient = block_bytes(head.gradient)
+            rows = blocks_bytes(head.rows) + head_gradient
             base = self._at(kept, earlier, buffers)
-            found["loss"] = base | {"logits": head.logits + head.rows + head.gradient}
-            found["backward of the head"] = base | {"logits": head.rows + head.gradient + head.backward}
-            head_gradient = head.gradient
+            found["loss"] = base | {"logits": blocks_bytes(head.logits) + rows}
+            found["backward of the head"] = base | {"logits": rows + blocks_bytes(head.backward)}
         else:
             head_gradient = 0
         own = self.layer
@@ -182,6 +197,9 @@ class _Rank:
         found["optimizer"] = self._at(0, self.gradients + self._bucket_copies(), 0)
         found["loading"] = self._loading()
         return found
+
+    def _head(self) -> HeadUse:
+        return head_use(self.sizes, fp8_head=has_fp8_head(self.shapes, self.setting), fused_norm=self.fused)
 
     def _loading(self) -> Parts:
         """Before the first step: a head that is quantized is there in both formats, as is a layer that is fused."""
@@ -219,28 +237,77 @@ class _Rank:
         return parts
 
     def _layer(self) -> _Layer:
-        sizes, mode = self.sizes, self.setting.activation_checkpointing
-        recomputes = mode in ("full", "offload")
-        if self.fused and fused_layers.is_tiled(sizes):
-            kept = blocks_bytes(fused_layers.tiled_kept_tensors(sizes))
-            backward = max(moment.bytes for moment in fused_layers.tiled_backward_transients(sizes))
-        elif self.fused:
-            kept = blocks_bytes(fused_layers.kept_tensors(sizes))
-            moments = fused_layers.backward_transients(sizes, owns_kept=recomputes)
-            backward = max(moment.bytes for moment in moments)
-        else:
-            compiled = self.setting.compile
-            kept = blocks_bytes((plain_layers.compiled_tensors if compiled else plain_layers.kept_tensors)(sizes))
-            backward = blocks_bytes(plain_layers.backward_tensors(sizes))
-        if mode == "none":
-            return _Layer(kept, 0, backward)
-        inputs = block_bytes(sizes.tokens * sizes.hidden * self._residual_bytes())
-        if mode == "full":
-            return _Layer(inputs, kept, backward)
+        tensors, mode = self.tensors, self.setting.activation_checkpointing
+        stored, recomputed = blocks_bytes(tensors.stored), blocks_bytes(tensors.recomputed)
+        backward = max(map(blocks_bytes, tensors.moments))
         if mode == "offload":
-            return _Layer(0, kept + inputs, backward, prefetched=inputs)
-        outputs = blocks_bytes(_matmul_outputs(sizes))
-        return _Layer(inputs + outputs, max(0, kept - outputs), backward)
+            return _Layer(0, recomputed, backward, prefetched=block_bytes(self._layer_input()))
+        if mode == "selective":
+            outputs = blocks_bytes(_matmul_outputs(self.sizes))
+            return _Layer(stored, max(0, blocks_bytes(self._kept()) - outputs), backward)
+        return _Layer(stored, recomputed, backward)
+
+    def _layer_tensors(self) -> LayerTensors:
+        sizes, mode = self.sizes, self.setting.activation_checkpointing
+        kept, own = tuple(self._kept()), self._layer_input()
+        if self.fused and fused_layers.is_tiled(sizes):
+            transients = fused_layers.tiled_backward_transients(sizes)
+            moments = tuple(moment.tensors for moment in transients)
+        elif self.fused:
+            transients = fused_layers.backward_transients(sizes, owns_kept=mode in ("full", "offload"))
+            moments = tuple(moment.tensors for moment in transients)
+        else:
+            moments = (tuple(plain_layers.backward_tensors(sizes)),)
+        if mode == "none":
+            return LayerTensors(kept, (), moments)
+        if mode == "full":
+            return LayerTensors((own,), kept, moments)
+        if mode == "offload":
+            return LayerTensors((), (*kept, own), moments)
+        outputs, recomputed = list(_matmul_outputs(sizes)), list(kept)
+        for size in outputs:
+            if size in recomputed:
+                recomputed.remove(size)
+        return LayerTensors((own, *outputs), tuple(recomputed), moments)
+
+    def _kept(self) -> Iterable[int]:
+        """Tensors that a layer keeps without checkpointing, or while it is recomputed."""
+        if self.fused:
+            tiled = fused_layers.is_tiled(self.sizes)
+            return (fused_layers.tiled_kept_tensors if tiled else fused_layers.kept_tensors)(self.sizes)
+        return (plain_layers.compiled_tensors if self.setting.compile else plain_layers.kept_tensors)(self.sizes)
+
+    def _layer_input(self) -> int:
+        return self.sizes.tokens * self.sizes.hidden * self._residual_bytes()
+
+    def step_tensors(self) -> StepTensors:
+        trained = [each for each in self.held if each.trained]
+        of_layer, outer = ([each for each in trained if each.outside == outside] for outside in (False, True))
+        head = self._head() if self.stage.head else None
+        lasting = [each.bytes for each in self.held for _ in range(each.times)]
+        gradients = tuple(each.bytes for each in of_layer for _ in range(each.times // max(1, self.stage.layers)))
+        outer_gradients = [each.bytes for each in outer]
+        if head is not None and head.gradient and not self.shapes.tied:
+            outer_gradients.remove(max(outer_gradients))  # the loss makes the head's
+        if self._earlier_gradients():
+            lasting += [each.bytes for each in trained for _ in range(each.times)]
+            gradients, outer_gradients = (), []
+        whole = (0, 0) if self.sharded is None else (self.sharded[0].weights, self.sharded[0].bytes)
+        return StepTensors(
+            lasting=(self.workspace, self.workspace, *lasting),
+            states=tuple(
+                size for each in trained for _ in range(each.times) for size in optimizer_tensors(each, self.setting)
+            ),
+            layer=self.tensors,
+            layers=self.stage.layers,
+            passes=self.in_flight,
+            gradients=gradients,
+            outer_gradients=tuple(outer_gradients),
+            summed_gradient=self._embedding_bytes() if self.shapes.tied and self.setting.method == "full" else 0,
+            head=head,
+            gathered=whole,
+            captured=self.setting.cuda_graph,
+        )
 
     def _earlier_gradients(self) -> int:
         """Gradients that are there before the backward of a step's last pass."""

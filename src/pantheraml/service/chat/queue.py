@@ -249,7 +249,8 @@ class ChatQueue:
             return ChatDevice(None, choose_precision(None, "cpu", []).value, threads)
         (gpu,) = (gpu for gpu in spec.gpus if gpu.index == indices[0])
         precision = choose_precision(None, "cuda", [gpu.compute_capability]).value
-        return ChatDevice(gpu.index, precision, max(1, spec.cpu_count // len(spec.gpus)))
+        threads = max(1, spec.cpu_count // len(spec.gpus))
+        return ChatDevice(gpu.index, precision, threads, self._dispatcher.inventory.memory_fraction)
 
     async def _give_back(self) -> None:
         """Stop the worker now, because a job needs its device."""

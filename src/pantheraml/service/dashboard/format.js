@@ -66,9 +66,9 @@ export function tone(state) {
   return { succeeded: "good", failed: "bad", crashed: "bad", running: "now", starting: "now", paused: "warn", pausing: "warn", cancelling: "warn" }[state] ?? "";
 }
 
-/** Devices in words: GPU 0, 1. @param {string[]} names such as `gpu:0` */
+/** Devices in words: GPU 0, 1; a share of one: GPU 0 (1/2). @param {string[]} names such as `gpu:0` or `gpu:0:1/2` */
 export function deviceNames(names) {
-  return names.length ? `${names[0]?.startsWith("gpu") ? "GPU" : "CPU slot"} ${names.map(name => name.slice(4)).join(", ")}` : UNKNOWN;
+  return names.length ? `${names[0]?.startsWith("gpu") ? "GPU" : "CPU slot"} ${names.map(name => name.slice(4).replace(/:(.*)/, " ($1)")).join(", ")}` : UNKNOWN;
 }
 
 /** Short name of a job. @param {{ id: string, model: string, user_provided_suffix?: string | null }} job */

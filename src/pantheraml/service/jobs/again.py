@@ -48,7 +48,8 @@ def request_of(job: Job) -> dict[str, Any]:
         "metadata": job.user_metadata,
         "hyperparameters": job.hyperparameters,
         "pantheraml": {
-            "processes": job.processes,
+            # on a CPU, it may have taken more slots than it has processes
+            "processes": parallel.get("world_size", job.processes) if job.device == "cpu" else job.processes,
             "mode": parallel.get("mode", "auto"),
             "max_runtime_seconds": job.max_runtime,
             "config": {name: values for name, values in sections.items() if values},

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from pantheraml.base.events import EventBase
 from pantheraml.devices.health import Health
 from pantheraml.service.jobs.alerts import PREFIX, Alert, JobWatch
+from pantheraml.service.jobs.inventory import gpu_indices, share_of
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Event, Job, Lease
 from pantheraml.service.store.webhooks import announce
@@ -54,7 +55,8 @@ class Alarm:
     async def _begun(self, job: Job, now: float) -> JobWatch:
         """Rebuild the watch of a job from the database."""
         async with self._database.read() as session:
-            watch = JobWatch(now, self._stall_seconds, await active_alerts(session, job.id))
+            active = await active_alerts(session, job.id)
+            watch = JobWatch(now, self._stall_seconds, active, share=share_of(job.leased))
             of_start = select(Event.id).where(Event.job_id == job.id, Event.kind == "train.started")
             first = await session.scalar(of_start.order_by(Event.id.desc()).limit(1))
             query = select(Event).where(Event.job_id == job.id, Event.kind == "train.step", Event.id > (first or 0))
@@ -66,7 +68,7 @@ class Alarm:
     async def _held(self, job: Job) -> list[int]:
         async with self._database.read() as session:
             names = (await session.scalars(select(Lease.resource).where(Lease.job_id == job.id))).all()
-        return [int(name.partition(":")[2]) for name in names if name.startswith("gpu:")]
+        return gpu_indices(names) or []
 
 
 async def active_alerts(session: AsyncSession, job_id: str) -> list[str]:

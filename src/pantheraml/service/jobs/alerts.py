@@ -2,7 +2,8 @@
 
     alert.stall            no progress for `stall_seconds`, or for ten times as long as a step takes
     alert.divergence       the mean loss of 20 steps is far above the lowest such mean, or is not finite
-    alert.low_throughput   the median speed of 10 steps is below half of the best one
+    alert.low_throughput   the median speed of 10 steps is below half of the best one; below a quarter
+                           where two jobs share a GPU
     alert.gpu_health       a GPU that it holds warns or fails
 
 Each emits an event when it begins and another when it ends (`data.active`). Alerts stop nothing; stopping a run is up
@@ -49,9 +50,10 @@ class Alert:
 class JobWatch:
     """Detects alerts in the events of one start of a job."""
 
-    def __init__(self, now: float, stall_seconds: float, active: Iterable[str] = ()) -> None:
-        """`active`: kinds of alerts that are active already."""
-        self._stall_seconds = stall_seconds
+    def __init__(self, now: float, stall_seconds: float, active: Iterable[str] = (), *, share: float = 1.0) -> None:
+        """`active`: kinds of alerts that are active already; `share`: part of its GPUs that it has, so that it becomes
+        slower by that when others start on them."""
+        self._stall_seconds, self._share = stall_seconds, share
         self._active = set(active)
         self._alive_at, self._heard = now, False
         self._stepped_at: float | None = None
@@ -128,10 +130,11 @@ class JobWatch:
             return None
         speed = statistics.median(self._speeds)
         data = {"tokens_per_second": speed, "best_tokens_per_second": self._best_speed}
-        if speed < SLOW_SHARE * self._best_speed:
+        best = self._share * self._best_speed
+        if speed < SLOW_SHARE * best:
             message = f"Only {speed:,.0f} tokens per second; it was {self._best_speed:,.0f}"
             return Alert(SLOW, True, "warn", message, data)
-        if speed < RECOVERED_SHARE * self._best_speed:
+        if speed < RECOVERED_SHARE * best:
             return None
         return Alert(SLOW, False, "info", f"{speed:,.0f} tokens per second again", data)
 

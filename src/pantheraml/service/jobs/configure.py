@@ -13,6 +13,7 @@ from typing import Any
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.planner.plan_run import Outlook, plan_run
+from pantheraml.service.jobs.cpu_memory import slots_for
 from pantheraml.service.schemas.fine_tuning import CreateJob, OwnSettings
 from pantheraml.specs.config_file import validate
 from pantheraml.specs.gpu_config import GPUConfig
@@ -41,15 +42,24 @@ class JobPlan:
     config: dict[str, Any]
     plan: Plan
     hyperparameters: dict[str, Any]
+    jobs_per_gpu: int = 1
+    slots: int = 1
+    """CPU slots that it takes."""
 
     @property
     def devices(self) -> int:
         """GPUs or CPU slots to lease; one process of mode `dataparallel` uses several."""
-        return max(self.plan.world_size, len(self.plan.device_ids))
+        return max(self.plan.world_size, len(self.plan.device_ids), self.slots)
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """With other jobs on its GPUs all the time, where they are shared; None: the time is not known."""
+        seconds = self.plan.predicted_seconds
+        return None if seconds is None else seconds * self.jobs_per_gpu
 
     @property
     def gpu_hours(self) -> float | None:
-        """As predicted; None: the time is not known."""
+        """As predicted, whether others share its GPUs or not; None: the time is not known."""
         if self.plan.device == "cpu":
             return 0.0
         seconds = self.plan.predicted_seconds
@@ -57,11 +67,20 @@ class JobPlan:
 
 
 def configure(
-    request: CreateJob, inputs: Inputs, seed: int, devices: DeviceSpec, gpus: GPUConfig | None = None
+    request: CreateJob,
+    inputs: Inputs,
+    seed: int,
+    devices: DeviceSpec,
+    gpus: GPUConfig | None = None,
+    *,
+    jobs_per_gpu: int = 1,
+    memory_fraction: float | None = None,
+    cpu_slots: int = 1,
 ) -> JobPlan:
     """Resolve the request on this hardware. Raises what a run would raise before it starts.
 
-    `gpus`: what its user has set for the GPUs.
+    `gpus`: what its user has set for the GPUs. `memory_fraction`: share of their memory that any job may use.
+    `cpu_slots`: slots that share this machine's memory, if it has no GPU.
     """
     hyperparameters = _chosen(request, inputs.rows)
     own = request.pantheraml
@@ -90,14 +109,23 @@ def configure(
             },
             "stability": settings.get("stability", {}),
             "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, **settings.get("checkpoint", {})},
-            "parallel": _parallel(own, devices, gpus),
+            "parallel": _parallel(own, devices, gpus, memory_fraction),
             "device": device,
         }
     )
     sequences = None if config.data.packing else float(inputs.rows)
     plan = plan_run(config, devices, outlook=Outlook(sequences), total_memory=True)
     config.parallel.world_size = plan.world_size
-    return JobPlan(config.to_dict(), plan, hyperparameters)
+    slots = 1
+    if plan.device == "cpu" and devices.ram_bytes is not None:
+        slots, needed = slots_for(config, plan, cpu_slots, devices.ram_bytes)
+        if slots > plan.world_size and needed is not None:
+            told = f"it takes {slots} of {cpu_slots} CPU slots, as it needs at least {needed / 2**30:.1f} GiB of memory"
+            plan = plan.model_copy(update={"warnings": (*plan.warnings, told)})
+    if jobs_per_gpu > 1:
+        told = f"up to {jobs_per_gpu} jobs share a GPU: it may take {jobs_per_gpu} times as long as predicted"
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, told)})
+    return JobPlan(config.to_dict(), plan, hyperparameters, jobs_per_gpu, slots)
 
 
 def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
@@ -109,13 +137,15 @@ def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:
     }
 
 
-def _parallel(own: OwnSettings, devices: DeviceSpec, gpus: GPUConfig | None) -> dict[str, Any]:
-    chosen: dict[str, Any] = {}
+def _parallel(
+    own: OwnSettings, devices: DeviceSpec, gpus: GPUConfig | None, memory_fraction: float | None
+) -> dict[str, Any]:
+    chosen: dict[str, Any] = {} if memory_fraction is None else {"memory_fraction": memory_fraction}
     if gpus is not None:
         parallel = gpus.to_multi_gpu_config()
-        chosen = {"backend": parallel.backend, "sync_bn": parallel.sync_bn}
+        chosen |= {"backend": parallel.backend, "sync_bn": parallel.sync_bn}
         if devices.gpus:
-            chosen["memory_fraction"] = parallel.memory_fraction
+            chosen["memory_fraction"] = min(gpus.memory_fraction, memory_fraction or 1.0)
     if own.mode == "dataparallel":  # one process; which GPUs it gets is decided when it starts
         indices = [gpu.index for gpu in devices.gpus[: own.processes]]
         return {"mode": own.mode, "device_ids": indices or None, **chosen}

@@ -48,6 +48,15 @@ async def delete_model(
     await asyncio.to_thread(_remove_weights, settings.jobs, job.id)
 
 
+async def delete_checkpoints(database: Database, settings: Settings, job_id: str, why: str) -> None:
+    """Of a job that has ended; its model stays. The folder goes first: a service killed in between is asked again."""
+    folder = SupervisedRun(settings.jobs.resolve() / job_id, job_id).run_dir.path / "checkpoints"
+    if folder.is_dir():
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        async with database.write() as session:
+            await checkpoints_removed(session, job_id, why)
+
+
 async def checkpoints_removed(session: AsyncSession, job_id: str, why: str) -> None:
     """Record that the checkpoints of a job are gone."""
     saved = select(Event.step).where(Event.job_id == job_id, Event.kind == "checkpoint.saved").distinct()

@@ -14,6 +14,7 @@ from pantheraml.data.tiny_inputs import write_tiny_inputs
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.errors import ApiError
+from pantheraml.service.jobs.inventory import card_of
 from pantheraml.service.jobs.states import State
 from pantheraml.service.jobs.submit import Beside, require_gpus, submit
 from pantheraml.service.jobs.text_files import add_text_file, remove_text_file
@@ -69,15 +70,16 @@ async def _require_free(body: DeviceTest, count: int, context: ServiceContext) -
     if body.processes not in (None, count):
         message = f"{len(body.gpu_ids)} GPUs are named, but processes is {body.processes}."
         raise ApiError(400, message, param="processes")
-    names = [f"gpu:{index}" for index in body.gpu_ids] or list(inventory.devices)
+    names = [f"gpu:{index}" for index in body.gpu_ids] or list(inventory.cards)
     if count > len(names):
         message = f"There are {len(names)} {inventory.kind}s, but processes is {count}."
         raise ApiError(400, message, param="processes", code="does_not_fit")
     async with context.database.read() as session:
-        taken = {*await leases(session), *await disabled_devices(session)}
-    free = [name for name in names if name not in taken]
-    if len(free) < count:
-        used = ", ".join(name for name in names if name in taken)
+        held = inventory.held(await leases(session))
+        disabled = await disabled_devices(session)
+    free = {card_of(name) for name in inventory.devices if name not in held} - {*disabled}
+    if len(free.intersection(names)) < count:
+        used = ", ".join(name for name in names if name not in free)
         raise ApiError(409, f"In use by jobs, or disabled: {used}.", param="gpu_ids", code="devices_in_use")
 
 

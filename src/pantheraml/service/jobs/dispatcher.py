@@ -11,7 +11,8 @@ import contextlib
 import logging
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from sqlalchemy import select
@@ -23,8 +24,8 @@ from pantheraml.devices.probe import usable_cores
 from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
-from pantheraml.service.jobs.ingest import PathHider, energy_of, to_job_event
-from pantheraml.service.jobs.inventory import Inventory, gpu_indices
+from pantheraml.service.jobs.ingest import PathHider, damage_event, energy_of, to_job_event
+from pantheraml.service.jobs.inventory import Inventory, card_of, gpu_indices, share_of
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.pace import Pace, pace_of
 from pantheraml.service.jobs.results import write_results
@@ -157,18 +158,21 @@ class Dispatcher:
         job starts when it returns. None: jobs hold all of them, or they are out of use."""
         async with self._allotting:
             async with self._database.read() as session:
-                out = {*await leases(session), *await disabled_devices(session), *self._failed_gpus()}
-            free = [name for name in self.inventory.devices if name not in out]
+                held = self.inventory.held(await leases(session))
+                out = {*await disabled_devices(session), *self._failed_gpus()}
+            free = [name for name in self.inventory.devices if name not in held and card_of(name) not in out]
             if not free:
                 return None
-            self._lent = free[-1], give_back
-            return free[-1]
+            taken = Counter(map(card_of, held))
+            chosen = min(reversed(free), key=lambda name: taken[card_of(name)])
+            self._lent = chosen, give_back
+            return chosen
 
     def returned(self, name: str) -> None:
         if self._lent is not None and self._lent[0] == name:
             self._lent = None
 
-    async def _take_back(self, devices: list[str]) -> None:
+    async def _take_back(self, devices: Iterable[str]) -> None:
         if self._lent is not None and self._lent[0] in devices:
             await self._lent[1]()
             self._lent = None
@@ -176,7 +180,8 @@ class Dispatcher:
     async def _take_back_unusable(self) -> None:
         if self._lent is not None:
             async with self._database.read() as session:
-                await self._take_back([*await disabled_devices(session), *self._failed_gpus()])
+                out = {*await disabled_devices(session), *self._failed_gpus()}
+            await self._take_back(name for name in self.inventory.devices if card_of(name) in out)
 
     # Starting ---------------------------------------------------------------------------------------------------------
 
@@ -214,7 +219,7 @@ class Dispatcher:
             if not queue:
                 self._reasons = {}
                 return Decision({}, {})
-            held = {name: lease.job_id for name, lease in (await leases(session)).items()}
+            held = {name: lease.job_id for name, lease in self.inventory.held(await leases(session)).items()}
             usage = await device_seconds(session)
             disabled = await disabled_devices(session)
             allowance = self._settings.allowance
@@ -239,7 +244,7 @@ class Dispatcher:
             async with self._database.write() as session:
                 token = job.token + 1
                 session.add_all(Lease(resource=name, job_id=job.id, token=token, created_at=now) for name in devices)
-                open_stretch(session, job, token, len(devices), now)
+                open_stretch(session, job, token, devices, now)
                 await session.flush()
                 await move(
                     session,
@@ -255,7 +260,9 @@ class Dispatcher:
             return  # taken by another service, or changed by its user
         self._notifier.notify(job.id)
         config = dict(job.config)
-        config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
+        parallel = config["parallel"] = {**config["parallel"], "device_ids": gpu_indices(devices)}
+        if self.inventory.memory_fraction is not None:  # it may have been planned when it had the GPU for itself
+            parallel["memory_fraction"] = min(parallel["memory_fraction"] or 1.0, self.inventory.memory_fraction)
         try:
             cores = self.inventory.cores_of(devices, usable_cores())
             process = await asyncio.to_thread(self._supervised(job).start, config, job.token, self.limits, cores)
@@ -296,10 +303,12 @@ class Dispatcher:
             session.add_all(
                 event for each in seen.events if (event := to_job_event(job.id, each, self.hide)) is not None
             )
+            if seen.damaged_lines:
+                session.add(damage_event(job.id, seen.damaged_lines))
             current.events_offset = job.events_offset = seen.offset
             joules = energy_of(seen.events)
             if joules is not None:
-                await add_energy(session, current, joules)
+                await add_energy(session, current, joules * share_of(current.leased))
             if seen.training and current.state == State.STARTING:
                 await move(session, current, State.RUNNING, "Fine-tuning job started")
             await session.flush()
@@ -427,7 +436,7 @@ class Dispatcher:
 
 def _as_running(job: Job, end: float | None, now: float) -> Running:
     is_leaving = job.state in (State.PAUSING, State.CANCELLING)
-    return Running(job.id, job.owner, job.processes, now if is_leaving else end, if_paused(job, now), is_leaving)
+    return Running(job.id, job.owner, now if is_leaving else end, if_paused(job, now), is_leaving)
 
 
 def _expected_end(job: Job, pace: Pace, now: float) -> float | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pantheraml.base import events as run_events
+from pantheraml.base.event_stream import describe_damage
 from pantheraml.base.events import EventBase
 from pantheraml.base.text import printable
 from pantheraml.service.store.tables import Event
@@ -84,6 +86,19 @@ def to_job_event(job_id: str, event: EventBase, hide: Callable[[str], str]) -> E
         message=printable(hide(say(event)))[:2000],
         step=values.get("step"),
         data=_data(event, values, hide),
+    )
+
+
+def damage_event(job_id: str, lines: int) -> Event:
+    """Return the event of a job that says that lines of its run's stream cannot be read."""
+    return Event(
+        job_id=job_id,
+        created_at=time.time(),
+        level="warn",
+        kind="events.damaged",
+        message=describe_damage(lines),
+        step=None,
+        data={"lines": lines},
     )
 
 

@@ -15,10 +15,11 @@ from pantheraml.devices.sampler import GPUSnapshot
 from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.jobs.alarm import active_alerts
+from pantheraml.service.jobs.inventory import card_of
 from pantheraml.service.jobs.pace import pace_of
 from pantheraml.service.jobs.states import ACTIVE, State
 from pantheraml.service.store.tables import Event, Job, Lease
-from pantheraml.specs.service_api import DeviceStatus, HostStatus, Incident, QueueEntry, RunningJob
+from pantheraml.specs.service_api import DeviceHolder, DeviceStatus, HostStatus, Incident, QueueEntry, RunningJob
 
 _LATELY_SECONDS = 30.0
 _SHOWN = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
@@ -43,31 +44,48 @@ def host_now(context: ServiceContext) -> HostStatus:
 async def devices_now(
     session: AsyncSession, context: ServiceContext, principal: Principal, held: Mapping[str, Lease]
 ) -> list[DeviceStatus]:
-    holders = {lease.job_id for lease in held.values()}
-    query = select(Job.id, Job.owner).where(Job.id.in_(holders))
-    owners = {row.id: row.owner for row in await session.execute(query)} if holders else {}
+    inventory = context.dispatcher.inventory
+    holders = await holders_of_cards(session, principal, held)
     sample = next(reversed(context.sampler.samples(after=time.monotonic() - _LATELY_SECONDS)), None)
     snapshots = {} if sample is None else {each.index: each for each in sample.gpus}
     health = context.sampler.health()
-    gpus = {f"gpu:{gpu.index}": gpu for gpu in context.dispatcher.inventory.spec.gpus}
+    gpus = {f"gpu:{gpu.index}": gpu for gpu in inventory.spec.gpus}
     found = []
-    for name in context.dispatcher.inventory.devices:
-        gpu = gpus.get(name)
+    for name in inventory.cards:
+        gpu, there = gpus.get(name), holders.get(name, [])
         index = None if gpu is None else gpu.index
-        job = None if name not in held else held[name].job_id
-        visible = job if job is not None and principal.owner in (None, owners.get(job)) else None
+        visible = next((each for each in there if each.job is not None), None)
         found.append(
             DeviceStatus(
                 device=name,
                 kind="cpu" if gpu is None else "gpu",
                 name=None if gpu is None else gpu.name,
-                in_use=job is not None,
-                job=visible,
-                user=None if visible is None else owners.get(visible),
+                in_use=bool(there),
+                jobs_at_most=inventory.jobs_per_gpu,
+                holders=there,
+                job=None if visible is None else visible.job,
+                user=None if visible is None else visible.user,
                 **_readings(None if index is None else snapshots.get(index)),
                 **_judgement(None if index is None else health.get(index)),
             )
         )
+    return found
+
+
+async def holders_of_cards(
+    session: AsyncSession, principal: Principal, held: Mapping[str, Lease]
+) -> dict[str, list[DeviceHolder]]:
+    """Return the jobs on each GPU or CPU slot."""
+    jobs = {lease.job_id for lease in held.values()}
+    query = select(Job.id, Job.owner).where(Job.id.in_(jobs))
+    owners = {row.id: row.owner for row in await session.execute(query)} if jobs else {}
+    found: dict[str, list[DeviceHolder]] = {}
+    for name in sorted(held):
+        job = held[name].job_id
+        owner = owners.get(job)
+        is_mine = owner is not None and principal.owner in (None, owner)
+        holder = DeviceHolder(job=job if is_mine else None, user=owner if is_mine else None)
+        found.setdefault(card_of(name), []).append(holder)
     return found
 
 

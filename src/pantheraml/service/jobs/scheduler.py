@@ -5,14 +5,18 @@ The first job that does not fit reserves the devices it needs: later ones go ahe
 free, by the plan's prediction, or use devices that it may not have. So small jobs fill gaps (backfill), and large ones
 never starve. If pausing running jobs of lower priority frees what the first one needs, they are paused and requeued,
 and continue when it is their turn.
+
+Devices may be shares of GPUs (`inventory`). A job gets one share of each of its GPUs, the least shared ones first.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from pantheraml.service.jobs.inventory import card_of
 
 USAGE_DAYS = 30
 """Window of the allowance of device hours."""
@@ -47,13 +51,13 @@ class Waiting:
     """How many it needs."""
     predicted_seconds: float | None
     allowed: frozenset[str] | None = None
-    """Devices that it may use; None: all."""
+    """GPUs that it may use; None: all."""
 
     place: Place | None = None
     ran: float = 0.0
 
     def may_have(self, device: str) -> bool:
-        return self.allowed is None or device in self.allowed
+        return self.allowed is None or card_of(device) in self.allowed
 
     @property
     def counts_as(self) -> Place:
@@ -64,7 +68,6 @@ class Waiting:
 class Running:
     id: str
     owner: str
-    devices: int
     expected_end: float | None
     if_paused: Waiting | None = None
     """The job as it would be queued if paused; None: it may not be paused for others."""
@@ -141,7 +144,7 @@ def decide(
     unusable: Mapping[str, str] | None = None,
 ) -> Decision:
     """`devices`: all there are; `held`: device -> job that holds it; `hours`: device hours of each user that count
-    against the allowance; `unusable`: why no job is started on a device."""
+    against the allowance; `unusable`: why no job is started on a GPU or CPU slot."""
     unusable, holders, active = unusable or {}, dict(held), list(running)
     running_of = Counter(job.owner for job in running)
     starts: dict[str, list[str]] = {}
@@ -150,33 +153,34 @@ def decide(
     first: Waiting | None = None
     reserved_at: float | None = None
     order, in_turn = ordered(queue, usage, now), []
+    choices: dict[frozenset[str] | None, _Choice] = {}
     for job in order:
-        mine = [device for device in devices if job.may_have(device)]
-        usable = [device for device in mine if device not in unusable]
-        free = [device for device in usable if device not in holders]
+        choice = choices[job.allowed] = choices.get(job.allowed) or _choice(job, devices, unusable, holders)
+        usable, free = choice.usable, choice.free
         position = len(waiting) + 1
         refused = _refused(allowance, running_of[job.owner], (hours or {}).get(job.owner, 0.0))
         if refused is not None:  # it reserves nothing, so that its user's limit does not delay others
             waiting[job.id] = Reason(refused, position, None)
             continue
         if len(free) < job.devices:
-            text = _shortage(job, len(mine), len(free), {name: unusable[name] for name in mine if name in unusable})
-            if first is None and len(usable) >= job.devices:  # a job that cannot be served must not block the queue
-                within = _within(active, {name: holders[name] for name in usable if name in holders})
-                first, reserved_at = job, _when_free(job.devices, len(free), within)
-                victims = _victims(job, job.devices - len(free), within, now)
+            text = f"needs {job.devices} of {choice.text}"
+            can_be_served = choice.usable_cards >= job.devices
+            if first is None and can_be_served:  # a job that cannot be served must not block the queue
+                missing, gives = job.devices - len(free), _gives(usable, free, holders)
+                first, reserved_at = job, _when_free(missing, active, gives)
+                victims = _victims(job, missing, active, gives, now)
                 if victims:
                     pauses, reserved_at = dict.fromkeys(victims, job.id), now
-                leaving = [*victims, *(each.id for each in within if each.is_leaving and each.devices)]
+                leaving = [*victims, *(each.id for each in active if each.is_leaving and each.id in gives)]
                 text += f"; {', '.join(leaving)} makes room" if leaving else ""
             elif first is not None:
                 text += f"; {position - 1} before it"
             waiting[job.id] = Reason(text, position, now if pauses and job is first else None)
-            if len(usable) >= job.devices and not (pauses and job is first):
+            if can_be_served and not (pauses and job is first):
                 in_turn.append(job)
             continue
         if first is not None:
-            apart = [device for device in free if not first.may_have(device)]
+            apart = _apart(first, usable, holders)
             if len(apart) < job.devices and not _ends_before(job, reserved_at, now):
                 text = f"would delay {first.id}, which is first in the queue and needs {first.devices} devices"
                 waiting[job.id] = Reason(text, position, None)
@@ -185,47 +189,103 @@ def decide(
             free = apart if len(apart) >= job.devices else free
         starts[job.id] = free[: job.devices]
         holders |= dict.fromkeys(starts[job.id], job.id)
+        choices.clear()
         end = None if job.predicted_seconds is None else now + job.predicted_seconds
-        active.append(Running(job.id, job.owner, job.devices, end))
+        active.append(Running(job.id, job.owner, end))
         running_of[job.owner] += 1
-    frees_at = _frees_at([name for name in devices if name not in unusable], holders, active, now)
+    frees_at = _frees_at([name for name in devices if card_of(name) not in unusable], holders, active, now)
     for name, at in _estimated_starts(in_turn, frees_at).items():
         waiting[name] = replace(waiting[name], estimated_start=at)
     return Decision(starts, waiting, pauses)
 
 
-def _shortage(job: Waiting, devices: int, free: int, unusable: Mapping[str, str]) -> str:
-    why = ", ".join(f"{name} {reason}" for name, reason in sorted(unusable.items()))
-    return f"needs {job.devices} of {devices} devices; {free} free{f' ({why})' if why else ''}"
+def _cards(devices: Iterable[str]) -> set[str]:
+    return {card_of(name) for name in devices}
 
 
-def _within(active: Sequence[Running], holders: Mapping[str, str]) -> list[Running]:
-    """Return running jobs, each with the number of these devices that it holds."""
-    counted = Counter(holders.values())
-    return [replace(each, devices=counted[each.id]) for each in active]
+@dataclass(frozen=True)
+class _Choice:
+    """What jobs may have that may use the same GPUs."""
+
+    usable: list[str]
+    usable_cards: int
+    free: list[str]
+    """One share of each GPU."""
+    text: str
 
 
-def _victims(job: Waiting, missing: int, active: Sequence[Running], now: float) -> list[str]:
+def _choice(job: Waiting, devices: Sequence[str], unusable: Mapping[str, str], holders: Mapping[str, str]) -> _Choice:
+    mine = [device for device in devices if job.may_have(device)]
+    usable = [device for device in mine if card_of(device) not in unusable]
+    free = _one_per_card([device for device in usable if device not in holders], holders)
+    cards = _cards(mine)
+    why = ", ".join(f"{name} {unusable[name]}" for name in sorted(cards) if name in unusable)
+    text = f"{len(cards)} devices; {len(free)} free{f' ({why})' if why else ''}"
+    return _Choice(usable, len(_cards(usable)), free, text)
+
+
+def _one_per_card(free: Sequence[str], holders: Mapping[str, str]) -> list[str]:
+    """Return the first free share of each GPU, those of the least shared GPUs first."""
+    firsts: dict[str, str] = {}
+    for name in free:
+        firsts.setdefault(card_of(name), name)
+    if len(firsts) < len(free):
+        taken = Counter(map(card_of, holders))
+        return sorted(firsts.values(), key=lambda name: taken[card_of(name)])
+    return list(firsts.values())
+
+
+def _apart(first: Waiting, usable: Sequence[str], holders: Mapping[str, str]) -> list[str]:
+    """Return free devices that the first job in the queue cannot need: not its GPUs, or beyond one share of each."""
+    kept: set[str] = set()
+    found = []
+    for name in (device for device in usable if device not in holders):
+        if first.may_have(name) and card_of(name) not in kept:
+            kept.add(card_of(name))
+        else:
+            found.append(name)
+    return _one_per_card(found, holders)
+
+
+def _gives(usable: Sequence[str], free: Sequence[str], holders: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the GPUs, or CPU slots, of which each job would free a share where there is none now."""
+    found: dict[str, set[str]] = {}
+    has_one = _cards(free)
+    for name in usable:
+        if name in holders and card_of(name) not in has_one:
+            found.setdefault(holders[name], set()).add(card_of(name))
+    return found
+
+
+def _victims(
+    job: Waiting, missing: int, active: Sequence[Running], gives: Mapping[str, set[str]], now: float
+) -> list[str]:
     """Return running jobs to pause so that `job` gets the devices it lacks; none if that is not enough, or not needed.
 
     Lowest priority first, then the most recently started. Priority gained by waiting counts as well: otherwise a paused
     job would start again before the one it was paused for.
     """
-    missing -= sum(each.devices for each in active if each.is_leaving)
+    leaving = [each.id for each in active if each.is_leaving]
+
+    def is_enough(chosen: Iterable[str]) -> bool:
+        return len(set().union(*(gives.get(name, set()) for name in (*leaving, *chosen)))) >= missing
+
     lower = [
-        each for each in active if each.if_paused is not None and each.devices and _outranks(job, each.if_paused, now)
+        each
+        for each in active
+        if each.if_paused is not None and each.id in gives and _outranks(job, each.if_paused, now)
     ]
     lower.sort(key=lambda each: (each.if_paused.priority, each.if_paused.ran, each.id))  # type: ignore[union-attr]
-    chosen: list[Running] = []
+    chosen: list[str] = []
     for each in lower:
-        if sum(one.devices for one in chosen) < missing:
-            chosen.append(each)
-    if sum(each.devices for each in chosen) < missing:
+        if not is_enough(chosen):
+            chosen.append(each.id)
+    if not is_enough(chosen):
         return []
-    for each in chosen[::-1]:  # a large one may have made a small one unnecessary
-        if sum(one.devices for one in chosen if one is not each) >= missing:
-            chosen.remove(each)
-    return [each.id for each in chosen]
+    for name in chosen[::-1]:  # a large one may have made a small one unnecessary
+        if is_enough(one for one in chosen if one != name):
+            chosen.remove(name)
+    return chosen
 
 
 def _outranks(job: Waiting, other: Waiting, now: float) -> bool:
@@ -248,11 +308,14 @@ def _estimated_starts(in_turn: Sequence[Waiting], frees_at: dict[str, float]) ->
     """Estimate when each job starts if all run in order, for their predicted time; None: unknown."""
     found: dict[str, float | None] = {}
     for job in in_turn:
-        soonest = sorted((moment, name) for name, moment in frees_at.items() if job.may_have(name))[: job.devices]
-        start = soonest[-1][0] if len(soonest) == job.devices else math.inf
+        of_cards: dict[str, str] = {}
+        for _, name in sorted((moment, name) for name, moment in frees_at.items() if job.may_have(name)):
+            of_cards.setdefault(card_of(name), name)
+        soonest = list(of_cards.values())[: job.devices]
+        start = frees_at[soonest[-1]] if len(soonest) == job.devices else math.inf
         found[job.id] = None if math.isinf(start) else start
         end = math.inf if job.predicted_seconds is None else start + job.predicted_seconds
-        frees_at |= {name: end for _, name in soonest}
+        frees_at |= dict.fromkeys(soonest, end)
     return found
 
 
@@ -264,12 +327,12 @@ def _refused(allowance: Allowance, running: int, hours: float) -> str | None:
     return None
 
 
-def _when_free(needed: int, free: int, active: Sequence[Running]) -> float | None:
+def _when_free(missing: int, active: Sequence[Running], gives: Mapping[str, set[str]]) -> float | None:
     """Estimate from the plans when enough devices will be free; None: unknown."""
-    known = sorted((job.expected_end, job.devices) for job in active if job.expected_end is not None)
-    for end, devices in known:
-        free += devices
-        if free >= needed:
+    freed: set[str] = set()
+    for end, name in sorted((job.expected_end, job.id) for job in active if job.expected_end is not None):
+        freed |= gives.get(name, set())
+        if len(freed) >= missing:
             return end
     return None
 

@@ -56,11 +56,25 @@ async def plan_job(
     inventory = context.dispatcher.inventory
     devices = _devices_for(beside, inventory, body.pantheraml.processes or 1)
     try:
-        planned = await asyncio.to_thread(configure, body, inputs, seed, devices, beside.gpus)
+        planned = await asyncio.to_thread(
+            configure,
+            body,
+            inputs,
+            seed,
+            devices,
+            beside.gpus,
+            jobs_per_gpu=inventory.jobs_per_gpu,
+            memory_fraction=inventory.memory_fraction,
+            cpu_slots=len(inventory.cards),
+        )
     except PantheraError as err:
         refused = refusal(err)
-        code = "does_not_fit" if isinstance(err, OutOfMemoryError) else refused.code
-        raise ApiError(400, context.dispatcher.hide(refused.message), code=code) from err
+        code, message = refused.code, context.dispatcher.hide(refused.message)
+        if isinstance(err, OutOfMemoryError):
+            code = "does_not_fit"
+            if inventory.jobs_per_gpu > 1:
+                message += f" {inventory.jobs_per_gpu} jobs share each GPU here, and its memory."
+        raise ApiError(400, message, code=code) from err
     available = len(devices.gpus) or len(inventory.devices)
     if planned.devices > available:
         message = f"It needs {planned.devices} {inventory.kind}s, but there are {available}."
@@ -122,6 +136,7 @@ async def submit(
     """Queue a job, or return the one that an earlier request with this idempotency key made."""
     if idempotency_key is not None and (earlier := await _earlier(principal, idempotency_key, context)) is not None:
         return earlier
+    await context.quota.require_some(principal.user)
     seed = random_seed() if body.seed is None else body.seed
     planned = await plan_job(body, principal, context, seed, beside)
     job = _row(body, principal, planned, seed, idempotency_key)
@@ -178,7 +193,7 @@ def _row(body: CreateJob, principal: Principal, planned: JobPlan, seed: int, ide
         hyperparameters=planned.hyperparameters,
         config=planned.config,
         plan=planned.plan.model_dump(mode="json"),
-        predicted_seconds=planned.plan.predicted_seconds,
+        predicted_seconds=planned.predicted_seconds,
         processes=planned.devices,
         device=planned.plan.device,
         priority=body.pantheraml.priority,

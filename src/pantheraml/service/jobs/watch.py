@@ -21,6 +21,8 @@ class Observation:
     exit: RunExit | None
     lost: bool
     """The supervisor is gone without having recorded how the run ended."""
+    damaged_lines: int = 0
+    """Lines among these events that cannot be read."""
 
     @property
     def training(self) -> bool:
@@ -35,4 +37,5 @@ def observe(folder: Path, job_id: str, token: int, offset: int) -> Observation:
     reader = EventReader(run.run_dir.path, offset=offset)
     events = list(itertools.islice(reader.poll(), MOST_EVENTS))
     complete = len(events) < MOST_EVENTS
-    return Observation(events, reader.offset, ended if complete else None, not running and ended is None and complete)
+    lost = not running and ended is None and complete
+    return Observation(events, reader.offset, ended if complete else None, lost, reader.damaged_lines)

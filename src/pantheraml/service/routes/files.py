@@ -6,7 +6,6 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import FileResponse
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -20,6 +19,7 @@ from pantheraml.service.schemas.files import file_object, parse_expiry, refuse_u
 from pantheraml.service.store.files import content_of, find_file, job_that_reads
 from pantheraml.service.store.pages import fetch_page
 from pantheraml.service.store.tables import File
+from pantheraml.service.stored import StoredFile
 
 _FORM_BYTES = 1 << 20
 """Of a form, around its file."""
@@ -84,14 +84,14 @@ async def retrieve_file(file_id: str, principal: Reader, context: Context) -> di
     return file_object(await _existing(context, principal, file_id))
 
 
-@router.get("/{file_id}/content", response_class=FileResponse)
-async def file_content(file_id: str, principal: Reader, context: Context) -> FileResponse:
+@router.get("/{file_id}/content", response_class=StoredFile)
+async def file_content(file_id: str, principal: Reader, context: Context) -> StoredFile:
     """The content; ranges of bytes are possible."""
     file = await _existing(context, principal, file_id)
     path = content_of(file, context.settings.files)
     if not path.is_file():
         raise ApiError(410, "The content of this file is gone.", code="gone")
-    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+    return StoredFile(path, media_type="application/octet-stream", filename=file.filename)
 
 
 @router.delete("/{file_id}")

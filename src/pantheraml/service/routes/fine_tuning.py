@@ -63,7 +63,7 @@ async def create_job(
         return {
             "object": "fine_tuning.plan",
             "hyperparameters": planned.hyperparameters,
-            "predicted_seconds": planned.plan.predicted_seconds,
+            "predicted_seconds": planned.predicted_seconds,
             "predicted_gpu_hours": hours,
             "predicted_cost": None if hours is None else cost_of(hours, price),
             "plan": planned.plan.model_dump(mode="json"),

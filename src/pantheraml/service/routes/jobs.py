@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
-from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT
 from sqlalchemy import Text, cast, func, select
 
 from pantheraml.runs.supervised import SupervisedRun
-from pantheraml.service.auth import Reader
+from pantheraml.service import audit
+from pantheraml.service.auth import Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.ids import number_of
 from pantheraml.service.jobs.again import request_of, shown_config
 from pantheraml.service.jobs.artifacts import artifacts_of
 from pantheraml.service.jobs.curves import KINDS as CURVE_KINDS
+from pantheraml.service.jobs.delete_model import delete_checkpoints as remove_checkpoints
+from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.jobs.thin import thinned
 from pantheraml.service.jobs.timeline import timeline
 from pantheraml.service.routes.fine_tuning import existing_job
 from pantheraml.service.store.tables import Event, Job
+from pantheraml.service.stored import StoredFile
 
 
 async def _readable(job_id: str, principal: Reader, context: Context) -> Job:
@@ -167,13 +171,13 @@ async def job_config(job: WholeJob, context: Context) -> dict[str, Any]:
     return {"config": shown_config(job.config, context.dispatcher.hide), "request": request_of(job)}
 
 
-@router.get("/logs", response_class=FileResponse)
+@router.get("/logs", response_class=StoredFile)
 async def logs(job: ReadableJob, context: Context) -> Response:
     """Output of the job's processes; ranges of bytes are possible (`Range: bytes=-65536` for the end)."""
     log = _run(context, job).log
     if not log.is_file() or not log.stat().st_size:
         return PlainTextResponse("")  # nothing was written yet, and no range of nothing can be given
-    return FileResponse(log, media_type="text/plain; charset=utf-8")
+    return StoredFile(log, media_type="text/plain; charset=utf-8")
 
 
 @router.get("/artifacts")
@@ -184,13 +188,28 @@ async def list_artifacts(job: ReadableJob, context: Context) -> dict[str, Any]:
     return {"object": "list", "data": data, "has_more": False}
 
 
-@router.get("/artifacts/{name:path}", response_class=FileResponse)
-async def get_artifact(job: ReadableJob, name: str, context: Context) -> FileResponse:
+@router.get("/artifacts/{name:path}", response_class=StoredFile)
+async def get_artifact(job: ReadableJob, name: str, context: Context) -> StoredFile:
     """One of them; ranges of bytes are possible."""
     path: Path | None = (await asyncio.to_thread(artifacts_of, _run(context, job).run_dir)).get(name)
     if path is None:
         raise not_found("artifact", name, param="name")
-    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+    return StoredFile(path, media_type="application/octet-stream", filename=path.name)
+
+
+@router.delete("/checkpoints")
+async def delete_checkpoints(
+    principal: Submitter, job: ReadableJob, request: Request, context: Context
+) -> dict[str, Any]:
+    """Remove the checkpoints of a job that has ended, which count against the quota of its user. Its model stays."""
+    if State(job.state) not in ENDED:
+        message = f"The job is {job.state}: it continues from its checkpoints. Cancel it first."
+        raise ApiError(400, message, param="fine_tuning_job_id", code="wrong_state")
+    async with context.database.write() as session:
+        audit.record(session, principal, "job.delete_checkpoints", job.id, request)
+    await remove_checkpoints(context.database, context.settings, job.id, "by its user")
+    context.quota.measure_again(job.owner)
+    return {"id": job.id, "object": "fine_tuning.job.checkpoints", "deleted": True}
 
 
 @router.get("/plan")

@@ -38,6 +38,7 @@ async def merge_model(
     """Merge the adapter of a job into its base model, as artifacts `merged/...`. `wait=true` answers when that has
     ended. Who asks again learns how far it is, and begins anew what failed."""
     if context.merger.status(job.id)[0] in ("none", "failed"):
+        await context.quota.require_some(job.owner)
         context.merger.start(job.id)
         async with context.database.write() as session:
             audit.record(session, principal, "model.merge", job.id, request)

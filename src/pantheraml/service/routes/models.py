@@ -63,4 +63,5 @@ async def delete_model(name: str, request: Request, principal: Submitter, contex
         audit.record(session, principal, "model.delete", job.id, request)
 
     await delete_weights(context.database, context.settings, job, record)
+    context.quota.measure_again(job.owner)
     return {"id": name, "object": "model", "deleted": True}

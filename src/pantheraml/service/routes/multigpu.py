@@ -16,6 +16,8 @@ from pantheraml.service.auth import LOCAL_USER, Principal, Reader, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import AnsweringRoute, ApiError, not_found
 from pantheraml.service.jobs.gpu_stats import gpu_stats_now
+from pantheraml.service.jobs.inventory import card_of
+from pantheraml.service.jobs.overview import holders_of_cards
 from pantheraml.service.jobs.states import State
 from pantheraml.service.jobs.text_training import ended, start_training, training_object
 from pantheraml.service.routes import multigpu_control
@@ -62,20 +64,19 @@ async def resources_status(principal: Reader, context: Context) -> dict[str, Any
     """Devices of jobs with their holders, and the length of the queue. Other users' jobs are not named."""
     inventory = context.dispatcher.inventory
     async with context.database.read() as session:
-        held = await leases(session)
-        owned = select(Job.id) if principal.owner is None else select(Job.id).where(Job.owner == principal.owner)
-        holders = [lease.job_id for lease in held.values()]
-        visible = set((await session.scalars(owned.where(Job.id.in_(holders)))).all())
+        leased = await leases(session)
+        holders = await holders_of_cards(session, principal, leased)
         queued = len(await waiting_jobs(session))
         disabled = await disabled_devices(session)
     devices = []
-    for name in inventory.devices:
-        lease, row = held.get(name), disabled.get(name)
-        job = None if lease is None or lease.job_id not in visible else lease.job_id
+    for name in inventory.cards:
+        there, row = holders.get(name, []), disabled.get(name)
+        jobs = [each.job for each in there if each.job is not None]
         state = {"enabled": row is None, "reason": None if row is None else row.reason}
-        devices.append({"device": name, "in_use": lease is not None, "job": job, **state})
-    free = len([name for name in inventory.devices if name not in held and name not in disabled])
-    return {"kind": inventory.kind, "devices": devices, "free": free, "queued": queued}
+        devices.append({"device": name, "in_use": bool(there), "job": jobs[0] if jobs else None, "jobs": jobs, **state})
+    held = inventory.held(leased)
+    free = {card_of(name) for name in inventory.devices if name not in held} - {*disabled}
+    return {"kind": inventory.kind, "devices": devices, "free": len(free), "queued": queued}
 
 
 @router.get("/performance/metrics")

@@ -64,7 +64,7 @@ async def manage_resources(
     body: ResourceRequest, request: Request, principal: Admin, context: Context
 ) -> dict[str, Any]:
     """Take devices out of use, or back into use. Jobs that hold them continue; waiting ones get others."""
-    known = context.dispatcher.inventory.devices
+    known = context.dispatcher.inventory.cards
     for name in body.names:
         if name not in known:
             raise not_found("device", name, param="gpu_ids" if name.startswith("gpu:") else "devices")

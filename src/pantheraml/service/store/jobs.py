@@ -138,7 +138,7 @@ async def count_jobs(session: AsyncSession, owner: str, states: Iterable[State])
 
 
 def gpu_names(indices: Iterable[int]) -> frozenset[str]:
-    """Names of leased GPUs."""
+    """Names of GPUs."""
     return frozenset(f"gpu:{index}" for index in indices)
 
 

@@ -172,6 +172,8 @@ class Stretch(Base):
     device: Mapped[str]
     """cuda or cpu."""
     devices: Mapped[int]
+    share: Mapped[float] = mapped_column(default=1.0)
+    """Part of each of its devices that it held."""
     started_at: Mapped[float]
     ended_at: Mapped[float | None]
     """None: still running."""

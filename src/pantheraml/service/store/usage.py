@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,11 @@ from sqlalchemy import Float, case, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.sql.elements import ColumnElement
 
+from pantheraml.service.jobs.inventory import share_of
 from pantheraml.service.store.tables import Job, Stretch
 
 
-def open_stretch(session: AsyncSession, job: Job, token: int, devices: int, now: float) -> None:
+def open_stretch(session: AsyncSession, job: Job, token: int, devices: Sequence[str], now: float) -> None:
     """Note that a job holds devices from now on."""
     session.add(
         Stretch(
@@ -22,7 +24,8 @@ def open_stretch(session: AsyncSession, job: Job, token: int, devices: int, now:
             owner=job.owner,
             model=job.model,
             device=job.device,
-            devices=devices,
+            devices=len(devices),
+            share=share_of(devices),
             started_at=now,
             ended_at=None,
             energy_joules=None,
@@ -65,7 +68,7 @@ def _hours(start: float | None, end: float) -> ColumnElement[Any]:
     first: ColumnElement[Any] = Stretch.started_at.expression
     if start is not None:
         first = case((Stretch.started_at < start, literal(start, Float)), else_=Stretch.started_at)
-    return (last - first) * Stretch.devices / 3600.0
+    return (last - first) * Stretch.devices * Stretch.share / 3600.0
 
 
 async def used(

@@ -1,5 +1,6 @@
-"""`python -m pantheraml.worker.entry.chat DEVICE PRECISION`: the chat worker, over its parent's pipes. It exits when
-its input is closed, whatever it is doing. What libraries print goes to stderr, not into the answers.
+"""`python -m pantheraml.worker.entry.chat DEVICE PRECISION [MEMORY_FRACTION]`: the chat worker, over its parent's
+pipes. It exits when its input is closed, whatever it is doing. What libraries print goes to stderr, not into the
+answers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def main() -> int:
     device, precision = torch.device(sys.argv[1]), parse_precision(sys.argv[2])
     assert precision is not None
     die_with_parent()
+    if len(sys.argv) > 3:  # jobs share the GPU
+        torch.cuda.set_per_process_memory_fraction(float(sys.argv[3]))
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     log.start(debug=env.debug_requested())

@@ -73,9 +73,16 @@ function gpuTile(gpu, now) {
 /** Who uses a device. @param {any} device @param {any} now */
 function holder(device, now) {
   if (!device.in_use) return h("span", { class: "soft" }, "Free");
-  if (!device.job) return "In use by another user";
-  const job = now.running.find((/** @type {any} */ each) => each.job === device.job);
-  return [h("a", { href: `#/job/${device.job}`, data: { focus: `device-${device.device}` } }, job ? nameOf(job) : device.job), h("span", { class: "soft" }, device.user === "local" ? "" : ` · ${device.user}`)];
+  const free = device.jobs_at_most - device.holders.length;
+  return [...device.holders.flatMap((/** @type {any} */ each, /** @type {number} */ place) => [place ? ", " : "", ...oneHolder(each, device, now)]),
+    free > 0 && h("span", { class: "soft" }, ` · room for ${free} more`)];
+}
+
+/** @param {any} each @param {any} device @param {any} now */
+function oneHolder(each, device, now) {
+  if (!each.job) return ["In use by another user"];
+  const job = now.running.find((/** @type {any} */ one) => one.job === each.job);
+  return [h("a", { href: `#/job/${each.job}`, data: { focus: `device-${device.device}-${each.job}` } }, job ? nameOf(job) : each.job), h("span", { class: "soft" }, each.user === "local" ? "" : ` · ${each.user}`)];
 }
 
 /** @param {any} now */
