@@ -415,7 +415,16 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
     }
     places = [place for place in itertools.product(METHODS, FAMILIES, SIZES) if place in newest]
     bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
-    heads = ["model", "weights or matmuls", "mean eval loss", "worst difference", "min. cosine", "random B", bounds]
+    heads = [
+        "model",
+        "weights or matmuls",
+        "mean eval loss",
+        "bf16",
+        "worst difference",
+        "min. cosine",
+        "random B",
+        bounds,
+    ]
     rows = [row for place in places for row in _rows(place[0], newest[place])]
     return "\n".join([_about([newest[place] for place in places]), "", *markdown_table(heads, rows)])
 
@@ -438,14 +447,22 @@ def _rows(method: str, record: Mapping[str, Any]) -> list[list[str]]:
     """Means over the seeds, and whether every seed is within the bounds."""
     facts = record["parameters"]
     model = f"{FAMILIES[facts.get('family', 'llama')]}, {'LoRA' if method == 'lora' else 'full'}{_shape(facts)}"
-    rows = []
+    rows, means = [], {}
     for precision in facts["precisions"].split(","):
         own = [row for row in record["results"] if row["precision"] == precision]
         worst = max(own, key=lambda row: abs(row["relative_difference"]))["relative_difference"]
         cosines = [min(row[name] for row in own) for name in ("gradient_cosine", "gradient_cosine_random_up")]
         within = abs(worst) <= LARGEST_DIFFERENCE and min(cosines) >= SMALLEST_COSINE
-        mean = f"{statistics.mean(row['eval_loss'] for row in own):.4f}"
-        figures = [mean, f"{100 * worst:+.2f} %", *(f"{c:.4f}" for c in cosines), "yes" if within else "no"]
+        means[precision] = f"{statistics.mean(row['eval_loss'] for row in own):.4f}"
+        if precision == REFERENCE:
+            continue
+        figures = [
+            means[precision],
+            means[REFERENCE],
+            f"{100 * worst:+.2f} %",
+            *(f"{c:.4f}" for c in cosines),
+            "yes" if within else "no",
+        ]
         rows.append([model, CALIBRATED.get(precision, precision), *figures])
     return rows
 

@@ -50,6 +50,7 @@ def test_advanced_config(run: Run, tmp_path: Path) -> None:
     assert adapter_of(tmp_path / "runs/advanced_config").is_file()
 
 
+@pytest.mark.extended
 @pytest.mark.seed("S3-049", "S3-077", "S3-079")
 def test_direct_trainer_usage(run: Run, tmp_path: Path) -> None:
     first, second = run("direct_trainer_usage", 2, "--epochs", 1)
@@ -58,6 +59,7 @@ def test_direct_trainer_usage(run: Run, tmp_path: Path) -> None:
     assert adapter_of(tmp_path / "runs/direct_trainer_usage").is_file()
 
 
+@pytest.mark.extended
 @pytest.mark.seed("S0-013", "S0-014")
 def test_multi_gpu_training_basic(run: Run, tmp_path: Path) -> None:
     first, _ = run("multi_gpu_training", 2, "--max-steps", 2)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from pantheraml.base.env import child_environment
@@ -21,6 +22,7 @@ print("trained on:", tokenizer.decode(tokens))
 """
 
 
+@pytest.mark.extended
 def test_the_page_runs(tmp_path: Path) -> None:
     toy.write_llama(tmp_path / "my-model", max_position_embeddings=1024)
     turns = [("human", "1+1="), ("gpt", "2"), ("human", "2+2="), ("gpt", "4")]

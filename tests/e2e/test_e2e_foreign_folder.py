@@ -43,6 +43,7 @@ def run(playground: Playground, folder: Path, *words: str) -> Ended:
     return result_of(process)
 
 
+@pytest.mark.extended
 def test_nothing_of_the_folder_runs(playground: Playground, folder: Path) -> None:
     sizes = ("data.seq_len=64", "train.global_batch_size=4", "train.max_steps=2")
     options = [word for size in sizes for word in ("--set", size)]

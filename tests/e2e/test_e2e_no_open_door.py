@@ -111,6 +111,7 @@ def ranks(pid: int) -> list[psutil.Process]:
     return [process for process in below if "RANK" in process.environ()]
 
 
+@pytest.mark.extended
 def test_another_host_finds_no_port_of_a_script(playground: Playground, hosts: list[str]) -> None:
     script = playground.root / "two_ranks.py"
     script.write_text(SCRIPT)

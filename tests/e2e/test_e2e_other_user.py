@@ -104,6 +104,7 @@ def attempts(roots: list[Path], ports: list[int]) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("python3", path="/usr/bin:/bin") is None, reason="no interpreter for other users")
 def test_another_user_finds_no_way_in(shared: Playground) -> None:
     shared.environment["PANTHERAML_CACHE"], before = str(shared.root / "cache"), shared.environment["PANTHERAML_CACHE"]

@@ -15,6 +15,7 @@ from tests.e2e.conftest import COMMAND_SECONDS, Playground
 PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
 
 
+@pytest.mark.extended
 @pytest.mark.seed("C18")
 def test_every_block_runs(playground: Playground, tmp_path: Path) -> None:
     shutil.copytree(playground.model, tmp_path / "my-model")

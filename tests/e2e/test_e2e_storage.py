@@ -63,6 +63,7 @@ def all_whole(run: Path) -> int:
     return store.steps()[-1]
 
 
+@pytest.mark.extended
 def test_checkpoints_that_become_read_only(playground: Playground, read_only: ReadOnly) -> None:
     run = playground.root / "runs/sealed"
     process = playground.start_training("runs/sealed", *ENDLESS)

@@ -329,6 +329,7 @@ def test_the_example_runs(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.extended
 def test_the_page_runs(tmp_path: Path) -> None:
     toy.write_llama(tmp_path / "my-model", max_position_embeddings=2048)
     toy.write_jsonl(tmp_path / "my-data.jsonl", toy.arithmetic(32))

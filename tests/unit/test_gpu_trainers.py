@@ -240,6 +240,7 @@ def test_launch_distributed_training() -> None:
     assert one == other == pytest.approx(model.weight.flatten().tolist(), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.extended
 @WITHOUT_GPUS
 def test_launches_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="train_func does not take these arguments"):

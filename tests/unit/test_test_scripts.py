@@ -23,6 +23,7 @@ def test_the_multi_gpu_suite_is_there() -> None:
         assert re.search(r"^def test_", (ROOT / file).read_text(), re.MULTILINE), file
 
 
+@pytest.mark.extended
 @pytest.mark.seed("S0-078")
 def test_it_runs_from_anywhere_with_the_exit_code_of_pytest(tmp_path: Path) -> None:
     """In a process of its own; that the suite passes is shown by its files, which `make test-all` runs."""

@@ -196,6 +196,7 @@ for config in (default, old):
 """
 
 
+@pytest.mark.extended
 def test_a_script_that_imports_trl_and_makes_its_config_before_it_loads(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
