@@ -49,7 +49,13 @@ def cli(server: Server, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_files_jobs_and_models(native: Client, data: Path, tmp_path: Path) -> None:
+def write_checkpoint(server: Server, job: str) -> Path:
+    folder = server.data / "jobs" / job / "run/checkpoints/step-1"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_files_jobs_and_models(native: Client, server: Server, data: Path, tmp_path: Path) -> None:
     file = native.files.upload(data)
     assert (file.rows, file.filename) == (24, "train.jsonl")
     assert native.files.get(file.id) == file
@@ -66,7 +72,12 @@ def test_files_jobs_and_models(native: Client, data: Path, tmp_path: Path) -> No
     assert native.jobs.get(job.id).id == native.jobs.list(1)[0].id == job.id
     assert [event.kind for event in native.jobs.events(job.id)] == ["state"] * 3
     assert (native.jobs.artifacts(job.id), native.jobs.logs(job.id)) == ([], "")
+    checkpoint = write_checkpoint(server, job.id)
+    with pytest.raises(ServiceError, match="it continues from its checkpoints"):
+        native.jobs.delete_checkpoints(job.id)
     assert native.jobs.cancel(job.id).has_ended
+    native.jobs.delete_checkpoints(job.id)
+    assert not checkpoint.exists()
     assert [event.message for event in native.jobs.stream(job.id)][-1] == "Cancelled"
     assert native.jobs.wait(job.id).state == "cancelled"
     native.files.delete(file.id)
@@ -178,6 +189,9 @@ def test_the_asynchronous_client(server: Server, data: Path, tmp_path: Path) -> 
             assert (await client.jobs.list(1))[0].id == job.id
             assert (await client.jobs.plan(Submission(model="tiny", training_file=file.id))).plan.world_size == 1
             assert (await client.jobs.cancel(job.id)).state == "cancelled"
+            checkpoint = write_checkpoint(server, job.id)
+            await client.jobs.delete_checkpoints(job.id)
+            assert not checkpoint.exists()
             assert [event.message async for event in client.jobs.stream(job.id)][-1] == "Cancelled"
             assert (await client.jobs.wait(job.id)).state == "cancelled"
             assert [text async for text in client.jobs.follow_logs(job.id)] == []

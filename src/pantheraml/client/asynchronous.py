@@ -196,6 +196,10 @@ class AsyncJobs:
     async def cancel(self, job_id: str) -> Job:
         return await self._client.send(calls.change_job(job_id, "cancel"))
 
+    async def delete_checkpoints(self, job_id: str) -> None:
+        """Remove the checkpoints of a job that has ended, which count against the quota of its user."""
+        await self._client.send(calls.delete_checkpoints(job_id))
+
     async def wait(self, job_id: str) -> Job:
         """Wait for the job to end, and return it."""
         async for _ in self.stream(job_id):

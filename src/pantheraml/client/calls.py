@@ -109,6 +109,10 @@ def change_job(job_id: str, action: Literal["pause", "resume", "cancel"]) -> Cal
     return Call("POST", _job(job_id, action), Job.model_validate)
 
 
+def delete_checkpoints(job_id: str) -> Call[None]:
+    return Call("DELETE", _job(job_id, "checkpoints"), lambda body: None)
+
+
 def events(job_id: str, limit: int) -> Call[list[JobEvent]]:
     return Call("GET", _job(job_id, "events"), _items(JobEvent), {"limit": limit})
 

@@ -207,6 +207,10 @@ class Jobs:
     def cancel(self, job_id: str) -> Job:
         return self._client.send(calls.change_job(job_id, "cancel"))
 
+    def delete_checkpoints(self, job_id: str) -> None:
+        """Remove the checkpoints of a job that has ended, which count against the quota of its user."""
+        self._client.send(calls.delete_checkpoints(job_id))
+
     def wait(self, job_id: str) -> Job:
         """Wait for the job to end, and return it."""
         for _ in self.stream(job_id):
