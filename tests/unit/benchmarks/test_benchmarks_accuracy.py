@@ -67,9 +67,8 @@ def test_figures(python: Python) -> None:
     assert float(opposite) == pytest.approx(-1)
     assert float(orthogonal) == pytest.approx(0)
     assert [line for line in lines if line.startswith("| ")][1:] == [
-        "| Llama, LoRA, small | bf16 | 2.0000 | +0.00 % | 1.0000 | 1.0000 | yes |",
-        "| Llama, LoRA, small | fp8 | 2.0080 | +0.40 % | 0.9950 | 0.9910 | yes |",
-        "| Llama, LoRA, small | nf4 | 1.9900 | -1.00 % | 0.9980 | 0.9990 | no |",
+        "| Llama, LoRA, small | fp8 | 2.0080 | 2.0000 | +0.40 % | 0.9950 | 0.9910 | yes |",
+        "| Llama, LoRA, small | nf4 | 1.9900 | 2.0000 | -1.00 % | 0.9980 | 0.9990 | no |",
     ]
     printed = python(FIGURES)
     named = ("Llama, LoRA, small", "Llama, LoRA, cpu", "tiny", "Gemma 3, LoRA, small")
