@@ -226,3 +226,17 @@ def test_too_many_jobs_per_gpu_are_refused(host: Host) -> None:
     assert len(take_inventory(None, 8).devices) == 8
     with pytest.raises(ConfigError, match="too small for 16 jobs"):
         take_inventory(None, 16)
+
+
+def test_an_option_for_other_machines_is_told(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host("1xH200")
+    take_inventory(None, 2)
+    assert not caplog.text
+    take_inventory(2)
+    assert "--cpu-slots has no effect" in caplog.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    caplog.clear()
+    assert take_inventory(2, 2).devices == ("cpu:0", "cpu:1")
+    assert "--jobs-per-gpu has no effect" in caplog.text

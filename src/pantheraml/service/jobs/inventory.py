@@ -7,14 +7,18 @@ a lease from a time with another number of shares is never taken for one of now.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.devices.probe import probe
 from pantheraml.planner.memory.reserved import CONTEXT_BYTES
 from pantheraml.specs.plan import DeviceSpec
+
+logger: logging.Logger = log.get(__name__)
 
 Held = TypeVar("Held")
 
@@ -69,7 +73,11 @@ def take_inventory(cpu_slots: int | None, jobs_per_gpu: int = 1) -> Inventory:
     """ConfigError if a GPU is too small for so many jobs."""
     spec = probe()
     if not spec.gpus:
+        if jobs_per_gpu > 1:
+            logger.warning("--jobs-per-gpu has no effect: this machine has no GPU, and jobs get CPU slots")
         return Inventory(spec, tuple(f"cpu:{slot}" for slot in range(cpu_slots or spec.cpu_count)))
+    if cpu_slots is not None:
+        logger.warning("--cpu-slots has no effect: jobs get the GPUs of this machine")
     cards = [f"gpu:{gpu.index}" for gpu in spec.gpus]
     if jobs_per_gpu == 1:
         return Inventory(spec, tuple(cards))
