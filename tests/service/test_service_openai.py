@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import toy
-from tests.service.conftest import Server, jsonl, wait_for
+from tests.service.conftest import Server, jsonl, wait_for, wait_until
 
 
 @pytest.mark.seed("S4-023", "S4-024")
@@ -33,7 +33,7 @@ def test_a_job_ends_well_though_the_service_is_killed(own_server: Callable[..., 
     )
     assert (job.status, job.seed, job.metadata) == ("queued", 3, {"team": "a"})
     assert job.hyperparameters.batch_size == 4
-    wait_for(client, job.id, "starting", "running")
+    wait_until(lambda: server.processes(job.id))
 
     server.kill()
     assert server.processes(job.id), "the job goes on without the service"
