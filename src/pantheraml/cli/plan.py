@@ -109,10 +109,7 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
 def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) -> Choice:
     from pantheraml.planner.defaults import learning_rate_choice
 
-    decoder = None if facts.shapes is None else facts.shapes.decoder
-    if decoder is None:
-        return learning_rate_choice(config, None, None, steps)
-    return learning_rate_choice(config, decoder.family, decoder.hidden, steps)
+    return learning_rate_choice(config, facts.family, facts.hidden, steps)
 
 
 def _rank(config: TrainConfig, facts: ModelFacts, tokens: float | None) -> Choice | None:

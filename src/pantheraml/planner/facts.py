@@ -22,6 +22,13 @@ from pantheraml.specs.train import ModelConfig
 LIKE_ITS_MODEL = 0.05
 """Memory of a GPU may differ from its model's by this share."""
 
+UNFUSED = {
+    **dict.fromkeys(("qwen3_moe", "mixtral", "gpt_oss"), "a mixture of experts"),
+    "gemma2": "capped attention scores",
+    "gpt2": "an MLP without a gate",
+}
+"""Families of known sizes whose layers never run fused, with what they have."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -34,6 +41,8 @@ class ModelFacts:
     source: str = "its config.json"
     invalid: bool = False
     """Its config.json has sizes that no model has."""
+    family: str | None = None
+    hidden: int | None = None
 
     @property
     def heads_divide(self) -> int:
@@ -74,8 +83,12 @@ def model_facts(model: ModelConfig, folder: Path | None = None) -> ModelFacts:
 
 
 def _facts(values: Mapping[str, Any], shapes: ModelShapes, source: str) -> ModelFacts:
-    heads = values.get("num_attention_heads", values.get("n_head"))
-    return ModelFacts(shapes, None, heads, values.get("num_key_value_heads") or heads, source)
+    text = values.get("text_config") or values
+    heads = text.get("num_attention_heads", text.get("n_head"))
+    hidden = text.get("hidden_size", text.get("n_embd"))
+    family = text.get("model_type", values.get("model_type"))
+    kv_heads = text.get("num_key_value_heads") or heads
+    return ModelFacts(shapes, None, heads, kv_heads, source, family=family, hidden=hidden)
 
 
 def device_facts(

@@ -58,6 +58,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "gemma-2-27b":    ("gemma2", 256_000, 4608, 36_864, 46, 32, 16, 128, True),
     "gemma-3-270m":   ("gemma3_text", 262_144, 640, 2048, 18, 4, 1, 256, True),
     "gemma-3-1b":     ("gemma3_text", 262_144, 1152, 6912, 26, 4, 1, 256, True),
+    "smollm3-3b":     ("smollm3", 128_256, 2048, 11_008, 36, 16, 4, 128, True),
     "phi-3-mini-4k":  ("phi3", 32_064, 3072, 8192, 32, 32, 32, 96, False),
     "phi-3-medium-4k": ("phi3", 32_064, 5120, 17_920, 40, 40, 10, 128, False),
     "phi-4":          ("phi3", 100_352, 5120, 17_920, 40, 40, 10, 128, False),
@@ -66,6 +67,31 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "granite-3.3-8b": ("granite", 49_159, 4096, 12_800, 40, 32, 8, 128, True),
     "deepseek-r1-distill-qwen-1.5b": ("qwen2", 151_936, 1536, 8960, 28, 12, 2, 128, False),
 }
+# fmt: on
+
+_SIGLIP = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "image_size": 896,
+    "patch_size": 14,
+}
+"""The vision tower of Gemma 3."""
+# fmt: off
+_VISION: dict[str, tuple[Any, ...]] = {
+    "gemma-3-4b":  ("gemma3_text", 262_208, 2560, 10_240, 34, 8, 4, 256, True),
+    "gemma-3-12b": ("gemma3_text", 262_208, 3840, 15_360, 48, 16, 8, 256, True),
+    "gemma-3-27b": ("gemma3_text", 262_208, 5376, 21_504, 62, 32, 16, 128, True),
+}
+"""Text models beside that tower."""
+_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "qwen3-30b-a3b":   (768, 128, "qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, 128, False),
+    "qwen3-235b-a22b": (1536, 128, "qwen3_moe", 151_936, 4096, 12_288, 94, 64, 4, 128, False),
+    "mixtral-8x7b":    (None, 8, "mixtral", 32_000, 4096, 14_336, 32, 32, 8, 128, False),
+    "gpt-oss-20b":     (None, 32, "gpt_oss", 201_088, 2880, 2880, 24, 64, 8, 64, False),
+    "gpt-oss-120b":    (None, 128, "gpt_oss", 201_088, 2880, 2880, 36, 64, 8, 64, False),
+}
+"""With the width of an expert, where it is not `intermediate_size`, and their number."""
 # fmt: on
 
 _SAME_SIZES = {
@@ -80,16 +106,28 @@ _SAME_SIZES = {
 }
 """Name -> a name of the table."""
 
-_TUNED = re.compile(r"-(instruct|chat|hf|base|it)(?=-|$)")
+_TUNED = re.compile(r"-(instruct|thinking|chat|hf|base|it|pt)(?=-|$)")
 _VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{4})$")
 
 
 def known_config(name: str) -> dict[str, Any] | None:
     """Settings of the `config.json` of the model that people call `name`; None: it is not in the table."""
     key = _key(name)
-    found = (_TABLE.get(_SAME_SIZES.get(each, each)) for each in (key, _VERSION.sub("", key)))
-    values = next(filter(None, found), None)
-    return None if values is None else dict(zip(_KEYS, values, strict=True))
+    names = (_SAME_SIZES.get(each, each) for each in (key, _VERSION.sub("", key)))
+    return next(filter(None, map(_config, names)), None)
+
+
+def _config(name: str) -> dict[str, Any] | None:
+    if name in _TABLE:
+        return dict(zip(_KEYS, _TABLE[name], strict=True))
+    if name in _VISION:
+        text = dict(zip(_KEYS, _VISION[name], strict=True))
+        return {"model_type": "gemma3", "text_config": text, "vision_config": dict(_SIGLIP)}
+    if name in _EXPERTS:
+        width, count, *sizes = _EXPERTS[name]
+        experts = {"num_local_experts": count} | ({} if width is None else {"moe_intermediate_size": width})
+        return dict(zip(_KEYS, sizes, strict=True)) | experts
+    return None
 
 
 def nearest_name(name: str) -> str | None:
@@ -99,7 +137,7 @@ def nearest_name(name: str) -> str | None:
 
 
 def known_names() -> tuple[str, ...]:
-    return (*_TABLE, *_SAME_SIZES)
+    return (*_TABLE, *_VISION, *_EXPERTS, *_SAME_SIZES)
 
 
 def _key(name: str) -> str:

@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +87,9 @@ class ModelShapes:
     tied: bool
     """The output head is the embedding."""
     decoder: Decoder | None = None
-    """None: not known, of a model read from its weight files alone."""
+    """None: not known, of a model read from its weight files alone, or of layers that are no plain decoder layers."""
+    unlike: str | None = None
+    """What its layers have that the planner has no formulas for."""
 
     @property
     def parameters(self) -> int:
@@ -111,8 +113,8 @@ class ModelShapes:
         """Bytes of the frozen weights: linear layers in that format, all else in bf16."""
         sizes: dict[Part, int] = dict.fromkeys(PARTS, 0)
         for weight in self.weights:
-            # Conv1D layers stay in bf16 in fp8 models, as `quantizable_linears` has it
-            plain = not weight.linear or (quantized == "fp8" and weight.transposed)
+            # as `quantizable_linears` has it: a vision part stays in bf16, as do Conv1D layers in fp8 models
+            plain = not weight.linear or weight.part == "other" or (quantized == "fp8" and weight.transposed)
             sizes[weight.part] += weight.size * COMPUTE if plain else linear_bytes(weight.out_in, quantized)
         return sizes
 
@@ -194,7 +196,7 @@ def shapes_of_config(config: Mapping[str, Any]) -> ModelShapes:
         weights = tuple(known.weights(sizes, tied))
     except KeyError as err:
         raise ModelError(f"The model's config.json lacks {err}.", fix="Download it again.") from err
-    return ModelShapes(weights, tied, sizes.decoder())
+    return ModelShapes(weights, tied, None if known.unlike else sizes.decoder(), known.unlike)
 
 
 class _Sizes:
@@ -208,7 +210,7 @@ class _Sizes:
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         default = _HEAD_DIMS.get(self.family, self.hidden // self.heads)
         self.head_dim = int(config.get("head_dim") or default)
-        self.attention_bias = bool(config.get("attention_bias", False))
+        self.attention_bias = bool(config.get("attention_bias", self.family == "gpt_oss"))
         self.mlp_bias = bool(config.get("mlp_bias", False))
 
     def decoder(self) -> Decoder:
@@ -216,7 +218,7 @@ class _Sizes:
         return Decoder(self.family, self.layers, *sizes)
 
 
-_HEAD_DIMS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256}
+_HEAD_DIMS = {"qwen3": 128, "gpt_oss": 64, "gemma": 256, "gemma2": 256, "gemma3_text": 256}
 """Defaults that are not hidden size over heads."""
 
 
@@ -227,13 +229,13 @@ def _linear(name: str, out: int, into: int, part: Part, *, bias: bool = False) -
 
 
 def _llama_like(sizes: _Sizes, tied: bool) -> Iterator[Weight]:
-    """Llama and the families that differ from it in biases, norms and fused layers."""
+    """Llama and the families that differ from it in biases, norms, fused layers and experts."""
     family, hidden = sizes.family, sizes.hidden
     yield Weight("model.embed_tokens.weight", (sizes.vocab, hidden), "embedding")
     for number in range(sizes.layers):
         layer = f"model.layers.{number}"
         yield from _attention(sizes, f"{layer}.self_attn")
-        yield from _mlp(sizes, f"{layer}.mlp")
+        yield from (_experts if _has_experts(sizes, number) else _mlp)(sizes, f"{layer}.mlp")
         norms = ["input_layernorm", "post_attention_layernorm"]
         if family in ("gemma2", "gemma3_text"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -254,7 +256,9 @@ def _attention(sizes: _Sizes, name: str) -> Iterator[Weight]:
             biased = bias or sizes.family == "qwen2"
             yield from _linear(f"{name}.{letter}_proj", out, sizes.hidden, "attention", bias=biased)
     yield from _linear(f"{name}.o_proj", sizes.hidden, queries, "attention", bias=bias and sizes.family != "phi3")
-    if sizes.family in ("qwen3", "gemma3_text"):
+    if sizes.family == "gpt_oss":
+        yield Weight(f"{name}.sinks", (sizes.heads,), "attention")
+    if sizes.family in ("qwen3", "qwen3_moe", "gemma3_text"):
         for letter in ("q", "k"):
             yield Weight(f"{name}.{letter}_norm.weight", (sizes.head_dim,), "norms")
 
@@ -267,6 +271,59 @@ def _mlp(sizes: _Sizes, name: str) -> Iterator[Weight]:
         yield from _linear(f"{name}.gate_proj", inner, hidden, "mlp", bias=bias)
         yield from _linear(f"{name}.up_proj", inner, hidden, "mlp", bias=bias)
     yield from _linear(f"{name}.down_proj", hidden, inner, "mlp", bias=bias)
+
+
+def _has_experts(sizes: _Sizes, layer: int) -> bool:
+    if sizes.family == "qwen3_moe":
+        dense = sizes.config.get("mlp_only_layers") or ()
+        return layer not in dense and (layer + 1) % int(sizes.config.get("decoder_sparse_step", 1)) == 0
+    return sizes.family in _EXPERTS
+
+
+def _experts(sizes: _Sizes, name: str) -> Iterator[Weight]:
+    """A router and stacked experts, as transformers loads them: they are neither adapted nor quantized."""
+    hidden, config = sizes.hidden, sizes.config
+    known = _EXPERTS[sizes.family]
+    count = int(next(config[key] for key in known.count if key in config))
+    inner = int(config[known.width])
+    first, second = (count, 2 * inner, hidden), (count, hidden, inner)
+    if known.transposed:
+        first, second = (count, hidden, 2 * inner), (count, inner, hidden)
+    yield Weight(f"{name}.{known.router}.weight", (count, hidden), "mlp")
+    yield Weight(f"{name}.experts.gate_up_proj", first, "mlp")
+    yield Weight(f"{name}.experts.down_proj", second, "mlp")
+    if known.biased:
+        yield Weight(f"{name}.{known.router}.bias", (count,), "mlp")
+        yield Weight(f"{name}.experts.gate_up_proj_bias", (count, 2 * inner), "mlp")
+        yield Weight(f"{name}.experts.down_proj_bias", (count, hidden), "mlp")
+
+
+def _gemma3(sizes: _Sizes, tied: bool) -> Iterator[Weight]:
+    """Gemma 3 from 4B on: a vision tower (SigLIP), a projection, and the text model."""
+    vision = {**_SIGLIP, **(sizes.config.get("vision_config") or {})}
+    width, inner, patch = (int(vision[key]) for key in ("hidden_size", "intermediate_size", "patch_size"))
+    tower = "model.vision_tower"
+    yield Weight(
+        f"{tower}.embeddings.patch_embedding.weight", (width, int(vision["num_channels"]), patch, patch), "other"
+    )
+    yield Weight(f"{tower}.embeddings.patch_embedding.bias", (width,), "other")
+    positions = (int(vision["image_size"]) // patch) ** 2
+    yield Weight(f"{tower}.embeddings.position_embedding.weight", (positions, width), "other")
+    for number in range(int(vision["num_hidden_layers"])):
+        layer = f"{tower}.encoder.layers.{number}"
+        for name, out, into in (
+            *((f"self_attn.{letter}_proj", width, width) for letter in ("q", "k", "v", "out")),
+            *(("mlp.fc1", inner, width), ("mlp.fc2", width, inner)),
+        ):
+            yield from _linear(f"{layer}.{name}", out, into, "other", bias=True)
+        yield from _layer_norm(f"{layer}.layer_norm1", width)
+        yield from _layer_norm(f"{layer}.layer_norm2", width)
+    yield from _layer_norm(f"{tower}.post_layernorm", width)
+    projector = "model.multi_modal_projector"
+    yield Weight(f"{projector}.mm_input_projection_weight", (width, sizes.hidden), "other")
+    yield Weight(f"{projector}.mm_soft_emb_norm.weight", (width,), "norms")
+    for weight in _llama_like(sizes, tied):
+        yield replace(weight, name=weight.name.replace("model.", "model.language_model.", 1))
 
 
 def _gpt2(sizes: _Sizes, tied: bool) -> Iterator[Weight]:
@@ -304,17 +361,58 @@ class _GPT2Sizes(_Sizes):
         super().__init__({**config, **names, "num_attention_heads": config["n_head"]})
 
 
+class _Gemma3Sizes(_Sizes):
+    """Of its text model."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        text = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, **config["text_config"]}
+        super().__init__({**text, "model_type": "gemma3_text", "vision_config": config.get("vision_config")})
+
+
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "patch_size": 16,
+    "image_size": 224,
+    "num_channels": 3,
+}
+"""transformers' defaults, which a saved configuration may leave out; as those of Gemma 3's text model above."""
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """How a family names and lays out its stacked experts."""
+
+    count: tuple[str, ...]
+    """Keys of the configuration; the first one that is there counts."""
+    width: str
+    router: str = "gate"
+    transposed: bool = False
+    biased: bool = False
+
+
+_EXPERTS = {
+    "qwen3_moe": _Experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+    "mixtral": _Experts(("num_local_experts",), "intermediate_size"),
+    "gpt_oss": _Experts(("num_local_experts",), "intermediate_size", "router", transposed=True, biased=True),
+}
+
+
 @dataclass(frozen=True)
 class _Family:
     weights: Callable[[_Sizes, bool], Iterable[Weight]]
     ties: bool
     """It ties its head if the configuration does not say."""
     sizes: type[_Sizes] = _Sizes
+    unlike: str | None = None
 
 
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "granite"), _Family(_llama_like, ties=False)),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _Family(_llama_like, ties=True)),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "smollm3"), _Family(_llama_like, ties=True)),
+    **dict.fromkeys(_EXPERTS, _Family(_llama_like, ties=False, unlike="a mixture of experts")),
+    "gemma3": _Family(_gemma3, ties=True, sizes=_Gemma3Sizes, unlike="a vision part"),
     "gpt2": _Family(_gpt2, ties=True, sizes=_GPT2Sizes),
 }
 """By model_type."""

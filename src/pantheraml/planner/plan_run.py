@@ -23,7 +23,7 @@ from pantheraml.planner.candidates import (
 )
 from pantheraml.planner.choose import choose
 from pantheraml.planner.decided import Decided
-from pantheraml.planner.facts import DeviceFacts, ModelFacts, device_facts, model_facts
+from pantheraml.planner.facts import UNFUSED, DeviceFacts, ModelFacts, device_facts, model_facts
 from pantheraml.planner.memory import why_not_predicted
 from pantheraml.planner.step_time import NO_RATES, NO_SIZES, why_no_time
 from pantheraml.planner.suggestions import suggestions
@@ -101,6 +101,10 @@ def plan_run(
             why_not_predicted(model.shapes, base.setting, capability=problem.capability)
             or "the memory of the GPU is not known"
         )
+        if base.setting.fused and (unfused := UNFUSED.get(model.family or "")) is not None:
+            why += f"; whatever train.fused says, layers of {model.family} do not run fused ({unfused})"
+        weights = sum(model.shapes.frozen_bytes(base.setting.frozen_weights or "bf16").values())
+        why += f"; all weights together take {_gib(weights)} as these rules store them"
         if _fits_uncompiled(base):
             why += ", but it would fit even without compiling"
         chosen = _by_weights_alone(base, may_change=resumed is None)
@@ -266,7 +270,9 @@ def _why_no_time(chosen: Candidate) -> str:
     if hardware.rates is None:
         return f"time is not predicted: {NO_RATES}"
     given, _ = chosen.problem.time_inputs
-    return f"time is not predicted: {NO_SIZES if given is None else why_no_time(chosen.setting, given)}"
+    unlike = chosen.problem.shapes.unlike
+    no_sizes = NO_SIZES if unlike is None else f"the model has {unlike}"
+    return f"time is not predicted: {no_sizes if given is None else why_no_time(chosen.setting, given)}"
 
 
 def total_steps(config: TrainConfig, sequences: float | None) -> int | None:

@@ -150,6 +150,31 @@ def test_weights_that_do_not_fit_are_seen_where_nothing_else_is_predicted(plan: 
     assert main(["plan", "--model", "Llama-3.1-8B", "--gpus", "1xT4", "--method", "full"]) != 0
 
 
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("Qwen/Qwen3-30B-A3B", ("a mixture of experts", "do not run fused", "all weights together take 56.0 GiB")),
+        ("openai/gpt-oss-20b", ("a mixture of experts", "do not run fused", "all weights together take 38.4 GiB")),
+        ("google/gemma-3-4b-it", ("a vision part", "all weights together take ")),
+        ("google/gemma-2-2b", ("layers of gemma2 do not run fused (capped attention scores)",)),
+    ],
+)
+def test_what_is_not_predicted_of_a_known_model_is_told(
+    model: str, told: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", model, "--gpus", "1xH100-80GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "billion parameters" in shown
+    assert "by hidden size" in shown
+    assert [part for part in told if part not in shown] == []
+
+
+def test_experts_stay_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounding to 4 bits does not make a mixture of experts fit; its linear layers alone are quantized."""
+    assert main(["plan", "--model", "Qwen/Qwen3-30B-A3B", "--gpus", "1xRTX4090"]) == 15
+    assert "the weights alone need 55.6 GiB" in capsys.readouterr().err
+
+
 def test_what_the_user_set_stays(plan: Any) -> None:
     found = plan("Llama-3.1-8B", "1xRTX4090", train__micro_batch_size=1, train__activation_checkpointing="offload")
     assert (found.micro_batch_size, found.activation_checkpointing) == (1, "offload")

@@ -43,6 +43,15 @@ PARAMETERS = {
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "smollm3-3b": 3_075_098_624,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "phi-3-mini-4k": 3_821_079_552,
     "phi-3-medium-4k": 13_960_238_080,
     "phi-4": 14_659_507_200,
@@ -87,6 +96,11 @@ def test_every_model_is_checked() -> None:
         ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("google/gemma-3-4b-it", "gemma-3-4b"),
+        ("google/gemma-3-27b-pt", "gemma-3-27b"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
     ],
 )
@@ -95,7 +109,7 @@ def test_names_of_the_hub(name: str, known: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen/Qwen3-Coder-4B", "someone/llama-3.1-8b-fp8", "gpt2", "", "/", "llama", "google/gemma-3-4b-it"]
+    "name", ["Qwen/Qwen3-Coder-4B", "someone/llama-3.1-8b-fp8", "gpt2", "", "/", "llama", "google/gemma-3n-e4b-it"]
 )
 def test_other_names_are_not_taken_for_them(name: str) -> None:
     assert known_config(name) is None

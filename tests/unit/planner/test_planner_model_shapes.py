@@ -28,6 +28,17 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+MOE = {**COMMON, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+GEMMA_TEXT = {**COMMON, "head_dim": 8}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
 GPT2 = {"vocab_size": 260, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 CASES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
@@ -42,6 +53,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3_text": COMMON,
     "phi3": COMMON,
     "granite": COMMON,
+    "smollm3": COMMON,
+    "qwen3_moe": MOE,
+    "mixtral": {**COMMON, "num_local_experts": 4},
+    "gpt_oss": {**COMMON, "num_local_experts": 4},
+    "gemma3": {"text_config": GEMMA_TEXT, "vision_config": VISION},
     "gpt2": GPT2,
     "gpt2, wide": {**GPT2, "n_inner": 48},
 }
@@ -69,7 +85,7 @@ def test_every_weight(model: PreTrainedModel, tmp_path: Path) -> None:
     assert {weight.name: weight.shape for weight in found.weights} == real
     assert found.parameters == sum(weight.numel() for weight in model.parameters())
     assert sum(found.by_part().values()) == found.parameters
-    assert found.by_part()["other"] == 0
+    assert (found.by_part()["other"] > 0) == (model.config.model_type == "gemma3")
     assert found.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
 
 
@@ -104,6 +120,13 @@ def test_frozen_bytes(model: PreTrainedModel, tmp_path: Path, quantized: Any) ->
         buffer.nbytes for layer in copy.modules() if isinstance(layer, QuantizedLinear) for buffer in layer.buffers()
     )
     assert sum(found.frozen_bytes(quantized).values()) == real
+
+
+@pytest.mark.parametrize("dense", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_layers_without_experts_between_others(dense: dict[str, Any], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **MOE, **dense))
+    real = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert {weight.name: weight.shape for weight in shapes(model, tmp_path).weights} == real
 
 
 def test_parts() -> None:
@@ -145,9 +168,8 @@ def test_a_known_family_needs_all_sizes() -> None:
         shapes_of_config({"model_type": "mamba"})
 
 
-MOE = {**COMMON, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 OTHERS = {
-    "qwen3_moe": MOE,
+    "olmoe": {**COMMON, "num_experts": 4, "num_experts_per_tok": 2},
     "olmo2": COMMON,
     "gpt_neox": {**COMMON, "rotary_pct": 0.5},
     "starcoder2": {**COMMON, "tie_word_embeddings": False},
@@ -169,7 +191,7 @@ def test_other_families_by_their_files(family: str, tmp_path: Path) -> None:
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, torch.nn.Embedding)
     assert parts["embedding"] == parts["head"] == embedding.weight.numel()
-    if family != "qwen3_moe":  # whose router and stacked experts are no linear layers
+    if family != "olmoe":  # whose router and stacked experts are no linear layers
         assert found.lora_parameters(4) == sum(
             4 * sum(layer.weight.shape) for name, layer in model.named_modules()
             if isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings()

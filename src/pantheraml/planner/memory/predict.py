@@ -51,7 +51,7 @@ def why_not_predicted(
     """Why the memory of this setting is not known; None: it is predicted."""
     decoder = shapes.decoder
     if decoder is None:
-        return "the sizes of its decoder layers are not known"
+        return f"the model has {shapes.unlike}" if shapes.unlike else "the sizes of its decoder layers are not known"
     if setting.devices_per_process > 1:
         return "one process uses several devices"
     if setting.device == "cpu":
