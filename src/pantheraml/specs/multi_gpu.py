@@ -10,13 +10,21 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from pantheraml.specs.aggregation import Method
 from pantheraml.specs.legacy_aliases import translate_aliases
 from pantheraml.specs.parallel import DIMENSIONS, Degree
+from pantheraml.specs.section_errors import explained
 from pantheraml.specs.unknown_field import fields_hint
 
 
@@ -144,6 +152,16 @@ class MultiGPUConfig:
         if isinstance(given, ArgsKwargs):  # not a section of a file, whose reader knows all keys
             cls._refuse_unknown(given.kwargs or {})
         return given
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, given: object, handler: ModelWrapValidatorHandler[MultiGPUConfig]) -> MultiGPUConfig:
+        try:
+            return handler(given)
+        except ValidationError as err:
+            if not isinstance(given, ArgsKwargs):  # a section of a file, whose reader explains it
+                raise
+            raise explained(err, cls) from None
 
     @classmethod
     def _refuse_unknown(cls, values: Mapping[str, object]) -> None:

@@ -29,6 +29,7 @@ from pantheraml.specs.legacy_aliases import (
     without_removed_settings,
 )
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode, split_commas
+from pantheraml.specs.section_errors import explained
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -85,6 +86,14 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_assignment=True, allow_inf_nan=False
     )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as err:
+            raise explained(err, type(self)) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # `model_validate` needs no call of it
 
 
 class ModelConfig(ConfigSection):
