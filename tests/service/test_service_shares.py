@@ -97,6 +97,8 @@ def test_jobs_share_gpus(
             found = await until(held)
             wide, first, second, late = jobs
             assert found == {"gpu:0:1/2": wide, "gpu:1:1/2": wide, "gpu:0:2/2": first, "gpu:1:2/2": second}
+            async with context.database.read() as session:
+                assert await context.dispatcher._holders(session) == {0: 2, 1: 2}
             await check_answers(http, found, late)
 
             async def ended() -> bool:
@@ -200,6 +202,8 @@ def test_chat_takes_one_share(host: Host, models: Path, tmp_path: Path) -> None:
 
             lent = await context.dispatcher.borrow(give_back)
             assert lent == "gpu:1:2/2"
+            async with context.database.read() as session:
+                assert await context.dispatcher._holders(session) == {1: 1}, "chat alone uses the energy of GPU 1"
             device = context.chat._device(lent)
             assert (device.gpu, device.memory_fraction) == (1, context.dispatcher.inventory.memory_fraction)
             await http.post("/multigpu/resources/manage", json={"action": "disable", "gpu_ids": [1]})

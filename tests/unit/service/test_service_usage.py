@@ -108,6 +108,9 @@ def test_energy_is_the_sum_of_what_is_known() -> None:
         return events.HardwareSampled(seconds=1, samples=1, energy_joules=list(joules), cpu_percent=None, ram_bytes=0)
 
     assert energy_of([sample(1.0, None), sample(2.0, 3.0)]) == 6.0
+    two_cards = sample(6.0, 4.0).model_copy(update={"indices": [0, 3]})
+    assert energy_of([two_cards], {0: 3, 1: 5, 3: 1}) == 2.0 + 4.0, "of each card what its holders share"
+    assert energy_of([two_cards], {}) == 10.0, "holders that have just left"
     assert energy_of([sample(None)]) is None
     assert energy_of([]) is None
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from pantheraml.base import log
 from pantheraml.base.errors import PantheraError
@@ -25,7 +26,7 @@ from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
 from pantheraml.service.jobs.ingest import PathHider, damage_event, energy_of, to_job_event
-from pantheraml.service.jobs.inventory import Inventory, card_of, gpu_indices, share_of
+from pantheraml.service.jobs.inventory import Inventory, card_of, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.pace import Pace, pace_of
 from pantheraml.service.jobs.results import write_results
@@ -306,14 +307,19 @@ class Dispatcher:
             if seen.damaged_lines:
                 session.add(damage_event(job.id, seen.damaged_lines))
             current.events_offset = job.events_offset = seen.offset
-            joules = energy_of(seen.events)
+            joules = energy_of(seen.events, await self._holders(session))
             if joules is not None:
-                await add_energy(session, current, joules * share_of(current.leased))
+                await add_energy(session, current, joules)
             if seen.training and current.state == State.STARTING:
                 await move(session, current, State.RUNNING, "Fine-tuning job started")
             await session.flush()
             await reread(session, job)
         self._notifier.notify(job.id)
+
+    async def _holders(self, session: AsyncSession) -> Counter[int]:
+        """How many jobs, and chat, are on each GPU."""
+        names = [*await leases(session), *([] if self._lent is None else [self._lent[0]])]
+        return Counter(gpu_indices(names) or [])
 
     async def _press(self, job: Job) -> None:
         """Make a running job carry out a requested pause or cancellation."""

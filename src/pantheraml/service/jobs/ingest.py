@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -102,10 +103,18 @@ def damage_event(job_id: str, lines: int) -> Event:
     )
 
 
-def energy_of(events: Iterable[EventBase]) -> float | None:
-    """Return the energy that the run's GPUs have used, in joules; None: no GPU, or not reported by its driver."""
+def energy_of(events: Iterable[EventBase], holders: Mapping[int, int] | None = None) -> float | None:
+    """Return a job's part of the energy that its GPUs have used, in joules; None: no GPU, or its driver does not tell.
+
+    `holders`: how many hold each GPU by now, who count with equal parts; None: the job alone.
+    """
     samples = [each for each in events if isinstance(each, run_events.HardwareSampled)]
-    known = [joules for sample in samples for joules in sample.energy_joules if joules is not None]
+    known = [
+        joules / max(1, (holders or {}).get(index, 1))
+        for sample in samples
+        for index, joules in itertools.zip_longest(sample.indices, sample.energy_joules)
+        if joules is not None
+    ]
     return sum(known) if known else None
 
 
