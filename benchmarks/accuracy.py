@@ -415,18 +415,9 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
     }
     places = [place for place in itertools.product(METHODS, FAMILIES, SIZES) if place in newest]
     bounds = f"within {percent(LARGEST_DIFFERENCE)} and {SMALLEST_COSINE:g}"
-    heads = [
-        "model",
-        "weights or matmuls",
-        "mean eval loss",
-        "bf16",
-        "worst difference",
-        "min. cosine",
-        "random B",
-        bounds,
-    ]
+    heads = ["model", "weights or matmuls", "mean eval loss", "bf16", "worst difference", "min. cosine", "random B"]
     rows = [row for place in places for row in _rows(place[0], newest[place])]
-    return "\n".join([_about([newest[place] for place in places]), "", *markdown_table(heads, rows)])
+    return "\n".join([_about([newest[place] for place in places]), "", *markdown_table([*heads, bounds], rows)])
 
 
 def _about(records: Sequence[Mapping[str, Any]]) -> str:

@@ -43,7 +43,8 @@ def _measure(folder: Path, *, steps: int, hidden: int, layers: int, seq_len: int
     from pantheraml.base.event_stream import EventWriter
     from pantheraml.data.dataset import TokenDataset
     from pantheraml.engine.guard.watchdog import StopFlag
-    from pantheraml.engine.loop import Job, TrainingLoop
+    from pantheraml.engine.job import Job
+    from pantheraml.engine.loop import TrainingLoop
     from pantheraml.engine.step.step import Stepper
     from pantheraml.parallel.process_group import World
     from pantheraml.specs.run_dir import RunDir

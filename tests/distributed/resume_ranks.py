@@ -20,7 +20,8 @@ from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import EventBase
 from pantheraml.checkpoint.store import CheckpointStore
 from pantheraml.engine.guard.watchdog import StopFlag
-from pantheraml.engine.loop import Job, TrainingLoop
+from pantheraml.engine.job import Job
+from pantheraml.engine.loop import TrainingLoop
 from pantheraml.engine.step.feed import StepBatches
 from pantheraml.engine.step.step import Begun, Stepper
 from pantheraml.parallel.process_group import World, open_world

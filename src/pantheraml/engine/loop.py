@@ -8,26 +8,22 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from pantheraml.base.errors import DamagedCheckpointError, NonFiniteError, TrainingError
 from pantheraml.base.event_stream import FILE_NAME
-from pantheraml.base.events import Emit, Notice, RanksLeftOut, TrainFinished, TrainStarted, WarningIssued
+from pantheraml.base.events import Notice, RanksLeftOut, TrainFinished, TrainStarted, WarningIssued
 from pantheraml.checkpoint.store import Checkpoint, CheckpointStore
-from pantheraml.data.dataset import TokenDataset
-from pantheraml.data.origin import Origins
 from pantheraml.engine.evaluate import evaluate
-from pantheraml.engine.fault_injection import FaultInjector
 from pantheraml.engine.guard.decide import StepJudge
 from pantheraml.engine.guard.policy import Verdict, first_nonfinite
-from pantheraml.engine.guard.watchdog import StopFlag, Watchdog
+from pantheraml.engine.job import Job, run_length
 from pantheraml.engine.memory.headroom import COMPARED_AFTER, MemoryTrend, compare_with_plan, forget_peak
 from pantheraml.engine.memory.oom import explain_out_of_memory, pass_too_large
 from pantheraml.engine.memory.usage import max_reserved_bytes
@@ -42,7 +38,6 @@ from pantheraml.engine.state.capture import (
 )
 from pantheraml.engine.state.saving import Saver, load_intact, newest_intact
 from pantheraml.engine.step.feed import Feed, StepBatches
-from pantheraml.engine.step.step import Stepper
 from pantheraml.engine.step.step_events import StepEvents
 from pantheraml.engine.step.step_report import StepReport
 from pantheraml.parallel.shard_batch import AdaptiveShares
@@ -51,55 +46,8 @@ from pantheraml.planner.out_of_memory import leaner_resume
 from pantheraml.specs.plan import Plan
 from pantheraml.specs.resume import reproducibility_settings
 from pantheraml.specs.run_dir import RunDir
-from pantheraml.specs.train import TrainConfig
 
 StoppedBy = Literal["end", "early_stopping", "request"]
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """Length of a run: optimizer steps and, if set in epochs, the number of samples it ends after."""
-
-    steps: int
-    samples: int | None
-
-
-def run_length(config: TrainConfig, sequences: int) -> RunLength:
-    if config.train.max_steps is not None:
-        return RunLength(steps=config.train.max_steps, samples=None)
-    samples = max(1, math.ceil(config.train.epochs * sequences))
-    return RunLength(steps=math.ceil(samples / config.train.global_batch_size), samples=samples)
-
-
-@dataclass(frozen=True)
-class Job:
-    """Inputs of the training loop."""
-
-    config: TrainConfig
-    plan: Plan
-    run_dir: Path
-    stepper: Stepper
-    train_data: TokenDataset
-    eval_data: TokenDataset | None
-    model_fingerprint: str
-    """Fingerprint of the initial weights."""
-    emit: Emit
-    stop: StopFlag
-    watch: Watchdog = field(default_factory=Watchdog)
-    """Receives a beat whenever this rank makes progress."""
-    faults: FaultInjector | None = None
-    """Failures to inject, in tests."""
-    origins: Origins | None = None
-    """Maps training sequences to the files and rows they came from."""
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """Settings that must not change between a checkpoint and its resume: they determine samples and weights."""
-        return {
-            "model": self.model_fingerprint,
-            "data": self.train_data.fingerprint,
-            **reproducibility_settings(self.config),
-        }
 
 
 class TrainingLoop:

@@ -9,7 +9,7 @@ import torch
 from pantheraml.base.event_stream import EventWriter
 from pantheraml.base.events import Emit, silent
 from pantheraml.base.folders import write_text
-from pantheraml.engine.loop import run_length
+from pantheraml.engine.job import run_length
 from pantheraml.engine.memory.oom import explain
 from pantheraml.engine.profile import profile_steps
 from pantheraml.parallel.process_group import open_world

@@ -34,7 +34,8 @@ from pantheraml.data.origin import Origins, Source
 from pantheraml.engine.compile import compile_layers
 from pantheraml.engine.fault_injection import FaultInjector
 from pantheraml.engine.guard.watchdog import StackDumpWatchdog, StopFlag, Watchdog, recorded_collectives
-from pantheraml.engine.loop import Job, RunLength, TrainingLoop, run_length
+from pantheraml.engine.job import Job, RunLength, run_length
+from pantheraml.engine.loop import TrainingLoop
 from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.engine.memory.oom import explain
 from pantheraml.engine.step.step import Stepper

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from datasets.utils.logging import disable_progress_bar
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
@@ -49,6 +47,8 @@ from tests.unit.api.trl_runs import (
     weight_error,
 )
 
+pytestmark = pytest.mark.usefixtures("restored_environment")
+
 ROOT = Path(__file__).parents[3]
 GRADIENTS, WEIGHTS = 5e-5, 1e-5
 HEAD = "base_model.model.score.weight"
@@ -56,17 +56,8 @@ LABELS = {"num_labels": 3, "id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    disable_progress_bar()
-    return toy.write_llama(tmp_path_factory.mktemp("classifiers") / "model", hidden_size=64, initializer_range=0.2)
-
-
-@pytest.fixture(autouse=True)
-def _trainers_write_to_the_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+def folder(wide_llama: Path) -> Path:
+    return wide_llama
 
 
 def loaded(folder: Path, **arguments: Any) -> Any:

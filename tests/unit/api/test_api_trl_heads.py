@@ -5,22 +5,20 @@ Plain PEFT runs TRL's own head, in this process as well: the patches leave model
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets.utils.logging import disable_progress_bar
 
 from pantheraml.hooks import trl as trl_hooks
 from pantheraml.hooks.orpo import ORPO_HEAD
 from pantheraml.hooks.registry import REGISTRY
 from pantheraml.models.causal_lm import fast_model
-from tests import toy
 from tests.unit.api.trl_runs import Record, gradient_error, make_trainer, plain_model, recorded
 from tests.unit.api.trl_runs import fast_model as new_model
+
+pytestmark = pytest.mark.usefixtures("restored_environment")
 
 METRICS = 1e-5
 """Largest difference of a logged metric, relative to itself or to 1. 1.5e-6 was the largest."""
@@ -30,17 +28,8 @@ NOT_COMPARED = {"grad_norm", "epoch", "learning_rate", "step_time", "train_runti
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    disable_progress_bar()
-    return toy.write_llama(tmp_path_factory.mktemp("heads") / "model", hidden_size=64, initializer_range=0.2)
-
-
-@pytest.fixture(autouse=True)
-def _trainers_write_to_the_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+def folder(wide_llama: Path) -> Path:
+    return wide_llama
 
 
 def metrics(run: Any) -> list[dict[str, float]]:
