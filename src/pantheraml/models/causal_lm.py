@@ -3,8 +3,8 @@
 `make_fast(model)` changes the instance's class to a subclass of its own class with the same name and signature; only
 `forward` differs:
 
-- in training, with `labels`: `loss` is computed from the hidden states, and `logits` is None. The loss follows
-  transformers' definition (shift, -100, `num_items_in_batch`), so any trainer that reads `loss` can use it.
+- in training, with `labels`: `loss` is computed from the hidden states, and `logits` only if they are read. The loss
+  follows transformers' definition (shift, -100, `num_items_in_batch`), so any trainer that reads `loss` can use it.
 - with `fused_lm_head=True`, which is how TRL requests token scores: `TokenScoreOutput`.
 - otherwise (evaluation, generation, no labels, a non-linear head): transformers' own forward.
 
@@ -26,7 +26,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from pantheraml.base import log
@@ -43,6 +42,7 @@ from pantheraml.models.chat_inputs import ChatInputsMixin
 from pantheraml.models.derived_class import RuntimeSubclass
 from pantheraml.models.families import head_loss, head_scores, is_plain_layer, plain_head
 from pantheraml.models.fast_generate import FastGenerateMixin
+from pantheraml.models.loss_output import LossOutput, with_logits_on_demand
 from pantheraml.models.module_walk_cache import CachedModuleWalk, every_module
 from pantheraml.models.quantize.quantized_linear import plain_state, quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange
@@ -326,18 +326,20 @@ def _body_outputs(model: Any, inputs: dict[str, Any]) -> Any:
     return model.base_model(**inputs)
 
 
-def _with_loss(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+def _with_loss(model: Any, inputs: dict[str, Any]) -> LossOutput:
     targets = _Targets(inputs)
     outputs = _body_outputs(model, inputs)
     hidden = outputs.last_hidden_state
     labels = targets.labels().to(hidden.device)
-    total = head_loss(forward_module(model.get_output_embeddings()), hidden, labels, targets.count())
-    return CausalLMOutputWithPast(
+    head = forward_module(model.get_output_embeddings())
+    total = head_loss(head, hidden, labels, targets.count())
+    output = LossOutput(
         loss=mirror_on_host(total / _divisor(inputs, labels)),
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
     )
+    return with_logits_on_demand(output, head, hidden)
 
 
 def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:

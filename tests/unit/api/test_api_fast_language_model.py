@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
@@ -139,7 +140,7 @@ def test_full_fine_tuning(tiny_model: TinyModel, tmp_path: Path) -> None:
 def test_logits_in_evaluation_but_not_in_training(tiny_model: TinyModel) -> None:
     fast = fast_model(tiny_model("llama"))
     plain = plain_model(tiny_model("llama"), fast)
-    assert fast(**batch()).logits is None
+    assert "logits" not in fast(**batch()), "nobody has read them"
     assert fast(input_ids=batch()["input_ids"]).logits is not None
     with torch.no_grad():
         ours, theirs = FastLanguageModel.for_inference(fast)(**batch()), plain.eval()(**batch())
@@ -258,6 +259,48 @@ def fp8_model(folder: Path, **arguments: Any) -> Any:
     return adapted.train()
 
 
+def test_a_loss_of_the_scripts_own_reads_the_logits(tiny_model: TinyModel) -> None:
+    """Although labels are passed, as `model(**inputs).logits` in a `compute_loss`: same values, same gradients."""
+    fast = fast_model(tiny_model("llama"))
+    plain = plain_model(tiny_model("llama"), fast)
+    for read in (
+        lambda out: out.logits,
+        lambda out: out["logits"],
+        lambda out: out[1],
+        lambda out: out[:2][1],
+        lambda out: out.get("logits"),
+    ):
+        ours, theirs = fast(**batch(), output_hidden_states=True), plain(**batch(), output_hidden_states=True)
+        with torch.no_grad():
+            read(ours)
+        attended = batch()["attention_mask"].bool()
+        mine, other = (read(out)[attended] for out in (ours, theirs))
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        assert list(ours)[:2] == list(theirs)[:2] == ["loss", "logits"]
+        for logits, out in ((mine, ours), (other, theirs)):
+            (logits.logsumexp(-1).mean() + 0.1 * out.loss).backward()
+        actual, expected = gradients(fast), gradients(plain)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_logits_survive_a_conversion_of_the_outputs(tiny_model: TinyModel) -> None:
+    """As accelerate does under mixed precision; nothing is kept after the backward."""
+    fast = fast_model(tiny_model("llama"))
+    made = fast(**batch())
+    converted = convert_outputs_to_fp32(lambda: made)()
+    assert converted is not made
+    expected = made.logits.detach()
+    assert torch.equal(converted.logits, expected)
+    again = convert_outputs_to_fp32(lambda: fast(**batch()))()
+    again.loss.backward()
+    assert again.logits is None
+    with torch.autocast("cpu", torch.bfloat16):
+        outside = fast(**batch())
+    assert outside.logits.dtype == torch.float32
+    torch.testing.assert_close(outside.logits, expected, rtol=0.05, atol=0.05)
+
+
 def test_an_fp8_base_has_an_fp8_head(fp8_folder: Path, tmp_path: Path) -> None:
     fast = fp8_model(fp8_folder)
     head = fast.get_output_embeddings()
@@ -265,7 +308,7 @@ def test_an_fp8_base_has_an_fp8_head(fp8_folder: Path, tmp_path: Path) -> None:
     assert fast.get_base_model().why_full_logits() is None
     plain = plain_model(fp8_folder, fast)
     ours, theirs = fast(**batch()), plain(**batch())
-    assert ours.logits is None
+    assert "logits" not in ours
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=0.01, atol=0)
     ours.loss.backward()
     theirs.loss.backward()
