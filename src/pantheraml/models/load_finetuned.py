@@ -21,6 +21,7 @@ from pantheraml.models.gguf.save import check_gguf, write_gguf_file
 from pantheraml.models.loader import has_tokenizer, load_model, load_tokenizer, model_folder, read_config
 from pantheraml.models.quantize.checkpoint_formats import detect_checkpoint_format
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS
+from pantheraml.models.saved_embeddings import restore_embeddings
 from pantheraml.models.saving.merged_folder import write_merged
 from pantheraml.models.trained_copies import use_float32_copies
 from pantheraml.specs.train import MethodConfig, ModelConfig
@@ -156,6 +157,7 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False
     config._register_custom_module(LORA_LAYERS)
     require_bounded(config, [name for name, _ in base.named_modules()], folder)
     with torch.random.fork_rng(devices=[]):
+        weights = restore_embeddings(base, config, weights, folder)
         try:
             adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))
         except ADAPTER_ERRORS as err:
