@@ -26,7 +26,6 @@ from tests.harness import make_plan, make_run, merged, train_here, values
 from tests.unit.models.test_models_fast import (
     IDS,
     LAYERS,
-    assert_left_alone,
     assert_same,
     base_model,
     logits,
@@ -34,6 +33,7 @@ from tests.unit.models.test_models_fast import (
     results,
     runs_fused,
 )
+from tests.unit.models.test_models_fast_left_alone import assert_left_alone
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma", "phi3", "olmo3", "exaone4"]
 OTHER_IDS = IDS.flip(0)
