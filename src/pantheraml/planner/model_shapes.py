@@ -167,8 +167,13 @@ def read_shapes(folder: Path) -> ModelShapes:
     Headers give exact sizes, and parts by the names of tensors; every matrix in attention and MLP counts as linear.
     """
     config = read_hf_config(folder)
-    if config.get("model_type") in FAMILIES:
-        return shapes_of_config(config)
+    known = FAMILIES.get(str(config.get("model_type")))
+    if known is not None:
+        try:
+            return shapes_of_config(config)
+        except ModelError:
+            if known.unlike is None or not any(folder.glob("*.safetensors")):
+                raise
     if "quantization_config" in config:
         raise UnsupportedModelError(
             f"The sizes of a quantized {config.get('model_type')} checkpoint are not known before it is loaded.",

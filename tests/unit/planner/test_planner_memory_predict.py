@@ -186,7 +186,7 @@ def test_loading_is_the_peak_of_a_tiny_step(llama: ModelShapes) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3", "mamba"])
 def test_experts_vision_parts_and_others_are_known_by_their_files_alone(kind: str, tmp_path: Path) -> None:
-    """Their sizes are known from the headers of the weights, but not what their layers keep."""
+    """Of a configuration that lacks sizes, they are known from the headers of the weights, but not what layers keep."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     save_file({"model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((8, 4), np.float32)}, tmp_path / "m.safetensors")
     shapes = read_shapes(tmp_path)
