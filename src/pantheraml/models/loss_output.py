@@ -25,9 +25,15 @@ class LossOutput(CausalLMOutputWithPast):
         return super().__getattribute__(name)
 
     def __getitem__(self, key: Any) -> Any:
-        if key not in ("loss", 0):  # the loss comes first
-            _compute(self)
+        if key in ("loss", 0):  # which comes first
+            return super().__getitem__("loss")
+        _compute(self)
         return super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        _compute(self)
+        values: tuple[Any, ...] = super().to_tuple()
+        return values
 
     def get(self, key: str, default: Any = None) -> Any:
         return getattr(self, key) if key == "logits" else super().get(key, default)

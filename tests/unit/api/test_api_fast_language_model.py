@@ -140,7 +140,9 @@ def test_full_fine_tuning(tiny_model: TinyModel, tmp_path: Path) -> None:
 def test_logits_in_evaluation_but_not_in_training(tiny_model: TinyModel) -> None:
     fast = fast_model(tiny_model("llama"))
     plain = plain_model(tiny_model("llama"), fast)
-    assert "logits" not in fast(**batch()), "nobody has read them"
+    made = fast(**batch())
+    assert made[0] is made["loss"] is made.loss
+    assert "logits" not in made, "nobody has read them"
     assert fast(input_ids=batch()["input_ids"]).logits is not None
     with torch.no_grad():
         ours, theirs = FastLanguageModel.for_inference(fast)(**batch()), plain.eval()(**batch())
@@ -269,6 +271,7 @@ def test_a_loss_of_the_scripts_own_reads_the_logits(tiny_model: TinyModel) -> No
         lambda out: out[1],
         lambda out: out[:2][1],
         lambda out: out.get("logits"),
+        lambda out: out.to_tuple()[1],
     ):
         ours, theirs = fast(**batch(), output_hidden_states=True), plain(**batch(), output_hidden_states=True)
         with torch.no_grad():
