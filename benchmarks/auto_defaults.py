@@ -26,6 +26,8 @@ import accuracy
 import corpus
 from table import Column, Table, markdown_table
 
+from pantheraml.base.errors import NonFiniteError
+
 NEEDS_GPU = True
 
 TARGET = 0.02
@@ -80,11 +82,11 @@ class Bench(accuracy.Bench):
             begin = time.perf_counter()
             rate, rank, loss = self._fine_tune(domain, task, point)
             row = {"task": task, "auto": point == AUTO, "rate": rate, "rank": rank, "eval_loss": loss}
-            yield row | {"seconds": time.perf_counter() - begin, "bytes": domain.bytes}
             print(row, file=sys.stderr, flush=True)  # in case the run is cut short
+            yield row | {"seconds": time.perf_counter() - begin, "bytes": domain.bytes}
 
-    def _fine_tune(self, domain: corpus.Domain, task: str, point: Point) -> tuple[float, int, float]:
-        """Learning rate, rank and final evaluation loss."""
+    def _fine_tune(self, domain: corpus.Domain, task: str, point: Point) -> tuple[float, int, float | None]:
+        """Learning rate, rank and final evaluation loss; None: it diverged, as the largest rates may."""
         rate = {} if point.rate is None else {"learning_rate": point.rate}
         rank = {} if point.rank is None else {"rank": point.rank}
         config = self._config(
@@ -96,7 +98,12 @@ class Bench(accuracy.Bench):
             },
         )
         name = f"{task}-{'auto' if point == AUTO else f'{point.rate}-{point.rank}'}"
-        events = accuracy.train(self.folder / name, config)
+        try:
+            events = accuracy.train(self.folder / name, config)
+        except NonFiniteError:
+            if point.rate is None:
+                raise  # `auto` has to learn
+            return point.rate, config.method.rank, None
         chosen = (event.value for event in events if event.kind == "choice" and event.name == "train.learning_rate")
         used = point.rate if point.rate is not None else float(next(chosen))
         return used, config.method.rank, accuracy.last_value(events, "eval.done", "loss")
@@ -147,7 +154,8 @@ def compared(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
         found.setdefault(row["task"], []).append(row)
     for task, of_task in found.items():
         auto = next(row for row in of_task if row["auto"])
-        best = min((row for row in of_task if not row["auto"]), key=lambda row: row["eval_loss"])
+        ended = (row for row in of_task if not row["auto"] and row["eval_loss"] is not None)
+        best = min(ended, key=lambda row: row["eval_loss"])
         behind = auto["eval_loss"] / best["eval_loss"] - 1
         shown = [f"{row['eval_loss']:.4f} ({row['rate']:.2g}, rank {row['rank']})" for row in (auto, best)]
         lines.append(
