@@ -133,9 +133,10 @@ def _activities(device: torch.device) -> list[ProfilerActivity]:
 
 
 def _is_work(event: Any, device: torch.device) -> bool:
-    """On a GPU, its kernels; on a CPU, operators, without the profiler's and autograd's own brackets."""
+    """On a GPU, its kernels and copies; on a CPU, operators. Neither the brackets that torch puts around them, such as
+    that of an optimizer's step, which the profiler repeats on the GPU's timeline."""
     if device.type == "cuda":
-        return bool(event.device_type == DeviceType.CUDA)
+        return bool(event.device_type == DeviceType.CUDA) and not event.is_user_annotation
     return not event.key.startswith(("ProfilerStep", "autograd::engine", "[", "Optimizer."))
 
 
