@@ -183,14 +183,15 @@ def read_run(folder: Path, began: float) -> dict[str, Any]:
         if isinstance(event, WarningIssued) and SMALLER in event.message:
             raise ValueError(event.message)
     first = min(event.time for event in events if isinstance(event, TrainStep))
+    probes = [event for event in events if isinstance(event, MemoryMeasured)]
     used = [size for event in events if isinstance(event, HardwareSampled) for size in event.memory_bytes[:1]]
-    probed = [event.allocated_bytes for event in events if isinstance(event, MemoryMeasured)]
+    used += [event.device_bytes for event in probes]  # a short run has few samples
     return {
         "tokens_per_second": summary["tokens_per_second"],
         "peak_gib": summary["peak_memory_bytes"] / 2**30,
         "reserved_gib": _gib(summary["reserved_memory_bytes"]),
         "device_gib": _gib(max((size for size in used if size is not None), default=None)),
-        "probe_gib": _gib(max(probed, default=None)),
+        "probe_gib": _gib(max((event.allocated_bytes for event in probes), default=None)),
         "seconds_to_first_step": first - began,
         "loss_first": summary["first_loss"],
         "loss_last": summary["final_loss"],

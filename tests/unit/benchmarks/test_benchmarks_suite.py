@@ -223,12 +223,14 @@ RUN = '''
 import json
 from pathlib import Path
 from pantheraml.base.event_stream import EventWriter
-from pantheraml.base.events import TrainStep, WarningIssued
+from pantheraml.base.events import MemoryMeasured, TrainStep, WarningIssued
 for name in ("run/model", "run/checkpoints/step-1"):
     Path(name).mkdir(parents=True)
 with EventWriter(Path("run")) as emit:
     emit(TrainStep(step=1, epoch=0.1, loss=6.0, learning_rate=0.1, grad_norm=1.0, tokens=8, target_tokens=8,
                    seconds=1.0, tokens_per_second=8.0, memory_bytes=8))
+    emit(MemoryMeasured(step=2, allocated_bytes=1 << 30, reserved_bytes=2 << 30, device_bytes=3 << 30,
+                        capacity_bytes=9 << 30, predicted_bytes=None, predicted_device_bytes=None))
     if message:
         emit(WarningIssued(message=message))
 summary = {"tokens_per_second": 8.0, "peak_memory_bytes": 8, "reserved_memory_bytes": None, "first_loss": 6.0}
@@ -261,6 +263,7 @@ def test_a_result_that_cannot_be_used_fails_its_case_alone(python: Python, tmp_p
     pytest.importorskip("trl")
     (good, *others), left = json.loads(python(UNUSABLE, str(tmp_path)))
     assert (good["status"], good["loss_last"]) == ("measured", 5.9)
+    assert (good["probe_gib"], good["device_gib"]) == (1.0, 3.0)
     assert not left, "weights are not kept: the next cases need the disk"
     assert {row["status"] for row in others} == {"failed"}
     assert [row["reason"] for row in others] == [
