@@ -43,12 +43,17 @@ bench = object.__new__(auto_defaults.Bench)
 bench.folder, bench.size = Path("f"), auto_defaults.SIZES["tiny"]
 bench.code = auto_defaults.corpus.Domain(Path("t"), Path("e"), 1, "x")
 points = [auto_defaults.Point(rate, 16) for rate in (1e-2, 2e-3)]
-print(json.dumps([row["eval_loss"] for row in bench.search("code", points)]))
+losses = [[row["eval_loss"] for row in bench.search("code", points, end)] for end in (float("inf"), 0.0)]
+rows = [{"task": "code", "auto": True, "rate": 2e-4, "rank": 16, "eval_loss": 2.0}]
+print(json.dumps([*losses, auto_defaults.compared(rows)]))
 """
 
 
 def test_a_point_that_diverges_is_a_row_and_the_others_are_tried(python: Python) -> None:
-    assert json.loads(python(DIVERGED)) == [2.0, None, 2.0]
+    losses, without_time, compared = json.loads(python(DIVERGED))
+    assert losses == [2.0, None, 2.0]
+    assert not without_time
+    assert not compared, "there is nothing to compare `auto` with"
 
 
 SHAPES = """
