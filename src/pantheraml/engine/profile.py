@@ -111,8 +111,6 @@ class _Clock:
 
     def reset(self) -> None:
         self.seconds = {}
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -162,6 +160,7 @@ def _rows(measured: Iterable[tuple[str, float, int]], steps: int, *, ordered: bo
 
 
 def _most_memory(device: torch.device) -> int:
+    """Since the process began: a captured step has its memory from the capture, and a replay allocates none."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
