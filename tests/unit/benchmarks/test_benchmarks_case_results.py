@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.unit.benchmarks.conftest import Python
@@ -72,3 +77,25 @@ def test_a_result_that_cannot_be_used_fails_its_case_alone(python: Python, tmp_p
         "no usable result: ValueError: loss_last is nan",
         f"[Errno 21] Is a directory: '{tmp_path}/data/tiny-full-2x32x5.unfinished'",
     ]
+
+
+def test_a_suite_and_its_cases_end_with_the_command(tmp_path: Path) -> None:
+    places = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work"), "--device", "cpu"]
+    words = ["bench", "--suite", "smoke", "--only", "hf-tiny-lora", "--commit", "x", *places]
+    command = subprocess.Popen([sys.executable, "-m", "pantheraml", *words], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    log = tmp_path / "work" / "smoke" / "logs" / "model-tiny.log"
+    while not log.exists():
+        assert time.monotonic() < deadline, "no case has begun"
+        time.sleep(0.05)
+    command.kill()
+    command.wait()
+    while left := [each for each in psutil.process_iter() if str(tmp_path) in " ".join(words_of(each))]:
+        assert time.monotonic() < deadline, f"{left} run on"
+        time.sleep(0.1)
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()  # type: ignore[no-any-return]
+    return []
