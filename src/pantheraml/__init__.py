@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.base.imports import quick_imports
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.train import TrainConfig
 
@@ -125,7 +126,8 @@ def __getattr__(name: str) -> Any:
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # by name: an `import` would make the torch-free half of the package depend on torch
-    return getattr(importlib.import_module(module), attribute)
+    with quick_imports():
+        return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

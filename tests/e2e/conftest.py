@@ -125,7 +125,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             command = process.cmdline()
-            if "pantheraml.worker" in command and "pantheraml.worker.entry.elastic" not in command:
+            if "pantheraml.worker" in command and "pantheraml.worker.entry" not in command:
                 found.append(process)
     return found
 

@@ -18,7 +18,7 @@ from tests.harness import values
 
 pytestmark = pytest.mark.extended
 
-AGENT = "pantheraml.worker.entry.elastic"
+AGENT = "pantheraml.worker.entry"
 SETTINGS = [
     *("--set", "train.max_steps=40"),
     *("--set", "checkpoint.every_steps=5"),

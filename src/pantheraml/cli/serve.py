@@ -10,6 +10,7 @@ from typing import Any
 
 from pantheraml.base import env
 from pantheraml.base.errors import ConfigError, MissingExtraError
+from pantheraml.base.imports import quick_imports
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -84,8 +85,9 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_service()
-    from pantheraml.service.serve import serve
-    from pantheraml.service.settings import GIB, Settings
+    with quick_imports():
+        from pantheraml.service.serve import serve
+        from pantheraml.service.settings import GIB, Settings
 
     for flag in ("--cpu-slots", "--jobs-per-gpu", "--max-running-per-user", "--requests-per-minute"):
         value = getattr(arguments, flag[2:].replace("-", "_"))

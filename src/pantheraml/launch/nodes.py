@@ -92,7 +92,7 @@ def become_agent(node: NodeSpec, processes: int, config: TrainConfig, output: Pa
         restart_on=parallel.restart_on,
         grace_seconds=parallel.grace_seconds,
     )
-    agent = [*python_module("pantheraml.worker.entry.node"), assignment.to_json()]
+    agent = [*python_module("pantheraml.worker.entry"), "node", assignment.to_json()]
     os.execve(
         agent[0],
         [*agent, sys.executable, *sys.orig_argv[1:]],

@@ -60,7 +60,7 @@ def config_fingerprint(config: TrainConfig) -> str:
 def join_command(output: Path, config: TrainConfig) -> list[str]:
     """Command of this rank's worker, which joins the rendezvous before anything else."""
     return [
-        *(*python_module("pantheraml.worker.entry.join"), str(output)),
+        *(*python_module("pantheraml.worker.entry"), "join", str(output)),
         f"--timeout-seconds={config.parallel.timeout_seconds}",
         f"--max-retries={config.parallel.max_retries}",
         f"--config-fingerprint={config_fingerprint(config)}",

@@ -29,7 +29,7 @@ def python_module(name: str) -> list[str]:
 
 def agent_command(processes: int, command: list[str], *, store: Store = "file") -> list[str]:
     """Command of an elastic agent that runs `command` as `processes` ranks on this node."""
-    return [*python_module("pantheraml.worker.entry.elastic"), str(processes), store, *command]
+    return [*python_module("pantheraml.worker.entry"), "elastic", str(processes), store, *command]
 
 
 def relaunch(processes: int) -> NoReturn:

@@ -58,7 +58,8 @@ class ChatWorkerProcess:
         with open(open_private(folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as log:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *python_module("pantheraml.worker.entry.chat"),
+                    *python_module("pantheraml.worker.entry"),
+                    "chat",
                     kind,
                     device.precision,
                     *([] if device.memory_fraction is None else [str(device.memory_fraction)]),

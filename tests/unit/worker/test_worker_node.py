@@ -32,7 +32,7 @@ exit 0
 def start(folder: Path, number: int, processes: int, port: int) -> subprocess.Popen[str]:
     node = NodeSpec(2, number, "127.0.0.1", port)
     assignment = Assignment(node, processes, str(folder), 100, 3, ("killed",), 50)
-    agent = [sys.executable, "-m", "pantheraml.worker.entry.node", assignment.to_json()]
+    agent = [sys.executable, "-m", "pantheraml.worker.entry", "node", assignment.to_json()]
     return subprocess.Popen([*agent, "sh", "-c", SCRIPT, str(folder)], stderr=subprocess.PIPE, text=True)
 
 

@@ -1,4 +1,4 @@
-"""`python -m pantheraml.worker.entry.chat DEVICE PRECISION [MEMORY_FRACTION]`: the chat worker, over its parent's
+"""`python -m pantheraml.worker.entry chat DEVICE PRECISION [MEMORY_FRACTION]`: the chat worker, over its parent's
 pipes. It exits when its input is closed, whatever it is doing. What libraries print goes to stderr, not into the
 answers.
 """
@@ -43,7 +43,3 @@ def main() -> int:
     with private_files():
         ChatWorker(inbox, send, dtype=getattr(torch, TORCH_NAMES[precision]), device=device).run()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

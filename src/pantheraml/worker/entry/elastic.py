@@ -1,4 +1,4 @@
-"""`python -m pantheraml.worker.entry.elastic N STORE COMMAND...`: run a command as N ranks that end together.
+"""`python -m pantheraml.worker.entry elastic N STORE COMMAND...`: run a command as N ranks that end together.
 
 STORE is the kind of rendezvous store (`launch.script.Store`). The exit code is 0, that of the first rank to fail, or,
 if a signal stopped this process, 143 for a preemption signal and 128 + its number otherwise.
@@ -27,7 +27,3 @@ def exit_code_of(ended: LaunchResult) -> int:
         print(ended.failure, file=sys.stderr, flush=True)
         return ended.failure.exit_code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

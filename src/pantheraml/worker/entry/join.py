@@ -1,4 +1,4 @@
-"""`python -m pantheraml.worker.entry.join FOLDER ...`: one rank of a run that torchrun, accelerate or srun started.
+"""`python -m pantheraml.worker.entry join FOLDER ...`: one rank of a run that torchrun, accelerate or srun started.
 
 The rendezvous comes first, so that a missing rank is reported after the timeout and not after an hour of tokenizing.
 Then rank 0 prepares the data while the others wait for its signal in the store.
@@ -152,7 +152,3 @@ def main() -> int:
     except PantheraError as err:
         print(f"rank {process.rank}: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
         return err.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

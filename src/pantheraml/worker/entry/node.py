@@ -1,4 +1,4 @@
-"""`python -m pantheraml.worker.entry.node ASSIGNMENT COMMAND...`: agent of one node of a multi-node run.
+"""`python -m pantheraml.worker.entry node ASSIGNMENT COMMAND...`: agent of one node of a multi-node run.
 
 The rendezvous comes first, so that a missing node is named in time. When a rank fails on any node, all nodes end their
 ranks, repeat the rendezvous and run the same command, which resumes from the last checkpoint.
@@ -71,7 +71,3 @@ def main() -> int:
     except KeyboardInterrupt:  # while waiting for the other nodes
         print("Interrupted.", file=sys.stderr)
         return InterruptedRunError.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
