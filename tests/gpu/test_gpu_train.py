@@ -102,7 +102,7 @@ def test_out_of_memory_step_is_retried_with_smaller_micro_batches(root: Path) ->
 
 def test_memory_is_measured_after_two_steps(root: Path) -> None:
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()  # a test above has filled the whole GPU
+    torch.cuda.reset_peak_memory_stats()  # a run has a process of its own; a test before this one has filled the GPU
     (measured,) = (
         event for event in train_here(prepared_run(root, "measured", "bf16")) if event["kind"] == "memory.measured"
     )
