@@ -23,7 +23,7 @@ def model_config(
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 3),
+        "num_key_value_heads": max(count for count in range(1, max(1, heads // 3) + 1) if heads % count == 0),
         "head_dim": head_dim,
         "max_position_embeddings": seq_len,
         "pad_token_id": 0,

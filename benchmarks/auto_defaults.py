@@ -5,7 +5,7 @@ another style, and describing a function from its source. Each task is run as `p
 set (`auto`), and at every point of a grid of ten learning rates and two ranks. Reported is the evaluation loss of
 `auto` relative to the best point.
 
-    python benchmarks/run.py auto_defaults --set tasks=code         on a GPU: some minutes for each task
+    python benchmarks/run.py auto_defaults --set tasks=code --set minutes=8    on a GPU, for each task
     python benchmarks/run.py auto_defaults --set size=cpu           on a CPU: ten minutes for each task, on one core
     python benchmarks/run.py auto_defaults --set size=tiny          on a CPU: a smoke test
 """
@@ -13,6 +13,7 @@ set (`auto`), and at every point of a grid of ten learning rates and two ranks. 
 from __future__ import annotations
 
 import ast
+import math
 import sys
 import tempfile
 import time
@@ -25,6 +26,8 @@ from typing import Any
 import accuracy
 import corpus
 from table import Column, Table, markdown_table
+
+from pantheraml.base.errors import NonFiniteError
 
 NEEDS_GPU = True
 
@@ -53,8 +56,11 @@ AUTO = Point(None, None)
 GRID = tuple(Point(rate, rank) for rank in RANKS for rate in RATES)
 
 
-def run(*, size: str = "small", tasks: str = "code,manual,describe", points: int = len(GRID)) -> dict[str, Any]:
-    """`points`: of the grid; fewer are a smoke test."""
+def run(
+    *, size: str = "small", tasks: str = "code,manual,describe", points: int = len(GRID), minutes: float = math.inf
+) -> dict[str, Any]:
+    """`points`: of the grid; fewer are a smoke test. `minutes`: no point is begun that would not end within them."""
+    end = time.perf_counter() + 60 * minutes
     names = tasks.split(",")
     if not set(names) <= set(TASKS):
         raise SystemExit(f"tasks are {', '.join(TASKS)}")
@@ -62,7 +68,7 @@ def run(*, size: str = "small", tasks: str = "code,manual,describe", points: int
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), SIZES[size])
         facts = bench.train_base()
-        results = [row for name in names for row in bench.search(name, grid)]
+        results = [row for name in names for row in bench.search(name, grid, end)]
     parameters = {"size": size, "tasks": tasks, "points": points, **asdict(SIZES[size]), **facts}
     return {"parameters": parameters, "results": results}
 
@@ -73,18 +79,24 @@ class Bench(accuracy.Bench):
     def __init__(self, folder: Path, size: accuracy.Size) -> None:
         super().__init__(folder, size, "lora", "llama")
 
-    def search(self, task: str, grid: Sequence[Point]) -> Iterator[dict[str, Any]]:
+    def search(self, task: str, grid: Sequence[Point], end: float) -> Iterator[dict[str, Any]]:
+        """`end`: by time.perf_counter."""
         limit = int(self.size.code_megabytes * 1e6)
         domain = self.code if task == "code" else write_task(self.folder, task, limit)
+        longest = 0.0
         for point in (AUTO, *grid):
             begin = time.perf_counter()
+            if begin + longest > end:
+                return
             rate, rank, loss = self._fine_tune(domain, task, point)
             row = {"task": task, "auto": point == AUTO, "rate": rate, "rank": rank, "eval_loss": loss}
-            yield row | {"seconds": time.perf_counter() - begin, "bytes": domain.bytes}
             print(row, file=sys.stderr, flush=True)  # in case the run is cut short
+            seconds = time.perf_counter() - begin
+            longest = max(longest, seconds)
+            yield row | {"seconds": seconds, "bytes": domain.bytes}
 
-    def _fine_tune(self, domain: corpus.Domain, task: str, point: Point) -> tuple[float, int, float]:
-        """Learning rate, rank and final evaluation loss."""
+    def _fine_tune(self, domain: corpus.Domain, task: str, point: Point) -> tuple[float, int, float | None]:
+        """Learning rate, rank and final evaluation loss; None: it diverged, as the largest rates may."""
         rate = {} if point.rate is None else {"learning_rate": point.rate}
         rank = {} if point.rank is None else {"rank": point.rank}
         config = self._config(
@@ -96,7 +108,12 @@ class Bench(accuracy.Bench):
             },
         )
         name = f"{task}-{'auto' if point == AUTO else f'{point.rate}-{point.rank}'}"
-        events = accuracy.train(self.folder / name, config)
+        try:
+            events = accuracy.train(self.folder / name, config)
+        except NonFiniteError:
+            if point.rate is None:
+                raise  # `auto` has to learn
+            return point.rate, config.method.rank, None
         chosen = (event.value for event in events if event.kind == "choice" and event.name == "train.learning_rate")
         used = point.rate if point.rate is not None else float(next(chosen))
         return used, config.method.rank, accuracy.last_value(events, "eval.done", "loss")
@@ -140,14 +157,17 @@ def write_task(folder: Path, task: str, limit_bytes: int) -> corpus.Domain:
 
 
 def compared(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """A line for each task: `auto`, the best point, and the difference."""
+    """A line for each task: `auto`, the best point, and the difference. None for one whose time ended before that."""
     lines = []
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["task"], []).append(row)
     for task, of_task in found.items():
         auto = next(row for row in of_task if row["auto"])
-        best = min((row for row in of_task if not row["auto"]), key=lambda row: row["eval_loss"])
+        ended = [row for row in of_task if not row["auto"] and row["eval_loss"] is not None]
+        if not ended:
+            continue
+        best = min(ended, key=lambda row: row["eval_loss"])
         behind = auto["eval_loss"] / best["eval_loss"] - 1
         shown = [f"{row['eval_loss']:.4f} ({row['rate']:.2g}, rank {row['rank']})" for row in (auto, best)]
         lines.append(

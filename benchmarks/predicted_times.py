@@ -20,6 +20,7 @@ from inputs import FAMILY, SHAPES
 from suites.h200_planner import NOT_COMPARED
 from suites.run_case import cli_settings
 
+from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.planner.known_rates import H200
 from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
 from pantheraml.planner.setting import Setting
@@ -52,6 +53,7 @@ class TimeRow:
 
 
 def time_rows() -> list[TimeRow]:
+    """Rows of the cases with a time, of models whose sizes the planner can compute."""
     found = dict(_ablations())
     for path in sorted(RESULTS.glob("h200-*.json")):
         for row in json.loads(path.read_text())["results"]:
@@ -62,12 +64,16 @@ def time_rows() -> list[TimeRow]:
                     planner_page.setting_planned(cli_settings(row)),
                     row["tokens_per_second"],
                 )
-    return [_row(case, *values) for case, values in found.items()]
+    return [row for case, values in found.items() if (row := _row(case, *values)) is not None]
 
 
 def _is_training(row: Mapping[str, Any]) -> bool:
-    """Preference and online training add passes that the planner does not plan, uneven rows leave some of them out."""
-    return row["path"] == "cli" and row.get("trainer") in (None, "sft") and row["case"] not in NOT_COMPARED
+    """Preference and online training add passes that the planner does not plan, uneven rows leave some of them out.
+
+    Cases of very long sequences have too few steps for a speed.
+    """
+    planned = row["path"] == "cli" and row.get("trainer") in (None, "sft") and row["case"] not in NOT_COMPARED
+    return planned and row["tokens_per_second"] is not None
 
 
 def _renamed(name: str) -> str:
@@ -96,8 +102,13 @@ def shapes_of(name: str) -> ModelShapes:
     return shapes_of_config({"model_type": values.pop(FAMILY, "llama"), **values})
 
 
-def _row(case: str, model: str, setting: Setting, tokens_per_second: float) -> TimeRow:
-    given = TimeInputs.of(shapes_of(model), setting, H200)
+def _row(case: str, model: str, setting: Setting, tokens_per_second: float) -> TimeRow | None:
+    """None: the planner does not know the model's family, as the memory table of the page says."""
+    try:
+        shapes = shapes_of(model)
+    except UnsupportedModelError:
+        return None
+    given = TimeInputs.of(shapes, setting, H200)
     assert given is not None
     time = predict_time(setting, given)
     assert time is not None

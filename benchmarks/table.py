@@ -129,7 +129,8 @@ def _section(name: str, table: Table, records: Sequence[Mapping[str, Any]]) -> s
 
 
 def _row(name: str, table: Table, newest: Mapping[str, Any]) -> list[str]:
-    host, _, _, commit, date = _origin(newest, _measured(newest)[0])
+    tried = next(iter(_measured(newest)), {})  # none, if a suite was stopped in its first case
+    host, _, _, commit, date = _origin(newest, tried)
     return [table.title, host, f"{date}, {commit}", f"`{name}.csv`"]
 
 

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pantheraml.launch.local import die_with_parent
+
 
 class Process:
-    """Starts immediately; to wait for its turn, it reads a line from stdin, which closes if the suite ends."""
+    """Starts immediately; to wait for its turn, it reads a line from stdin. It ends with the suite, also if that is
+    killed: it would disturb what is measured next on this host."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str], cwd: Path | None = None) -> None:
         self.began = time.time()
@@ -25,6 +28,7 @@ class Process:
                 env=environment,
                 cwd=cwd,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
                 bufsize=0,
             )
 

@@ -7,8 +7,10 @@ through our own command line are not started ahead: their start-up time is part 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import sys
 import time
@@ -17,14 +19,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from pantheraml.base.errors import OutOfMemoryError
+from pantheraml.base.errors import OutOfMemoryError, PantheraError
 from pantheraml.base.event_stream import read_events
-from pantheraml.base.events import HardwareSampled, MemoryMeasured, TrainStep
+from pantheraml.base.events import HardwareSampled, MemoryMeasured, TrainStep, WarningIssued
 from suites.case import Case
 from suites.process import Process, last_line
 from suites.workshop import ModelCreationError, SuiteFolder
 
 HERE = Path(__file__).resolve().parent
+SMALLER = "sequences at a time"
+"""Words of a run's warnings that it goes on with smaller micro-batches, and so is not the case any more."""
 PATIENCE = 3.0
 """Timeout of a case, as a multiple of its expected time."""
 
@@ -63,7 +67,8 @@ class CaseLauncher:
             return
         self._kill_waiting()
         if following is not None:
-            self._waiting = following, self._start(following)
+            with contextlib.suppress(OSError):  # its own turn tells; another case runs now
+                self._waiting = following, self._start(following)
 
     def _kill_waiting(self) -> None:
         if self._waiting is not None:
@@ -91,21 +96,39 @@ def run_case(case: Case, commit: str | None, launcher: CaseLauncher, coming: Seq
     stamp: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit}
     try:
         folder.make_model(case.model)
-    except ModelCreationError as err:
+        stamp["cache"] = folder.use_cache(case)
+        process, turn = launcher.take(case), time.time()
+    except (ModelCreationError, OSError) as err:
         return case.row(status="failed", reason=str(err), **stamp)
-    stamp["cache"] = folder.use_cache(case)
-    process, turn = launcher.take(case), time.time()
     status = process.run(PATIENCE * 60 * case.minutes, lambda: None if case.alone else launcher.start_next(coming))
     stamp["seconds"] = time.time() - turn
     log, output = folder.log(case.name), folder.output(case)
+    remove_weights(output)
     if status is None:
         return case.row(status="timed out", reason=f"stopped after {stamp['seconds']:.0f} s", **stamp)
     if status == OutOfMemoryError.exit_code:
         return case.row(status="out of memory", reason=last_line(log), **stamp)
     if status != 0:
         return case.row(status="failed", reason=f"exit code {status}: {last_line(log)}", **stamp)
-    measured = read_run(output / "run", process.began) if case.path == "cli" else read_result(output / "result")
+    try:
+        measured = read_run(output / "run", process.began) if case.path == "cli" else read_result(output / "result")
+        check_losses(measured)
+    except (OSError, ValueError, LookupError, TypeError, PantheraError) as err:
+        return case.row(status="failed", reason=f"no usable result: {type(err).__name__}: {err}"[:300], **stamp)
     return case.row(status="measured", **stamp, **measured)
+
+
+def remove_weights(output: Path) -> None:
+    """Remove what a case trained: a full fine-tune writes up to 30 GB, and the next ones need the disk."""
+    for name in ("checkpoints", "model", "adapter"):
+        shutil.rmtree(output / "run" / name, ignore_errors=True)
+
+
+def check_losses(measured: Mapping[str, Any]) -> None:
+    """Raise ValueError for a loss that is no number: what such a run computed is not what the case is about."""
+    for name in ("loss_first", "loss_last"):
+        if not math.isfinite(float(measured[name])):
+            raise ValueError(f"{name} is {measured[name]}")
 
 
 def cli_command(case: Case, model: Path, data: Path, output: Path, device: str | None) -> list[str]:
@@ -156,15 +179,19 @@ def read_run(folder: Path, began: float) -> dict[str, Any]:
     """Read the measurements of our own run from `run.json` and the events."""
     summary = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     events = list(read_events(folder))
-    first = next(event.time for event in events if isinstance(event, TrainStep))
+    for event in events:
+        if isinstance(event, WarningIssued) and SMALLER in event.message:
+            raise ValueError(event.message)
+    first = min(event.time for event in events if isinstance(event, TrainStep))
+    probes = [event for event in events if isinstance(event, MemoryMeasured)]
     used = [size for event in events if isinstance(event, HardwareSampled) for size in event.memory_bytes[:1]]
-    probed = [event.allocated_bytes for event in events if isinstance(event, MemoryMeasured)]
+    used += [event.device_bytes for event in probes]  # a short run has few samples
     return {
         "tokens_per_second": summary["tokens_per_second"],
         "peak_gib": summary["peak_memory_bytes"] / 2**30,
         "reserved_gib": _gib(summary["reserved_memory_bytes"]),
         "device_gib": _gib(max((size for size in used if size is not None), default=None)),
-        "probe_gib": _gib(max(probed, default=None)),
+        "probe_gib": _gib(max((event.allocated_bytes for event in probes), default=None)),
         "seconds_to_first_step": first - began,
         "loss_first": summary["first_loss"],
         "loss_last": summary["final_loss"],

@@ -64,6 +64,7 @@ class SuiteFolder:
         if not made and self._make_room(log, keep=shape):
             made = Process(command, log, self._environment("models", [])).run(seconds) == 0
         if not made:
+            shutil.rmtree(aside, ignore_errors=True)  # other cases need the disk
             raise ModelCreationError(f"could not create the {name} model: {last_line(log)}")
         aside.rename(place)
 

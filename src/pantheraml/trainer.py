@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from pantheraml.base import env, log
 from pantheraml.base.errors import CheckpointError, ConfigError, MissingExtraError, error_classes
 from pantheraml.base.events import Emit
+from pantheraml.devices.probe import probe
 from pantheraml.hooks import trainer_checkpoints
 from pantheraml.hooks.embedding_rate import set_embedding_rate
 from pantheraml.hooks.guard_callback import GuardCallback
@@ -132,7 +133,9 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
         count = torch.cuda.device_count()
         if place.world_size > 1:
             count = min(count, place.local_world_size or place.world_size)
-        return RunTelemetry(range(count) if several else [device.index or 0], emit)
+        gpus = probe().gpus  # in torch's order, each with the driver's number: CUDA_VISIBLE_DEVICES may hide others
+        used = gpus[:count] if several else gpus[device.index or 0 :][:1]
+        return RunTelemetry([gpu.index for gpu in used], emit)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None

@@ -369,3 +369,17 @@ def test_nonfinite_values_propagate(value: float) -> None:
         grad_matmul = GradMatmul(left_operand(normal(64, 16), scales), scales, qdata, blocks, 16, None, out)
         adapter_gradients(grad_matmul, grad_matmul._replace(out=torch.zeros_like(out)))
         assert not out.isfinite().any()
+
+
+def test_a_kernel_runs_on_the_gpu_of_its_arguments() -> None:
+    """Not on the current one, which is another if a model is on the second GPU, or split over several."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = normal(64, 4096)
+    expected = quantize_rows(x)
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):  # the first launch compiles
+        actual = quantize_rows(x.to("cuda:1"))
+        assert all(ours.device.index == 1 for ours in actual)
+        assert torch.equal(actual[0].cpu().float(), expected[0].cpu().float())
+        assert torch.equal(actual[1].cpu(), expected[1].cpu())

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import nn
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from pantheraml import FastLanguageModel, performance

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from pantheraml.models.document_layout import DocumentLayout
+from pantheraml.models.fast import fuse, is_fused
 from pantheraml.models.prefix_attention import _kernel_aligns_ends, prefix_attention
 from pantheraml.models.shared_prefixes import find_shared_prefixes
 from tests.gpu.test_gpu_attention import distance
+from tests.unit.models.test_models_fast import LAYERS
 from tests.unit.models.test_models_shared_prefixes import group
 from tests.unit.models.test_models_unpadded import model, scores_and_gradients
 
@@ -64,12 +66,14 @@ def _whole(tensors: list[Tensor], prefixes: Any, window: int | None) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_scores_and_gradients_are_those_of_whole_rows(family: str, checkpointed: bool) -> None:
-    whole = model(family).to("cuda", torch.bfloat16)
+    whole = model(family, fuse=False).to("cuda", torch.bfloat16)
+    assert fuse(whole).fused == LAYERS
     if checkpointed:
         whole.get_base_model().gradient_checkpointing_enable()
         _kernel_aligns_ends.cache_clear()  # the first pass then checks the kernel within a checkpoint
     inputs = {name: tensor.cuda() for name, tensor in group().items()}
     ours = scores_and_gradients(whole, inputs, unpadded=True)
     theirs = scores_and_gradients(whole, inputs, unpadded=False)
+    assert all(layer.fused_parts.ran for layer in whole.modules() if is_fused(layer))
     for name in ("loss", "log_probs", *(name for name in theirs if "lora_B" in name)):
         assert distance(ours[name].float(), theirs[name].float()) <= 3 * TOLERANCE, name

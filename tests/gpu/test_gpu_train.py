@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def test_out_of_memory_step_is_retried_with_smaller_micro_batches(root: Path) ->
 
 
 def test_memory_is_measured_after_two_steps(root: Path) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()  # a run has a process of its own; a test before this one has filled the GPU
     (measured,) = (
         event for event in train_here(prepared_run(root, "measured", "bf16")) if event["kind"] == "memory.measured"
     )
@@ -150,6 +153,19 @@ def test_the_command_line_finds_the_gpu_by_itself(root: Path) -> None:
     assert "1 process on cuda, bf16 over frozen fp8 weights" in ended.err
     spoken = playground("generate", "cli", "--prompt", "1+2=", "--max-new-tokens", "4", "--json")
     assert spoken.code == 0, spoken.err
+
+
+def test_a_profile_counts_each_kernel_once(root: Path) -> None:
+    environment = child_environment(PANTHERAML_CACHE=str(root / "cache"), HF_HUB_OFFLINE="1")
+    playground = Playground(root, environment)
+    places = ["--model", playground.model, "--data", playground.data, "--set", "data.seq_len=128"]
+    ended = playground("profile", *places, "--steps", "2", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["device"] == "cuda"
+    kernels = sum(row["seconds"] for row in found["parts"])
+    assert 0 < kernels < 1.05 * found["step_seconds"], "kernels of one stream, and phases that wait for them"
+    assert not [row["name"] for row in found["operators"] if row["name"].startswith("Optimizer.")]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

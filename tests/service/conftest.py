@@ -129,6 +129,19 @@ class Server:
                     found.append(process)
         return found
 
+    @contextlib.contextmanager
+    def suspended(self, job: str) -> Iterator[None]:
+        """Stop the training processes of a job meanwhile, but not their supervisor."""
+        workers = [each for each in self.processes(job) if "pantheraml.runs.supervisor" not in each.cmdline()]
+        assert workers
+        for process in workers:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in workers:
+                process.resume()
+
     def clean_up(self) -> list[str]:
         """End everything; return what was still running besides the service."""
         for client in self.clients:

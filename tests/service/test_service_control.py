@@ -49,18 +49,19 @@ def messages(client: OpenAI, job_id: str) -> list[str]:
 @pytest.mark.extended
 def test_pause_and_resume_continue_exactly(server: Server, client: OpenAI, training_file: str) -> None:
     """Bit-equal, also over a start that was killed together with its supervisor."""
-    whole = submit(client, training_file, epochs=40)
-    paused = submit(client, training_file, epochs=40, config={"checkpoint": {"every_steps": 20}})
+    whole = submit(client, training_file, epochs=80)
+    paused = submit(client, training_file, epochs=80, config={"checkpoint": {"every_steps": 20}})
     wait_until(lambda: len(steps(client, paused.id)) > 3)
     shares = [{core for each in server.processes(job.id) for core in each.cpu_affinity()} for job in (whole, paused)]
     assert cpu_count() < 2 or not shares[0] & shares[1], "two jobs side by side do not take each other's cores"
-    client.fine_tuning.jobs.pause(paused.id)
+    with server.suspended(paused.id):  # it may not end before it is asked
+        client.fine_tuning.jobs.pause(paused.id)
     stopped = wait_for(client, paused.id, "paused")
     assert stopped.status == "queued", "OpenAI's wire has no such state"
     assert stopped.waiting_reason == "it is paused; resume it"
     assert not server.processes(paused.id)
     until = steps(client, paused.id)[-1]
-    assert until < 240, "it was paused in its midst"
+    assert until < 480, "it was paused in its midst"
     client.fine_tuning.jobs.resume(paused.id)
     wait_until(lambda: max(steps(client, paused.id)) > until + 25)  # a checkpoint later
     supervisor = next(p for p in server.processes(paused.id) if "pantheraml.runs.supervisor" in p.cmdline())
@@ -200,11 +201,12 @@ def test_a_job_of_higher_priority_has_a_running_one_paused(own_server: Callable[
     alone = wait_for(client, submit(client, file, epochs=40).id, "succeeded")
     low = submit(client, file, epochs=40, priority=-1)
     wait_until(lambda: len(steps(client, low.id)) > 3)
-    urgent = submit(client, file)
-    making_room: Any = wait_for(client, low.id, "pausing")
-    assert making_room.preempted_by == urgent.id
-    server.kill()
-    server.start()
+    with server.suspended(low.id):  # it may not end, nor be paused, before the service is killed
+        urgent = submit(client, file)
+        making_room: Any = wait_for(client, low.id, "pausing")
+        assert making_room.preempted_by == urgent.id
+        server.kill()
+        server.start()
     client = server.client()
     assert wait_for(client, low.id, "queued").preempted_by == urgent.id
     assert steps(client, low.id)[-1] < 240, "it was paused in its midst"

@@ -159,20 +159,16 @@ def test_a_job_that_stalls_raises_an_alert(own_server: Callable[..., Server]) ->
         return [(each.kind, each.level, each.data["active"]) for each in told if each.kind == "alert.stall"]
 
     wait_until(lambda: "training loss" in client.fine_tuning.jobs.list_events(job.id, limit=1).data[0].message)
-    workers = [p for p in server.processes(job.id) if "pantheraml.runs.supervisor" not in p.cmdline()]
-    for process in workers:
-        process.suspend()
     begun = ("alert.stall", "error", True)
-    wait_until(lambda: alerts() == [begun])
-    server.kill()
-    server.start()
-    with server.http() as http:
-        now = wait_until(lambda: http.get("/v1/overview").json()["running"])
-        assert "alert.stall" in now[0]["alerts"]
-        assert "alert.stall" in [each["kind"] for each in http.get("/v1/overview").json()["incidents"]]
-        assert f'pantheraml_job_alert{{alert="stall",job_id="{job.id}"}} 1.0' in http.get("/metrics").text
-    for process in workers:
-        process.resume()
+    with server.suspended(job.id):
+        wait_until(lambda: alerts() == [begun])
+        server.kill()
+        server.start()
+        with server.http() as http:
+            now = wait_until(lambda: http.get("/v1/overview").json()["running"])
+            assert "alert.stall" in now[0]["alerts"]
+            assert "alert.stall" in [each["kind"] for each in http.get("/v1/overview").json()["incidents"]]
+            assert f'pantheraml_job_alert{{alert="stall",job_id="{job.id}"}} 1.0' in http.get("/metrics").text
     wait_until(lambda: begun in alerts() and alerts()[-1][2] is False)
     client = server.client()
     client.fine_tuning.jobs.cancel(job.id)

@@ -57,6 +57,8 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pantheraml.launch.local import die_with_parent
+
     if arguments.calibrate:
         return _calibrate(arguments)
     script = find_script()
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("minutes", "results", "work", "device", "peers", "extras", "commit"):
         value = getattr(arguments, name)
         command += [] if value is None else [f"--{name}", str(value)]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, check=False, preexec_fn=die_with_parent).returncode
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -39,8 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pantheraml.base.errors import ConfigError, StorageError
     from pantheraml.cli.inputs import check_inputs
     from pantheraml.cli.train import config_from
-    from pantheraml.devices.select import devices_for_run
-    from pantheraml.planner.choose import choose
+    from pantheraml.runs.plan_here import plan_here
 
     if arguments.steps < 1 or arguments.warmup < 0:
         raise ConfigError(
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise StorageError(f"There is no folder {trace.parent}.", fix="Choose another --trace.")
     config = config_from(arguments)
     check_inputs(config)
-    plan = choose(config, devices_for_run(config))
+    plan = plan_here(config, place=None)
     result = _profile(config, plan, arguments, trace)
     if arguments.json:
         print(result.model_dump_json(indent=1))

@@ -111,8 +111,6 @@ class _Clock:
 
     def reset(self) -> None:
         self.seconds = {}
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -133,9 +131,10 @@ def _activities(device: torch.device) -> list[ProfilerActivity]:
 
 
 def _is_work(event: Any, device: torch.device) -> bool:
-    """On a GPU, its kernels; on a CPU, operators, without the profiler's and autograd's own brackets."""
+    """On a GPU, its kernels and copies; on a CPU, operators. Neither the brackets that torch puts around them, such as
+    that of an optimizer's step, which the profiler repeats on the GPU's timeline."""
     if device.type == "cuda":
-        return bool(event.device_type == DeviceType.CUDA)
+        return bool(event.device_type == DeviceType.CUDA) and not event.is_user_annotation
     return not event.key.startswith(("ProfilerStep", "autograd::engine", "[", "Optimizer."))
 
 
@@ -161,6 +160,7 @@ def _rows(measured: Iterable[tuple[str, float, int]], steps: int, *, ordered: bo
 
 
 def _most_memory(device: torch.device) -> int:
+    """Since the process began: a captured step has its memory from the capture, and a replay allocates none."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -125,10 +125,15 @@ def launch(
     if INTERPRETED:
         kernel[grid](*arguments, **constants)
         return
+    device: torch.device = arguments[0].device
+    if device.index != torch.cuda.current_device():  # Triton launches on the current device, not on the arguments'
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, **options, **constants)
+        return
     # keyed by id: hashing the kernel itself would hash its source
     key = (
         id(kernel),
-        arguments[0].device,
+        device,
         num_warps,
         num_stages,
         *constants.values(),

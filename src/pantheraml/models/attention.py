@@ -371,7 +371,7 @@ def document_attention(
 def _documents_of_call(kwargs: dict[str, Any], query: Tensor) -> DocumentLayout:
     """Return the documents passed with the call, else those found from the positions."""
     width = query.shape[2]
-    if "max_length_q" in kwargs:
+    if "max_length_q" in list(kwargs):  # of the dict itself, torch.compile of torch 2.11 would guard the value
         # Use the row length under torch.compile, or every batch's longest document would trigger a recompile.
         longest = width if torch.compiler.is_compiling() else kwargs["max_length_q"]
         return DocumentLayout(kwargs.get("cu_seq_lens_q"), longest, kwargs.get("shared_prefixes"))

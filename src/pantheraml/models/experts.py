@@ -34,6 +34,8 @@ TOLERANCE = 1e-3
 _ALIGNMENT = 16
 """Bytes: strides of the operands of a grouped matmul are multiples of it."""
 _CHECKED_TOKENS = 12
+_NEWER = "has_post_expert_norm", "_is_expert_parallel"
+"""What experts of later releases of transformers may have, and those of 5.17 do not."""
 
 
 class StackedAdapter(NamedTuple):
@@ -98,7 +100,7 @@ def _why_not(outermost: Any, experts: Any) -> str | None:
     name = type(experts).__name__
     if not (getattr(experts, "has_gate", False) and hasattr(experts, "_apply_gate")):
         return f"{name} is not an experts class of transformers with a gate"
-    if experts.has_post_expert_norm or experts._is_expert_parallel:
+    if any(getattr(experts, name, False) for name in _NEWER):
         return f"{name} has a norm after its experts, or is split over devices"
     if not {wrapper.parameter_name for wrapper in _wrappers(outermost)} <= {FIRST, SECOND}:
         return f"other weights of {name} than {FIRST} and {SECOND} are adapted"

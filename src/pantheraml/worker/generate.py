@@ -55,8 +55,10 @@ def generate_task(folder: Path, emit: EventWriter) -> None:
 
 
 def _load_model(request: GenerateRequest, config: TrainConfig, run: RunDir, local_rank: int) -> nn.Module:
-    on_gpu = request.device == "cuda"
-    dtype, device = DTYPES[request.precision], torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    dtype, device = DTYPES[request.precision], torch.device("cpu")
+    if request.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # otherwise each rank would also open a context on the first GPU
     if request.weights == "base":
         return cast(nn.Module, load_model(config.model, dtype=dtype, device=device))
     return load_finetuned_model(config.model, config.method, run.trained(), dtype=dtype, device=device)

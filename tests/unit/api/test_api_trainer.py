@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,3 +363,19 @@ def test_options_of_the_seed(folder: Path, tmp_path: Path) -> None:
     run = made(PantheraMLDistributedTrainer, folder, tmp_path, args=args, multi_gpu_config=gpus)
     assert run.args.gradient_checkpointing
     assert run.train().global_step == 1
+
+
+@pytest.mark.parametrize(("visible", "index", "sampled"), [("2", 0, [2]), ("3,0", 1, [0]), (None, 1, [1])])
+def test_the_gpu_of_a_training_is_sampled_whatever_is_visible(
+    host: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, visible: str | None, index: int, sampled: list[int]
+) -> None:
+    host("1x4xH100-80GB")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found: list[Any] = []
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cuda", index)), model=torch.nn.Linear(1, 1)
+    )
+    with PantheraMLTrainer._sample(trainer, found.append):
+        pass
+    assert [gpu.index for gpu in found[0].gpus] == sampled

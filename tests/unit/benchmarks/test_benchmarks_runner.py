@@ -125,3 +125,15 @@ def test_tables(python: Python) -> None:
         "time,hardware,load,versions,commit,date\n"
         f"1000 ms,{origin},2031-01-01\n123 ms,{origin},2030-01-02\n2000 ms,{origin},2030-01-02\n\n"
     )
+
+
+STOPPED = """
+import json
+import table
+record = json.loads(sys.argv[1]) | {"results": [{"status": "not run"}]}
+print(table.render({"made_up": table.plain_table("How fast it is.", [record])}, [record]))
+"""
+
+
+def test_a_suite_that_was_stopped_in_its_first_case_is_listed(python: Python) -> None:
+    assert "| How fast it is | 2 x A GPU | 2030-01-02, `012345678`+ |" in python(STOPPED, json.dumps(RECORD))

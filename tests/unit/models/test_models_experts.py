@@ -167,3 +167,13 @@ def test_comparing_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert subject.speed_up_experts(model) == {}  # a second call finds nothing to do
+
+
+def test_experts_of_the_oldest_transformers() -> None:
+    """Those of 5.17 do not have these attributes."""
+    plain = adapted("qwen3_moe", BOTH)
+    for module in plain.modules():
+        if isinstance(module, Qwen3MoeExperts):
+            for name in subject._NEWER:
+                vars(module).pop(name, None)
+    assert is_grouped(grouped(plain))

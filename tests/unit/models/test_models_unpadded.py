@@ -42,7 +42,8 @@ def scores_and_gradients(whole: Any, inputs: dict[str, Tensor], *, unpadded: boo
     whole.zero_grad()
     whole.get_base_model().scores_no_padding = unpadded
     out = whole(**inputs, fused_lm_head=True)
-    (out.log_probs * torch.linspace(-1, 2, out.log_probs.numel()).view_as(out.log_probs)).sum().backward()
+    scores = out.log_probs
+    (scores * torch.linspace(-1, 2, scores.numel(), device=scores.device).view_as(scores)).sum().backward()
     fields = ("loss", "log_probs", "entropy", "mean_logits", "is_top1", "label_mask")
     return {name: out[name].detach().float() for name in fields} | {
         name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None
