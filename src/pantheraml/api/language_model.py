@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from peft import PeftModel
@@ -59,6 +59,7 @@ from pantheraml.models.load_finetuned import adapter_base, load_adapter
 from pantheraml.models.loader import kind_to_load, load_model, read_config
 from pantheraml.models.model_kind import CLASSIFIER, TEXT, VISION, ModelKind, is_classifier
 from pantheraml.models.packing_check import PackingSupport, isolate_documents
+from pantheraml.models.peft_arguments import LayerChoice, config_arguments
 from pantheraml.models.quantize.quantized_linear import quant_formats_of
 from pantheraml.models.rope_scaling import RopeChange, plan_rope
 from pantheraml.models.router_loss import disable_without_experts
@@ -200,7 +201,7 @@ class FastLanguageModel:
         target_modules: str | list[str] | None = "all-linear",
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
-        bias: str = "none",
+        bias: Literal["none", "lora_only", "all"] = "none",
         use_gradient_checkpointing: CheckpointingMode | None = None,
         random_state: int = 3407,
         use_rslora: bool = False,
@@ -212,6 +213,9 @@ class FastLanguageModel:
         ensure_weight_tying: bool = True,
         finetune_attention_modules: bool = True,
         finetune_mlp_modules: bool = True,
+        layers_to_transform: int | Sequence[int] | None = None,
+        layers_pattern: str | Sequence[str] | None = None,
+        exclude_modules: str | Sequence[str] | None = None,
         **others: Any,
     ) -> PeftModel:
         """Add LoRA (or DoRA) adapters in float32 to `model`, fused where that is exact.
@@ -219,7 +223,10 @@ class FastLanguageModel:
         `use_gradient_checkpointing`: True recomputes whole layers; "selective" saves what is expensive to recompute;
         "offload" (or "unsloth") keeps layer inputs in host memory; False leaves it to the trainer's own
         `gradient_checkpointing`; None is what was passed to `from_pretrained`, or else False.
-        `target_modules`: names that the model lacks are ignored if others match. `finetune_..._modules` False leaves
+        `target_modules`: names, of which those that the model lacks are ignored if others match, or a regular
+        expression for whole names. `layers_to_transform`, `layers_pattern` and `exclude_modules` choose among them, as
+        in PEFT; `rank_pattern`, `alpha_pattern`, `init_lora_weights`, `lora_bias`, `trainable_token_indices` and `bias`
+        are passed to PEFT. `finetune_..._modules` False leaves
         out the layers of attention or of the MLPs. `max_seq_length` replaces that of `from_pretrained`.
         `target_parameters`: stacked experts to adapt, as in PEFT.
         A model loaded with `full_finetuning=True` is returned as it is, with a warning.
@@ -233,8 +240,6 @@ class FastLanguageModel:
             logger.warning("get_peft_model has no effect: the model was loaded with full_finetuning=True")
             return cast(PeftModel, model)
         _check_base_model(model, use_dora=use_dora)
-        if bias != "none":
-            raise ConfigError(f"bias={bias!r} is not supported: biases are never trained.", fix='Use bias="none".')
         layers, full_modules = split_targets(
             model, target_modules, modules_to_save, ensure_weight_tying=ensure_weight_tying
         )
@@ -246,7 +251,11 @@ class FastLanguageModel:
             rslora=use_rslora,
             target_parameters=tuple(target_parameters or ()),
             target_modules=chosen_targets(
-                model, layers, attention=finetune_attention_modules, mlp=finetune_mlp_modules
+                model,
+                layers,
+                attention=finetune_attention_modules,
+                mlp=finetune_mlp_modules,
+                choice=LayerChoice(exclude_modules, layers_to_transform, layers_pattern),
             ),
         )
         if max_seq_length is not None:
@@ -259,6 +268,7 @@ class FastLanguageModel:
                 method,
                 seed=random_state,
                 full_modules=full_modules,
+                lora=config_arguments({**others, "bias": bias}),
             )
         finally:
             model.on_adapters = on_adapters

@@ -14,6 +14,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
 from pantheraml.models.adapters import bypassed_by_kernels, linear_layers, target_layers
 from pantheraml.models.model_kind import CLASSIFIER, TEXT, VISION, ModelKind
+from pantheraml.models.peft_arguments import PASSED_ON, LayerChoice, matched_names
 
 logger = log.get(__name__)
 
@@ -25,9 +26,7 @@ LOADING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "qat_scheme": (None,), "text_only": (None, True), "use_exact_model_name": (False, True),
 }  # fmt: skip
 ADAPTER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "layers_to_transform": (None,), "layers_pattern": (None,),
-    "init_lora_weights": (True,), "loftq_config": (None, {}),
-    "qat_scheme": (None,),
+    "loftq_config": (None, {}), "qat_scheme": (None,),
     "finetune_language_layers": (True,),
 }  # fmt: skip
 # Arguments without effect, and the reason.
@@ -60,12 +59,12 @@ def check_others(
         if name in unused:
             if value is not None and value is not False:
                 logger.warning("%s: %s=%r has no effect: %s", function, name, value, unused[name])
-        elif name not in neutral:
+        elif name not in neutral and not (name in PASSED_ON and function == "get_peft_model"):
             known = [other for other in (*parameters, *neutral, *unused) if other != "others"]
             raise ConfigError(
                 f"FastLanguageModel.{function} has no argument {name!r}.", fix=f"Its arguments are {', '.join(known)}."
             )
-        elif value not in neutral[name]:
+        elif value not in neutral.get(name, (value,)):
             raise ConfigError(f"FastLanguageModel.{function} does not support {name}={value!r}.", fix="Remove it.")
 
 
@@ -90,15 +89,23 @@ def kind_for(auto_model: Any, labels: Mapping[str, Any]) -> ModelKind:
 
 
 def chosen_targets(
-    model: PreTrainedModel, targets: str | Iterable[str] | None, *, attention: bool, mlp: bool
+    model: PreTrainedModel,
+    targets: str | Iterable[str] | None,
+    *,
+    attention: bool,
+    mlp: bool,
+    choice: LayerChoice | None = None,
 ) -> str | list[str]:
     """Return the target modules without names that the model lacks, and without the parts that are switched off.
 
-    Names that the model lacks are ignored if others match, as in PEFT; so are those that PEFT refuses.
+    Names that the model lacks are ignored if others match, as in PEFT; so are those that PEFT refuses. A string that
+    no layer is named by is a regular expression for whole names, as in PEFT.
     """
     if targets is None:
         targets = "all-linear"
-    named = targets if isinstance(targets, str) else _without_missing(model, list(targets))
+    named = _by_pattern(model, targets) if isinstance(targets, str) else _without_missing(model, list(targets))
+    if choice is not None and choice != LayerChoice():
+        named = choice.of(target_layers(model, named))
     if attention and mlp:
         return named
     off = [word for words, on in ((_ATTENTION, attention), (_MLP, mlp)) if not on for word in words]
@@ -110,6 +117,13 @@ def chosen_targets(
             fix="Set one of them to True, or choose other target_modules.",
         )
     return kept
+
+
+def _by_pattern(model: PreTrainedModel, targets: str) -> str | list[str]:
+    layers = linear_layers(model)
+    if targets == "all-linear" or any(name == targets or name.endswith(f".{targets}") for name in layers):
+        return targets
+    return matched_names(targets, layers) or targets  # an error says what is wrong with it
 
 
 _ATTENTION = ("attn", "attention")

@@ -48,10 +48,11 @@ def apply_method(
     *,
     seed: int,
     full_modules: FullModules | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Return the model set up for `method`: adapters over frozen weights, or all weights trainable.
 
-    `full_modules`: modules to be trained in full beside the adapters.
+    `full_modules`: modules to be trained in full beside the adapters. `lora`: other arguments of PEFT's `LoraConfig`.
     """
     if method.kind == "full":
         if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
@@ -61,14 +62,19 @@ def apply_method(
             )
         return model.requires_grad_(True)
     targets = target_layers(model, method.target_modules)
-    # PEFT draws initial values that are replaced below; preserve the caller's RNG state.
-    with torch.random.fork_rng(devices=[]), _peft_errors(targets):
-        config = _lora_config(model, method, targets)
+    # PEFT draws initial values, which are replaced below if they are the usual ones; preserve the caller's RNG state.
+    gpus = sorted({each.device.index for each in model.parameters() if each.is_cuda})
+    with torch.random.fork_rng(devices=gpus), _peft_errors(targets):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
+            generator.manual_seed(seed)
+        config = _lora_config(model, method, targets, lora or {})
+        prepare_config(model, config)
         config.target_parameters = _check_parameters(model, method) or None
         if full_modules is not None and full_modules.names:
             config.modules_to_save, config.ensure_weight_tying = list(full_modules.names), full_modules.tied
         adapted = get_peft_model(model, config, adapter_name=ADAPTER)
-    _initialize(adapted, seed)
+    if config.init_lora_weights is True:
+        _initialize(adapted, seed)
     return adapted
 
 
@@ -177,7 +183,9 @@ def _check_parameters(model: nn.Module, method: MethodConfig) -> list[str]:
     return list(names)
 
 
-def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str]) -> LoraConfig:
+def _lora_config(
+    model: PreTrainedModel, method: MethodConfig, targets: list[str], others: Mapping[str, Any]
+) -> LoraConfig:
     layers = linear_layers(model)
     transposed = {
         isinstance(m, Conv1D) or (isinstance(m, Int8Linear | NF4Linear) and m.from_conv1d)
@@ -197,6 +205,7 @@ def _lora_config(model: PreTrainedModel, method: MethodConfig, targets: list[str
         use_rslora=method.rslora,
         target_modules=_shorten_names(targets, [name for name, _ in model.named_modules()]),
         fan_in_fan_out=transposed.pop(),
+        **others,
     )
     config._register_custom_module(LORA_LAYERS)
     return config

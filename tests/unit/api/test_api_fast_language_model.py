@@ -466,7 +466,7 @@ def test_loading_errors(tiny_model: TinyModel, arguments: Any, error: type[Panth
     [
         ({"r": 0}, ConfigError, "r=0"),
         ({"lora_dropout": 1.5}, ConfigError, "lora_dropout=1.5"),
-        ({"bias": "all"}, ConfigError, 'bias="none"'),
+        ({"bias": "some"}, ConfigError, "Use one of 'none', 'lora_only', 'all'"),
         ({"target_modules": ["qq_proj"]}, ModelError, "qq_proj"),
         ({"task_type": "SEQ_CLS"}, ConfigError, "does not support task_type"),
         ({"finetune_language_layers": False}, ConfigError, "does not support finetune_language_layers"),

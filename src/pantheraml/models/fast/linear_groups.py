@@ -78,6 +78,8 @@ def why_not_fused(layer: nn.Module) -> str | None:
 
 
 def _why_not_base(base: Any) -> str | None:
+    if getattr(base, "bias", None) is not None and base.bias.requires_grad:
+        return "its bias is trainable"
     if type(base) is nn.Linear:
         if base.weight.requires_grad:
             return "its weight is trainable"
