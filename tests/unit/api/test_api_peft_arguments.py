@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import VeloraConfig
 from transformers import AutoModelForCausalLM
 
 from pantheraml import FastLanguageModel
@@ -97,6 +98,15 @@ def test_biases_of_a_peft_config_are_trained(folder: Path) -> None:
     before = adapted.get_base_model().model.layers[0].self_attn.q_proj.base_layer.bias.detach().clone()
     trained(adapted)
     assert not torch.equal(before, adapted.get_base_model().model.layers[0].self_attn.q_proj.base_layer.bias)
+
+
+@pytest.mark.parametrize("changes", [{"velora_config": VeloraConfig()}, {"init_lora_weights": "mica"}], ids=str)
+def test_a_variant_of_lora_is_left_to_peft(folder: Path, changes: dict[str, Any]) -> None:
+    """Its layers compute, or keep, something else than plain LoRA's do."""
+    model, _ = FastLanguageModel.from_pretrained(str(folder))
+    adapted = get_peft_model(model, LoraConfig(target_modules=NAMES, task_type="CAUSAL_LM", **changes))
+    assert not any(map(is_fused, adapted.modules()))
+    trained(adapted)
 
 
 def test_initial_values_depend_on_the_seed_alone(folder: Path) -> None:

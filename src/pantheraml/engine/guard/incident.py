@@ -25,6 +25,7 @@ from pantheraml.base.errors import RunDirectoryError, StorageError
 from pantheraml.base.folders import write_text
 from pantheraml.engine.guard.policy import Anomaly, Suspect, find_suspect
 from pantheraml.engine.step.feed import StepBatches
+from pantheraml.models.fast import is_fused
 from pantheraml.parallel.json_gather import all_gather_json
 from pantheraml.parallel.local_shards import NamedParameters
 from pantheraml.parallel.process_group import World
@@ -132,8 +133,13 @@ class _NonfiniteHooks:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
+        # Hooks inside a fused layer would make it run unfused: the replay must compute what the step did.
+        fused = [layer for layer in model.modules() if is_fused(layer)]
+        inside = {module for layer in fused for module in layer.modules()}.difference(fused)
         handles = [
-            module.register_forward_hook(partial(self._after_forward, name)) for name, module in model.named_modules()
+            module.register_forward_hook(partial(self._after_forward, name))
+            for name, module in model.named_modules()
+            if module not in inside
         ]
         # Pipeline stages regroup the rows of a batch and DataParallel splits them: there, micro-batches are unknown.
         if self._world.layout.dims.pipeline == 1 and not self._world.replica_devices:

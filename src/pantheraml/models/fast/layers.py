@@ -50,7 +50,7 @@ from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup
 from pantheraml.models.fast.kept_inputs import KeptInputs
 from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
-from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup
+from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup, base_of
 from pantheraml.models.fast.norms import derived, fuse_norm, fuse_norms
 from pantheraml.models.fast.part_norms import PartNorms
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
@@ -188,6 +188,7 @@ class _FusedParts:
             for name, child in parent.named_children()
             if id(child) in own
         ]
+        self._hooks = _hooks_inside(layer, family, [child for *_, child in self._children])
         self.gelu = bool(uses_gelu(layer.mlp))
         self.plus_one, self._family = family.plus_one, family
         self._epsilons = {name: epsilon_of(getattr(layer, name)) for name in family.norms}
@@ -246,13 +247,25 @@ class _FusedParts:
     def changed(self) -> bool:
         """Return whether the fused forward no longer applies.
 
-        That is: weights have another dtype, a linear layer was exchanged (as PEFT does to unload adapters), or one has
-        hooks (as PEFT adds to use a different adapter per row of a batch).
+        That is: weights have another dtype, a linear layer was exchanged (as PEFT does to unload adapters), or a module
+        has hooks (of a script that looks at activations, or PEFT's to use a different adapter per row of a batch).
         """
-        return self.groups[0].dtype != self._dtype or any(
-            getattr(parent, name) is not child or child._forward_pre_hooks or child._forward_hooks
-            for parent, name, child in self._children
+        return (
+            self.groups[0].dtype != self._dtype
+            or any(self._hooks)
+            or any(getattr(parent, name) is not child for parent, name, child in self._children)
         )
+
+
+def _hooks_inside(layer: Any, family: Family, linears: Sequence[nn.Module]) -> list[dict[int, Any]]:
+    """Return the hooks of attention, MLP, norms and linear layers, which a fused forward would not call."""
+    norms = [getattr(layer, name) for name in family.norms]
+    modules = [layer.self_attn, layer.mlp, *norms, *head_norms(layer.self_attn), *linears, *map(base_of, linears)]
+    return [
+        hooks
+        for each in modules
+        for hooks in (each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks)
+    ]
 
 
 class _Fused(RuntimeSubclass):

@@ -108,6 +108,8 @@ def _why_not_adapter(layer: Any) -> str | None:
         return "its adapter has dropout"
     if name in layer.lora_magnitude_vector:
         return "its adapter is DoRA"
+    if name in layer.lora_variant:
+        return f"its adapter is a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
     if layer.lora_B[name].bias is not None:
         return "its adapter has a bias"
     if layer.r[name] > MAX_RANK:
@@ -157,7 +159,11 @@ class LoraGroup:
             else base.bias.detach()
             for base in bases
         ]
-        return torch.cat(pieces).to(self.dtype)
+        stacked = torch.cat(pieces).to(self.dtype)
+        for base, piece in zip(bases, stacked.split([base.out_features for base in bases]), strict=True):
+            if base.bias is not None and base.bias.dtype == self.dtype:
+                base.bias.data = piece  # as the weights are: what is loaded into it is what the matmul adds
+        return stacked
 
     def _allocate_adapter_buffers(self) -> None:
         device, ranks = self.device, self.ranks
@@ -210,6 +216,8 @@ class LoraGroup:
 
     def why_not(self) -> str | None:
         """Return why this group's layers must run one by one now, or None. Checks only what can change."""
+        if any(weight.requires_grad for layer in self.layers for weight in base_of(layer).parameters(recurse=False)):
+            return "a weight or bias of the base is trainable"
         for member, name in zip(self.members, self.names, strict=True):
             layer = member.layer
             if name is None:
@@ -349,6 +357,9 @@ class GroupSet:
         self._layers = [member.layer for member, _ in adapted]
         self._names = [name for _, name in adapted]
         self._has_dropout = any(member.has_dropout for member, _ in adapted)
+        bases = (base_of(layer) for group in self._with_adapters for layer in group.layers)
+        self._frozen = [weight for base in bases for weight in base.parameters(recurse=False)]
+        self._trains_base = False
         self._peft_state: list[Any] | None = None
         self.adapter_layout_version = 0
         """Incremented whenever addresses or scalings of the adapters change: groups then use other tensors."""
@@ -366,13 +377,16 @@ class GroupSet:
     def refresh(self, *, written: bool = False) -> None:
         """Bring groups up to date with the adapters. `written`: `write` was called since the last pass."""
         # With dropout, train/eval mode matters as well, and is not part of PEFT's state.
+        trains_base = any(map(_REQUIRES_GRAD, self._frozen))
         if (
             self._has_dropout
+            or trains_base != self._trains_base
             or self._peft_state is None
             or not all(map(eq, map(_STATE, self._layers), self._peft_state))
         ):
             self._peft_state = copy.deepcopy([_STATE(layer) for layer in self._layers])
             self.reason = next((why for group in self._with_adapters if (why := group.why_not()) is not None), None)
+            self._trains_base = trains_base
             self.disabled = bool(self._peft_state) and all(map(_is_disabled, self._peft_state))
         if self.reason is not None:
             return
@@ -398,6 +412,7 @@ class GroupSet:
         self.adapter_layout_version += 1
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _STATE = attrgetter("_disable_adapters", "merged_adapters", "_active_adapter")
 """All state that PEFT can change and `LoraGroup.why_not` reads, without PEFT's properties."""
 
