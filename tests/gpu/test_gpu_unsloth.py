@@ -1,0 +1,86 @@
+"""The package unsloth itself on a GPU: `enable_multi_gpu` in its script, two ranks on one GPU against one rank.
+
+Unsloth is looked for in the folder that UNSLOTH_PACKAGES names, so that other tests do not import what it brings. NCCL
+refuses two ranks on one GPU, so they meet through gloo, each as the only rank of a node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pantheraml.base.env import child_environment
+from tests import toy
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = os.environ.get("UNSLOTH_PACKAGES", "")
+BATCH, ROUNDING = 4, 1e-4
+"""Batch of a step, and the relative difference that other sums of float32 (TF32 on this GPU) may make in a loss."""
+
+pytestmark = pytest.mark.skipif(not Path(PACKAGES, "unsloth").is_dir(), reason="UNSLOTH_PACKAGES names no Unsloth")
+
+
+def run(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Run the script on `ranks` ranks and return what each found."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    output = folder / f"ranks-{ranks}"
+    output.mkdir()
+    command = [sys.executable, str(ROOT / "tests/e2e/unsloth_script.py"), "unsloth", str(folder / "model")]
+    processes, logs = [], []
+    for rank in range(ranks):
+        place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        cwd = output / f"cwd-{rank}"  # Unsloth writes the code that it compiles there
+        cwd.mkdir()
+        logs.append(output / f"{rank}.log")
+        with open(logs[-1], "wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [*command, str(BATCH), "mean", str(output)],
+                    cwd=cwd,
+                    env=child_environment(
+                        **({name: str(value) for name, value in place.items()} if ranks > 1 else {}),
+                        MASTER_ADDR="127.0.0.1",
+                        DDP_BACKEND="gloo",
+                        PYTHONPATH=os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", ""), PACKAGES]),
+                        PANTHERAML_LOG="info",
+                        UNSLOTH_DISABLE_STATISTICS="1",
+                        HF_HUB_OFFLINE="1",
+                        HF_HOME=str(folder / "hub"),
+                    ),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [process.wait(250) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * ranks, "\n".join(log.read_text()[-4000:] for log in logs)
+    return [json.loads((output / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.timeout(550)
+def test_two_ranks_equal_one_rank(tmp_path: Path) -> None:
+    toy.write_llama(tmp_path / "model", initializer_range=0.2)
+    (one,) = run(tmp_path, 1)
+    two = run(tmp_path, 2)
+    assert one["checkpointed"]
+    assert len(set(one["loss"])) == 4, "a model that does not train would pass the checks below"
+    print("losses of one rank ", one["loss"])
+    for rank in two:
+        assert (rank["samples"], rank["wrapped"], rank["reverted"]) == (BATCH // 2, "DistributedDataParallel", True)
+        print("losses of two ranks", rank["loss"])
+        assert rank["loss"] == pytest.approx(one["loss"], rel=ROUNDING)
+        assert rank["weights"] == pytest.approx(two[0]["weights"], abs=0)
+        assert rank["weights"] == pytest.approx(one["weights"], rel=1e-2, abs=1e-4)
