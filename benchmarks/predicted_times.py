@@ -103,15 +103,15 @@ def shapes_of(name: str) -> ModelShapes:
 
 
 def _row(case: str, model: str, setting: Setting, tokens_per_second: float) -> TimeRow | None:
-    """None: the planner does not know the model's family, as the memory table of the page says."""
+    """None: the planner does not know the model's family, or nothing but its weights (mixtures of experts)."""
     try:
         shapes = shapes_of(model)
     except UnsupportedModelError:
         return None
     given = TimeInputs.of(shapes, setting, H200)
-    assert given is not None
-    time = predict_time(setting, given)
-    assert time is not None
+    time = None if given is None else predict_time(setting, given)
+    if time is None:
+        return None
     return TimeRow(case, setting, setting.tokens / tokens_per_second, time.seconds, time.limited_by, USED.get(case))
 
 

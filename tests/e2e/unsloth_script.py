@@ -51,7 +51,7 @@ trainer = SFTTrainer(
     args=SFTConfig(
         output_dir="run", max_steps=4, per_device_train_batch_size=1, learning_rate=0.1, max_grad_norm=0.0,
         optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], bf16=False,
-        disable_tqdm=True, packing=False, ddp_backend=os.environ.get("DDP_BACKEND"),
+        disable_tqdm=True, packing=False, ddp_backend=os.environ.get("DDP_BACKEND") if RANKS > 1 else None,
     ),
 )  # fmt: skip
 statistics = pantheraml.unsloth_train(trainer)
