@@ -20,8 +20,8 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_i
 LEAVE_SECONDS = 60.0
 """Time for children and threads to exit; generous, for busy hosts. Costs nothing if there are none."""
 
-# set by pytest itself, and by torch when an optimizer is first imported or a module compiled
-IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+# set by pytest itself, by torch when an optimizer is first imported or a module compiled, and by packages for OpenMP
+IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
