@@ -40,14 +40,13 @@ def test_a_job_is_watched_live_over_a_lost_connection(service: Server, proxied: 
     job = start_job(service, suffix="live", processes=2, epochs=60)
     card = page.get_by_role("article", name=f"Job {job}")
     card.get_by_text(re.compile(r"step \d+ of 360")).wait_for()
-    assert card.get_by_role("meter").get_attribute("aria-valuenow")
-    shoot(page, "overview-running")
-    card.get_by_role("link", name="live").click()
-    wait_until(lambda: any(len(line["x"]) > 3 for line in drawn(page, "Loss")))
-    page.get_by_text("live", exact=True).last.wait_for()
-    before = page.locator(".figure b").first.text_content()
-
     with service.suspended(job):  # it may not end before the page has lost its connection
+        assert card.get_by_role("meter").get_attribute("aria-valuenow")
+        shoot(page, "overview-running")
+        card.get_by_role("link", name="live").click()
+        wait_until(lambda: any(line["x"] for line in drawn(page, "Loss")))
+        page.get_by_text("live", exact=True).last.wait_for()
+        before = page.locator(".figure b").first.text_content()
         proxied.cut()
         page.get_by_text("Connection to the service lost").wait_for()
         proxied.up = True
