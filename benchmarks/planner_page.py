@@ -40,6 +40,8 @@ H200 = DeviceSpec(
 
 FIRST_COMPARABLE = "2026-11-16T13:30"
 """Before, layers kept other tensors: the rows of the MLP, for example, which are recomputed now."""
+FUSED_OFFLOAD_FROM = "2026-11-18T01:00"
+"""Since then, `train` fuses the layers of full fine-tunes with offloading by itself."""
 ONE_LAYOUT_FROM = "2026-11-18T21:50"
 """Since then, fp8 weights have one layout."""
 SECOND_LAYOUT_SHARE = 0.75
@@ -49,7 +51,7 @@ BIG_CHUNKS_FROM = "2026-11-18T21:27"
 
 DEVELOPED_ON = frozenset(
     {
-        *("ours-8b-lora-fp8", "ours-8b-lora-bf16", "ours-8b-qlora-lean", "ours-1b-full", "ours-1b-full-lean"),
+        *("ours-8b-lora-fp8", "ours-8b-lora-bf16", "ours-8b-qlora-lean", "ours-1b-full"),
         *("compile on", "compile off"),
     }
 )
@@ -142,6 +144,8 @@ def _of_suite(record: Mapping[str, Any]) -> Iterator[Measured]:
     for row in record["results"]:
         if row["system"] != "pantheraml" or row["peak_gib"] is None or row.get("trainer", "sft") != "sft":
             continue
+        if planned_otherwise(row):
+            continue
         settings = cli_settings(row)
         loop: Literal["pantheraml", "SFTTrainer"] = "pantheraml" if row["path"] == "cli" else "SFTTrainer"
         if loop == "SFTTrainer" and row["method"] == "full":  # trl_run.py: weights in bf16, torch's AdamW over them
@@ -150,6 +154,12 @@ def _of_suite(record: Mapping[str, Any]) -> Iterator[Measured]:
         more = [row.get(name) for name in ("reserved_gib", "device_gib", "probe_gib")]
         stamp = str(row["date"]), str(row["commit"])[:7]
         yield Measured(row["case"], model, settings, row["peak_gib"], *stamp, loop, *more)
+
+
+def planned_otherwise(row: Mapping[str, Any]) -> bool:
+    """Whether `train` made another plan for this row when it was recorded: today's is not what was measured."""
+    offloads = row["method"] == "full" and row["checkpointing"] == "offload" and row["path"] == "cli"
+    return offloads and str(row["date"]) < FUSED_OFFLOAD_FROM
 
 
 def _of_ablation(record: Mapping[str, Any]) -> Iterator[Measured]:

@@ -33,6 +33,12 @@ USED = {
     "ours-8b-lora-uneven": "packed documents, which take as long in attention as one row",
     "ablation: 1b without CUDA graph": "the host's time to launch a kernel",
     "ablation: 1b full, 8-bit states": "the bytes of 8-bit states",
+    "ours-qwen3-4b-lora": "the gaps between kernels",
+    "plan-3b-lora-fp8-1x32768-full": "attention over long sequences, heads of 128",
+    "plan-1b-lora-fp8-1x32768": "attention over long sequences, heads of 64",
+    "plan-1b-full-bf16-adamw-2x4096-full": "the rate of unfused kernels",
+    "plan-qwen3-1.7b-full-bf16-adamw-1x8192-full": "the rate of unfused kernels",
+    "plan-qwen3-1.7b-lora-bf16-8x1024-padded": "the host's time to launch a layer without fp8",
 }
 """Case -> what was taken from it."""
 RENAMED = {"quantised": "quantized"}
@@ -73,6 +79,7 @@ def _is_training(row: Mapping[str, Any]) -> bool:
     Cases of very long sequences have too few steps for a speed.
     """
     planned = row["path"] == "cli" and row.get("trainer") in (None, "sft") and row["case"] not in NOT_COMPARED
+    planned = planned and not planner_page.planned_otherwise(row)
     return planned and row["tokens_per_second"] is not None
 
 

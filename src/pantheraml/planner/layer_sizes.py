@@ -29,6 +29,10 @@ class LayerSizes:
     norms: int
     """Norms of one layer as wide as the residual stream."""
     tied: bool
+    head_size: int | None = None
+    """None: not known, of a model read from its weight files alone."""
+    normed_heads: int = 0
+    """Width of the queries and keys, if norms of their heads come before RoPE."""
 
 
 def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
@@ -51,6 +55,9 @@ def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
     hidden = table.shape[1]
     inner = max((each for each in mlp if each.out_in[0] == hidden), key=lambda each: each.size, default=mlp[-1])
     widths = sum(each.out_in[0] for each in mlp if each is not inner)
+    decoder = shapes.decoder
+    norms = [each for each in first if each.part == "norms" and "bias" not in each.name]
+    of_heads = any(each.layer.endswith((".q_norm", ".k_norm")) for each in norms)
     return LayerSizes(
         layers=len(numbers),
         hidden=hidden,
@@ -60,8 +67,10 @@ def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
         inner=inner.out_in[1],
         gated=widths >= 2 * inner.out_in[1],
         linear_parameters=sum(each.size for each in linears),
-        norms=sum(1 for each in first if each.part == "norms" and each.shape == (hidden,) and "bias" not in each.name),
+        norms=sum(each.shape == (hidden,) and not each.layer.endswith((".q_norm", ".k_norm")) for each in norms),
         tied=shapes.tied,
+        head_size=None if decoder is None else decoder.head_dim,
+        normed_heads=decoder.queries + decoder.keys if of_heads and decoder is not None else 0,
     )
 
 

@@ -33,8 +33,8 @@ from pantheraml.specs.train import TrainConfig
 
 CLEARLY_FASTER = 1.10
 """A plan must be predicted to be that much faster to replace the rules', which fits."""
-WORTH_ITS_EFFORT = 1.15
-"""More complicated parallelism must be predicted to be that much faster."""
+WORTH_ITS_EFFORT = 1.2
+"""More complicated parallelism must be predicted to be that much faster: as much as a predicted time may be wrong."""
 AS_FAST = 1.03
 """Among plans about as fast as the fastest, the simplest is taken."""
 CERTAIN_SHARE = 0.94

@@ -26,8 +26,12 @@ LIMITS = {
 }
 """Part -> what limits a step in which it is the largest."""
 
-KERNELS_PER_LAYER = 100
-"""Of a decoder layer's forward and backward; only the product with `launch_us`, which is measured, counts."""
+LAUNCHES_PER_LAYER = {True: 100, False: 83}
+"""Of a decoder layer's forward and backward, with fp8 matmuls and without; only the product with `launch_us`, which is
+measured, counts."""
+GAP_SECONDS = 48 * 1.5e-6
+"""A layer's gaps between kernels on the GPU: a profile of Qwen3-4B's captured step has 48 kernels per layer, and 2.7 ms
+of 184 ms in no kernel."""
 FORWARD_SHARE = 1 / 3.5
 """Of the forward in attention: two products, and five in the backward."""
 LOGIT_BYTES = 12
@@ -38,6 +42,14 @@ EIGHT_BIT_BYTES = 33
 """8-bit states are read, expanded and rounded again; measured as that much more than bf16 states."""
 LORA_COLUMNS = 128
 """Columns that adapters add to a fused product, forward; its tiles are that wide."""
+ATTENTION_START = {64: 480, 128: 1310}
+"""By size of a head: the keys in whose time a query could be compared with, besides its own keys. What a block of
+queries costs before and after its loop over keys, so that long sequences are faster per operation: measured at 2,048
+and 32,768 tokens."""
+RATED_LENGTH = 2048
+"""Sequence of `attention_tflops`."""
+EAGER_SHARE = 0.62
+"""Share of a copy's rate that kernels of unfused, uncompiled layers reach: they broadcast, convert and are short."""
 SUSTAINED = 0.95
 """Share of the rates of single kernels that a whole step reaches: at its power limit, a GPU lowers its clock. From two
 rows of docs/planner.md; all others test it."""
@@ -124,7 +136,8 @@ def predict_time(setting: Setting, given: TimeInputs) -> StepTime | None:
     assert rates.attention_tflops is not None
     assert rates.copy_gb_s is not None
     flops = {name: rate * SUSTAINED for name, rate in rates.matmul_tflops.items()}
-    attention_rate, copy = rates.attention_tflops * 1e12 * SUSTAINED, rates.copy_gb_s * 1e9 * SUSTAINED
+    attention_rate = rates.attention_tflops * 1e12 * SUSTAINED * _length_factor(setting, sizes)
+    copy = rates.copy_gb_s * 1e9 * SUSTAINED
     work = _layer_work(setting, sizes)
     layers, passes = sizes.layers / dims.pipeline, setting.accumulation
     again = 1.0 if setting.activation_checkpointing in ("full", "offload") else 0.0
@@ -138,14 +151,15 @@ def predict_time(setting: Setting, given: TimeInputs) -> StepTime | None:
     head_flops, head_bytes = _head_work(setting, sizes)
     head_matmul = head_flops / (flops["fp8" if _fp8_head(setting, sizes) else _plain(setting)] * 1e12)
     attention = layers * (1 + again * FORWARD_SHARE) * _attention_flops(setting, given) / attention_rate
-    memory = layers * ((1 + cheap_again) * work.forward_bytes + work.backward_bytes) / copy
+    layer_copy = copy if setting.fused or setting.compile else copy * EAGER_SHARE
+    memory = layers * ((1 + cheap_again) * work.forward_bytes + work.backward_bytes) / layer_copy
     memory += (head_bytes + 8 * setting.tokens * sizes.hidden) / copy
     compute = matmul + head_matmul + attention + memory
 
-    launch = 0.0
+    launch = layers * (1 + again / 3) * GAP_SECONDS
     if not setting.cuda_graph and rates.launch_us is not None:
-        host = layers * KERNELS_PER_LAYER * (1 + again / 3) * rates.launch_us * 1e-6
-        launch = max(0.0, host - compute)
+        host = layers * LAUNCHES_PER_LAYER[_fp8_layers(setting)] * (1 + again / 3) * rates.launch_us * 1e-6
+        launch = max(launch, host - compute)
     one = compute + launch
     parts = {
         "matmul": passes * (matmul + head_matmul),
@@ -243,8 +257,9 @@ def _eager_bytes(setting: Setting, sizes: LayerSizes) -> tuple[float, float]:
     h, q, qkv = sizes.hidden, sizes.queries / setting.dims.tensor, sizes.qkv / setting.dims.tensor
     i = sizes.inner / setting.dims.tensor
     norms = max(sizes.norms, 2)
-    forward = norms * 36 * h + 12 * h + 18 * qkv + (10 if sizes.gated else 6) * i
-    backward = norms * 60 * h + 12 * h + 22 * qkv + (18 if sizes.gated else 10) * i
+    normed = norms * h + sizes.normed_heads / setting.dims.tensor
+    forward = 36 * normed + 12 * h + 18 * qkv + (10 if sizes.gated else 6) * i
+    backward = 60 * normed + 12 * h + 22 * qkv + (18 if sizes.gated else 10) * i
     if setting.method != "full":
         inputs = 3 * h + q + (2 if sizes.gated else 1) * h + i
         outputs = qkv + h + (2 if sizes.gated else 1) * i + h
@@ -265,6 +280,12 @@ def _attention_flops(setting: Setting, given: TimeInputs) -> float:
     """
     width = given.sizes.queries / setting.dims.tensor
     return 7.0 * setting.tokens * setting.seq_len * width
+
+
+def _length_factor(setting: Setting, sizes: LayerSizes) -> float:
+    """Rate of attention at this length, relative to that at `RATED_LENGTH`."""
+    start = ATTENTION_START[64 if sizes.head_size is not None and sizes.head_size <= 64 else 128]
+    return (1 + start / RATED_LENGTH) / (1 + start / setting.seq_len)
 
 
 def _head_work(setting: Setting, sizes: LayerSizes) -> tuple[float, float]:

@@ -19,11 +19,11 @@ print(json.dumps([rows, markdown()]))
 def test_recorded_steps_are_predicted(python: Python) -> None:
     rows, table = json.loads(python(ROWS))
     held_out = [abs(row["error"]) for row in rows if not row["used"]]
-    assert len(held_out) >= 13
+    assert len(held_out) >= 20
     assert statistics.median(held_out) <= 0.08
-    assert sorted(held_out)[-2] <= 0.10, "one row is known to be off by a fifth"
+    assert max(held_out) <= 0.20
     assert "ours-8b-lora-uneven" in {row["case"] for row in rows}
-    assert table.count("| used for ") == sum(row["used"] for row in rows) == 5
+    assert table.count("| used for ") == sum(row["used"] for row in rows) == 11
     assert "(target 8 %: reached)" in table
 
 

@@ -132,7 +132,7 @@ def test_the_driver_counts_its_context_and_communication() -> None:
     assert found.device_bytes == found.reserved_bytes + CONTEXT_BYTES
     two = predicted(LORA.model_copy(update={"dims": ParallelDims(replicate=2), "cuda_graph": False}))
     assert two.device_bytes == two.reserved_bytes + CONTEXT_BYTES + NCCL_BYTES
-    assert driver_bytes(2) == driver_bytes(4096)
+    assert driver_bytes(2, hopper=True) == driver_bytes(4096, hopper=True) > driver_bytes(4096, hopper=False)
     assert found.fits is None
     assert predicted(LORA, capacity=found.device_bytes).fits is True
     assert predicted(LORA, capacity=found.device_bytes - 1).fits is False

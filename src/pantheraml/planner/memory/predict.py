@@ -100,7 +100,8 @@ def predict_memory(
     fullest = max(ranks, key=lambda rank: _total(rank.peak))
     instant, parts = fullest.peak
     allocated = sum(parts.values())
-    driver, unused = driver_bytes(setting.dims.world_size), round(TYPICAL_UNUSED * allocated)
+    driver = driver_bytes(setting.dims.world_size, hopper=_is_hopper(capability))
+    unused = round(TYPICAL_UNUSED * allocated)
     if capacity_bytes is None or allocated + unused + driver <= capacity_bytes:  # else it is too much anyway
         unused = max(unused, unused_bytes(fullest.step_tensors()))
     return MemoryPrediction(
@@ -127,7 +128,12 @@ def instants(
 def _workspace(setting: Setting, capability: tuple[int, int] | None) -> int:
     if setting.device != "cuda":
         return 0
-    return HOPPER_WORKSPACE if capability is None or capability >= HOPPER else OTHER_WORKSPACE
+    return HOPPER_WORKSPACE if _is_hopper(capability) else OTHER_WORKSPACE
+
+
+def _is_hopper(capability: tuple[int, int] | None) -> bool:
+    """Hopper or newer, as GPUs that are not known are taken to be."""
+    return capability is None or capability >= HOPPER
 
 
 @dataclass(frozen=True)
