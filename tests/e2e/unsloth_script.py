@@ -54,6 +54,8 @@ trainer = SFTTrainer(
         disable_tqdm=True, packing=False, ddp_backend=os.environ.get("DDP_BACKEND") if RANKS > 1 else None,
     ),
 )  # fmt: skip
+# before training: some versions switch it off at the end
+checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 statistics = pantheraml.unsloth_train(trainer)
 weights = torch.cat([value.detach().flatten() for value in model.parameters() if value.requires_grad])
 patched = Trainer.__init__
@@ -65,7 +67,7 @@ found = {
     "samples": trainer.args.per_device_train_batch_size,
     "wrapped": type(trainer.model_wrapped).__name__,
     "model": type(trainer.model).__module__,
-    "checkpointed": any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+    "checkpointed": checkpointed,
     "reverted": Trainer.__init__ is not patched,
 }
 Path(OUTPUT, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
