@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import step_profile
 from suites.comparison import newest_rows
 from table import markdown_table, result_rows
 
@@ -275,7 +276,7 @@ def page(records: Sequence[Record]) -> str:
     sections = (
         _section(each, rows.get(each.name), kernels, _newest(records, each.benchmark)) for each in OPTIMIZATIONS
     )
-    parts = [INTRODUCTION, _throughput(records), *sections, _pieces(records)]
+    parts = [INTRODUCTION, _throughput(records), *sections, _pieces(records), step_profile.section(records)]
     return "\n".join(part for part in parts if part)
 
 
