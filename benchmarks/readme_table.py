@@ -20,6 +20,7 @@ ROWS = {
     "8B LoRA, activation checkpointing": ("ours-8b-lora-lean", "unsloth-8b-lora-lean"),
     "8B QLoRA, activation checkpointing": ("ours-8b-qlora-lean-quantized", "unsloth-8b-qlora-lean"),
     "8B LoRA, DPO": ("ours-trl-8b-dpo-fp8", "unsloth-8b-dpo"),
+    "8B LoRA, GRPO without generation, 8 completions per prompt": ("ours-trl-8b-grpo-fp8", "unsloth-8b-grpo"),
     "Llama-3.2-1B LoRA": ("ours-1b-lora-fp8", "unsloth-1b-lora"),
     "Qwen3-4B LoRA": ("ours-qwen3-4b-lora", "unsloth-qwen3-4b-lora"),
     "Gemma-3-4B LoRA": ("ours-gemma3-4b-lora", "unsloth-gemma3-4b-lora"),
