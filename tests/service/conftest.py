@@ -142,6 +142,23 @@ class Server:
             for process in workers:
                 process.resume()
 
+    @contextlib.contextmanager
+    def suspended_in_training(self, client: OpenAI, *jobs: str) -> Iterator[None]:
+        """Stop each job as soon as it trains, so that none can end while the others start, or before it is looked
+        at."""
+        waiting = list(jobs)
+        with contextlib.ExitStack() as stack:
+
+            def all_stopped() -> bool:
+                for job in list(waiting):
+                    if client.fine_tuning.jobs.retrieve(job).state == "running":  # type: ignore[attr-defined]
+                        stack.enter_context(self.suspended(job))
+                        waiting.remove(job)
+                return not waiting
+
+            wait_until(all_stopped)
+            yield
+
     def clean_up(self) -> list[str]:
         """End everything; return what was still running besides the service."""
         for client in self.clients:

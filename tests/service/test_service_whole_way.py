@@ -38,10 +38,10 @@ def test_upload_tune_and_chat_though_the_service_is_killed(own_server: Callable[
         hyperparameters={"n_epochs": 60, "batch_size": 8, "learning_rate_multiplier": 50},
         extra_body={"pantheraml": {"processes": 2}},
     )
-    wait_for(client, job.id, "running")
-    server.kill()
-    assert server.processes(job.id), "it goes on"
-    server.start()
+    with server.suspended_in_training(client, job.id):
+        server.kill()
+        assert server.processes(job.id), "its processes are left alone"
+        server.start()
     client = server.client()
     done = wait_for(client, job.id, "succeeded")
     assert (done.starts, done.processes) == (1, 2)
