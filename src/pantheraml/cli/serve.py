@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         database_url=checked_database_url(arguments.database_url),
         insecure=arguments.insecure,
-        allowed_hosts=tuple(arguments.allow_host),
+        allowed_hosts=tuple(map(_checked_host, arguments.allow_host)),
         cpu_slots=arguments.cpu_slots,
         jobs_per_gpu=arguments.jobs_per_gpu,
         max_file_bytes=int(arguments.max_file_gib * GIB),
@@ -130,6 +130,13 @@ def run(arguments: argparse.Namespace) -> int:
         inference_key=env.inference_key(),
     )
     return serve(settings)
+
+
+def _checked_host(name: str) -> str:
+    """Return the name. ConfigError if it has a scheme or a port: it would never match."""
+    if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+", name):
+        raise ConfigError(f"--allow-host takes a name such as tune.example.com, without scheme and port, not {name!r}.")
+    return name
 
 
 def _checked_url(url: str | None) -> str | None:

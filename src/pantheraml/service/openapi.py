@@ -45,6 +45,12 @@ class Deleted(BaseModel):
     deleted: bool
 
 
+class StreamEnd(BaseModel):
+    """Data of the last event of a job's stream."""
+
+    state: str
+
+
 _FILES, _JOBS, _JOB = "/v1/files", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs/{job_id}"
 _PARTS, _CHAT = "/v1/uploads/{upload_id}/parts", "/v1/chat/completions"
 _HOOKS, _HOOK = "/v1/webhook_endpoints", "/v1/webhook_endpoints/{endpoint_id}"
@@ -127,7 +133,7 @@ class DescribedAPI(FastAPI):
 
 def described(schema: dict[str, Any]) -> dict[str, Any]:
     """Complete FastAPI's own description, in place."""
-    models: dict[type[BaseModel], None] = {Error: None}
+    models: dict[type[BaseModel], None] = {Error: None, StreamEnd: None}
     for answer in _ANSWERS.values():
         models.update(dict.fromkeys(answer if isinstance(answer, tuple) else (answer,)))
     _, definitions = models_json_schema([(each, "serialization") for each in models], ref_template=_REFERENCE)
@@ -165,9 +171,19 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     if (method, path) == ("post", _PARTS):
         operation["requestBody"] = _PART
     if (method, path) == ("post", _CHAT):
-        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["200"]["content"]["text/event-stream"] = {"itemSchema": _server_sent({"type": "string"}, "data")}
+    if (method, path) == ("get", f"{_JOB}/stream"):
+        told = {"anyOf": [_reference(JobEvent), _reference(StreamEnd)]}
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+        answers["200"]["content"] = {"text/event-stream": {"itemSchema": _server_sent(data, "data", "event")}}
     if method == "post" and path in EXAMPLES:
         operation["requestBody"]["content"]["application/json"]["examples"] = {"example": {"value": EXAMPLES[path]}}
+
+
+def _server_sent(data: dict[str, Any], *required: str) -> dict[str, Any]:
+    """Return the schema of each server-sent event of a stream, as FastAPI writes it."""
+    text = {"type": "string"}
+    return {"type": "object", "required": [*required], "properties": {"id": text, "event": text, "data": data}}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

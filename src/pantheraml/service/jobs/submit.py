@@ -55,6 +55,7 @@ async def plan_job(
     inputs = Inputs(base, content_of(training, files), training.rows or 0, validation)
     inventory = context.dispatcher.inventory
     devices = _devices_for(beside, inventory, body.pantheraml.processes or 1)
+    _require_devices(body.pantheraml.processes or 1, devices, inventory)
     try:
         planned = await asyncio.to_thread(
             configure,
@@ -75,11 +76,16 @@ async def plan_job(
             if inventory.jobs_per_gpu > 1:
                 message += f" {inventory.jobs_per_gpu} jobs share each GPU here, and its memory."
         raise ApiError(400, message, code=code) from err
-    available = len(devices.gpus) or len(inventory.devices)
-    if planned.devices > available:
-        message = f"It needs {planned.devices} {inventory.kind}s, but there are {available}."
-        raise ApiError(400, message, param="pantheraml.processes", code="does_not_fit")
+    _require_devices(planned.devices, devices, inventory)
     return planned
+
+
+def _require_devices(count: int, devices: DeviceSpec, inventory: Inventory) -> None:
+    """ApiError if there are fewer GPUs, or CPU slots."""
+    available = len(devices.gpus) or len(inventory.devices)
+    if count > available:
+        message = f"It needs {count} {inventory.kind}s, but there are {available}."
+        raise ApiError(400, message, param="pantheraml.processes", code="does_not_fit")
 
 
 def _folder_of(name: str, context: ServiceContext) -> Path:
