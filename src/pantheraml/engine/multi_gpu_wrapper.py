@@ -20,7 +20,7 @@ from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
 from pantheraml.devices.probe import cpu_count
 from pantheraml.engine import tuning
-from pantheraml.engine.batch_size import Inputs, Measured, choose_size, free_on, probe_sizes
+from pantheraml.engine.batch_size import ForwardInputs, Measured, choose_size, free_on, probe_sizes
 from pantheraml.engine.guard.own_loop import trained_parameters
 from pantheraml.engine.multi_gpu_mode import (
     check_device,
@@ -303,7 +303,7 @@ class MultiGPUWrapper:
             logger.warning("bucket_cap_mb and static_graph take effect when a model is wrapped: wrap it again")
         self._applied = now
 
-    def saw(self, inputs: Inputs) -> None:
+    def saw(self, inputs: ForwardInputs) -> None:
         self._monitor.saw(inputs)
 
     # -- loader
@@ -417,7 +417,7 @@ class MultiGPUWrapper:
 def _follow_settings(wrapper: MultiGPUWrapper, module: nn.Module, args: Any, kwargs: Any) -> None:
     wrapper.follow_settings()
     if module.training and torch.is_grad_enabled():
-        wrapper.saw(Inputs(args, kwargs))
+        wrapper.saw(ForwardInputs(args, kwargs))
 
 
 def replicate(model: nn.Module, gpus: list[int]) -> nn.Module:
