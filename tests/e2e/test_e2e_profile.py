@@ -44,7 +44,7 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path) -> None:
     assert sum(phases.values()) == pytest.approx(found["step_seconds"])
     assert found["tokens_per_second"] == pytest.approx(4 * 64 / found["step_seconds"], rel=0.2)
     work = {row["name"]: row for row in found["parts"]}
-    assert {"matrix products", "attention", "optimizer", "elementwise and other"} <= set(work)
+    assert {"matmuls", "attention", "optimizer", "elementwise and other"} <= set(work)
     assert sum(row["share"] for row in work.values()) == pytest.approx(1)
     # the profiler sees nearly all of what the host spends in torch, and not twice
     assert 0.2 < sum(row["seconds"] for row in work.values()) / found["step_seconds"] < 1.5

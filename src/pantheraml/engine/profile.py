@@ -37,7 +37,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("c10d::", "nccl", "gloo:", "allreduce", "all_gather", "reduce_scatter")),
     ("attention", ("scaled_dot_product", "attention", "flash", "fmha")),
     ("optimizer", ("adam", "_foreach_", "optimizer", "multi_tensor_apply", "clip_grad")),
-    ("matrix products", ("mm", "matmul", "linear", "gemm", "cutlass", "cublas", "nvjet", "xmma")),
+    ("matmuls", ("mm", "matmul", "linear", "gemm", "cutlass", "cublas", "nvjet", "xmma")),
     ("loss and vocabulary", ("cross_entropy", "nll_loss", "log_softmax", "embedding", "index_add")),
     ("norms", ("norm",)),
     ("copies and memory", ("copy", "memcpy", "memset", "clone", "cat", "fill_", "zero", "empty", "resize", "to_")),

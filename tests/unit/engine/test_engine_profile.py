@@ -13,9 +13,9 @@ from pantheraml.engine.profile import KINDS, REST, _is_work, _own_seconds, _rows
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("aten::mm", "matrix products"),
-        ("aten::addmm", "matrix products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix products"),
+        ("aten::mm", "matmuls"),
+        ("aten::addmm", "matmuls"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matmuls"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("c10d::allreduce_", "communication"),
