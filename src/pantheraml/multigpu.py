@@ -168,7 +168,9 @@ def _check_launched(launched: env.ProcessRank, num_gpus: int | None) -> None:
     if num_gpus is None or num_gpus in (started, launched.world_size):
         return
     if type(num_gpus) is not int or num_gpus < 1:
-        raise ConfigError(f"{num_gpus!r} is not a valid number of processes.")
+        raise ConfigError(
+            f"{num_gpus!r} is not a valid number of processes.", fix="Pass 1 or more, or None for one per GPU."
+        )
     raise LaunchError(
         f"num_gpus={num_gpus} is set, but the launcher started {started} process(es).",
         fix=f"Start {num_gpus} (torchrun --nproc-per-node {num_gpus}), or remove num_gpus.",
@@ -255,7 +257,9 @@ def _process_count(requested: int | None) -> tuple[int, str]:
     if requested is None:
         return max(1, gpus), f"{gpus} GPUs are visible" if gpus else devices.note or "no GPU is visible"
     if type(requested) is not int or requested < 1:
-        raise ConfigError(f"{requested!r} is not a valid number of processes.")
+        raise ConfigError(
+            f"{requested!r} is not a valid number of processes.", fix="Pass 1 or more, or None for one per GPU."
+        )
     check_script_ranks(requested, gpus=gpus, cores=devices.cpu_count)
     asked = f"{requested} {'was' if requested == 1 else 'were'} requested"
     return requested, asked if gpus or requested == 1 else f"{asked}, on CPUs: {devices.note or 'no GPU is visible'}"

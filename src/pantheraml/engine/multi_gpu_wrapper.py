@@ -99,6 +99,10 @@ class MultiGPUWrapper:
         """Indices of the GPUs to use on this node."""
         visible = list(range(torch.cuda.device_count()))
         requested = self._config.device_ids
+        if requested is not None and (not requested or len(set(requested)) != len(requested)):
+            raise ConfigError(
+                f"device_ids={requested} must name at least one GPU, each once.", fix="See `pantheraml gpus`."
+            )
         missing = [index for index in requested or () if index not in visible]
         if missing:
             raise DeviceError(
@@ -167,6 +171,10 @@ class MultiGPUWrapper:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap `model` for its mode, or return it as it is. A collective if there are several processes."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model is a {type(model).__name__}, not a torch.nn.Module.", fix="Pass the model itself."
+            )
         if isinstance(model, DistributedDataParallel | DataParallel | FSDPModule | MicroBatches):
             raise ConfigError(f"The model is a {type(model).__name__} already.", fix="Pass the model inside it.")
         self._config = self._settings.multi_gpu
@@ -310,6 +318,11 @@ class MultiGPUWrapper:
 
     def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return `loader` with this rank's samples and the level's settings, or as it is. A collective."""
+        if not isinstance(loader, DataLoader):
+            raise ConfigError(
+                f"dataloader is a {type(loader).__name__}, not a torch DataLoader.",
+                fix="Pass DataLoader(dataset, batch_size=...).",
+            )
         device = self._devices[0] if self._devices else torch.device("cpu")
         changed = tuning.loader_changes(loader, self._settings, device)
         self.setup()
