@@ -196,6 +196,7 @@ def launch(function: Callable[..., Any], *arguments: Any, nproc: int | None = No
     rank fails, the others are terminated and a WorkerError names it.
     """
     _require_no_rank()
+    _require_callable(function)
     processes, _ = _process_count(nproc)
     return _run(function, arguments, processes, _start_method(function, arguments))
 
@@ -207,6 +208,7 @@ def launch_distributed_training(*, world_size: int, train_func: Callable[..., An
     host has none.
     """
     _require_no_rank()
+    _require_callable(train_func)
     try:
         inspect.signature(train_func).bind(0, world_size, **arguments)
     except TypeError as err:
@@ -231,6 +233,13 @@ def _as_rank(train_func: Callable[..., Any], arguments: Mapping[str, Any]) -> An
 def _require_no_rank() -> None:
     if env.launched_rank() is not None:
         raise LaunchError("This process is already a rank.", fix="Call the function directly.")
+
+
+def _require_callable(function: object) -> None:
+    if not callable(function):
+        raise ConfigError(
+            f"{function!r} is not a function.", fix="Pass the function itself, and its arguments separately."
+        )
 
 
 def _run(

@@ -271,6 +271,14 @@ def test_a_bad_value_that_is_set_later() -> None:
     assert str(caught.value).count("fix:") == 1
 
 
+def test_a_config_of_another_kind() -> None:
+    wrong = {"modee": "none"}
+    for config in ("ddp", wrong):
+        with pytest.raises(ConfigError, match="multi_gpu_config"):
+            create_performance_optimizer(config)  # type: ignore[arg-type]
+    assert wrong == {"modee": "none"}
+
+
 def test_what_is_no_model_and_no_loader(make: Make) -> None:
     optimizer = make()
     with pytest.raises(ConfigError, match=r"model is a str, not a torch\.nn\.Module"):
